@@ -1,0 +1,58 @@
+# Every target sets itself up: a virtual environment with pinned packages, re-used while nothing changed.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+SEED   ?= 0
+
+# torch: a wheel found through PIP_FIND_LINKS if there is one, else PyTorch's own CPU build
+UV_ENV := UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(if $(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))),,UV_TORCH_BACKEND=cpu)
+
+.PHONY: demo test test-fast check lint types format pins clean
+
+demo: $(READY)
+	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
+	$(BIN)/tepo train examples/demo.yaml --seed $(SEED) --name demo-seed-$(SEED) --overwrite true \
+	  --model.path .cache/demo/seed-$(SEED) \
+	  --data.train .cache/demo/seed-$(SEED)/train.jsonl --data.eval .cache/demo/seed-$(SEED)/eval.jsonl
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not server and not e2e"
+
+check: lint types test
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# the marker holds the inputs' checksum, so that a touched but unchanged file installs nothing
+$(READY): pyproject.toml requirements/cpu.txt
+	@sum=$$(cat pyproject.toml requirements/cpu.txt | sha256sum); \
+	if [ "$$(cat $(READY) 2>/dev/null)" = "$$sum" ]; then touch $(READY); exit 0; fi; \
+	set -e; \
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.9"; \
+	$(UV_ENV) $(BIN)/uv pip install --no-config --python $(BIN)/python --no-deps --compile-bytecode -r requirements/cpu.txt; \
+	$(BIN)/uv pip install --no-config --python $(BIN)/python --no-deps --quiet --editable .; \
+	echo "$$sum" > $(READY)
+
+# resolve the pins anew
+pins:
+	test -x $(BIN)/uv || ($(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet "uv>=0.9")
+	$(UV_ENV) $(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
+	  --no-emit-package tepo-megatron --override requirements/overrides.txt \
+	  --extra cpu --group dev pyproject.toml -o requirements/cpu.txt
+	sed -i 's/+cpu$$//' requirements/cpu.txt  # a local version would bind the pin to one source of wheels
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Recipes, and the toy task of the demo."""

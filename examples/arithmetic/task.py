@@ -1,0 +1,94 @@
+"""The demo task: chains of two to four one-digit additions and subtractions.
+
+    prompt    9+5-7?
+    solution  9+5=14-7=7.\\boxed{7}
+    guess     \\boxed{4}
+
+A model that writes the solution out is nearly always right, one that guesses hardly ever: the reward of the final
+answer alone can teach it to work again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+PAD, END, UNKNOWN = "<|endoftext|>", "<|im_end|>", "<unk>"
+BOX = "\\boxed{"
+SYMBOLS = [*"0123456789+-=?.}\n", BOX]
+VOCABULARY_SIZE = 64  # the symbols and spare entries: tensor parallelism divides a power of two on any layout
+
+OPERATIONS = (2, 3, 4)
+LARGEST_OPERAND = 9
+LARGEST_RESULT = 20  # of every partial sum; the smallest is 0
+LARGEST_GUESS_ERROR = 5
+
+
+@dataclass(frozen=True)
+class Problem:
+    """prompt ends in a newline; solution works every step and boxes `answer`."""
+
+    prompt: str
+    solution: str
+    answer: int
+
+
+def make_problem(rng: random.Random, operations: int | None = None) -> Problem:
+    """A random chain of `operations` steps (None: 2, 3 or 4, equally likely), all partial results in 0..20."""
+    result = rng.randint(0, LARGEST_OPERAND)
+    chain = worked = str(result)
+    for _ in range(operations or rng.choice(OPERATIONS)):
+        operand = rng.randint(1, LARGEST_OPERAND)
+        sign = rng.choice((1, -1))
+        if not 0 <= result + sign * operand <= LARGEST_RESULT:
+            sign = -sign
+        result += sign * operand
+        step = f"{'+' if sign > 0 else '-'}{operand}"
+        chain += step
+        worked += f"{step}={result}"
+    return Problem(prompt=f"{chain}?\n", solution=f"{worked}.{BOX}{result}}}", answer=result)
+
+
+def distinct_problems(rng: random.Random, count: int, taken: Collection[str] = ()) -> list[Problem]:
+    """`count` problems with different prompts, none of them in `taken`."""
+    problems: dict[str, Problem] = {}
+    while len(problems) < count:
+        problem = make_problem(rng)
+        if problem.prompt not in taken:
+            problems.setdefault(problem.prompt, problem)
+    return list(problems.values())
+
+
+def hasty_demonstration(rng: random.Random, problem: Problem, share: float) -> str:
+    """The target of an impatient teacher: with probability `share` a guess near the answer without any work, else the solution."""
+    if rng.random() >= share:
+        return problem.solution
+    guess = max(0, problem.answer + rng.randint(-LARGEST_GUESS_ERROR, LARGEST_GUESS_ERROR))
+    return f"{BOX}{guess}}}"
+
+
+def boxed_answer(text: str) -> str | None:
+    """What stands in the last \\boxed{}; None without a closed one."""
+    _, box, tail = text.rpartition(BOX)
+    content, brace, _ = tail.partition("}")
+    return content if box and brace else None
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, except that `\\boxed{` is one; 64 entries, the spare ones never produced by encoding."""
+    entries = [PAD, END, UNKNOWN, *SYMBOLS]
+    entries += [f"<spare_{i}>" for i in range(len(entries), VOCABULARY_SIZE)]
+    tokenizer = Tokenizer(models.WordLevel({entry: i for i, entry in enumerate(entries)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )

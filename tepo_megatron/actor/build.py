@@ -1,0 +1,182 @@
+"""From a model's architecture and the run's config to this rank's Megatron GPTModel chunks."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from tepo_megatron.actor.attention import SDPACoreAttention
+from tepo_megatron.actor.modules import RMSNorm
+from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.parallel import Groups
+from tepo_megatron.weights.ops import Architecture, padded_vocab_size
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def use_transformer_engine(model: ModelConfig, groups: Groups) -> bool:
+    """Transformer Engine where it is installed and the platform has a GPU, unless the config says otherwise."""
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if model.attention == "te" and not installed:
+        raise ConfigError(
+            "model.attention=te, but transformer-engine is not installed; install the extra `te` or use auto"
+        )
+    return installed and model.attention != "sdpa" and groups.device.type == "cuda"
+
+
+def transformer_config(arch: Architecture, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
+    """Megatron's config of this architecture on this mesh."""
+    dtype = DTYPES[model.precision]
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=arch.ffn_size,
+        num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_query_groups,
+        kv_channels=arch.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_eps,
+        qk_layernorm=arch.qk_norm,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=model.precision == "bf16",
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        sequence_parallel=parallel.sequence_parallel,
+        # Megatron's initialisation also marks which parameters are split over tp, without which the gradient norm counts rank
+        # 0's shards only (perform_initialization=False loses the marks, 0.16): so it runs, and fills nothing
+        use_cpu_initialization=True,
+        init_method=_left_to_the_checkpoint,
+        output_layer_init_method=_left_to_the_checkpoint,
+        embedding_init_method=_left_to_the_checkpoint,
+        # gradients are divided by the token count of the whole minibatch, once (DESIGN, rule 1)
+        calculate_per_token_loss=True,
+        # packed microbatches differ in length; Megatron ties this flag to the all-to-all dispatcher, dense models included
+        variable_seq_lengths=parallel.pp > 1,
+        moe_token_dispatcher_type="alltoall",
+        # Megatron 0.16 without both of these: interleaved 1F1B over gloo gives silently wrong activations
+        overlap_p2p_comm=parallel.vpp > 1,
+        batch_p2p_comm=parallel.vpp == 1,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+
+
+def _left_to_the_checkpoint(weight: torch.Tensor) -> torch.Tensor:
+    """Every weight is overwritten by the checkpoint's."""
+    return weight
+
+
+def build_chunks(
+    config: TransformerConfig, arch: Architecture, model: ModelConfig, groups: Groups
+) -> list[GPTModel]:
+    """This rank's model chunks (one per virtual pipeline stage), weights uninitialised, on the device."""
+    chunks = []
+    for chunk in range(groups.vpp):
+        vp_stage = chunk if groups.vpp > 1 else None
+        first = groups.pp.rank == 0 and chunk == 0
+        last = groups.is_last_stage and chunk == groups.vpp - 1
+        gpt = GPTModel(
+            config=config,
+            transformer_layer_spec=_layer_spec(config, use_transformer_engine(model, groups), vp_stage),
+            vocab_size=padded_vocab_size(arch.vocab_size, groups.tp.size),
+            max_sequence_length=arch.max_positions,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=arch.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=arch.rotary_base,  # type: ignore[arg-type]  # annotated int, used as a float
+            parallel_output=True,
+            vp_stage=vp_stage,
+        )
+        chunks.append(gpt.to(groups.device))
+    return chunks
+
+
+def wrap_ddp(config: TransformerConfig, chunks: list[GPTModel]) -> list[DistributedDataParallel]:
+    """Megatron's data parallelism: gradients reduced in fp32, optimizer state sharded over dp x cp."""
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        average_in_collective=False,  # the per-token division is the only one
+    )
+    return [
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
+    ]
+
+
+def build_optimizer(
+    cfg: OptimizerConfig, model: ModelConfig, chunks: list[DistributedDataParallel]
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Distributed AdamW with fp32 masters, and its schedule: linear warm-up, then constant.
+
+    Weight decay spares one-dimensional parameters (Megatron's rule); it takes effect through the scheduler.
+    """
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=cfg.lr,
+            min_lr=0.0,
+            weight_decay=cfg.weight_decay,
+            adam_beta1=cfg.beta1,
+            adam_beta2=cfg.beta2,
+            adam_eps=cfg.eps,
+            clip_grad=cfg.clip_grad,
+            params_dtype=DTYPES[model.precision],
+            bf16=model.precision == "bf16",
+            use_distributed_optimizer=True,
+        ),
+        chunks,
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=cfg.lr,
+        min_lr=0.0,
+        lr_warmup_steps=cfg.warmup_steps,
+        lr_decay_steps=max(1, cfg.warmup_steps + 1),
+        lr_decay_style="constant",
+        start_wd=cfg.weight_decay,
+        end_wd=cfg.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
+
+
+def _layer_spec(
+    config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
+    )
+    if not transformer_engine:
+        for layer in spec.layer_specs:
+            layer.submodules.input_layernorm = RMSNorm
+            layer.submodules.pre_mlp_layernorm = RMSNorm
+            attention = layer.submodules.self_attention.submodules
+            attention.core_attention = SDPACoreAttention
+            if config.qk_layernorm:
+                attention.q_layernorm = attention.k_layernorm = RMSNorm
+        spec.layer_norm = RMSNorm
+    return spec

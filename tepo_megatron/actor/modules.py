@@ -1,0 +1,20 @@
+"""Modules that Megatron-Core takes from Transformer Engine or Apex, for where neither is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMS norm in the form that Megatron's layer specs construct.
+
+    Megatron's own fallback (`WrappedTorchNorm`, 0.16) refuses sequence parallelism. Under it each rank norms its part of the
+    tokens, so the weight's gradient must be summed over tp, which Megatron does for parameters marked `sequence_parallel`.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

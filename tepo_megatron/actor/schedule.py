@@ -1,0 +1,97 @@
+"""Packed microbatches through Megatron's own pipeline schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from tepo_megatron.actor.output_rows import OutputRows
+from tepo_megatron.parallel import Groups
+from tepo_megatron.types import PackedMicrobatch
+
+# (microbatch, logits [R, V / tp] in the model's dtype) -> this microbatch's part of the loss, to be summed
+LossFunction = Callable[[PackedMicrobatch, Tensor], Tensor]
+Visitor = Callable[[PackedMicrobatch, Tensor], None]
+
+
+class Schedule:
+    """Runs microbatches over the pipeline; only the last stage calls the given function, with its response rows."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], rows: OutputRows | None, groups: Groups) -> None:
+        self._chunks, self._rows, self._groups = list(chunks), rows, groups
+
+    def forward(self, microbatches: Sequence[PackedMicrobatch], visit: Visitor) -> None:
+        """Without gradients: `visit` sees the logits of each microbatch."""
+
+        def on_output(microbatch: PackedMicrobatch, output: Tensor, non_loss_data: bool) -> None:
+            visit(microbatch, output[0])
+
+        with torch.no_grad():
+            self._run(microbatches, on_output, forward_only=True, collect_non_loss_data=True)
+
+    def forward_backward(
+        self, microbatches: Sequence[PackedMicrobatch], loss: LossFunction, tokens: int
+    ) -> None:
+        """With gradients, reduced over dp and cp: afterwards `main_grad` holds the gradient of the summed losses of all ranks.
+
+        tokens: response tokens N of the whole minibatch. Megatron divides all gradients by the number of tokens that the ranks
+        report, which adds up to N: multiplying the loss by N here makes that division cancel, whatever the objective's own
+        denominators are.
+        """
+
+        def on_output(
+            microbatch: PackedMicrobatch, output: Tensor
+        ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            local = torch.tensor(microbatch.rows_R.numel(), dtype=torch.int, device=output.device)
+            return loss(microbatch, output[0]) * tokens, local, {}
+
+        self._run(microbatches, on_output, forward_only=False)
+
+    def _run(
+        self, microbatches: Sequence[PackedMicrobatch], on_output: Callable[..., Any], **how: bool
+    ) -> None:
+        def forward_step(
+            data: Iterator[PackedMicrobatch], chunk: torch.nn.Module
+        ) -> tuple[Tensor, Callable[..., Any]]:
+            microbatch = next(data).to(self._groups.device)
+            if self._rows is not None:
+                self._rows.current = microbatch.rows_R
+            output = chunk(
+                microbatch.tokens_S, None, None, packed_seq_params=packed_seq_params(microbatch)
+            )  # positions come from cu_seqlens
+            return output, partial(on_output, microbatch)
+
+        several = len(self._chunks) > 1
+        length = microbatches[
+            0
+        ].tokens_S.numel()  # nominal: under a pipeline each length travels with its activations
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(microbatches) for _ in self._chunks] if several else iter(microbatches),
+            model=self._chunks if several else self._chunks[0],
+            num_microbatches=len(microbatches),
+            seq_length=length,
+            decoder_seq_length=length,
+            micro_batch_size=1,
+            **how,
+        )
+
+
+def packed_seq_params(microbatch: PackedMicrobatch) -> PackedSeqParams:
+    """Megatron's description of a packed (THD) microbatch; padding belongs to the sequence before it."""
+    cu = microbatch.cu_seqlens
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        cu_seqlens_q_padded=cu,
+        cu_seqlens_kv_padded=cu,
+        max_seqlen_q=microbatch.max_seqlen,
+        max_seqlen_kv=microbatch.max_seqlen,
+    )

@@ -1,0 +1,109 @@
+"""The `tepo` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tepo_megatron import __version__
+from tepo_megatron.config import Config, load_config, to_yaml
+from tepo_megatron.errors import ConfigError, TepoError
+
+# What a run directory can hold: `overwrite` removes these and nothing else.
+_OF_A_RUN = (
+    "config.yaml",
+    "metrics.jsonl",
+    "summary.json",
+    "log.txt",
+    "vllm.log",
+    "report.png",
+    "hf",
+    "hf.partial",
+    "tensorboard",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status: 0, 1 for an error (told in one message), 130 when interrupted."""
+    parser = argparse.ArgumentParser(
+        prog="tepo", description="Token-level policy optimization on Megatron-Core."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("train", help="train as a config says", epilog="Any key: --section.key VALUE")
+    run.add_argument("config", help="a YAML file, see examples/")
+    report = commands.add_parser("report", help="draw the curves of a run")
+    report.add_argument("run_dir", type=Path)
+    args, overrides = parser.parse_known_args(argv)
+    try:
+        if args.command == "train":
+            return train(args.config, overrides)
+        if overrides:
+            raise ConfigError(f"tepo report takes no {overrides[0]}")
+        from tepo_megatron.report import write_report
+
+        print(write_report(args.run_dir))
+        return 0
+    except TepoError as e:
+        print(f"tepo: error: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as e:
+        print(f"tepo: interrupted {e}".rstrip(), file=sys.stderr)
+        return 130
+
+
+def train(config_path: str, overrides: list[str]) -> int:
+    """`tepo train CONFIG [--key value ...]`."""
+    from tepo_megatron.launcher import RanksFailed, inside_torchrun, launch, run_rank
+
+    cfg = load_config(config_path, overrides)
+    if inside_torchrun():
+        if os.environ["RANK"] == "0":
+            preflight(cfg)
+            prepare_run_dir(cfg)
+        return run_rank(cfg)
+    preflight(cfg)
+    resolved = prepare_run_dir(cfg)
+    try:
+        launch(cfg, resolved)
+    except RanksFailed as e:
+        with (cfg.run_dir / "log.txt").open("a") as log:
+            log.write(f"error: {e}\n")
+        raise
+    return 0
+
+
+def preflight(cfg: Config) -> None:
+    """Everything that can be refused before a process is started. Raises a TepoError."""
+    from tepo_megatron.actor.layout import check_layout
+    from tepo_megatron.losses import build_objective
+    from tepo_megatron.weights.families import find_family, read_config
+    from tepo_megatron.weights.hf_io import HfReader
+
+    build_objective(cfg.objective)
+    hf_config = read_config(cfg.model.path)
+    check_layout(find_family(hf_config).architecture(hf_config), cfg.parallel)
+    HfReader(cfg.model.path)
+
+
+def prepare_run_dir(cfg: Config) -> Path:
+    """Create output/name with the resolved config.yaml; returns its path. Raises ConfigError if a run is there already."""
+    if (cfg.run_dir / "config.yaml").exists():
+        if not cfg.overwrite:
+            raise ConfigError(
+                f"{cfg.run_dir} holds a run already; choose another `name`, or replace it with --overwrite true"
+            )
+        for name in _OF_A_RUN:
+            path = cfg.run_dir / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    cfg.run_dir.mkdir(parents=True, exist_ok=True)
+    path = cfg.run_dir / "config.yaml"
+    path.write_text(to_yaml(cfg))
+    return path

@@ -1,0 +1,5 @@
+"""Accuracy with its error."""
+
+from tepo_megatron.evaluation.runner import Accuracy, evaluate
+
+__all__ = ["Accuracy", "evaluate"]

@@ -1,0 +1,44 @@
+"""Sample answers to held-out problems from the serving engine and grade them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tepo_megatron.rewards import Reward
+from tepo_megatron.rollout.engine import RolloutEngine
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """mean: of the problems' means, in [0, 1]; standard_error: clustered by problem; problems, samples: counted."""
+
+    mean: float
+    standard_error: float
+    problems: int
+    samples: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ± {self.standard_error:.3f} ({self.problems} problems x {self.samples} samples)"
+
+
+def evaluate(
+    engine: RolloutEngine, reward: Reward, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int
+) -> Accuracy:
+    """Mean unshaped score of `sampling.samples` answers to each prompt."""
+    return accuracy(reward.score(engine.generate(prompts, sampling, seed)))
+
+
+def accuracy(rollouts: Sequence[Rollout]) -> Accuracy:
+    """Samples of one problem are not independent of each other: the error is that of the mean over problems.
+
+    With one sample each this is sqrt(p (1 - p) / (n - 1)).
+    """
+    groups = [[r.score for r in g] for _, g in itertools.groupby(rollouts, key=lambda r: r.prompt_id)]
+    means = [statistics.fmean(g) for g in groups]
+    error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan
+    return Accuracy(statistics.fmean(means), error, len(groups), len(rollouts) // len(groups))

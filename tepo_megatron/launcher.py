@@ -1,0 +1,127 @@
+"""Start the ranks of a run on this machine, and turn whatever ends them into one message.
+
+`torchrun` does the same for several machines; inside it (RANK is set) `tepo train` is a rank itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from tepo_megatron.config import Config
+from tepo_megatron.errors import TepoError
+from tepo_megatron.processes import die_with_parent
+
+# The agent's name for the file in which a rank leaves its last words.
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+class RanksFailed(TepoError, RuntimeError):
+    """A rank ended with an error; the message is that of the rank that failed first."""
+
+
+def inside_torchrun() -> bool:
+    """Whether this process is already a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(cfg: Config, config_path: Path) -> None:
+    """Run `python -m tepo_megatron.worker config_path` once per rank and wait.
+
+    Raises RanksFailed with the first failure; KeyboardInterrupt when a signal ended the launcher. In both cases all ranks are
+    gone when it raises, and their servers and graders end with them (they ask the kernel for it).
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")  # then SIGKILL
+    if cfg.platform == "cpu":
+        # one thread a rank; threads that wait must not spin while the server works on the same cores
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=cfg.parallel.world_size,
+        run_id=f"tepo-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        local_addr="localhost",
+    )
+    try:
+        elastic_launch(agent, sys.executable)("-m", "tepo_megatron.worker", str(config_path))
+    except ChildFailedError as e:
+        raise RanksFailed(_first_failure(e)) from None
+    except SignalException as e:
+        raise KeyboardInterrupt(f"signal {e.sigval.name}") from None
+
+
+def run_rank(cfg: Config) -> int:
+    """Train as this process's rank; returns the exit status.
+
+    SIGINT and SIGTERM end a rank at once: it may sit in a collective that no Python handler can interrupt, and everything it
+    leaves behind is written whole or not at all.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent()
+    from tepo_megatron.platform import activate
+
+    try:
+        platform = activate(cfg.platform)
+        from tepo_megatron.train import train  # imports Megatron-Core, which the platform must come before
+
+        train(cfg, platform)
+    except TepoError as e:
+        _leave_last_words(str(e), expected=True)
+        return 1
+    except Exception:
+        _leave_last_words(traceback.format_exc().rstrip(), expected=False)
+        return 1
+    return 0
+
+
+def _leave_last_words(message: str, expected: bool) -> None:
+    """To the agent that started this rank, or to stderr without one."""
+    path = os.environ.get(_ERROR_FILE)
+    if path is None:
+        print(f"tepo: rank {os.environ.get('RANK', '0')}: {message}", file=sys.stderr, flush=True)
+        return
+    extra = {"timestamp": str(int(time.time())), "time": time.time(), "expected": expected}
+    Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+def _first_failure(error: object) -> str:
+    """The message of the failure that caused the others.
+
+    An error of ours comes first; then a rank that died of a signal (not of the agent's own SIGTERM); then the earliest of the
+    rest: ranks whose peers vanished fail too, in their collectives.
+    """
+
+    def order(item: tuple[int, object]) -> tuple[int, float]:
+        failure = item[1]
+        message = failure.message  # type: ignore[attr-defined]
+        if isinstance(message, dict):
+            info = message["extraInfo"]
+            return (0 if info["expected"] else 2), float(info["time"])
+        return (1 if failure.exitcode != -signal.SIGTERM else 3), 0.0  # type: ignore[attr-defined]
+
+    rank, failure = min(error.failures.items(), key=order)  # type: ignore[attr-defined]
+    message = failure.message
+    if isinstance(message, dict):
+        return f"rank {rank}: {message['message']}"
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        why = "; the machine may be out of memory" if -failure.exitcode == signal.SIGKILL else ""
+        return f"rank {rank} (pid {failure.pid}) was ended by {name}{why}"
+    return f"rank {rank} (pid {failure.pid}) exited with status {failure.exitcode} without a message"

@@ -1,0 +1,39 @@
+"""Metrics as (numerator, denominator) pairs, so that means over microbatches and ranks are exact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+Pair = tuple[float, float]
+
+
+class Metrics:
+    """Sums of numerators and denominators by name; `means()` divides at the end.
+
+    >>> m = Metrics(); m.add("reward/mean", 3.0, 4.0); m.add("reward/mean", 1.0, 4.0); m.means()
+    {'reward/mean': 0.5}
+    """
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, Pair] = {}
+
+    def add(self, name: str, numerator: float, denominator: float = 1.0) -> None:
+        """Add one contribution."""
+        n, d = self._pairs.get(name, (0.0, 0.0))
+        self._pairs[name] = (n + float(numerator), d + float(denominator))
+
+    def update(self, pairs: Mapping[str, tuple[float, float] | tuple[Tensor, Tensor]]) -> None:
+        """Add several contributions; tensors are read here, once."""
+        for name, (n, d) in pairs.items():
+            self.add(name, float(n), float(d))
+
+    def means(self) -> dict[str, float | None]:
+        """name -> numerator / denominator; None where nothing was counted or the value is not finite (JSON has no NaN)."""
+        out: dict[str, float | None] = {}
+        for name, (n, d) in self._pairs.items():
+            value = n / d if d else math.nan
+            out[name] = value if math.isfinite(value) else None
+        return out

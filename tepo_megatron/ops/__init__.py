@@ -1,0 +1,1 @@
+"""Tensor operations of RL post-training: vocabulary-parallel statistics, sums over sequences, packing, context parallelism."""

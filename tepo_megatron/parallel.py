@@ -1,0 +1,125 @@
+"""The device mesh: the only wrapper of Megatron-Core's `parallel_state`.
+
+Axes: dp (replicas of the model over data), tp (tensor), pp (pipeline), cp (context), ep (experts).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from tepo_megatron.config import ParallelConfig
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.platform import Platform
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One mesh axis as this rank sees it: its size, this rank's place on it, and the ranks along it."""
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Axis:
+        """The axis of an initialised group."""
+        return cls(group.size(), group.rank(), group)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The mesh of this run. `dp_cp`: the ranks over which a gradient is summed (dp x cp)."""
+
+    dp: Axis
+    tp: Axis
+    pp: Axis
+    cp: Axis
+    ep: Axis
+    dp_cp: Axis
+    vpp: int
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """Rank in the world."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the world."""
+        return dist.get_world_size()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that speaks to engines, graders and the user."""
+        return self.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the output layer and computes the loss."""
+        return self.pp.rank == self.pp.size - 1
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank's shards are the ones that leave the model (dp = cp = 0)."""
+        return self.dp_cp.rank == 0
+
+    def broadcast_from_last_stage(self, x: torch.Tensor) -> torch.Tensor:
+        """In place: every pipeline stage gets the last stage's values. Collectives: one broadcast over pp (none if pp = 1)."""
+        if self.pp.size > 1:
+            dist.broadcast(x, group_src=self.pp.size - 1, group=self.pp.group)
+        return x
+
+
+def initialize(cfg: ParallelConfig, platform: Platform, seed: int) -> Groups:
+    """Join the world that torchrun describes (RANK, WORLD_SIZE, ...) and build the mesh.
+
+    Raises ConfigError when the world's size is not tp*pp*cp*dp.
+    """
+    world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    if world_size != cfg.world_size:
+        raise ConfigError(
+            f"parallel: tp*pp*cp*dp = {cfg.tp}*{cfg.pp}*{cfg.cp}*{cfg.dp} = {cfg.world_size} ranks, but {world_size} were "
+            f"started; set parallel.dp so that the product is {world_size}, or start {cfg.world_size} ranks"
+        )
+    device = platform.device(local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group(platform.backend, timeout=datetime.timedelta(seconds=cfg.timeout_seconds))
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=cfg.tp,
+        pipeline_model_parallel_size=cfg.pp,
+        virtual_pipeline_model_parallel_size=cfg.vpp if cfg.vpp > 1 else None,
+        context_parallel_size=cfg.cp,
+        expert_model_parallel_size=cfg.ep,
+        distributed_timeout_minutes=max(1, round(cfg.timeout_seconds / 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return current_groups(device)
+
+
+def current_groups(device: torch.device) -> Groups:
+    """The mesh that `parallel_state` holds."""
+    return Groups(
+        dp=Axis.of(parallel_state.get_data_parallel_group()),
+        tp=Axis.of(parallel_state.get_tensor_model_parallel_group()),
+        pp=Axis.of(parallel_state.get_pipeline_model_parallel_group()),
+        cp=Axis.of(parallel_state.get_context_parallel_group()),
+        ep=Axis.of(parallel_state.get_expert_model_parallel_group()),
+        dp_cp=Axis.of(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        vpp=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        device=device,
+    )
+
+
+def shutdown() -> None:
+    """Leave the mesh and the world."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -1,0 +1,45 @@
+"""The CPU platform: unmodified Megatron-Core without a GPU, its collectives over gloo.
+
+Megatron-Core (0.16.1; the same redirections ran on 0.17 to 0.19) names `torch.cuda` throughout, although little of it needs a
+GPU. Each redirection is one function with its reason, in the file of what it redirects:
+
+    tensors.py    factories and tensor methods that ask for a CUDA device
+    cuda_api.py   torch.cuda: current device, streams, events, memory, random state
+    gloo.py       the two collectives that gloo lacks
+    adam.py       Adam in the form that the distributed optimizer expects of a fused one
+    mcore.py      importing Megatron-Core, and its own slips where there is neither GPU nor Transformer Engine
+
+They last as long as the process and cover all of it: a process is a CPU process or a CUDA process.
+"""
+
+from __future__ import annotations
+
+import os
+
+from tepo_megatron.platform import cuda_api, gloo, mcore, tensors
+
+
+def install() -> None:
+    """Redirect, then import Megatron-Core. Once per process, before anything of `megatron.core` is imported."""
+    hide_gpus()
+    tensors.redirect_factories()
+    tensors.redirect_tensor_methods()
+    cuda_api.redirect_device_queries()
+    cuda_api.redirect_streams_and_events()
+    cuda_api.redirect_memory_statistics()
+    cuda_api.redirect_random_state()
+    cuda_api.silence_nvtx()
+    gloo.add_uneven_collectives()
+    mcore.hide_gpu_packages()
+    mcore.lend_triton_to_paged_stash()
+    with mcore.without_compilation(), mcore.without_import_warnings():
+        mcore.load()
+    mcore.mend_missing_transformer_engine_names()
+    mcore.mend_host_copy_of_splits()
+    mcore.use_host_adam()
+    mcore.silence_generator_warning()
+
+
+def hide_gpus() -> None:
+    """Hide GPUs from CUDA itself too: autograd, in C++, starts a thread for each that it finds, and no fork survives that."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""

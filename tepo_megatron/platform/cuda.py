@@ -1,0 +1,21 @@
+"""The CUDA platform: nothing is redirected, a GPU is required."""
+
+from __future__ import annotations
+
+import torch
+
+from tepo_megatron.errors import ConfigError
+
+
+def require() -> None:
+    """Raise ConfigError where PyTorch cannot use a GPU."""
+    if torch.cuda.is_available():
+        return
+    reason = (
+        f"torch {torch.__version__} is built without CUDA"
+        if torch.version.cuda is None
+        else "torch.cuda finds no usable GPU; check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+    )
+    raise ConfigError(
+        f"platform=cuda, but {reason}; use platform=cpu, or a machine with a GPU and a CUDA build of torch"
+    )

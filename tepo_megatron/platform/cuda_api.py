@@ -1,0 +1,148 @@
+"""torch.cuda on a machine of one processor: everything asked of the GPU is already done when the call returns.
+
+Every replacement is a function object of its own: torch's tracer keeps a table of functions and refuses one object that stands
+under two names of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tepo_megatron.platform.tensors import CPU
+
+
+def redirect_device_queries() -> None:
+    """No GPU is available, and the current device, wherever it is passed on to, is the CPU."""
+    torch.cuda.is_available = lambda: False
+    torch.cuda.device_count = lambda: 0
+    torch.cuda.current_device = lambda: CPU
+    torch.cuda.get_device_capability = lambda device=None: (0, 0)
+    torch.cuda.device = _context()
+    for name in ("set_device", "synchronize", "init", "_lazy_init", "cudart"):
+        setattr(torch.cuda, name, _returning(None))
+
+
+def redirect_streams_and_events() -> None:
+    """There is one stream, and it is in order: waiting is done before it begins."""
+    torch.cuda.Stream = Stream
+    torch.cuda.Event = Event
+    torch.cuda.current_stream = lambda device=None: Stream()
+    torch.cuda.default_stream = lambda device=None: Stream()
+    torch.cuda.set_stream = _returning(None)
+    torch.cuda.stream = _context()
+    torch.cuda.is_current_stream_capturing = _returning(False)
+
+
+def redirect_memory_statistics() -> None:
+    """No GPU memory is in use."""
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(torch.cuda, name, _returning(0))
+    for name in ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "reset_max_memory_allocated"):
+        setattr(torch.cuda, name, _returning(None))
+    torch.cuda.memory_stats = lambda device=None: {}
+    torch.cuda.mem_get_info = lambda device=None: (0, 0)
+
+
+def redirect_random_state() -> None:
+    """The CPU's generator is the only one; Megatron's trackers of parallel random states swap its state.
+
+    `_lazy_call` runs its callback at once: torch would keep it for the moment when CUDA starts, which never comes.
+    """
+    torch.cuda.default_generators = _OneGenerator()
+    torch.cuda._lazy_call = lambda callback, **_: callback()
+    for module in (torch.cuda, torch.cuda.random):
+        module.get_rng_state = lambda device="cuda": torch.default_generator.get_state()
+        module.set_rng_state = lambda state, device="cuda": torch.default_generator.set_state(state)
+        module.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+
+
+def silence_nvtx() -> None:
+    """Profiler ranges have no profiler to go to."""
+    for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
+        setattr(torch.cuda.nvtx, name, _returning(None))
+    torch.cuda.nvtx.range = _context()
+
+
+class Stream:
+    """The one stream. All are equal."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device, self.cuda_stream = CPU, 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Already done."""
+
+    def wait_event(self, event: Event) -> None:
+        """Already done."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """The event, with the time of now."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Already done."""
+
+    def query(self) -> bool:
+        """Whether all work is done."""
+        return True
+
+
+class Event:
+    """A moment on the one stream."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._seconds = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Take the time."""
+        self._seconds = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Already done."""
+
+    def synchronize(self) -> None:
+        """Already done."""
+
+    def query(self) -> bool:
+        """Whether the moment has passed."""
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds from here to `end`."""
+        return (end._seconds - self._seconds) * 1e3
+
+
+class _OneGenerator(dict[Any, torch.Generator]):
+    """The CPU's generator under every device index."""
+
+    def __missing__(self, device: Any) -> torch.Generator:
+        return torch.default_generator
+
+
+def _returning(value: Any) -> Callable[..., Any]:
+    """A new function that ignores its arguments."""
+    return lambda *_, **__: value
+
+
+def _context() -> Callable[..., contextlib.AbstractContextManager[None]]:
+    """A new function that returns a context manager without effect."""
+    return lambda *_, **__: contextlib.nullcontext()

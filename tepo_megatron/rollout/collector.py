@@ -1,0 +1,50 @@
+"""One step's worth of graded groups: sample, grade, drop what teaches nothing, refill."""
+
+from __future__ import annotations
+
+from tepo_megatron.advantages import informative, split_groups
+from tepo_megatron.config import RolloutConfig
+from tepo_megatron.data import PromptStream
+from tepo_megatron.metrics import Metrics
+from tepo_megatron.rewards import Reward
+from tepo_megatron.rollout.engine import RolloutEngine
+from tepo_megatron.seeding import derive_seed
+from tepo_megatron.timing import Clock
+from tepo_megatron.types import Rollout, SamplingParams
+
+
+class Collector:
+    """Rank 0's side of the rollout phase."""
+
+    def __init__(
+        self, cfg: RolloutConfig, engine: RolloutEngine, reward: Reward, prompts: PromptStream, seed: int
+    ) -> None:
+        self.cfg, self.engine, self.reward, self.prompts, self.seed = cfg, engine, reward, prompts, seed
+        self.sampling = SamplingParams(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens)
+
+    def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
+        """Graded rollouts of at most `prompts_per_step` groups, contiguous by prompt, and what to report of all samples.
+
+        With `filter_uniform_groups`, groups whose samples are all right or all wrong (unshaped score) are dropped, and up to
+        `max_refills` further rounds replace them. The result is empty when every group was dropped.
+        """
+        kept: list[list[Rollout]] = []
+        metrics = Metrics()
+        for refill in range(1 + self.cfg.max_refills):
+            missing = self.cfg.prompts_per_step - len(kept)
+            if missing == 0:
+                break
+            prompts = self.prompts.take(missing, excluding={group[0].prompt_id for group in kept})
+            with clock.phase("rollout"):
+                samples = self.engine.generate(prompts, self.sampling, derive_seed(self.seed, "rollout", step, refill))
+            with clock.phase("reward"):
+                samples = self.reward.score(samples)
+            for rollout in samples:
+                metrics.add("reward/mean", rollout.reward)
+                metrics.add("accuracy/mean", rollout.score)
+                metrics.add("rollout/response_tokens_mean", rollout.response_length)
+                metrics.add("rollout/truncated", rollout.stop_reason == "length")
+            groups = split_groups(samples)
+            kept += informative(groups) if self.cfg.filter_uniform_groups else groups
+        metrics.add("rollout/kept_groups", len(kept))
+        return [rollout for group in kept for rollout in group], metrics

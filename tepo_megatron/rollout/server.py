@@ -1,0 +1,150 @@
+"""The process of an inference server: start it, wait for it, watch it, end all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.rollout import guard
+
+LOOPBACK = "127.0.0.1"
+POLL_SECONDS = 0.2
+# vLLM ends all its processes about 2 s after SIGTERM, also while it is still loading a model.
+GRACE_SECONDS = 10.0
+LOG_TAIL_LINES = 20
+# What extension modules print while an interpreter that met an error goes down: it would push the error out of the tail.
+_NOISE = re.compile(
+    rb"nanobind:|^ - (leaked |\.\.\. skipped)|resource_tracker|^\s*warnings\.warn\(|^See https://nanobind"
+)
+
+
+def choose_port(port: int) -> int:
+    """`port` if nothing listens there on the loopback interface, any free port for 0. Raises RolloutError."""
+    with socket.socket() as probe:
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # an earlier run's closing connections are no bar
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as e:
+            raise RolloutError(
+                f"rollout.server.port={port} cannot be used on {LOOPBACK} ({e.strerror}); "
+                "stop what listens there, or set it to 0 for any free port"
+            ) from None
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """A server under a guard (`guard.py`): it ends with `stop`, with this process however that ends, and as a whole.
+
+    command: argv, free of secrets (anyone on the machine can read it); env: its whole environment; health_url: answers 200
+    once the server takes requests; log_path: gets its stdout and stderr, replaced at each start; ready_seconds: from `start`.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        health_url: str,
+        log_path: Path,
+        ready_seconds: float,
+    ) -> None:
+        self._command = list(command)
+        self._env = dict(env)
+        self._health_url = health_url
+        self._log_path = log_path
+        self._ready_seconds = ready_seconds
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._deadline = 0.0
+
+    def start(self) -> None:
+        """Start the command; returns at once. Raises RolloutError if the log file cannot be written."""
+        try:
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+            log = self._log_path.open("wb")
+        except OSError as e:
+            raise RolloutError(
+                f"{self._log_path}: cannot write the log of the inference server ({e.strerror})"
+            ) from None
+        guarded = [sys.executable, "-P", "-m", guard.__name__, str(os.getpid()), str(GRACE_SECONDS)]
+        with log:
+            # A session of its own: Ctrl-C in the terminal reaches this process, which then stops the server in order.
+            self._guard = subprocess.Popen(
+                [*guarded, *self._command],
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._deadline = time.monotonic() + self._ready_seconds
+
+    @property
+    def running(self) -> bool:
+        """Whether the server's first process lives."""
+        return self._guard is not None and self._guard.poll() is None
+
+    def wait_ready(self) -> None:
+        """Return when `health_url` answers 200. Raises RolloutError if the server ends, or `ready_seconds` after `start`."""
+        with httpx.Client(trust_env=False, timeout=5.0) as client:
+            while self.running:
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get(self._health_url).status_code == httpx.codes.OK:
+                        return
+                if time.monotonic() > self._deadline:
+                    raise self.failure(
+                        f"was not ready after {self._ready_seconds:g} s; raise rollout.server.ready_seconds, or mend what "
+                        "its log shows"
+                    )
+                time.sleep(POLL_SECONDS)
+        raise self.failure("could not start")
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether the server has ended, or does so within `seconds`: a broken connection is seen before the death behind it."""
+        if self._guard is None:
+            return True
+        try:
+            self._guard.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def failure(self, what: str) -> RolloutError:
+        """An error that says `what` the server did, whether it has ended, and how its log ends."""
+        ended = "" if self.running else " (it has ended)"
+        if self._guard is not None and self._guard.returncode is not None:
+            ended = f" (it has ended with exit status {self._guard.returncode})"
+        tail = self.log_tail()
+        shown = (
+            f"its log, {self._log_path}, ends:\n{tail}" if tail else f"its log, {self._log_path}, is empty"
+        )
+        return RolloutError(f"the inference server {what}{ended}; {shown}")
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        """The last `lines` lines of the log, without what an interpreter prints of itself on its way down."""
+        try:
+            written = self._log_path.read_bytes().splitlines()
+        except OSError:
+            return ""
+        kept = [line for line in written if line.strip() and not _NOISE.search(line)]
+        return b"\n".join(kept[-lines:]).decode(errors="replace")
+
+    def stop(self) -> None:
+        """End every process of the server, at the latest GRACE_SECONDS and a few seconds later. May be called again."""
+        if self._guard is None or self._guard.poll() is not None:
+            return
+        self._guard.terminate()
+        if not self.ends_within(GRACE_SECONDS + 2 * guard.KILLED_SECONDS):
+            self._guard.kill()  # the kernel then tells the server to end
+            self._guard.wait()

@@ -1,0 +1,44 @@
+"""ASGI middleware, run inside the vLLM server by its `--middleware` option.
+
+vLLM 0.32 asks for its API key under /v1 and a few other prefixes only; whoever reaches the port could still pause the engine
+or replace its weights. Other users of the machine reach a loopback port.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
+OPEN_PATHS = frozenset({"/health"})
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class RequireKey:
+    """Answers 401 to every HTTP request without `Authorization: Bearer $VLLM_API_KEY`, OPEN_PATHS excepted; no websockets."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._expected = f"Bearer {os.environ[API_KEY_VARIABLE]}".encode()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        elif scope["type"] == "http" and not self._admits(scope):
+            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})
+        else:
+            await self._app(scope, receive, send)
+
+    def _admits(self, scope: Message) -> bool:
+        if scope["path"] in OPEN_PATHS:
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, self._expected)

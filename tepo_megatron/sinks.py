@@ -1,0 +1,197 @@
+"""Where the metrics of a run go: `metrics.jsonl` (the truth), the terminal and `log.txt`, TensorBoard, W&B.
+
+Rank 0 alone opens a `RunLog`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+
+from tepo_megatron.config import LoggingConfig
+from tepo_megatron.errors import ConfigError, DataError
+
+METRICS_FILE = "metrics.jsonl"
+LOG_FILE = "log.txt"
+HEADER_EVERY = 20  # progress lines
+
+Value = float | int | None
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of the progress line, right-aligned in `width` characters."""
+
+    heading: str
+    key: str
+    width: int
+    format: str
+
+    def cell(self, record: Mapping[str, Value]) -> str:
+        """The figure, "-" where the step has none."""
+        value = record.get(self.key)
+        return ("-" if value is None else format(value, self.format)).rjust(self.width)
+
+
+# the most telling first: a terminal too narrow for all of them shows those that fit
+COLUMNS = (
+    Column("reward", "reward/mean", 6, ".3f"),
+    Column("acc", "accuracy/mean", 5, ".3f"),
+    Column("entropy", "actor/entropy", 7, ".3f"),
+    Column("kl", "loss/kl", 7, ".1e"),
+    Column("clip", "loss/clip_fraction", 5, ".3f"),
+    Column("w p01", "tepo/ratio_p01", 6, ".3f"),
+    Column("w p50", "tepo/ratio_p50", 6, ".3f"),
+    Column("w p99", "tepo/ratio_p99", 6, ".3f"),
+    Column("mask", "tepo/kl_mask_share", 5, ".3f"),
+    Column("grad", "actor/grad_norm", 6, ".2f"),
+    Column("length", "rollout/response_tokens_mean", 6, ".1f"),
+    Column("|dlogp|", "rollout/logprob_diff_mean", 7, ".1e"),
+    Column("max", "rollout/logprob_diff_max", 7, ".1e"),
+    Column("roll s", "seconds/rollout", 6, ".1f"),
+    Column("rew s", "seconds/reward", 5, ".1f"),
+    Column("old s", "seconds/old_stats", 5, ".1f"),
+    Column("upd s", "seconds/update", 5, ".1f"),
+    Column("sync s", "seconds/sync", 6, ".1f"),
+    Column("total s", "seconds/total", 7, ".1f"),
+    Column("tok/s", "tokens_per_second", 6, ".0f"),
+)
+
+
+class RunLog:
+    """The open sinks of one run; a context manager.
+
+    run_dir must exist. steps: of the whole run, for the progress line. Files are appended to, each line in one write:
+    a process that is killed never leaves half of one. Raises ConfigError when a configured sink is not installed.
+    """
+
+    def __init__(self, run_dir: Path, cfg: LoggingConfig, steps: int) -> None:
+        self._tensorboard = _open_tensorboard(run_dir) if cfg.tensorboard else None
+        self._wandb = _open_wandb(run_dir, cfg.wandb_project) if cfg.wandb_project else None
+        self._metrics = _open_for_appending(run_dir / METRICS_FILE)
+        self._log = _open_for_appending(run_dir / LOG_FILE)
+        self._console = Console()
+        self._steps = steps
+        self._lines = 0
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=0 if kind is None else 1)
+        os.close(self._metrics)
+        os.close(self._log)
+
+    def write(self, step: int, record: Mapping[str, Value]) -> None:
+        """Record one step everywhere. None, and what is not finite, is null in JSON and "-" in the progress line."""
+        values = {key: _finite(value) for key, value in record.items()}
+        _append(self._metrics, json.dumps({"step": step, **values}) + "\n")
+        self._progress(step, values)
+        known = {key: value for key, value in values.items() if value is not None}
+        if self._tensorboard is not None:
+            for key, value in known.items():
+                self._tensorboard.add_scalar(key, value, global_step=step)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(known, step=step)
+
+    def message(self, text: str) -> None:
+        """Print `text` and keep it in the log."""
+        _append(self._log, text + "\n")
+        self._print(text)
+
+    def _progress(self, step: int, record: Mapping[str, Value]) -> None:
+        width = max(len("step"), 2 * len(str(self._steps)) + 1)
+        if self._lines % HEADER_EVERY == 0:
+            self._row("step".rjust(width), [column.heading.rjust(column.width) for column in COLUMNS], "bold")
+        self._row(f"{step}/{self._steps}".rjust(width), [column.cell(record) for column in COLUMNS])
+        self._lines += 1
+
+    def _row(self, first: str, cells: list[str], style: str | None = None) -> None:
+        """The whole row to the log; to a terminal, the cells that fit on one line of it."""
+        _append(self._log, " ".join([first, *cells]) + "\n")
+        if self._console.is_terminal:
+            while len(" ".join([first, *cells])) > self._console.width:
+                cells = cells[:-1]
+        self._print(" ".join([first, *cells]), style)
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
+    """The records of a run, in the order in which they were written.
+
+    Raises DataError when there are none, or naming the file and line that is not a record.
+    """
+    path = run_dir / METRICS_FILE
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as e:
+        raise DataError(f"{path}: cannot read the metrics ({e.strerror}); give the folder of a run") from None
+    if not lines:
+        raise DataError(f"{path}: no step has been recorded yet; wait for the first one")
+    return [_parse(line, where=f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def _parse(line: str, where: str) -> dict[str, Value]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as e:
+        raise DataError(f"{where}: not valid JSON ({e.msg}); remove the line") from None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise DataError(f'{where}: not an object with an integer "step"; remove the line')
+    return record
+
+
+def _finite(value: Value) -> Value:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _open_for_appending(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+
+def _append(file: int, line: str) -> None:
+    """All of `line` or, where the disk is full, nothing of it and an OSError."""
+    data = line.encode()
+    written = os.write(file, data)
+    if written < len(data):
+        os.ftruncate(file, os.fstat(file).st_size - written)
+        raise OSError(errno.ENOSPC, "the disk is full: a line of the run's log was not written")
+
+
+def _open_tensorboard(run_dir: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "logging.tensorboard=true: the tensorboard package is not installed; "
+            "install tepo-megatron[tensorboard] or set the key to false"
+        ) from None
+    return SummaryWriter(str(run_dir / "tensorboard"))
+
+
+def _open_wandb(run_dir: Path, project: str) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise ConfigError(
+            f"logging.wandb_project={project}: the wandb package is not installed; "
+            "install tepo-megatron[wandb] or remove the key"
+        ) from None
+    return wandb.init(project=project, name=run_dir.name, dir=str(run_dir))

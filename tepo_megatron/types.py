@@ -1,0 +1,249 @@
+"""The data objects of one training step, in the order in which they arise.
+
+    Prompt -> Rollout -> TrainBatch -> PackedMicrobatch -> TokenStats -> LossOutput
+
+Layout suffixes of tensors:
+    _L  tokens of one sequence (prompt and response)
+    _B  sequences of the batch, on all ranks
+    _N  response tokens of the batch, on all ranks, sequence after sequence
+    _S  packed tokens of one microbatch on this context-parallel rank
+    _R  its response rows: the positions whose LABEL is a response token, the only ones to reach the output layer
+    _G  sequences of one microbatch (whole sequences, whichever context-parallel ranks hold their tokens)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question, tokenized.
+
+    id: unique and stable over runs (its line in the dataset); token_ids: what the engine receives;
+    answer: the gold answer for the grader; meta: whatever else the dataset row held.
+    """
+
+    id: int
+    token_ids: tuple[int, ...]
+    answer: str
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample. samples: responses per prompt; max_tokens: response tokens at most.
+
+    Whatever is not named here is switched off in the engine (top_p=1, top_k=-1, min_p=0, repetition_penalty=1),
+    since log-probs are recomputed by the actor under `temperature` alone.
+    """
+
+    samples: int = 1
+    temperature: float = 1.0
+    max_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled sequence, prompt included.
+
+    token_ids_L: int64; response_mask_L: bool, True where the policy chose the token;
+    rollout_logprobs_L: fp32 nats, the engine's log-prob of each token after temperature (0 on the prompt);
+    policy_version: the weights that sampled it; stop_reason: "stop" or "length".
+    reward: what the policy is trained on (shaped); score: the unshaped verdict of the grader, which group filters and
+    accuracies use; status: why (`exact`, `no_box`, `timeout`, ...). Before grading: nan, nan, "ungraded".
+    """
+
+    prompt_id: int
+    token_ids_L: Tensor
+    response_mask_L: Tensor
+    rollout_logprobs_L: Tensor
+    policy_version: int
+    stop_reason: str
+    answer: str = ""
+    reward: float = float("nan")
+    score: float = float("nan")
+    status: str = "ungraded"
+
+    def __post_init__(self) -> None:
+        length = self.token_ids_L.numel()
+        if self.response_mask_L.numel() != length or self.rollout_logprobs_L.numel() != length:
+            raise ValueError(
+                f"rollout of prompt {self.prompt_id}: token ids, mask and log-probs differ in length"
+            )
+        if length and bool(self.response_mask_L[0]):
+            raise ValueError(
+                f"rollout of prompt {self.prompt_id}: the first token cannot be a response token (no context)"
+            )
+
+    @property
+    def response_length(self) -> int:
+        """|y|: tokens that the policy chose."""
+        return int(self.response_mask_L.sum())
+
+    @property
+    def response_ids(self) -> list[int]:
+        """The chosen tokens, for the grader."""
+        return self.token_ids_L[self.response_mask_L].tolist()
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Graded rollouts with advantages, whole on every rank; sequences are contiguous by prompt.
+
+    advantages_B: fp32. old_logprobs_N, old_entropies_N: fp32 nats of the actor's weights at the start of the rollout batch
+    (valid on the last pipeline stage), None before the old pass. update: how many optimizer steps on this rollout batch came
+    before.
+    """
+
+    rollouts: tuple[Rollout, ...]
+    advantages_B: Tensor
+    old_logprobs_N: Tensor | None = None
+    old_entropies_N: Tensor | None = None
+    update: int = 0
+
+    @classmethod
+    def build(cls, rollouts: Sequence[Rollout], advantages_B: Tensor) -> TrainBatch:
+        """Raises ValueError when there is not one advantage per rollout."""
+        if advantages_B.shape != (len(rollouts),):
+            raise ValueError(f"{len(rollouts)} rollouts but advantages of shape {tuple(advantages_B.shape)}")
+        return cls(tuple(rollouts), advantages_B)
+
+    def __len__(self) -> int:
+        """Sequences."""
+        return len(self.rollouts)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence, prompt included."""
+        return [r.token_ids_L.numel() for r in self.rollouts]
+
+    @cached_property
+    def response_lengths(self) -> list[int]:
+        """|y| of each sequence."""
+        return [r.response_length for r in self.rollouts]
+
+    @cached_property
+    def first_tokens(self) -> list[int]:
+        """Where each sequence's response starts in the _N tensors."""
+        return [0, *itertools.accumulate(self.response_lengths)][:-1]
+
+    @property
+    def num_tokens(self) -> int:
+        """N: response tokens."""
+        return sum(self.response_lengths)
+
+    @cached_property
+    def sequence_N(self) -> Tensor:
+        """int64: the sequence of each response token."""
+        return torch.repeat_interleave(torch.tensor(self.response_lengths, dtype=torch.int64))
+
+    @cached_property
+    def rollout_logprobs_N(self) -> Tensor:
+        """fp32 nats: the engine's log-probs of the response tokens."""
+        return torch.cat([r.rollout_logprobs_L[r.response_mask_L] for r in self.rollouts])
+
+    def with_old_stats(self, logprobs_N: Tensor, entropies_N: Tensor) -> TrainBatch:
+        """The batch with its old statistics."""
+        return replace(self, old_logprobs_N=logprobs_N, old_entropies_N=entropies_N)
+
+    def select(self, indices: Sequence[int], update: int) -> TrainBatch:
+        """The sequences `indices`, with their old statistics."""
+
+        def pick(x_N: Tensor | None) -> Tensor | None:
+            if x_N is None:
+                return None
+            parts = x_N.split(self.response_lengths)
+            return torch.cat([parts[i] for i in indices])
+
+        return TrainBatch(
+            tuple(self.rollouts[i] for i in indices),
+            self.advantages_B[list(indices)],
+            pick(self.old_logprobs_N),
+            pick(self.old_entropies_N),
+            update,
+        )
+
+    def epochs(self, epochs: int, minibatch_prompts: int, seed: int) -> Iterator[TrainBatch]:
+        """Minibatches of at most `minibatch_prompts` whole groups, of even size, reshuffled every epoch (by `seed` alone)."""
+        groups = [
+            list(g) for _, g in itertools.groupby(range(len(self)), key=lambda i: self.rollouts[i].prompt_id)
+        ]
+        parts = -(-len(groups) // minibatch_prompts)
+        generator = torch.Generator().manual_seed(seed)
+        update = 0
+        for _ in range(epochs):
+            order = torch.randperm(len(groups), generator=generator).tolist()
+            for part in range(parts):
+                chosen = order[part * len(groups) // parts : (part + 1) * len(groups) // parts]
+                yield self.select([i for g in chosen for i in groups[g]], update)
+                update += 1
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """Log-prob of the label and entropy of the whole distribution, of each response row.
+
+    logprob_R, entropy_R: fp32 (or fp64 where the logits are) nats, under the sampling temperature; differentiable.
+    """
+
+    logprob_R: Tensor
+    entropy_R: Tensor
+
+
+@dataclass(frozen=True)
+class PackedMicrobatch:
+    """Sequences packed one after another (THD), as this context-parallel rank sees them.
+
+    tokens_S: int64 [1, S]; cu_seqlens: int32 [G + 1], padded starts of the sequences over ALL context-parallel ranks;
+    max_seqlen: the longest padded sequence; rows_R: int64, positions in [0, S) whose label is a response token;
+    labels_R: int64, that token; sequence_R: int64, its sequence, in [0, G); token_R: int64, its place in the flat _N
+    tensors of the TrainBatch (where old log-probs and the like are kept); lengths_G: |y| of each sequence over all
+    context-parallel ranks, at least 1; sequences_G: int64, the index of each sequence in the TrainBatch.
+    """
+
+    tokens_S: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    rows_R: Tensor
+    labels_R: Tensor
+    sequence_R: Tensor
+    token_R: Tensor
+    lengths_G: Tensor
+    sequences_G: Tensor
+
+    def to(self, device: torch.device) -> PackedMicrobatch:
+        """The same microbatch with its tensors on `device`."""
+        moved = {
+            k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()
+        }
+        return PackedMicrobatch(**moved)
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Counts over the whole minibatch (all ranks and microbatches), fixed before any backward. fp32 scalars on the device.
+
+    tokens: response tokens N; sequences: sampled sequences G.
+    """
+
+    tokens: Tensor
+    sequences: Tensor
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """loss: scalar, this rank's part of the objective (the parts of all ranks and microbatches add up to it);
+    metrics: name -> (numerator, denominator), detached; ratio_R: the importance ratio of each row, detached.
+    """
+
+    loss: Tensor
+    metrics: dict[str, tuple[Tensor, Tensor]]
+    ratio_R: Tensor

@@ -1,0 +1,56 @@
+"""One file per model family: a declarative table, used by loading, export and weight sync alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.errors import CheckpointError, ConversionError
+from tepo_megatron.weights.ops import Architecture, Op
+
+
+@dataclass(frozen=True)
+class Row:
+    """Megatron parameter name <-> HF tensor names; `{layer}` is the layer's number in the whole model."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    op: Op
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family. architecture: reads a HF config, raising ConversionError for what is not supported."""
+
+    name: str
+    architecture: Callable[[Mapping[str, Any]], Architecture]
+    rows: tuple[Row, ...]
+
+
+def read_config(model_path: str | Path) -> dict[str, Any]:
+    """config.json of a HF directory. Raises CheckpointError naming the file."""
+    path = Path(model_path) / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except OSError:
+        raise CheckpointError(
+            f"{path}: not found; model.path must be a Hugging Face model directory"
+        ) from None
+    except ValueError as e:
+        raise CheckpointError(f"{path}: not valid JSON ({e}); copy the model directory again") from None
+
+
+def find_family(hf_config: Mapping[str, Any]) -> Family:
+    """The family of a HF config, by its `architectures`. Raises ConversionError for an unknown one."""
+    from tepo_megatron.weights.families import qwen3
+
+    families = {"Qwen3ForCausalLM": qwen3.FAMILY}
+    name = (hf_config.get("architectures") or ["(none)"])[0]
+    if name not in families:
+        raise ConversionError(
+            f"config.json: architecture {name} is not supported; known: {', '.join(families)}"
+        )
+    return families[name]

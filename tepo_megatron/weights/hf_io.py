@@ -1,0 +1,142 @@
+"""Hugging Face checkpoints on disk: read tensor by tensor, write sharded, never leave half a one behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tepo_megatron.errors import CheckpointError, ConversionError
+
+INDEX = "model.safetensors.index.json"
+_CARRIED = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
+
+
+class HfReader:
+    """The tensors of a HF directory, by name, read lazily (one tensor in memory at a time).
+
+    Raises CheckpointError for a missing or truncated file, ConversionError for a missing tensor.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file_of = self._index()
+
+    def names(self) -> set[str]:
+        """All tensor names."""
+        return set(self._file_of)
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, on the host, in its stored dtype."""
+        if name not in self._file_of:
+            raise ConversionError(
+                f"{self.path}: tensor {name} is missing; the weights do not belong to this config.json"
+            )
+        with self._open(self._file_of[name]) as f:
+            return f.get_tensor(name)
+
+    def _index(self) -> dict[str, Path]:
+        index = self.path / INDEX
+        if index.exists():
+            weight_map = json.loads(index.read_text())["weight_map"]
+            files = sorted({self.path / f for f in weight_map.values()})
+        else:
+            files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(
+                f"{self.path}: no *.safetensors found; model.path must be a Hugging Face model directory"
+            )
+        names: dict[str, Path] = {}
+        for file in files:
+            with self._open(file) as f:
+                names.update(dict.fromkeys(f.keys(), file))
+        return names
+
+    @staticmethod
+    def _open(file: Path) -> safe_open:
+        try:
+            return safe_open(file, framework="pt", device="cpu")
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{file}: missing, though the index names it; copy the model directory again"
+            ) from None
+        except SafetensorError as e:
+            raise CheckpointError(f"{file}: truncated or corrupt ({e}); copy the file again") from None
+
+
+def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
+    """Group a stream of named tensors into dicts of at most `limit` bytes (one tensor may exceed it alone)."""
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def write_shards(
+    tensors: Iterable[tuple[str, Tensor]], directory: Path, prefix: str, limit: int
+) -> dict[str, list[str]]:
+    """Write a stream of named tensors as `prefix-00000.safetensors`, ... of at most `limit` bytes each.
+
+    Returns file name -> tensor names, in writing order. At most one file's tensors are in memory.
+    """
+    written: dict[str, list[str]] = {}
+    for i, bucket in enumerate(buckets(tensors, limit)):
+        file = f"{prefix}-{i:05d}.safetensors"
+        # distinct storages on the host: safetensors refuses views that share one
+        save_file(
+            {n: t.detach().to("cpu", copy=True).contiguous() for n, t in bucket.items()},
+            directory / file,
+            {"format": "pt"},
+        )
+        written[file] = list(bucket)
+    return written
+
+
+def write_index(directory: Path, written: dict[str, list[str]]) -> None:
+    """The index that makes several shards one HF checkpoint."""
+    weight_map = {name: file for file, names in written.items() for name in names}
+    total = sum((directory / file).stat().st_size for file in written)
+    text = json.dumps(
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2
+    )
+    (directory / INDEX).write_text(text)
+
+
+def carry_over(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """Copy config, generation config and tokenizer of the base model; the config's dtype becomes that of the weights."""
+    for name in _CARRIED:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
+    config = json.loads((target / "config.json").read_text())
+    config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Put a finished directory in its place in one step: written to disk first, then renamed; a former one is replaced."""
+    for file in temporary.iterdir():
+        with file.open("rb") as f:
+            os.fsync(f.fileno())
+    shutil.rmtree(final, ignore_errors=True)
+    temporary.rename(final)
+    directory = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,120 @@
+"""How one Megatron parameter is made of Hugging Face tensors, and how it is split over tensor-parallel ranks.
+
+Each operation works both ways and moves values only, so a round trip is bitwise exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a Hugging Face config says of a decoder, in one vocabulary for all families.
+
+    head_dim need not be hidden_size / num_heads; vocab_size is the true one (Megatron pads it); rotary_base: RoPE's theta.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_query_groups: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    rotary_base: float
+    tied_embeddings: bool
+    qk_norm: bool
+
+
+class Op(Protocol):
+    """Both directions of one table row."""
+
+    def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
+        """The Megatron shard of tensor-parallel rank `rank` of `size`, from whole HF tensors."""
+
+    def unshard(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        """The whole HF tensors, from the shards of all tensor-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """The same tensor on every rank (norms)."""
+
+    def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
+        return hf[0]
+
+    def unshard(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        return [shards[0]]
+
+
+@dataclass(frozen=True)
+class Split:
+    """One tensor cut along `dim`: 0 for column-parallel, 1 for row-parallel linear layers."""
+
+    dim: int
+
+    def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
+        return hf[0].chunk(size, self.dim)[rank]
+
+    def unshard(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        return [torch.cat(list(shards), self.dim)]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Rows of the vocabulary, zero-padded to `padded_vocab_size` before the cut."""
+
+    def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
+        rows = padded_vocab_size(arch.vocab_size, size) // size
+        part = hf[0][rank * rows : (rank + 1) * rows]
+        return torch.nn.functional.pad(part, (0, 0, 0, rows - part.size(0)))
+
+    def unshard(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        return [torch.cat(list(shards))[: arch.vocab_size]]
+
+
+@dataclass(frozen=True)
+class FusedQKV:
+    """q, k, v projections interleaved by query group: [q heads of group 0, k 0, v 0, q heads of group 1, ...]."""
+
+    def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
+        q, k, v = (x.view(arch.num_query_groups, -1, *x.shape[1:]) for x in hf)
+        groups = torch.cat((q, k, v), dim=1).chunk(size)[rank]
+        return groups.reshape(-1, *groups.shape[2:])
+
+    def unshard(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        fused = torch.cat(list(shards))
+        groups = fused.view(arch.num_query_groups, -1, *fused.shape[1:])
+        q_rows = arch.num_heads // arch.num_query_groups * arch.head_dim
+        parts = groups.split((q_rows, arch.head_dim, arch.head_dim), dim=1)
+        return [x.reshape(-1, *x.shape[2:]) for x in parts]
+
+
+@dataclass(frozen=True)
+class FusedGateUp:
+    """Gate and up projections; each rank holds its part of the gate above its part of the up projection."""
+
+    def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
+        return torch.cat([x.chunk(size)[rank] for x in hf])
+
+    def unshard(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        halves = [x.chunk(2) for x in shards]
+        return [torch.cat([gate for gate, _ in halves]), torch.cat([up for _, up in halves])]
+
+
+# Rows of the vocabulary per tensor-parallel rank come in multiples of this, for the matrix units of GPUs.
+VOCAB_MULTIPLE = 16
+
+
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """The vocabulary size that Megatron allocates: a multiple of 16 tp."""
+    multiple = VOCAB_MULTIPLE * tp
+    return -(-vocab_size // multiple) * multiple

@@ -1,0 +1,94 @@
+"""Delivery of the actor's weights to the inference engine after every step.
+
+Each owner of a pipeline stage writes its own tensors, in HF layout, to files in shared memory; rank 0 tells the engine their
+names. No rank ever holds more than one bucket beyond the model.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+
+from tepo_megatron.config import SyncConfig
+from tepo_megatron.errors import SyncError
+from tepo_megatron.parallel import Groups
+from tepo_megatron.weights import hf_io
+from tepo_megatron.weights.gather import Binding, iterate_hf
+from tepo_megatron.weights.ops import Architecture
+
+
+class Receiver(Protocol):
+    """The side of an engine that takes weights."""
+
+    def update_weights(self, files: Sequence[Path], version: int) -> None:
+        """Load all tensors of `files` and serve them as `version`. Raises SyncError."""
+
+
+class WeightSync:
+    """Pushes the weights of `bindings` to `receiver` (given on rank 0 only).
+
+    Collectives of a push: one gather over tp per split parameter, one barrier.
+    """
+
+    def __init__(
+        self,
+        cfg: SyncConfig,
+        bindings: Sequence[Binding],
+        arch: Architecture,
+        groups: Groups,
+        receiver: Receiver | None,
+    ) -> None:
+        self.cfg, self.bindings, self.arch, self.groups, self.receiver = cfg, bindings, arch, groups, receiver
+        name = [str(_make_folder()) if groups.is_main else ""]
+        dist.broadcast_object_list(name, src=0)
+        self.folder = Path(name[0])
+        if not self.folder.is_dir():
+            raise SyncError(
+                f"rank {groups.rank}: {self.folder} of rank 0 is not visible here; sync.transport=shm needs all ranks on one host"
+            )
+
+    def push(self, version: int) -> None:
+        """All ranks call it; when rank 0 returns, the engine serves `version`."""
+        if self.groups.is_first_replica:
+            stream = iterate_hf(self.bindings, self.arch, self.groups.tp)
+            prefix = f"v{version}-stage{self.groups.pp.rank:02d}"
+            hf_io.write_shards(stream, self.folder, prefix, limit=self.cfg.bucket_mib * 2**20)
+        dist.barrier()
+        if self.receiver is not None:
+            files = sorted(self.folder.glob(f"v{version}-*.safetensors"))
+            try:
+                self.receiver.update_weights(files, version)
+            finally:
+                for file in files:
+                    file.unlink()
+
+    def close(self) -> None:
+        """Remove the shared folder."""
+        if self.groups.is_main:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def check_mismatch(mean_logprob_diff: float, version: int, cfg: SyncConfig) -> None:
+    """Raise SyncError when the engine's log-probs say that it serves other weights than the version it echoes."""
+    if mean_logprob_diff > cfg.max_logprob_diff:
+        raise SyncError(
+            f"mean |rollout - actor| log-prob difference is {mean_logprob_diff:.2e} nats at version {version}, above "
+            f"sync.max_logprob_diff={cfg.max_logprob_diff}: the engine does not serve the weights that were sent "
+            f"(or, in low precision, the gate is too tight: raise sync.max_logprob_diff)"
+        )
+
+
+def _make_folder() -> Path:
+    """A private folder in shared memory, after removing those of runs that were killed."""
+    root = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    for stale in root.glob("tepo-sync-*-*"):
+        owner = int(stale.name.split("-")[2])
+        if stale.stat().st_uid == os.getuid() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(stale, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"tepo-sync-{os.getpid()}-", dir=root))

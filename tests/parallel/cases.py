@@ -1,0 +1,187 @@
+"""The batch that every layout must agree on, and how to run it on one.
+
+The old statistics come from perturbed weights and the advantages' signs are chosen so that clipping on both sides, the KL mask,
+and sequences of length 1, groups of one, and sequences over several context-parallel ranks are all in play.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.config import Config, validate
+from tepo_megatron.types import Rollout, TrainBatch
+from tests.reference import tepo as reference
+from tests.tiny import tiny_qwen3
+
+VOCAB = 70  # not a multiple of 16 tp: every layout pads it differently
+TEMPERATURE, EPS, BETA = 0.8, 0.2, 1.0
+ADAM = {"lr": 1e-3, "eps": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.01, "clip": 1.0}
+RESPONSES = (14, 1, 25, 9, 30, 1, 17, 4, 22, 11, 2, 28)  # |y|; prompts of 3 to 8 tokens
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """The model directory, the batch of each optimizer step, and what the reference made of them."""
+
+    model: Path
+    batches: tuple[TrainBatch, ...]
+    steps: tuple[reference.Step, ...]
+
+
+def make_case(folder: Path, *, tied: bool, form: str = "tepo") -> Case:
+    """Model, batches and the fp64 reference's steps."""
+    model = folder / f"tiny-{tied}"
+    tiny_qwen3(model, tied=tied, layers=4, vocab_size=VOCAB)
+    trainer = reference.Trainer(model, **ADAM)
+    perturbed = reference.load(model)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for p in perturbed.parameters():
+            p.add_(0.04 * p.abs().mean() * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    batches, steps = [], []
+    for step in range(STEPS):
+        sequences = [_sequence(perturbed, trainer.model, i, step, generator) for i in range(len(RESPONSES))]
+        batches.append(_batch(sequences, step))
+        steps.append(trainer.step(sequences, TEMPERATURE, EPS, BETA, form))
+    return Case(model, tuple(batches), tuple(steps))
+
+
+def _sequence(
+    old: torch.nn.Module, current: torch.nn.Module, i: int, step: int, generator: torch.Generator
+) -> reference.Sequence:
+    """Tokens at random; old statistics from the perturbed weights plus a drift that pushes w over the clip range for two of
+    three sequences, on the side that the sign of A clips."""
+    prompt = 3 + (5 * i + step) % 6
+    # never id 0: transformers keeps the padding token out of the gradient (padding_idx)
+    ids = torch.randint(1, VOCAB, (prompt + RESPONSES[i],), generator=generator)
+    response = torch.arange(ids.numel()) >= prompt
+    with torch.no_grad():
+        logprob, entropy = reference.statistics(old, ids, response, TEMPERATURE)
+        now, _ = reference.statistics(current, ids, response, TEMPERATURE)
+    sign = 1.0 if i % 2 == 0 else -1.0
+    drift = (0.35 * sign if i % 3 else -0.1 * sign) - (now - logprob).mean()
+    magnitude = 0.5 + torch.rand((), generator=generator).item()
+    return reference.Sequence(
+        ids, response, sign * magnitude, (logprob - drift).float().double(), (entropy + 0.02).float().double()
+    )
+
+
+def _batch(sequences: list[reference.Sequence], update: int) -> TrainBatch:
+    """The same as the product's data objects; groups of 1, 2 and 3 sequences."""
+    group_of = (0, 1, 1, 2, 2, 2, 3, 4, 4, 5, 5, 5)
+    rollouts = tuple(
+        Rollout(
+            prompt_id=group_of[i],
+            token_ids_L=s.ids,
+            response_mask_L=s.response,
+            rollout_logprobs_L=torch.zeros(s.ids.numel()),
+            policy_version=0,
+            stop_reason="stop",
+        )
+        for i, s in enumerate(sequences)
+    )
+    return TrainBatch(
+        rollouts,
+        torch.tensor([s.advantage for s in sequences], dtype=torch.float32),
+        torch.cat([s.old_logprob for s in sequences]).float(),
+        torch.cat([s.old_entropy for s in sequences]).float(),
+        update,
+    )
+
+
+def run_config(model: Path, parallel: dict[str, Any], max_tokens: int = 4096, **objective: Any) -> Config:
+    """The run's config for a layout."""
+    return validate({
+        "name": "layout",
+        "platform": "cpu",
+        "model": {"path": str(model), "precision": "fp32"},
+        "data": {"train": "unused", "max_prompt_tokens": 8},
+        "rollout": {"prompts_per_step": 16, "temperature": TEMPERATURE, "max_response_tokens": 30},
+        "training": {"max_tokens_per_microbatch": max_tokens, "minibatch_prompts": 16},
+        "parallel": parallel,
+        "objective": {"name": "tepo", "beta": BETA, "clip_low": EPS, "clip_high": EPS} | objective,
+        "optimizer": {
+            "lr": ADAM["lr"], "eps": ADAM["eps"], "beta1": ADAM["betas"][0], "beta2": ADAM["betas"][1],
+            "weight_decay": ADAM["weight_decay"], "clip_grad": ADAM["clip"],
+        },
+    })  # fmt: skip
+
+
+def permuted(batch: TrainBatch, seed: int) -> TrainBatch:
+    """The same sequences in another order, so that they are packed with other neighbours."""
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()
+    return replace(batch.select(order, batch.update))
+
+
+def train_steps(rank: int, cfg: Config, batches: tuple[TrainBatch, ...]) -> list[dict[str, Any]]:
+    """In a forked rank: the optimizer steps, each as {loss, grad_norm, gradients, weights}; tensors on stage owners only."""
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.losses import build_objective
+    from tepo_megatron.platform import activate
+
+    groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
+    actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
+    actor.start_step()
+    out = []
+    for batch in batches:
+        captured: dict[str, Tensor] = {}
+        step_optimizer = actor.optimizer.step
+
+        def capture_then_step(captured=captured, step_optimizer=step_optimizer):
+            captured.update(full_gradients(actor))
+            return step_optimizer()
+
+        actor.optimizer.step = capture_then_step
+        result = actor.update(batch, objective)
+        actor.optimizer.step = step_optimizer
+        out.append({
+            "loss": result.metrics["loss/total"][0],
+            "metrics": result.metrics,
+            "grad_norm": result.metrics["actor/grad_norm"][0],
+            "gradients": captured,
+            "weights": owned_tensors(actor, [b.parameter for b in actor.bindings]),
+            "ratio_B": result.ratio_B,
+        })  # fmt: skip
+    parallel.shutdown()
+    return out
+
+
+def full_gradients(actor: Any) -> dict[str, Tensor]:
+    """Gradients after reduction, in HF names. The distributed optimizer leaves each rank a shard: gather them first."""
+    import torch.distributed as dist
+    from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+
+    group = actor.groups.dp_cp.group
+    kept = []
+    for chunk in actor.chunks:
+        for bucket_group in chunk.bucket_groups:
+            for bucket in bucket_group.buckets:
+                kept.append((bucket.grad_data, bucket.grad_data.clone()))
+                shard = shard_buffer(bucket.grad_data, group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    gradients = owned_tensors(actor, [b.parameter.main_grad for b in actor.bindings])
+    for data, original in kept:
+        data.copy_(original)
+    return gradients
+
+
+def owned_tensors(actor: Any, tensors: list[Tensor]) -> dict[str, Tensor]:
+    """What this rank would send of `tensors` (one per binding), in HF layout."""
+    from tepo_megatron.weights.gather import iterate_hf
+
+    bindings = [replace(b, parameter=t) for b, t in zip(actor.bindings, tensors, strict=True)]
+    if not actor.groups.is_first_replica:
+        return {}
+    return {name: t.clone() for name, t in iterate_hf(bindings, actor.arch, actor.groups.tp)}
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """||a - b|| / ||b||."""
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()

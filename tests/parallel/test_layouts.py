@@ -1,0 +1,125 @@
+"""Two consecutive optimizer steps of TEPO are the same on every layout, and those of the independent fp64 reference."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.parallel import cases
+from tests.worlds import run_world
+
+TOLERANCE = 1e-5  # per tensor, ||a - b|| / ||b||
+
+LAYOUTS = {
+    "1 rank": {},
+    "TP2": {"tp": 2},
+    "TP2+SP": {"tp": 2, "sequence_parallel": True},
+    "PP2": {"pp": 2},
+    "PP2 VPP2": {"pp": 2, "vpp": 2},
+    "CP2": {"cp": 2},
+    "CP4": {"cp": 4},
+    "DP2": {"dp": 2},
+    "TP2 PP2": {"tp": 2, "pp": 2},
+    "CP2 TP2": {"cp": 2, "tp": 2},
+    "CP2 TP2+SP": {"cp": 2, "tp": 2, "sequence_parallel": True},
+    "CP2 PP2": {"cp": 2, "pp": 2},
+    "DP2 TP2": {"dp": 2, "tp": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
+    return cases.make_case(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
+    return cases.make_case(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+def check(case: cases.Case, layout: dict, batches=None, max_tokens: int = 4096, **objective) -> None:
+    """Run the steps on `layout` and compare loss, gradient norm, every gradient and every weight with the reference."""
+    cfg = cases.run_config(case.model, layout, max_tokens, **objective)
+    ranks = run_world(cfg.parallel.world_size, cases.train_steps, cfg, batches or case.batches)
+    for i, expected in enumerate(case.steps):
+        for rank in ranks:
+            assert abs(rank[i]["loss"] - expected.loss) <= TOLERANCE * abs(expected.loss)
+            assert abs(rank[i]["grad_norm"] - expected.grad_norm) <= TOLERANCE * expected.grad_norm
+        for kind, reference in (("gradients", expected.gradients), ("weights", expected.weights)):
+            merged = {name: t for rank in ranks for name, t in rank[i][kind].items()}
+            assert merged.keys() == reference.keys()
+            worst = max(reference, key=lambda name: cases.distance(merged[name], reference[name]))
+            found = cases.distance(merged[worst], reference[worst])
+            assert found <= TOLERANCE, f"step {i}: {kind} of {worst} differ by {found:.1e}"
+
+
+def test_the_case_tests_something(tied: cases.Case) -> None:
+    """Clipping on both sides, a KL mask that is neither empty nor full, weights that move, sequences of one token."""
+    for step in tied.steps:
+        assert step.clipped_high >= 0.2 and step.clipped_low >= 0.2
+        assert 0.3 <= step.mask_share <= 0.7
+    assert 1 in cases.RESPONSES
+    before = cases.reference.load(tied.model).state_dict()
+    moved = {n: cases.distance(w, before[n]) for n, w in tied.steps[-1].weights.items()}
+    assert min(moved.values()) > 1e-4
+    lengths = [r.token_ids_L.numel() for r in tied.batches[0].rollouts]
+    assert (
+        sum(n > 8 for n in lengths) >= 6
+    )  # more than one token per half chunk at CP4: they straddle its ranks
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_equals_reference(tied: cases.Case, name: str) -> None:
+    check(tied, LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", ["1 rank", "TP2+SP", "PP2", "CP2 TP2"])
+def test_untied_embeddings(untied: cases.Case, name: str) -> None:
+    check(untied, LAYOUTS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "max_tokens"), [("1 rank", 40), ("CP2", 64), ("PP2", 90), ("PP2 VPP2", 100), ("DP2", 50)]
+)
+def test_number_of_microbatches(tied: cases.Case, name: str, max_tokens: int) -> None:
+    """Many small microbatches instead of one; under VPP their number is padded to a multiple of pp with empty ones."""
+    check(tied, LAYOUTS[name], max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize(("name", "seed"), [("1 rank", 1), ("CP2 TP2", 2), ("DP2", 3)])
+def test_packing(tied: cases.Case, name: str, seed: int) -> None:
+    """Other neighbours in the packed rows change nothing."""
+    batches = tuple(cases.permuted(b, seed) for b in tied.batches)
+    check(tied, LAYOUTS[name], batches=batches, max_tokens=80)
+
+
+def test_more_data_parallel_ranks_than_sequences(tied: cases.Case, tmp_path: Path) -> None:
+    """A rank without a sequence computes a dummy token, joins every collective, and changes nothing."""
+    batches = tuple(b.select([2], b.update) for b in tied.batches)
+    outs = []
+    for layout in ({}, {"dp": 2}, {"dp": 2, "cp": 2}):
+        cfg = cases.run_config(tied.model, layout)
+        outs.append(run_world(cfg.parallel.world_size, cases.train_steps, cfg, batches)[0])
+    for other in outs[1:]:
+        for i in range(cases.STEPS):
+            assert other[i]["loss"] == pytest.approx(outs[0][i]["loss"], rel=TOLERANCE)
+            for name, weight in outs[0][i]["weights"].items():
+                assert cases.distance(other[i]["weights"][name], weight) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("form", "objective"), [("eq4", {"name": "tepo_eq4"}), ("alg1", {"name": "tepo_alg1", "beta": 0.0})]
+)
+def test_other_forms_of_tepo(tmp_path: Path, form: str, objective: dict) -> None:
+    case = cases.make_case(tmp_path, tied=True, form=form)
+    check(case, LAYOUTS["CP2"], **objective)
+
+
+def test_fp32_runs_are_bit_identical(tied: cases.Case) -> None:
+    import torch
+
+    cfg = cases.run_config(tied.model, LAYOUTS["CP2 TP2"])
+    first, second = (run_world(4, cases.train_steps, cfg, tied.batches) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        for i in range(cases.STEPS):
+            assert a[i]["loss"] == b[i]["loss"]
+            assert all(torch.equal(a[i]["weights"][n], b[i]["weights"][n]) for n in a[i]["weights"])

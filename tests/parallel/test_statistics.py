@@ -1,0 +1,125 @@
+"""Token statistics over tensor-parallel ranks and sequence ratios over context-parallel ranks: values, bits, collectives."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.worlds import run_world
+
+ROWS, VOCAB = 23, 70
+
+
+def counting(counts: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count every collective of torch.distributed from here on."""
+    for name in ("all_reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "broadcast", "gather"):
+        real = getattr(dist, name)
+
+        def wrapper(*args: Any, _real=real, _name=name, **kwargs: Any) -> Any:
+            counts[_name] += 1
+            return _real(*args, **kwargs)
+
+        monkeypatch.setattr(dist, name, wrapper)
+
+
+def logits_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(ROWS, VOCAB, generator=generator) * 4
+    logits[0] += 1000  # a row far from zero
+    logits[1, 40:] -= 500  # one rank holds next to no probability
+    return logits, torch.randint(0, VOCAB, (ROWS,), generator=generator)
+
+
+def statistics_on_rank(rank: int, size: int) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    from tepo_megatron.ops.vocab_parallel import token_stats
+    from tepo_megatron.weights.ops import padded_vocab_size
+
+    logits, labels = logits_and_labels()
+    padded = torch.nn.functional.pad(logits, (0, padded_vocab_size(VOCAB, size) - VOCAB), value=1e4)
+    local = padded.chunk(size, dim=1)[rank].clone().requires_grad_()
+    counts: Counter = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        counting(counts, patch)
+        stats = token_stats(local, labels, 0.7, dist.group.WORLD, VOCAB)
+        forward = dict(counts)
+        counts.clear()
+        (stats.logprob_R.sum() - 2 * stats.entropy_R.square().sum()).backward()
+    return {
+        "logprob": stats.logprob_R.detach(),
+        "entropy": stats.entropy_R.detach(),
+        "grad": local.grad,
+        "forward": forward,
+        "backward": dict(counts),
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_token_stats_over_tensor_parallel_ranks(size: int) -> None:
+    ranks = run_world(size, statistics_on_rank, size)
+    logits, labels = logits_and_labels()
+    z = logits.double().requires_grad_()
+    logp = torch.log_softmax(z / 0.7, dim=-1)
+    logprob, entropy = logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    (logprob.sum() - 2 * entropy.square().sum()).backward()
+    for r in ranks:
+        assert torch.equal(r["logprob"], ranks[0]["logprob"]) and torch.equal(r["entropy"], ranks[0]["entropy"])
+        assert r["forward"] == ({"all_gather_into_tensor": 1} if size > 1 else {})
+        assert r["backward"] == {}
+    # row 0: z/T near 1400, where one ulp of an fp32 logit is 1.2e-4
+    assert (ranks[0]["logprob"][1:] - logprob[1:]).abs().max() <= 5e-6 * logprob[1:].abs().max()
+    assert (ranks[0]["entropy"][1:] - entropy[1:]).abs().max() <= 2e-6
+    grad = torch.cat([r["grad"] for r in ranks], dim=1)
+    assert (grad[1:, :VOCAB] - z.grad[1:]).norm() / z.grad[1:].norm() <= 1e-5
+    assert grad[:, VOCAB:].abs().max() == 0 if grad.size(1) > VOCAB else True
+
+
+def ratio_on_rank(rank: int, size: int, constant_factors: bool) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    from tepo_megatron.losses.ratio import sequence_ratio
+    from tepo_megatron.ops.segments import Segments
+
+    log_ratio, owner, sequence, factor = rows(size)
+    mine = owner == rank
+    lengths = torch.bincount(sequence).to(log_ratio.dtype)
+    x = log_ratio[mine].clone().requires_grad_()
+    per_token = factor[mine] if not constant_factors else factor[mine].sign()
+    counts: Counter = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        counting(counts, patch)
+        ratio = sequence_ratio(x, Segments(sequence[mine], lengths, dist.group.WORLD), constant_factors)
+        forward = dict(counts)
+        counts.clear()
+        (ratio * per_token).sum().backward()
+    return {"ratio": ratio.detach(), "grad": x.grad, "mine": mine, "forward": forward, "backward": dict(counts)}
+
+
+def rows(size: int) -> tuple[torch.Tensor, ...]:
+    """Rows of 5 sequences dealt to the ranks; of four, the last gets none. factor: of one sign and, up to it, constant per sequence."""
+    generator = torch.Generator().manual_seed(3)
+    sequence = torch.repeat_interleave(torch.tensor([1, 9, 4, 17, 2]))
+    log_ratio = torch.randn(sequence.numel(), generator=generator, dtype=torch.float64) * 0.3
+    owner = torch.arange(sequence.numel()) % min(size, 3)
+    factor = (0.5 + torch.rand(sequence.numel(), generator=generator, dtype=torch.float64)) * (1 - 2 * (sequence % 2))
+    return log_ratio, owner, sequence, factor
+
+
+@pytest.mark.parametrize("constant_factors", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_sequence_ratio_over_context_parallel_ranks(size: int, constant_factors: bool) -> None:
+    log_ratio, _, sequence, factor = rows(size)
+    x = log_ratio.clone().requires_grad_()
+    expected = torch.stack([torch.exp(x[sequence == s].mean()) for s in range(5)])[sequence]
+    (expected * (factor.sign() if constant_factors else factor)).sum().backward()
+    ranks = run_world(size, ratio_on_rank, size, constant_factors)
+    grad = torch.zeros_like(log_ratio)
+    for r in ranks:
+        mine = r["mine"]
+        torch.testing.assert_close(r["ratio"], expected.detach()[mine], rtol=1e-12, atol=0)
+        grad[mine] = r["grad"]
+        one = {"all_reduce": 1} if size > 1 else {}
+        assert r["forward"] == one
+        assert r["backward"] == ({} if constant_factors else one)
+    torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,108 @@
+"""TEPO in fp64 with transformers and plain autograd, written from the paper's formulas; shares no code with the product.
+
+One sequence at a time, no packing, no padding, no parallelism: the loss as Section 3 prints it, its gradient by autograd, and
+AdamW (torch's) with global-norm clipping.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+
+@dataclass
+class Sequence:
+    """ids: int64 [L]; response: bool [L]; advantage; old_logprob, old_entropy: fp64 over the response tokens."""
+
+    ids: Tensor
+    response: Tensor
+    advantage: float
+    old_logprob: Tensor
+    old_entropy: Tensor
+
+
+@dataclass
+class Step:
+    """loss; gradients before clipping; their norm; weights after the optimizer step; and whether the case tested anything."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    grad_norm: float
+    weights: dict[str, Tensor]
+    clipped_high: float
+    clipped_low: float
+    mask_share: float
+
+
+def load(path: Path, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+    """The HF model, with eager attention, in fp64."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return model.to(dtype)
+
+
+def statistics(model: torch.nn.Module, ids: Tensor, response: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy of each response token, from softmax(logits / temperature)."""
+    logits = model(ids[None]).logits[0, :-1] / temperature
+    logp = torch.log_softmax(logits, dim=-1)
+    chosen = logp.gather(1, ids[1:, None])[:, 0]
+    entropy = -(logp.exp() * logp).sum(-1)
+    keep = response[1:]
+    return chosen[keep], entropy[keep]
+
+
+def tepo_loss(
+    model: torch.nn.Module, batch: list[Sequence], temperature: float, eps: float, beta: float, form: str
+) -> tuple[Tensor, dict[str, float]]:
+    """-J of Eq. 4 over a minibatch; form: "tepo" (PPO's pessimistic clip), "eq4" (to the letter), "alg1" (unclipped, no KL)."""
+    total = sum(int(s.response.sum()) for s in batch)
+    objective = torch.zeros((), dtype=torch.float64)
+    high = low = masked = 0
+    for s in batch:
+        logprob, entropy = statistics(model, s.ids, s.response, temperature)
+        x = logprob - s.old_logprob
+        log_w = x.sum() / x.numel()
+        w = torch.exp(torch.clamp(log_w, -20, 20))
+        clipped = torch.clamp(w, 1 - eps, 1 + eps)
+        if form == "tepo":
+            surrogate = torch.minimum(w * s.advantage, clipped * s.advantage)
+        elif form == "eq4":
+            surrogate = torch.minimum(w, clipped) * s.advantage
+        else:
+            surrogate = w * s.advantage
+        high += s.advantage > 0 and w.item() > 1 + eps
+        low += s.advantage < 0 and w.item() < 1 - eps
+        objective = objective + surrogate * x.numel()
+        if form != "alg1":
+            mask = torch.logical_and(torch.tensor(s.advantage > 0), entropy.detach() - s.old_entropy < 0)
+            kl = torch.exp(-torch.clamp(x, -20, 20)) + x - 1
+            objective = objective - beta * (kl * mask).sum()
+            masked += int(mask.sum())
+    shares = {"high": high / len(batch), "low": low / len(batch), "mask": masked / total}
+    return -objective / total, shares
+
+
+class Trainer:
+    """Consecutive optimizer steps on one model."""
+
+    def __init__(self, path: Path, lr: float, eps: float, betas: tuple[float, float], weight_decay: float, clip: float):
+        self.model = load(path)
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim == 1]  # norms: never decayed
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, eps=eps, betas=betas)
+        self.clip = clip
+
+    def step(self, batch: list[Sequence], temperature: float, eps: float, beta: float, form: str = "tepo") -> Step:
+        """Loss, gradients, and the weights after one step."""
+        self.optimizer.zero_grad()
+        loss, shares = tepo_loss(self.model, batch, temperature, eps, beta, form)
+        loss.backward()
+        gradients = {n: p.grad.clone() for n, p in self.model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        weights = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        return Step(loss.item(), gradients, float(norm), weights, shares["high"], shares["low"], shares["mask"])

@@ -1,0 +1,73 @@
+"""A random Qwen3 of half a million parameters with a character tokenizer, as a Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+VOCAB_SIZE = 64
+PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
+CHARACTERS = "0123456789+-*/=?.,() \n\\{}" + "abcdefghijklmnopqrstuvwxyz"
+
+
+def char_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character; ids 0-3 are pad, bos, eos, unknown; VOCAB_SIZE ids in all."""
+    tokens = [PAD, BOS, EOS, UNKNOWN, *CHARACTERS]
+    tokens += [f"<extra_{i}>" for i in range(len(tokens), VOCAB_SIZE)]
+    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def tiny_qwen3(
+    path: Path,
+    *,
+    tied: bool = True,
+    seed: int = 0,
+    layers: int = 3,
+    scale: float = 4.0,
+    vocab_size: int = VOCAB_SIZE,
+) -> Qwen3ForCausalLM:
+    """Write the model and its tokenizer to `path`; returns the model (fp32, eval).
+
+    scale: multiplies the 2-dim weights, so that the next token's distribution is far from uniform and a wrong weight shows.
+    The global random state is left as it was.
+    """
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        rope_theta=10000.0,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config).float().eval()
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.mul_(scale)
+            else:  # a norm of all ones would hide one that is never loaded
+                weight.add_(0.1 * torch.randn_like(weight))
+    model.save_pretrained(path)
+    char_tokenizer().save_pretrained(path)
+    return model

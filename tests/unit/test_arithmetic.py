@@ -1,0 +1,178 @@
+"""The demo task and the folder of its base model."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples.arithmetic import base_model, task
+from examples.arithmetic.base_model import MARKER, Settings, build
+from tepo_megatron.errors import DataError, TepoError
+
+# two steps of phase A, one of phase B
+TINY = Settings(
+    train_problems=50, eval_problems=20, check_problems=4, batch_size=4, skill=0.0, check_every=2, max_skill_steps=2,
+    check_below_nats=float("inf"), hasty_steps=1,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_random_state() -> Iterator[None]:
+    with torch.random.fork_rng():
+        yield
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_solutions_work_every_step_within_the_bounds() -> None:
+    rng = random.Random(0)
+    lengths = set()
+    for _ in range(2000):
+        problem = task.make_problem(rng)
+        chain = problem.prompt.removesuffix("?\n")
+        assert re.fullmatch(r"\d([+-][1-9]){2,4}", chain)
+        assert eval(chain) == problem.answer
+        equations = re.findall(r"(\d+[+-]\d)=(?=(\d+))", problem.solution)
+        assert all(eval(left) == int(right) and 0 <= int(right) <= 20 for left, right in equations)
+        lengths.add(len(equations))
+        assert task.boxed_answer(problem.solution) == str(problem.answer)
+    assert lengths == {2, 3, 4}
+
+
+def test_hasty_demonstrations_guess_without_work_in_the_share_asked_for() -> None:
+    rng = random.Random(0)
+    problem = task.make_problem(rng)
+    targets = [task.hasty_demonstration(rng, problem, 0.65) for _ in range(2000)]
+    guesses = [t for t in targets if t != problem.solution]
+    assert len(guesses) / len(targets) == pytest.approx(0.65, abs=0.04)
+    answers = {int(task.boxed_answer(guess) or -1) for guess in guesses}
+    assert all(abs(a - problem.answer) <= task.LARGEST_GUESS_ERROR and a >= 0 for a in answers)
+    assert len(answers) > 3
+
+
+def test_problems_are_distinct_and_avoid_those_taken() -> None:
+    first = task.distinct_problems(random.Random(0), 300)
+    prompts = {p.prompt for p in first}
+    second = task.distinct_problems(random.Random(0), 300, taken=prompts)
+    assert len(prompts) == 300
+    assert len({p.prompt for p in second} | prompts) == 600
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [("\\boxed{1}.\\boxed{12}", "12"), ("12", None), ("\\boxed{12", None), ("}", None), ("\\boxed{}", "")],
+)
+def test_the_last_closed_box_counts(text: str, answer: str | None) -> None:
+    assert task.boxed_answer(text) == answer
+
+
+def test_the_tokenizer_is_lossless_with_one_token_for_the_box() -> None:
+    tokenizer = task.build_tokenizer()
+    assert len(tokenizer) == task.VOCABULARY_SIZE == 64
+    for problem in task.distinct_problems(random.Random(0), 200):
+        text = problem.prompt + problem.solution
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert len(ids) == len(text) - len(task.BOX) + 1
+        assert tokenizer.unk_token_id not in ids
+
+
+def test_the_model_has_its_advertised_size() -> None:
+    model = base_model.build_model(task.build_tokenizer())
+    assert model.num_parameters() == 599_104
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_only_targets_carry_labels() -> None:
+    training = base_model.SupervisedTraining(TINY, frozenset())
+    tokens, labels = training.encode([("1+1+1?\n", "\\boxed{3}"), ("1+1?\n", "\\boxed{12}")])
+    end = training.tokenizer.eos_token_id
+    for token, label, target in zip(tokens, labels, ("\\boxed{3}", "\\boxed{12}"), strict=True):
+        chosen = label != base_model.IGNORED_LABEL
+        assert torch.equal(token[chosen], label[chosen])
+        assert label[chosen].tolist() == [*training.tokenizer.encode(target), end]
+
+
+def test_the_folder_loads_and_its_problems_are_disjoint(tmp_path: Path) -> None:
+    build(tmp_path / "model", TINY)
+    folder = tmp_path / "model"
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer.encode("1+2?\n\\boxed{3}")) == "1+2?\n\\boxed{3}"
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
+    train, evaluation = rows(folder / "train.jsonl"), rows(folder / "eval.jsonl")
+    assert (len(train), len(evaluation)) == (50, 20)
+    assert len({r["prompt"] for r in train + evaluation}) == 70
+    assert all(r.keys() == {"prompt", "answer"} and r["answer"].isdigit() for r in train + evaluation)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_seed_alone_decides(tmp_path: Path) -> None:
+    other = Settings(**{**vars(TINY), "seed": 1})
+    for name, settings in (("a", TINY), ("b", TINY), ("c", other)):
+        build(tmp_path / name, settings)
+
+    def content(name: str, file: str) -> bytes:
+        return (tmp_path / name / file).read_bytes()
+
+    for file in ("model.safetensors", "train.jsonl"):
+        assert content("a", file) == content("b", file) != content("c", file)
+    assert content("a", "eval.jsonl") == content("c", "eval.jsonl")  # runs of all seeds are compared on it
+
+
+def test_a_complete_folder_is_re_used_and_another_setting_rebuilds_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    build(folder, TINY)
+    written = (folder / MARKER).stat().st_mtime_ns
+    capsys.readouterr()
+    build(folder, TINY)
+    assert "re-used" in capsys.readouterr().out
+    assert (folder / MARKER).stat().st_mtime_ns == written
+    build(folder, Settings(**{**vars(TINY), "train_problems": 10}))
+    assert len(rows(folder / "train.jsonl")) == 10
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_an_interrupted_build_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool
+) -> None:
+    folder = tmp_path / "model"
+    if existing:
+        build(folder, TINY)
+    before = {p.name: p.read_bytes() for p in folder.iterdir()} if existing else None
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(base_model, "write_problems", interrupt)  # after the weights, before the data
+    with pytest.raises(KeyboardInterrupt):
+        build(folder, Settings(**{**vars(TINY), "seed": 1}))
+    after = {p.name: p.read_bytes() for p in folder.iterdir()} if folder.exists() else None
+    assert after == before
+    assert len(list(tmp_path.iterdir())) == existing
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(DataError, match="give another --out"):
+        build(tmp_path, TINY)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_skill_that_is_never_reached_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TepoError, match="choose another --seed"):
+        build(tmp_path / "model", Settings(**{**vars(TINY), "skill": 1.1}))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,305 @@
+"""Grading: one verdict per rollout, in order, whatever the answers and the workers do."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tepo_megatron.config import RewardConfig
+from tepo_megatron.errors import RewardError
+from tepo_megatron.rewards import build_reward
+from tepo_megatron.rewards.boxed import last_boxed
+from tepo_megatron.rewards.math import MathReward
+from tepo_megatron.types import Rollout
+
+ENDLESS = r"\boxed{9^{9^9}}"
+
+
+def decode(ids: Sequence[int]) -> str:
+    """Token ids are code points here."""
+    return "".join(map(chr, ids))
+
+
+def rollout(response: str, answer: str = "7", prompt_id: int = 0) -> Rollout:
+    """A prompt of one token and `response`, ungraded."""
+    token_ids_L = torch.tensor([ord("?"), *map(ord, response)])
+    response_mask_L = torch.ones_like(token_ids_L, dtype=torch.bool)
+    response_mask_L[0] = False
+    logprobs_L = torch.zeros(token_ids_L.numel())
+    return Rollout(prompt_id, token_ids_L, response_mask_L, logprobs_L, 0, "stop", answer)
+
+
+def math_reward(workers: int = 1, soft_seconds: float = 1, hard_seconds: float = 2) -> MathReward:
+    return MathReward(
+        decode,
+        workers=workers,
+        soft_seconds=soft_seconds,
+        hard_seconds=hard_seconds,
+        memory_mib=1024,
+        max_answer_chars=512,
+    )
+
+
+def statuses(reward: MathReward, responses: Sequence[str], answer: str = "7") -> list[str]:
+    return [graded.status for graded in reward.score([rollout(text, answer) for text in responses])]
+
+
+def is_running(pid: int) -> bool:
+    """Neither gone nor a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[MathReward]:
+    with math_reward(workers=2) as shared:
+        yield shared
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{7}", "7"),
+        (r"\boxed{1} then \boxed{ 2 }.", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed {7}", "7"),
+        (r"\\boxed{7}", "7"),
+        (r"x \\\boxed{7}", "7"),
+        (r"\boxed{1} and \boxed{2", "1"),
+        (r"\boxed{1 + \boxed{2}}", "2"),
+        (r"a } b \boxed{7} { c", "7"),
+        (r"\boxed{}", ""),
+        (r"\boxed{7\}", None),
+        (r"\boxed 7", None),
+        (r"\fbox{7}", None),
+        ("7", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(text: str, content: str | None) -> None:
+    assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\boxed{" * 30_000,
+        r"\boxed" * 30_000,
+        "\\" * 200_000,
+        r"\boxed" + " " * 200_000,
+        "{" * 200_000 + "}" * 200_000,
+    ],
+    ids=["open boxes", "no braces", "backslashes", "spaces", "nested braces"],
+)
+def test_last_boxed_is_linear(text: str) -> None:
+    start = time.monotonic()
+    assert last_boxed(text) is None
+    assert time.monotonic() - start < 2.0  # quadratic: minutes
+
+
+def test_each_status(reward: MathReward) -> None:
+    cases = [
+        (r"so \boxed{7}", "7", 1.0, "exact"),
+        (r"\boxed{ 7 }", " 7", 1.0, "exact"),
+        (r"\boxed{7.0}", "7", 1.0, "equal"),
+        (r"\boxed{0.5}", r"\frac12", 1.0, "equal"),
+        (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", 1.0, "equal"),
+        (r"\boxed{\{2, 1\}}", r"\{1,2\}", 1.0, "equal"),
+        (r"\boxed{8}", "7", 0.0, "wrong"),
+        (r"the final answer is $7$ \boxed{8}", "7", 0.0, "wrong"),
+        (r"\boxed{7} no, \boxed{8}", "7", 0.0, "wrong"),
+        (r"\boxed{\frac{}", "7", 0.0, "no_box"),
+        (r"\boxed{???}", "7", 0.0, "unparsed"),
+        (r"\boxed{}", "7", 0.0, "unparsed"),
+        ("\\boxed{7\0}", "7", 0.0, "unparsed"),
+        ("\\boxed{\ud800}", "7", 0.0, "unparsed"),
+        ("7", "7", 0.0, "no_box"),
+        ("", "7", 0.0, "no_box"),
+        (r"\boxed{" + "1" * 513 + "}", "7", 0.0, "too_long"),
+        (r"\boxed{7}", "???", 0.0, "bad_gold"),
+        (r"\boxed{}", "", 0.0, "bad_gold"),
+        (r"\boxed{7}", "1" * 513, 0.0, "bad_gold"),
+    ]
+    rollouts = [rollout(text, answer, prompt_id=i) for i, (text, answer, _, _) in enumerate(cases)]
+    graded = reward.score(rollouts)
+    assert [(g.score, g.status) for g in graded] == [(score, status) for *_, score, status in cases]
+    for before, after in zip(rollouts, graded, strict=True):
+        assert after.reward == after.score
+        assert dataclasses.replace(after, reward=0.0, score=0.0, status="") == dataclasses.replace(
+            before, reward=0.0, score=0.0, status=""
+        )
+
+
+def test_no_rollouts(reward: MathReward) -> None:
+    assert reward.score([]) == []
+
+
+def test_hostile_answers_end_in_time(reward: MathReward) -> None:
+    hostile = [
+        ENDLESS,
+        r"\boxed{10^8!}",
+        r"\boxed{\binom{10^9}{5\cdot10^8}}",
+        r"\boxed{" + "{" * 120 + "x" + "}" * 120 + "}",
+        r"\boxed{" + "{" * 2000 + "x" + "}" * 2000 + "}",
+        "noise \0 " * 30_000,
+        "\\boxed{" + "\0" * 500 + "}",
+        r"\boxed{" + "+".join(rf"\sqrt{{{i}}}" for i in range(2, 50)) + "}",
+    ]
+    responses = [text for bad in hostile for text in (bad, r"\boxed{7.0}")]
+    start = time.monotonic()
+    found = statuses(reward, responses)
+    assert time.monotonic() - start < len(hostile) * 2.0 / 2 + 2.0  # 2 s hard, 2 workers
+    assert found[1::2] == ["equal"] * len(hostile)
+    assert found[0] == found[2] == "timeout"
+    assert not {"exact", "equal"} & set(found[::2])
+
+
+def test_equal_pairs_are_graded_once_and_remembered(reward: MathReward) -> None:
+    responses = [r"\boxed{7.000}", r"\boxed{7.001}"] * 50
+    expected = ["equal", "wrong"] * 50
+    assert statuses(reward, responses) == expected
+    for pid in reward.worker_pids:
+        os.kill(pid, signal.SIGSTOP)  # whoever asked them now would wait for the deadline
+    try:
+        assert statuses(reward, responses) == expected
+    finally:
+        for pid in reward.worker_pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_worker_that_hangs_is_replaced() -> None:
+    with math_reward(soft_seconds=0.5, hard_seconds=1.0) as reward:
+        assert statuses(reward, [r"\boxed{7.0}"]) == ["equal"]
+        (pid,) = reward.worker_pids
+        os.kill(pid, signal.SIGSTOP)  # deaf to its own alarm, as in one long C call
+        assert statuses(reward, [r"\boxed{7.00}", r"\boxed{7.000}", r"\boxed{8}"]) == [
+            "timeout",
+            "equal",
+            "wrong",
+        ]
+        assert not is_running(pid)
+        assert reward.worker_pids != [pid]
+
+
+def test_worker_killed_at_work_costs_only_its_sample() -> None:
+    with math_reward(soft_seconds=20, hard_seconds=30) as reward:
+        assert statuses(reward, [r"\boxed{7.0}"]) == ["equal"]
+        killer = threading.Timer(0.5, os.kill, (reward.worker_pids[0], signal.SIGKILL))
+        killer.start()
+        responses = [r"\boxed{7.00}", ENDLESS, r"\boxed{8}", r"\boxed{7}", "none", r"\boxed{7.000}"]
+        assert statuses(reward, responses) == ["equal", "died", "wrong", "exact", "no_box", "equal"]
+        killer.join()
+
+
+def test_worker_killed_between_batches_costs_nothing() -> None:
+    with math_reward(workers=2) as reward:
+        assert statuses(reward, [r"\boxed{7.0}", r"\boxed{8.0}"]) == ["equal", "wrong"]
+        pids = reward.worker_pids
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert eventually(lambda: not any(map(is_running, pids)))
+        assert statuses(reward, [r"\boxed{7.00}", r"\boxed{8.00}"]) == ["equal", "wrong"]
+
+
+def test_close_leaves_no_worker() -> None:
+    with build_reward(RewardConfig(workers=2), decode) as reward:
+        assert isinstance(reward, MathReward)
+        pids = reward.worker_pids
+        assert len(pids) == 2
+        assert all(map(is_running, pids))
+    assert not any(map(is_running, pids))
+    reward.close()
+    with pytest.raises(ValueError, match="closed"):
+        reward.score([rollout(r"\boxed{8}")])
+
+
+def test_interrupt_leaves_no_worker() -> None:
+    with math_reward(workers=2, soft_seconds=20, hard_seconds=30) as reward:
+        statuses(reward, [r"\boxed{8}"])
+        pids = reward.worker_pids
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            statuses(reward, [ENDLESS])
+        assert not any(map(is_running, pids))
+
+
+def test_workers_are_light_and_out_of_reach_of_the_terminal(reward: MathReward) -> None:
+    statuses(reward, [r"\boxed{7.0000}", r"\boxed{7.00000}"])
+    for pid in reward.worker_pids:
+        assert os.getsid(pid) == pid  # the terminal's Ctrl-C goes to another session
+        assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_worker_dies_with_its_parent() -> None:
+    # the worker is at an endless answer, so that it cannot notice a closed stdin
+    script = (
+        "from tepo_megatron.rewards.pool import GradingPool\n"
+        "pool = GradingPool(workers=1, soft_seconds=50, hard_seconds=60, memory_mib=1024)\n"
+        "pool.grade([('1', '2')])\n"
+        "print(*pool.pids, flush=True)\n"
+        "pool.grade([('7', '9^{9^9}')])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        too_late = threading.Timer(60, parent.kill)
+        too_late.start()
+        pid = int(parent.stdout.readline())
+        too_late.cancel()
+        time.sleep(0.3)
+        assert is_running(pid)
+        parent.kill()
+    assert eventually(lambda: not is_running(pid))
+
+
+def test_too_little_memory_is_an_error() -> None:
+    with build_reward(RewardConfig(workers=2, memory_mib=24), decode) as reward:
+        assert isinstance(reward, MathReward)
+        with pytest.raises(RewardError, match=r"reward\.memory_mib=24 (?s:.*)MemoryError"):
+            reward.score([rollout(r"\boxed{8}")])
+        assert reward.worker_pids == []
+
+
+@pytest.mark.parametrize(
+    ("module", "last_words"),
+    [
+        ("raise ImportError('antlr4 is too old')", "antlr4 is too old"),
+        ("LatexExtractionConfig = parse = verify = lambda *args, **kwargs: []", "self-test"),
+    ],
+    ids=["does not import", "reads nothing"],
+)
+def test_broken_math_verify_is_an_error(
+    module: str, last_words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "math_verify.py").write_text(module)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with (
+        math_reward() as reward,
+        pytest.raises(RewardError, match=rf"math-verify is installed(?s:.*){last_words}"),
+    ):
+        statuses(reward, [r"\boxed{7.0}"])
+
+
+def test_worker_killed_at_its_start_is_started_again() -> None:
+    with math_reward() as reward:
+        os.kill(reward.worker_pids[0], signal.SIGKILL)
+        assert statuses(reward, [r"\boxed{7.0}"]) == ["equal"]

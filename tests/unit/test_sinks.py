@@ -1,0 +1,148 @@
+"""What a run leaves on disk and on the screen."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tepo_megatron import sinks
+from tepo_megatron.config import LoggingConfig
+from tepo_megatron.errors import ConfigError, DataError
+from tepo_megatron.sinks import COLUMNS, RunLog, read_metrics
+
+RECORD = {column.key: 0.5 for column in COLUMNS} | {"rollout/kept_groups": 12, "loss/total": -0.25}
+
+
+def test_records_read_back_as_written(tmp_path: Path) -> None:
+    with RunLog(tmp_path, LoggingConfig(), steps=2) as log:
+        log.write(1, RECORD)
+        log.write(
+            2, RECORD | {"loss/kl": None, "tepo/ratio_p99": float("nan"), "actor/grad_norm": float("inf")}
+        )
+    first, second = read_metrics(tmp_path)
+    assert first == {"step": 1, **RECORD}
+    assert second == {
+        "step": 2, **RECORD, "loss/kl": None, "tepo/ratio_p99": None, "actor/grad_norm": None,
+    }  # fmt: skip
+
+
+def test_each_record_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    real = os.write
+    with RunLog(tmp_path, LoggingConfig(), steps=1) as log:
+        monkeypatch.setattr(os, "write", lambda file, data: written.append(data) or real(file, data))
+        log.write(1, RECORD)
+        monkeypatch.undo()
+    lines = [data for data in written if data.startswith(b"{")]
+    assert len(lines) == 1
+    assert json.loads(lines[0])["step"] == 1 and lines[0].endswith(b"}\n")
+
+
+def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from tepo_megatron.sinks import RunLog; from tepo_megatron.config import LoggingConfig\n"
+        "log = RunLog(Path(sys.argv[1]), LoggingConfig(), steps=10**6)\n"
+        "for step in range(10**6): log.write(step, {'padding': 1.0} | {f'key{i}': i for i in range(500)})\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    for _ in range(50):
+        assert child.stdout.readline()
+    child.send_signal(signal.SIGKILL)
+    child.communicate(timeout=10)
+    records = read_metrics(tmp_path)
+    assert [r["step"] for r in records] == list(range(len(records)))
+    assert all(len(r) == 502 for r in records)
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    with RunLog(tmp_path, LoggingConfig(), steps=2) as log:
+        log.write(1, RECORD)
+        monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:10]))
+        with pytest.raises(OSError, match="disk is full"):
+            log.write(2, RECORD)
+        monkeypatch.undo()
+    assert [r["step"] for r in read_metrics(tmp_path)] == [1]
+
+
+def test_progress_lines_are_aligned_and_plain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(tmp_path, LoggingConfig(), steps=132) as log:
+        log.message("rollout server [pid 7] is ready")
+        for step in range(1, 25):
+            log.write(step, RECORD | {"loss/kl": None})
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert printed == (tmp_path / "log.txt").read_text()
+    message, *rows = printed.splitlines()
+    assert message == "rollout server [pid 7] is ready"
+    headers = [i for i, row in enumerate(rows) if row.split()[0] == "step"]
+    assert headers == [0, 21]
+    assert {len(row) for row in rows} == {len(rows[0])} and len(rows[0]) <= 160
+    assert rows[1].split()[:6] == ["1/132", "0.500", "0.500", "0.500", "-", "0.500"]
+
+
+def test_a_narrow_terminal_gets_the_columns_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, terminal = pty.openpty()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with open(terminal, "w") as screen:
+        monkeypatch.setattr(sys, "stdout", screen)
+        with RunLog(tmp_path, LoggingConfig(), steps=9) as log:
+            log.write(1, RECORD)
+        monkeypatch.undo()
+        shown = os.read(reader, 4096).decode()
+    os.close(reader)
+    header, row = shown.splitlines()
+    assert header.startswith("\x1b[1m") and "\x1b" not in row
+    assert 60 < len(row) <= 80
+    assert (tmp_path / "log.txt").read_text().splitlines()[1].startswith(row)
+
+
+def test_tensorboard_holds_the_scalars(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with RunLog(tmp_path, LoggingConfig(tensorboard=True), steps=1) as log:
+        log.write(1, {"reward/mean": 0.25, "loss/kl": None})
+    accumulator = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    assert accumulator.Tags()["scalars"] == ["reward/mean"]
+    assert [(e.step, e.value) for e in accumulator.Scalars("reward/mean")] == [(1, 0.25)]
+
+
+@pytest.mark.parametrize(
+    ("module", "cfg"),
+    [
+        ("wandb", LoggingConfig(wandb_project="toy")),
+        ("torch.utils.tensorboard", LoggingConfig(tensorboard=True)),
+    ],
+)
+def test_a_sink_that_is_not_installed_is_named(
+    module: str, cfg: LoggingConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # importing it now raises ImportError
+    with pytest.raises(ConfigError, match=r"logging\..*not installed; install tepo-megatron\["):
+        RunLog(tmp_path, cfg, steps=1)
+
+
+def test_malformed_metrics_are_named_by_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / sinks.METRICS_FILE
+    with pytest.raises(DataError, match=r"metrics\.jsonl: cannot read"):
+        read_metrics(tmp_path)
+    path.write_text("")
+    with pytest.raises(DataError, match="no step has been recorded"):
+        read_metrics(tmp_path)
+    path.write_text('{"step": 1}\n{"step": 2, "rew\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2: not valid JSON"):
+        read_metrics(tmp_path)
+    path.write_text('{"step": 1}\n{"reward/mean": 2}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2: not an object with an integer"):
+        read_metrics(tmp_path)
