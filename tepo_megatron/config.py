@@ -23,7 +23,7 @@ from tepo_megatron.errors import ConfigError
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
 def config(cls: type[T]) -> type[T]:
     """A section of the config: keyword-only, frozen, validated, unknown keys refused."""
-    return dataclass(config=ConfigDict(extra="forbid"), kw_only=True, frozen=True)(cls)
+    return typing.cast(type[T], dataclass(config=ConfigDict(extra="forbid"), kw_only=True, frozen=True)(cls))
 
 
 T = typing.TypeVar("T")
@@ -55,7 +55,7 @@ class ParallelConfig:
     ep: Positive = 1
     dp: Positive = 1
     sequence_parallel: bool = False
-    timeout_seconds: PositiveFloat = 600.0  # a collective that waits longer than this fails
+    timeout_seconds: PositiveFloat = 3600.0  # a collective that waits longer fails; ranks also wait out the rollout in one
 
     def __post_init__(self) -> None:
         if self.sequence_parallel and self.tp == 1:
@@ -261,7 +261,7 @@ class Config:
         return Path(self.output) / self.name
 
 
-_ADAPTER = TypeAdapter(Config)
+_ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:

@@ -17,6 +17,7 @@ from pathlib import Path
 from tepo_megatron.config import Config
 from tepo_megatron.errors import TepoError
 from tepo_megatron.processes import die_with_parent
+from tepo_megatron.quiet import quiet_upstream
 
 # The agent's name for the file in which a rank leaves its last words.
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -75,6 +76,7 @@ def run_rank(cfg: Config) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent()
+    quiet_upstream()
     from tepo_megatron.platform import activate
 
     try:

@@ -61,7 +61,7 @@ class Actor:
         self.family = find_family(hf_config)
         self.arch = self.family.architecture(hf_config)
         self.cfg, self.groups = cfg, groups
-        self.config = build.transformer_config(self.arch, cfg.model, cfg.parallel)
+        self.config = build.transformer_config(self.arch, cfg.model, cfg.parallel, groups.device)
         chunks = build.build_chunks(self.config, self.arch, cfg.model, groups)
         self.bindings = bind(chunks, self.family, self.arch)
         # before the optimizer, which copies its fp32 masters from the weights

@@ -34,7 +34,9 @@ def use_transformer_engine(model: ModelConfig, groups: Groups) -> bool:
     return installed and model.attention != "sdpa" and groups.device.type == "cuda"
 
 
-def transformer_config(arch: Architecture, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
+def transformer_config(
+    arch: Architecture, model: ModelConfig, parallel: ParallelConfig, device: torch.device
+) -> TransformerConfig:
     """Megatron's config of this architecture on this mesh."""
     dtype = DTYPES[model.precision]
     return TransformerConfig(
@@ -63,7 +65,7 @@ def transformer_config(arch: Architecture, model: ModelConfig, parallel: Paralle
         sequence_parallel=parallel.sequence_parallel,
         # Megatron's initialisation also marks which parameters are split over tp, without which the gradient norm counts rank
         # 0's shards only (perform_initialization=False loses the marks, 0.16): so it runs, and fills nothing
-        use_cpu_initialization=True,
+        use_cpu_initialization=device.type == "cpu",
         init_method=_left_to_the_checkpoint,
         output_layer_init_method=_left_to_the_checkpoint,
         embedding_init_method=_left_to_the_checkpoint,
@@ -105,7 +107,7 @@ def build_chunks(
             post_process=last,
             share_embeddings_and_output_weights=arch.tied_embeddings,
             position_embedding_type="rope",
-            rotary_base=arch.rotary_base,  # type: ignore[arg-type]  # annotated int, used as a float
+            rotary_base=arch.rotary_base,
             parallel_output=True,
             vp_stage=vp_stage,
         )

@@ -21,8 +21,8 @@ class OutputRows:
         self.current: Tensor | None = None
         self._gather = bool(output_layer.sequence_parallel)
         if self._gather:
-            output_layer.sequence_parallel = False  # type: ignore[assignment]
-            output_layer.disable_grad_reduce = True  # type: ignore[assignment]
+            output_layer.sequence_parallel = False
+            output_layer.disable_grad_reduce = True
         output_layer.register_forward_pre_hook(self._keep_rows, with_kwargs=True)
 
     def _keep_rows(

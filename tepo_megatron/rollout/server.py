@@ -21,7 +21,11 @@ LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
 # vLLM ends all its processes about 2 s after SIGTERM, also while it is still loading a model.
 GRACE_SECONDS = 10.0
-LOG_TAIL_LINES = 20
+# What an error message shows of the log: the last lines, and as many distinct errors from above them.
+LOG_LINES = 20
+LOG_CAUSES = 3
+LOG_BYTES = 65536
+_ERROR = re.compile(rb"(?<![^ ])[\w.]+(Error|Exception): .+")
 # What extension modules print while an interpreter that met an error goes down: it would push the error out of the tail.
 _NOISE = re.compile(
     rb"nanobind:|^ - (leaked |\.\.\. skipped)|resource_tracker|^\s*warnings\.warn\(|^See https://nanobind"
@@ -131,14 +135,19 @@ class ServerProcess:
         )
         return RolloutError(f"the inference server {what}{ended}; {shown}")
 
-    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """The last `lines` lines of the log, without what an interpreter prints of itself on its way down."""
+    def log_tail(self) -> str:
+        """The last lines of the log, below the errors that were logged before them: the first cause is often far up."""
         try:
-            written = self._log_path.read_bytes().splitlines()
+            with self._log_path.open("rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_BYTES))
+                written = log.read().splitlines()
         except OSError:
             return ""
         kept = [line for line in written if line.strip() and not _NOISE.search(line)]
-        return b"\n".join(kept[-lines:]).decode(errors="replace")
+        tail = kept[-LOG_LINES:]
+        causes = {found[0]: None for line in kept[:-LOG_LINES] if (found := _ERROR.search(line))}
+        earlier = [cause for cause in causes if not any(cause in line for line in tail)][-LOG_CAUSES:]
+        return b"\n".join([*earlier, *([b"..."] if earlier else []), *tail]).decode(errors="replace")
 
     def stop(self) -> None:
         """End every process of the server, at the latest GRACE_SECONDS and a few seconds later. May be called again."""

@@ -5,44 +5,32 @@ Facts about vLLM are of 0.32. Nothing here imports it: the server is a process o
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
+import contextlib
 import json
-import math
 import os
 import secrets
-import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self, TypeVar
 
 import httpx
-import torch
 
-from tepo_megatron.config import RolloutConfig, ServerConfig
+from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.rollout.engine import INITIAL_VERSION
 from tepo_megatron.rollout.server import LOOPBACK, ServerProcess, choose_port
-from tepo_megatron.rollout.vllm_auth import API_KEY_VARIABLE
+from tepo_megatron.rollout.vllm_completions import completion_request, parse_completion
+from tepo_megatron.rollout.vllm_launch import Platform, server_command, server_environment
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
-SERVED_NAME = "policy"
-BACKEND = "tepo_shm"  # registered inside the server by vllm_plugin.py
-MIDDLEWARE = "tepo_megatron.rollout.vllm_auth.RequireKey"
-# The server closes a connection idle for 5 s. Ours must be dropped before, or a request after a long training step goes down
-# with it.
-KEEP_ALIVE_SECONDS = 2.0
 CONNECT_SECONDS = 10.0
 # A dead engine closes its connections first and ends a moment later; waiting for that makes the error name the cause.
 DEATH_SECONDS = 1.0
-LARGEST_SEED = 2**63 - 1
+HEALTH_SECONDS = 1.0
 
-# What torchrun tells its workers is not meant for a server that one of them starts.
-_TORCHRUN = {
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-}
+Result = TypeVar("Result")
 
 
 class VllmEngine:
@@ -58,7 +46,7 @@ class VllmEngine:
         *,
         model_path: str | Path,
         max_model_len: int,
-        platform: Literal["cpu", "cuda"],
+        platform: Platform,
         log_path: Path,
         seed: int,
     ) -> None:
@@ -70,9 +58,8 @@ class VllmEngine:
         self._seed = seed
         self._version = INITIAL_VERSION
         self._broken = ""  # why the served weights can no longer be trusted
+        self._http: dict[str, Any] = {}
         self._server: ServerProcess | None = None
-        self._client: httpx.Client | None = None
-        self._pool: ThreadPoolExecutor | None = None
 
     @property
     def version(self) -> int:
@@ -83,25 +70,33 @@ class VllmEngine:
         """Start the server; returns at once. Raises RolloutError (busy port, unwritable log)."""
         if self._server is not None:
             raise RolloutError("the inference server was already started; close the engine first")
-        url = f"http://{LOOPBACK}:{choose_port(self._cfg.port)}"
+        port = choose_port(self._cfg.port)
+        url = f"http://{LOOPBACK}:{port}"
         key = secrets.token_urlsafe(32)
+        command = server_command(
+            self._cfg,
+            model_path=self._model_path,
+            max_model_len=self._max_model_len,
+            platform=self._platform,
+            seed=self._seed,
+            port=port,
+        )
         server = ServerProcess(
-            server_command(self._cfg, self._model_path, self._max_model_len, self._platform, self._seed, url),
+            command,
             env=server_environment(os.environ, key, self._platform),
             health_url=f"{url}/health",
             log_path=self._log_path,
             ready_seconds=self._cfg.ready_seconds,
         )
         server.start()
-        self._server = server
-        self._client = httpx.Client(
-            base_url=url,
-            headers={"Authorization": f"Bearer {key}"},
-            timeout=httpx.Timeout(self._cfg.request_seconds, connect=CONNECT_SECONDS),
-            limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_SECONDS),
-            trust_env=False,  # no proxy stands between us and the loopback interface
-        )
-        self._pool = ThreadPoolExecutor(self._cfg.concurrency, thread_name_prefix="rollout")
+        self._server, self._version, self._broken = server, INITIAL_VERSION, ""
+        self._http = {
+            "base_url": url,
+            "headers": {"Authorization": f"Bearer {key}"},
+            "timeout": httpx.Timeout(self._cfg.request_seconds, connect=CONNECT_SECONDS, pool=None),
+            "trust_env": False,  # no proxy stands between us and the loopback interface
+            "verify": False,  # plain HTTP: no certificates to load
+        }
 
     def wait_ready(self) -> None:
         """Return when the server takes requests and weights. Raises RolloutError."""
@@ -114,28 +109,30 @@ class VllmEngine:
         A failed request fails the whole call at once; none is repeated. Raises RolloutError, SyncError after a failed update.
         """
         self._require_trust()
-        assert self._pool is not None
-        groups = [self._pool.submit(self._sample, prompt, sampling, seed) for prompt in prompts]
-        try:
-            done, _ = wait(groups, return_when=FIRST_EXCEPTION)
-            _raise_first(done)
-        finally:
-            for group in groups:
-                group.cancel()
-        return [rollout for group in groups for rollout in group.result()]
+        slots = asyncio.Semaphore(self._cfg.concurrency)
+
+        async def sample(client: httpx.AsyncClient, prompt: Prompt) -> list[Rollout]:
+            async with slots:
+                answer = await _send(
+                    client, "POST", "/v1/completions", completion_request(prompt, sampling, seed)
+                )
+            return parse_completion(answer, prompt, sampling, self._version)
+
+        async def sample_all(client: httpx.AsyncClient, tasks: asyncio.TaskGroup) -> list[list[Rollout]]:
+            groups = [tasks.create_task(sample(client, prompt)) for prompt in prompts]
+            return [await group for group in groups]
+
+        return [rollout for group in self._run(sample_all) for rollout in group]
 
     def update_weights(self, files: Sequence[Path], version: int) -> None:
         """See `RolloutEngine.update_weights`. Raises SyncError; the engine is unusable from then on."""
         self._require_trust()
         # Holds until the last line: vLLM stays healthy and keeps its old version after an update that failed half-way.
         self._broken = f"the update to version {version} failed"
+        update = {"paths": [str(file.absolute()) for file in files]}
         try:
             self._call("POST", "/start_weight_update")
-            self._call(
-                "POST",
-                "/update_weights",
-                {"update_info": {"paths": [str(file.absolute()) for file in files]}},
-            )
+            self._call("POST", "/update_weights", {"update_info": update})
             self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
             cleared = self._call("POST", "/reset_prefix_cache")
             served = self._call("GET", "/weight_info")
@@ -154,11 +151,7 @@ class VllmEngine:
         """End the server and its processes, bounded in time. May be called again, and before `start`."""
         if self._server is not None:
             self._server.stop()
-        if self._pool is not None:  # requests under way ended with the server
-            self._pool.shutdown(cancel_futures=True)
-        if self._client is not None:
-            self._client.close()
-        self._server = self._client = self._pool = None
+        self._server = None
 
     def __enter__(self) -> Self:
         return self
@@ -180,157 +173,64 @@ class VllmEngine:
                 f"{self._broken}, and vLLM can no longer be used; close the engine and start a new one"
             )
 
-    def _sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
-        request = completion_request(prompt, sampling, seed)
-        answer = self._call("POST", "/v1/completions", request)
-        return parse_completion(answer, prompt, sampling, self._version)
-
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON answer to one request. Never repeated: it may have had its effect. Raises RolloutError."""
+        return self._run(lambda client, tasks: _send(client, method, path, body))
+
+    def _run(self, work: Callable[[httpx.AsyncClient, asyncio.TaskGroup], Awaitable[Result]]) -> Result:
+        """Do `work`; on its first failed request, RolloutError says what the server did and whether it died of it."""
         server = self._started()
-        assert self._client is not None
         try:
-            response = self._client.request(method, path, json=body)
-            if response.status_code == httpx.codes.OK:
-                return response.json()
-            reason = f"answered {path} with {response.status_code}: {_message(response)}"
-            if response.is_client_error:
-                raise RolloutError(f"the inference server {reason}")
-        except httpx.TimeoutException:
+            return asyncio.run(self._watched(work))
+        except httpx.HTTPStatusError as e:
+            reason = f"answered {e.request.url.path} with {e.response.status_code}: {_message(e.response)}"
+            if e.response.is_client_error:
+                raise RolloutError(f"the inference server {reason}") from None
+        except httpx.TimeoutException as e:
             reason = (
-                f"did not answer {path} within {self._cfg.request_seconds:g} s; raise rollout.server.request_seconds "
-                "if it was busy"
+                f"did not answer {e.request.url.path} within {self._cfg.request_seconds:g} s; raise "
+                "rollout.server.request_seconds if it was busy"
             )
-        except httpx.TransportError as e:
-            reason = f"broke off {path} ({str(e) or type(e).__name__})"
-        except json.JSONDecodeError:
-            reason = f"answered {path} with something other than JSON"
+        except httpx.RequestError as e:
+            reason = f"broke off {e.request.url.path} ({str(e) or type(e).__name__})"
         server.ends_within(DEATH_SECONDS)
         raise server.failure(reason)
 
+    async def _watched(
+        self, work: Callable[[httpx.AsyncClient, asyncio.TaskGroup], Awaitable[Result]]
+    ) -> Result:
+        """`work` with a client and a group for its tasks, all of which a failure or Ctrl-C ends: no request stays behind.
 
-def server_command(
-    cfg: ServerConfig,
-    model_path: str,
-    max_model_len: int,
-    platform: Literal["cpu", "cuda"],
-    seed: int,
-    url: str,
-) -> list[str]:
-    """argv of the server. The `vllm` command is not used: that of the CPU wheel does not find its own package metadata."""
-    port = url.rpartition(":")[2]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--host", LOOPBACK, "--port", port, "--middleware", MIDDLEWARE]
-    command += ["--model", model_path, "--served-model-name", SERVED_NAME]
-    command += ["--dtype", cfg.dtype, "--max-model-len", str(max_model_len), "--seed", str(seed)]
-    # The actor recomputes log-probs after temperature; the model's own sampling defaults must not interfere.
-    command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
-    command += ["--disable-uvicorn-access-log", "--disable-log-stats"]
-    if cfg.kv_cache_gib is not None:
-        command += ["--kv-cache-memory-bytes", str(int(cfg.kv_cache_gib * 2**30))]
-    if platform == "cpu":
-        # One process less to start and to talk to, and no spinning on shared memory beside the trainer's ranks.
-        command += ["--enforce-eager", "--distributed-executor-backend", "uni"]
-    return [*command, *cfg.extra_args]
+        A vLLM that got SIGTERM waits for its open requests without ever answering them, so its health is watched beside.
+        The connections are new each time: it closes those idle for 5 s, and a training step is longer.
+        """
+        limits = httpx.Limits(max_keepalive_connections=self._cfg.concurrency)
+        try:
+            async with httpx.AsyncClient(**self._http, limits=limits) as client, asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(_watch_health(client))
+                result = await work(client, tasks)
+                watch.cancel()
+                return result
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
 
 
-def server_environment(
-    inherited: Mapping[str, str], key: str, platform: Literal["cpu", "cuda"]
-) -> dict[str, str]:
-    """The server's environment: ours without torchrun's part, with the API key (argv can be read by everyone)."""
-    env = {
-        name: value
-        for name, value in inherited.items()
-        if name not in _TORCHRUN and not name.startswith("TORCHELASTIC_")
-    }
-    env[API_KEY_VARIABLE] = key
-    env["VLLM_SERVER_DEV_MODE"] = "1"  # the weight routes answer 404 otherwise
-    env |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    if platform == "cpu":
-        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-            "0"  # allows `uni`; the engine is a process of its own all the same
-        )
-        # One thread is the fastest for small models, by far so while the trainer's ranks compute.
-        env |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        # Eager anyway; else one helper of the sampler is compiled at the first request (18 s and a C++ compiler).
-        env["TORCH_COMPILE_DISABLE"] = "1"
-    return env
-
-
-def prompt_seed(seed: int, prompt_id: int, samples: int) -> int:
-    """The seed of a prompt's request: a stable hash of (seed, prompt id), a multiple of `samples`.
-
-    vLLM gives sample k the seed + k, so that no two prompts share a stream unless their hashes are equal. One request for
-    several prompts would give all of them the same seed. On CPU only the low 32 bits of a seed count (torch's Mersenne
-    twister), so those must differ from prompt to prompt: room for k in the low bits of a shifted hash would waste them.
-    """
-    digest = hashlib.blake2b(f"{seed}/{prompt_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % (LARGEST_SEED // samples) * samples
-
-
-def completion_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """Body of `/v1/completions`; whatever would make the sampled distribution differ from the actor's is switched off."""
-    return {
-        "model": SERVED_NAME,
-        "prompt": list(prompt.token_ids),
-        "n": sampling.samples,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "seed": prompt_seed(seed, prompt.id, sampling.samples),
-        "logprobs": 0,  # of the sampled token alone
-        "return_token_ids": True,
-    }
-
-
-def parse_completion(answer: Any, prompt: Prompt, sampling: SamplingParams, version: int) -> list[Rollout]:
-    """The rollouts in an answer of `/v1/completions`, by sample index. Raises RolloutError where it is not what was asked for."""
+async def _send(
+    client: httpx.AsyncClient, method: str, path: str, body: Mapping[str, Any] | None = None
+) -> Any:
+    response = (await client.request(method, path, json=body)).raise_for_status()
     try:
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if [choice["index"] for choice in choices] != list(range(sampling.samples)):
-            raise ValueError(f"{len(choices)} choices instead of {sampling.samples}")
-        return [_rollout(choice, prompt, sampling, version) for choice in choices]
-    except (KeyError, TypeError, ValueError) as e:
-        reason = f"{type(e).__name__}: {e}" if isinstance(e, KeyError) else str(e)
-        raise RolloutError(
-            f"prompt {prompt.id}: vLLM's answer is not what was asked for ({reason}); is this vLLM 0.32?"
-        ) from None
+        return response.json()
+    except json.JSONDecodeError:
+        raise httpx.DecodingError("the answer is not JSON", request=response.request) from None
 
 
-def _rollout(choice: dict[str, Any], prompt: Prompt, sampling: SamplingParams, version: int) -> Rollout:
-    ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-    if choice["prompt_token_ids"] != list(prompt.token_ids):
-        raise ValueError("it changed the prompt's tokens")
-    if not 1 <= len(ids) <= sampling.max_tokens:
-        raise ValueError(f"{len(ids)} response tokens, max_tokens={sampling.max_tokens}")
-    if len(logprobs) != len(ids):
-        raise ValueError(f"{len(ids)} tokens but {len(logprobs)} log-probs")
-    if not all(math.isfinite(logprob) and logprob <= 1e-6 for logprob in logprobs):
-        raise ValueError("a log-prob is positive or not finite")
-    if choice["finish_reason"] not in ("stop", "length"):
-        raise ValueError(f"finish_reason={choice['finish_reason']!r}")
-    context = len(prompt.token_ids)
-    return Rollout(
-        prompt_id=prompt.id,
-        token_ids_L=torch.tensor([*prompt.token_ids, *ids], dtype=torch.int64),
-        response_mask_L=torch.arange(context + len(ids)) >= context,
-        rollout_logprobs_L=torch.tensor([0.0] * context + logprobs, dtype=torch.float32),
-        policy_version=version,
-        stop_reason=choice["finish_reason"],
-        answer=prompt.answer,
-    )
-
-
-def _raise_first(done: set[Future[list[Rollout]]]) -> None:
-    for group in done:
-        if error := group.exception():
-            raise error
+async def _watch_health(client: httpx.AsyncClient) -> None:
+    """Raises httpx.HTTPError once the server is ill or takes no new connections; a slow answer is no illness."""
+    while True:
+        await asyncio.sleep(HEALTH_SECONDS)
+        with contextlib.suppress(httpx.TimeoutException):
+            (await client.get("/health")).raise_for_status()
 
 
 def _message(response: httpx.Response) -> str:

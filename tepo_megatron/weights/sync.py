@@ -76,7 +76,7 @@ class WeightSync:
 
 def check_mismatch(mean_logprob_diff: float, version: int, cfg: SyncConfig) -> None:
     """Raise SyncError when the engine's log-probs say that it serves other weights than the version it echoes."""
-    if mean_logprob_diff > cfg.max_logprob_diff:
+    if not mean_logprob_diff <= cfg.max_logprob_diff:  # nan too
         raise SyncError(
             f"mean |rollout - actor| log-prob difference is {mean_logprob_diff:.2e} nats at version {version}, above "
             f"sync.max_logprob_diff={cfg.max_logprob_diff}: the engine does not serve the weights that were sent "

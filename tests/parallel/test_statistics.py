@@ -14,7 +14,14 @@ ROWS, VOCAB = 23, 70
 
 def counting(counts: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Count every collective of torch.distributed from here on."""
-    for name in ("all_reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "broadcast", "gather"):
+    for name in (
+        "all_reduce",
+        "all_gather_into_tensor",
+        "all_gather",
+        "reduce_scatter_tensor",
+        "broadcast",
+        "gather",
+    ):
         real = getattr(dist, name)
 
         def wrapper(*args: Any, _real=real, _name=name, **kwargs: Any) -> Any:
@@ -65,7 +72,9 @@ def test_token_stats_over_tensor_parallel_ranks(size: int) -> None:
     logprob, entropy = logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
     (logprob.sum() - 2 * entropy.square().sum()).backward()
     for r in ranks:
-        assert torch.equal(r["logprob"], ranks[0]["logprob"]) and torch.equal(r["entropy"], ranks[0]["entropy"])
+        assert torch.equal(r["logprob"], ranks[0]["logprob"]) and torch.equal(
+            r["entropy"], ranks[0]["entropy"]
+        )
         assert r["forward"] == ({"all_gather_into_tensor": 1} if size > 1 else {})
         assert r["backward"] == {}
     # row 0: z/T near 1400, where one ulp of an fp32 logit is 1.2e-4
@@ -93,7 +102,13 @@ def ratio_on_rank(rank: int, size: int, constant_factors: bool) -> dict[str, Any
         forward = dict(counts)
         counts.clear()
         (ratio * per_token).sum().backward()
-    return {"ratio": ratio.detach(), "grad": x.grad, "mine": mine, "forward": forward, "backward": dict(counts)}
+    return {
+        "ratio": ratio.detach(),
+        "grad": x.grad,
+        "mine": mine,
+        "forward": forward,
+        "backward": dict(counts),
+    }
 
 
 def rows(size: int) -> tuple[torch.Tensor, ...]:
@@ -102,7 +117,9 @@ def rows(size: int) -> tuple[torch.Tensor, ...]:
     sequence = torch.repeat_interleave(torch.tensor([1, 9, 4, 17, 2]))
     log_ratio = torch.randn(sequence.numel(), generator=generator, dtype=torch.float64) * 0.3
     owner = torch.arange(sequence.numel()) % min(size, 3)
-    factor = (0.5 + torch.rand(sequence.numel(), generator=generator, dtype=torch.float64)) * (1 - 2 * (sequence % 2))
+    factor = (0.5 + torch.rand(sequence.numel(), generator=generator, dtype=torch.float64)) * (
+        1 - 2 * (sequence % 2)
+    )
     return log_ratio, owner, sequence, factor
 
 

@@ -67,7 +67,9 @@ def make_prompts(count: int, seed: int) -> list[Prompt]:
 def logprob_diff(model: Qwen3ForCausalLM, rollouts: list[Rollout], temperature: float) -> float:
     """Largest |engine - transformers| of a response token, in nats."""
 
-    def padded(rows: list[torch.Tensor]) -> torch.Tensor:  # on the right, where causal attention does not look
+    def padded(
+        rows: list[torch.Tensor],
+    ) -> torch.Tensor:  # on the right, where causal attention does not look
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     tokens = padded([r.token_ids_L for r in rollouts])
@@ -142,15 +144,14 @@ def test_samples_of_equal_prompts_are_independent(served: Served) -> None:
 
 
 def test_only_health_answers_without_the_key(served: Served) -> None:
-    assert served.engine._client is not None
-    with httpx.Client(base_url=served.engine._client.base_url, trust_env=False) as stranger:
+    with httpx.Client(base_url=served.engine._http["base_url"], trust_env=False) as stranger:
         assert stranger.get("/health").status_code == 200
         for path in ("/start_weight_update", "/pause", "/reset_prefix_cache", "/v1/completions"):
             assert stranger.post(path, json={}).status_code == 401, path
             wrong = {"Authorization": "Bearer wrong"}
             assert stranger.post(path, json={}, headers=wrong).status_code == 401, path
         assert stranger.get("/weight_info").status_code == 401
-    key = served.engine._client.headers["Authorization"].removeprefix("Bearer ")
+    key = served.engine._http["headers"]["Authorization"].removeprefix("Bearer ")
     assert key not in served.log_path.read_text()
     assert not any(key in word for process in server_processes(served.engine) for word in process.cmdline())
 

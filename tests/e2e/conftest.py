@@ -1,0 +1,132 @@
+"""The `tepo` command as a user runs it, with a base model that solves some problems and not others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MARK = "TEPO_TEST_MARK"
+
+BUILD = """
+import sys
+from pathlib import Path
+from examples.arithmetic.base_model import Settings, build
+build(Path(sys.argv[1]), Settings(seed=3, skill=0.2, hasty_steps=0, train_problems=256, eval_problems=32))
+"""
+
+
+@dataclass
+class Command:
+    """A `tepo` command under way, in a process group of its own; `mark` is in the environment of all its descendants."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    log: Path
+
+    def wait(self, timeout: float) -> int:
+        """Exit status; AssertionError with the output after `timeout` seconds."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout:.0f} s:\n{self.output}") from None
+
+    @property
+    def output(self) -> str:
+        """What it printed so far, stdout and stderr."""
+        return self.log.read_text()
+
+    def until(self, condition: Callable[[], bool], timeout: float) -> None:
+        """Wait for a condition while the command runs."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert self.process.poll() is None, f"ended with status {self.process.returncode}:\n{self.output}"
+            assert time.monotonic() < deadline, f"not within {timeout:.0f} s:\n{self.output}"
+            time.sleep(0.1)
+
+    def interrupt(self) -> None:
+        """Ctrl-C: SIGINT to the foreground process group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def left_over(self) -> list[str]:
+        """Command lines of its descendants that still run."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
+                    line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    if line:  # a zombie has none
+                        found.append(f"{folder.name} {line}")
+            except OSError:
+                continue
+        return found
+
+    def assert_nothing_left(self, within: float = 10.0) -> None:
+        """No descendant may outlive the command by more than `within` seconds."""
+        deadline = time.monotonic() + within
+        while left := self.left_over():
+            assert time.monotonic() < deadline, "\n".join(left)
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def tepo(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """Start `tepo WORDS...`; whatever still runs at the end of the test is killed."""
+    started: list[Command] = []
+
+    def start(*words: str | Path) -> Command:
+        mark = uuid.uuid4().hex
+        log = tmp_path / f"output-{len(started)}.txt"
+        process = subprocess.Popen(
+            [Path(sys.executable).parent / "tepo", *words],
+            cwd=ROOT, env=os.environ | {MARK: mark}, stdin=subprocess.DEVNULL,
+            stdout=log.open("w"), stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        started.append(Command(process, mark, log))
+        return started[-1]
+
+    yield start
+    for command in started:
+        for line in command.left_over():
+            os.kill(int(line.split()[0]), signal.SIGKILL)
+        command.process.wait(10)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model that solves a fifth of the problems, with its datasets."""
+    out = tmp_path_factory.mktemp("base") / "model"
+    subprocess.run(
+        [sys.executable, "-c", BUILD, out], cwd=ROOT, check=True, timeout=240, stdout=subprocess.DEVNULL
+    )
+    return out
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> Callable[..., list[str]]:
+    """`train examples/demo.yaml` on a model directory, with a run directory under tmp_path, and more overrides."""
+
+    def build(model: Path, **overrides: object) -> list[str]:
+        keys = {
+            "output": tmp_path / "runs",
+            "model.path": model,
+            "data.train": model / "train.jsonl",
+            "data.eval": model / "eval.jsonl",
+        }
+        keys |= {k.replace("__", "."): v for k, v in overrides.items()}
+        return [
+            "train",
+            "examples/demo.yaml",
+            *(word for k, v in keys.items() for word in (f"--{k}", str(v))),
+        ]
+
+    return build

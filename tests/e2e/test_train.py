@@ -1,0 +1,77 @@
+"""Whole runs with a real vLLM server, real Megatron-Core and real grading."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tepo_megatron.config import load_config
+from tepo_megatron.step_log import KEYS, PHASES
+
+pytestmark = [pytest.mark.server, pytest.mark.e2e]
+
+STEPS = 4
+
+
+def metrics_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: Path) -> None:
+    command = tepo(
+        *arguments(base, training__steps=STEPS, name="whole", evaluation__every=2, optimizer__warmup_steps=0)
+    )
+    assert command.wait(240) == 0, command.output
+    command.assert_nothing_left()
+    run = tmp_path / "runs" / "whole"
+
+    records = metrics_of(run)
+    assert [r["step"] for r in records] == list(range(1, STEPS + 1))
+    expected = {"step", *KEYS, *(f"seconds/{p}" for p in PHASES), "seconds/total", "tokens_per_second"}
+    for r in records:
+        assert r.keys() == expected
+        assert None not in r.values()
+        assert r["rollout/logprob_diff_mean"] <= 1e-5 and r["rollout/logprob_diff_max"] <= 1e-3
+        assert 0 < r["rollout/kept_groups"] <= 32 and r["actor/grad_norm"] > 0
+        assert r["tepo/ratio_p01"] <= r["tepo/ratio_p50"] <= r["tepo/ratio_p99"]
+
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary.keys() == {"accuracy_before", "accuracy_after", "standard_error", "steps", "seconds"}
+    assert summary["steps"] == STEPS and 0 <= summary["accuracy_before"] <= 1
+    assert command.output.count("accuracy at step") == 3  # 0, 2 and 4
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert load_config(run / "config.yaml").training.steps == STEPS
+
+    trained = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
+    before = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    moved = [
+        (a - b).abs().max().item() for a, b in zip(trained.parameters(), before.parameters(), strict=True)
+    ]
+    assert all(0 < m < 0.1 for m in moved)
+    assert AutoTokenizer.from_pretrained(run / "hf").encode("9+5-7?\n") == AutoTokenizer.from_pretrained(
+        base
+    ).encode("9+5-7?\n")
+
+    again = tepo(*arguments(base, name="whole"))
+    assert again.wait(60) == 1
+    assert "holds a run already" in again.output and len(metrics_of(run)) == STEPS
+
+
+def test_ctrl_c_in_the_middle_of_training_on_three_stages(
+    tepo, arguments, base: Path, tmp_path: Path
+) -> None:
+    """Weights of every pipeline stage reach the server, and an interrupt leaves only whole lines and no process."""
+    command = tepo(*arguments(base, parallel__tp=1, parallel__pp=3, training__steps=500, name="stopped"))
+    run = tmp_path / "runs" / "stopped"
+    path = run / "metrics.jsonl"
+    command.until(lambda: path.exists() and path.read_text().count("\n") >= 3, timeout=180)
+    command.interrupt()
+    assert command.wait(30) == 130
+    command.assert_nothing_left()
+    records = metrics_of(run)  # every line parses
+    assert len(records) >= 3 and all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records)
+    assert all(r["rollout/logprob_diff_max"] <= 1e-3 for r in records)
+    assert not (run / "hf").exists() and not (run / "summary.json").exists()
+    assert "Traceback" not in command.output and "tepo: interrupted" in command.output

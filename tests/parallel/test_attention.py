@@ -1,0 +1,172 @@
+"""SDPACoreAttention against attention written out for each sequence in fp64: values, gradients, collectives."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tepo_megatron.actor import attention
+from tepo_megatron.actor.attention import SDPACoreAttention
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.ops.context_parallel import merge_zigzag, shard_zigzag, shard_zigzag_packed
+from tests.worlds import run_world
+
+HEADS, KV_HEADS, CHANNELS = 4, 2, 8
+# in units of 2 cp tokens, so that every context-parallel size divides them: the shortest, equal ones, and several buckets
+UNITS = (1, 1, 3, 1, 20, 4, 3, 60, 25, 7, 2)
+
+
+def inputs(rows: tuple[int, ...]) -> list[Tensor]:
+    """Query, key, value, and the gradient that comes back to the output."""
+    generator = torch.Generator().manual_seed(5)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return [torch.randn(*rows, h, CHANNELS, generator=generator, dtype=torch.float64) for h in heads]
+
+
+def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[L, H, D], [L, K, D], [L, K, D] -> [L, H D], one softmax per query."""
+    key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (key, value))
+    scores = torch.einsum("ihd,jhd->hij", query, key) / math.sqrt(CHANNELS)
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(future, -math.inf).softmax(-1), value).flatten(1)
+
+
+def expected(tensors: list[Tensor], cu: list[int]) -> list[Tensor]:
+    """Output and the gradients of query, key, value, all packed."""
+    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+    outputs = [plain_attention(*(x[a:b] for x in leaves)) for a, b in itertools.pairwise(cu)]
+    torch.cat(outputs).backward(tensors[3].flatten(1))
+    return [torch.cat(outputs).detach(), *(x.grad for x in leaves)]
+
+
+def core_attention(cp: int, **changes: Any) -> SDPACoreAttention:
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnMaskType
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(context_parallel_size=cp)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HEADS * CHANNELS, num_attention_heads=HEADS, num_query_groups=KV_HEADS,
+        context_parallel_size=cp, **({"attention_dropout": 0.0} | changes),
+    )  # fmt: skip
+    return SDPACoreAttention(config, 1, AttnMaskType.causal, "self")
+
+
+def run_packed(rank: int, cp: int, cu: list[int]) -> dict[str, Any]:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.tensor_parallel import mappings
+
+    core = core_attention(cp)
+    cu_seqlens = torch.tensor(cu, dtype=torch.int32)
+    tensors = [shard_zigzag_packed(x, cu_seqlens, cp, rank, dim=0) for x in inputs((cu[-1],))]
+    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+            real = getattr(mappings, name)
+            patch.setattr(mappings, name, lambda *a, r=real, n=name, **k: (calls.append(n), r(*a, **k))[1])
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+        output = core(*leaves, None, packed_seq_params=params)
+        output.backward(tensors[3].flatten(1))
+    return {"tensors": [output.detach(), *(x.grad for x in leaves)], "calls": calls}
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_packed_sequences_match_plain_attention(cp: int) -> None:
+    unit = 1 if cp == 1 else 2 * cp
+    cu = [0, *torch.tensor(UNITS).mul(unit).cumsum(0).tolist()]
+    ranks = run_world(cp, run_packed, cp, cu)
+    for rank, got in enumerate(ranks):
+        for ours, whole in zip(got["tensors"], expected(inputs((cu[-1],)), cu), strict=True):
+            theirs = shard_zigzag_packed(whole, torch.tensor(cu), cp, rank, dim=0)
+            assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
+        assert got["calls"] == (["dist_all_gather_func", "dist_reduce_scatter_func"] if cp > 1 else [])
+
+
+def run_unpacked(rank: int, cp: int, length: int, batch: int) -> list[Tensor]:
+    core = core_attention(cp)
+    tensors = [shard_zigzag(x, cp, rank, dim=0) for x in inputs((length, batch))]
+    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+    output = core(*leaves, None)
+    output.backward(tensors[3].flatten(2))
+    return [output.detach(), *(x.grad for x in leaves)]
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_unpacked_batch_matches_plain_attention(cp: int) -> None:
+    length, batch = 24, 3
+    ranks = run_world(cp, run_unpacked, cp, length, batch)
+    packed = [x.transpose(0, 1).flatten(0, 1) for x in inputs((length, batch))]
+    for i, whole in enumerate(expected(packed, [length * b for b in range(batch + 1)])):
+        ours = merge_zigzag([r[i] for r in ranks], dim=0)
+        theirs = whole.unflatten(0, (batch, length)).transpose(0, 1)
+        assert ours.shape == theirs.shape
+        assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
+
+
+def run_twice(rank: int, cu: list[int]) -> int:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    core, built = core_attention(1), []
+    cu_seqlens = torch.tensor(cu, dtype=torch.int32)
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+    with pytest.MonkeyPatch.context() as patch:
+        of = attention._Layout.of
+        patch.setattr(attention._Layout, "of", lambda *a: (built.append(1), of(*a))[1])
+        for _ in range(3):  # three layers
+            core(*inputs((cu[-1],))[:3], None, packed_seq_params=params)
+    return len(built)
+
+
+def test_layout_is_built_once_per_microbatch() -> None:
+    assert run_world(1, run_twice, [0, 3, 10]) == [1]
+
+
+def run_wrong_lengths(rank: int, cu: list[int], rows: int) -> str:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    core = core_attention(2)
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor(cu, dtype=torch.int32))
+    with pytest.raises(ValueError) as caught:
+        core(*inputs((rows,))[:3], None, packed_seq_params=params)
+    return str(caught.value)
+
+
+def test_wrong_lengths_are_refused() -> None:
+    assert "each of the 2 ranks holds 5" in run_world(2, run_wrong_lengths, [0, 4, 12], 5)[1]
+    assert "sequence 1 has 6 tokens" in run_world(2, run_wrong_lengths, [0, 4, 10], 5)[0]
+
+
+def refusal(rank: int, changes: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        core_attention(1, **changes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"attention_dropout": 0.1}, {"window_size": (8, 0)}, {"softmax_type": "learnable"}]
+)
+def test_unsupported_configs_are_refused(changes: dict[str, Any]) -> None:
+    (key,) = changes
+    assert f"{key}={changes[key]}" in run_world(1, refusal, changes)[0]
+
+
+def test_zigzag_layout() -> None:
+    x = torch.arange(8)
+    parts = [shard_zigzag(x, 2, rank, dim=0) for rank in range(2)]
+    assert [p.tolist() for p in parts] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert torch.equal(merge_zigzag(parts, dim=0), x)
+    two = torch.arange(12).view(1, 12)
+    packed = [
+        shard_zigzag_packed(two, torch.tensor([0, 8, 12]), 2, rank, dim=1).tolist() for rank in range(2)
+    ]
+    assert packed == [[[0, 1, 6, 7, 8, 11]], [[2, 3, 4, 5, 9, 10]]]
+    with pytest.raises(ValueError, match=r"has 6 tokens.*multiple of 4"):
+        shard_zigzag(torch.arange(6), 2, 0, dim=0)

@@ -1,0 +1,170 @@
+"""Weights in and out on every layout: bitwise round trips, whole exports, delivery to an engine, and refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.parallel import cases
+from tests.tiny import tiny_qwen3
+from tests.worlds import run_world
+
+LAYOUTS = {
+    "1 rank": {},
+    "TP2": {"tp": 2},
+    "PP2": {"pp": 2},
+    "PP2 VPP2": {"pp": 2, "vpp": 2},
+    "TP2 PP2": {"tp": 2, "pp": 2},
+    "CP2 DP2": {"cp": 2, "dp": 2},
+}
+
+
+class Recorder:
+    """The receiving side of a sync: reads the files as an engine would, before they are deleted."""
+
+    def __init__(self) -> None:
+        self.received: dict[str, torch.Tensor] = {}
+        self.files = 0
+
+    def update_weights(self, files: list[Path], version: int) -> None:
+        self.files = len(files)
+        for file in files:
+            for name, tensor in load_file(file).items():
+                assert name not in self.received, f"{name} was sent twice"
+                self.received[name] = tensor
+
+
+def export_and_push(rank: int, cfg: Any, out: Path) -> dict[str, Any]:
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.platform import activate
+    from tepo_megatron.weights.sync import WeightSync
+
+    groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
+    actor = Actor(cfg, groups)
+    actor.export_hf(out)
+    receiver = Recorder() if rank == 0 else None
+    sync = WeightSync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
+    sync.push(version=3)
+    left = list(sync.folder.iterdir()) if rank == 0 else []
+    sync.close()
+    parallel.shutdown()
+    return {"received": receiver.received, "files": receiver.files, "left": left} if receiver else {}
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_round_trip_is_bitwise(tmp_path: Path, name: str, tied: bool) -> None:
+    model = tiny_qwen3(tmp_path / "base", tied=tied, layers=4, vocab_size=cases.VOCAB)
+    cfg = cases.run_config(tmp_path / "base", LAYOUTS[name])
+    rank0 = run_world(cfg.parallel.world_size, export_and_push, cfg, tmp_path / "out")[0]
+    before = tensors(tmp_path / "base")
+    for after in (tensors(tmp_path / "out"), rank0["received"]):
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[k], before[k]) for k in before)
+    assert rank0["left"] == [] and rank0["files"] == cfg.parallel.pp
+    assert not (tmp_path / "out.partial").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ids = torch.arange(1, 20)[None]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_buckets_bound_the_files(tmp_path: Path) -> None:
+    """Each file holds at most a bucket (or one tensor), so no rank holds more than that beyond the model."""
+    from tepo_megatron.weights.hf_io import write_shards
+
+    stream = [(f"t{i}", torch.zeros(100)) for i in range(10)]
+    written = write_shards(iter(stream), tmp_path, "x", limit=1000)
+    assert [len(names) for names in written.values()] == [2, 2, 2, 2, 2]
+    assert [n for names in written.values() for n in names] == [n for n, _ in stream]
+
+
+def test_an_export_that_fails_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
+    tiny_qwen3(tmp_path / "base", layers=4, vocab_size=cases.VOCAB)
+    cfg = cases.run_config(tmp_path / "base", {})
+    with pytest.raises(AssertionError, match="disk is full"):
+        run_world(1, export_onto_a_full_disk, cfg, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def export_onto_a_full_disk(rank: int, cfg: Any, out: Path) -> None:
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.platform import activate
+    from tepo_megatron.weights import hf_io
+
+    def full(*_: Any) -> None:
+        raise OSError("disk is full")
+
+    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    hf_io.write_index = full
+    actor.export_hf(out)
+
+
+def build_actor(rank: int, cfg: Any) -> None:
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.platform import activate
+
+    Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+
+
+def damage(path: Path, how: str) -> None:
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    if how == "missing tensor":
+        del weights[name]
+    elif how == "extra tensor":
+        weights["model.layers.1.mlp.up_proj.bias"] = torch.zeros(3)
+    elif how == "wrong shape":
+        weights[name] = weights[name][:-2].contiguous()
+    elif how == "nan":
+        weights[name][0, 0] = float("nan")
+    elif how == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+        return
+    elif how == "no weights":
+        file.unlink()
+        return
+    elif how == "no config":
+        (path / "config.json").unlink()
+        return
+    elif how == "config":
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"use_sliding_window": True}))
+        return
+    elif how == "architecture":
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+        return
+    save_file(weights, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing tensor", "ConversionError: .*tensor model.layers.1.mlp.up_proj.weight is missing"),
+        ("extra tensor", "ConversionError: .*tensor model.layers.1.mlp.up_proj.bias"),
+        ("wrong shape", r"ConversionError: .*up_proj.weight"),
+        ("nan", "ConversionError: .*up_proj.weight hold values that are not finite"),
+        ("truncated", "CheckpointError: .*model.safetensors: truncated or corrupt"),
+        ("no weights", "CheckpointError: .*no .*safetensors found"),
+        ("no config", "CheckpointError: .*config.json: not found"),
+        ("config", "ConversionError: config.json: use_sliding_window=True is not supported"),
+        ("architecture", "ConversionError: config.json: architecture GPT2LMHeadModel is not supported"),
+    ],
+)
+def test_damaged_checkpoints_are_refused_by_file_and_tensor(tmp_path: Path, how: str, message: str) -> None:
+    tiny_qwen3(tmp_path, layers=4, vocab_size=cases.VOCAB)
+    damage(tmp_path, how)
+    with pytest.raises(AssertionError, match=message):
+        run_world(1, build_actor, cases.run_config(tmp_path, {}))

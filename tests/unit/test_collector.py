@@ -1,0 +1,88 @@
+"""Collecting a step: uniform groups dropped on the unshaped score, refills, metrics over all samples."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from tepo_megatron.config import RolloutConfig
+from tepo_megatron.data import PromptStream
+from tepo_megatron.rollout.collector import Collector
+from tepo_megatron.timing import Clock
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+
+
+class ScriptedEngine:
+    """Samples whose last token says whether they are right: prompt i answers rightly with probability (i % 3) / 2."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[int], int]] = []
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
+        self.calls.append(([p.id for p in prompts], seed))
+        return [
+            Rollout(
+                prompt_id=p.id,
+                token_ids_L=torch.tensor([7, 8, int(k < sampling.samples * (p.id % 3) // 2)]),
+                response_mask_L=torch.tensor([False, True, True]),
+                rollout_logprobs_L=torch.zeros(3),
+                policy_version=0,
+                stop_reason="stop",
+            )
+            for p in prompts
+            for k in range(sampling.samples)
+        ]
+
+
+class LastTokenReward:
+    """score: the last token; reward: shaped away from it, so that a filter on the wrong one would show."""
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        return [
+            replace(r, score=float(r.token_ids_L[-1]), reward=0.1 * i, status="exact")
+            for i, r in enumerate(rollouts)
+        ]
+
+
+def collector(refills: int, filtered: bool = True) -> tuple[Collector, ScriptedEngine]:
+    cfg = RolloutConfig(
+        prompts_per_step=6, samples_per_prompt=4, max_refills=refills, filter_uniform_groups=filtered
+    )
+    prompts = [Prompt(i, (7,), "1") for i in range(60)]
+    engine = ScriptedEngine()
+    return Collector(cfg, engine, LastTokenReward(), PromptStream(prompts, 0, shuffle=False), seed=1), engine
+
+
+def test_groups_all_right_or_all_wrong_are_dropped() -> None:
+    collect, engine = collector(refills=0)
+    rollouts, metrics = collect.collect(1, Clock())
+    assert sorted({r.prompt_id for r in rollouts}) == [1, 4] and len(rollouts) == 8
+    means = metrics.means()
+    assert means["accuracy/mean"] == 0.5  # of all 24 samples, dropped ones included
+    assert means["rollout/kept_groups"] == 2 and means["rollout/response_tokens_mean"] == 2
+    assert len(engine.calls) == 1
+
+
+def test_refills_replace_dropped_groups_up_to_the_limit() -> None:
+    collect, engine = collector(refills=3)
+    rollouts, _ = collect.collect(1, Clock())
+    ids = [r.prompt_id for r in rollouts]
+    asked = [len(prompts) for prompts, _ in engine.calls]
+    assert len(engine.calls) == 4 and asked[0] == 6 and all(n < 6 for n in asked[1:])
+    assert len(set(ids)) == len(ids) // 4 <= 6
+    assert len({seed for _, seed in engine.calls}) == 4
+
+
+def test_without_the_filter_every_group_is_kept() -> None:
+    collect, _ = collector(refills=2, filtered=False)
+    rollouts, _ = collect.collect(1, Clock())
+    assert len(rollouts) == 24
+
+
+def test_each_step_samples_with_its_own_seed() -> None:
+    collect, engine = collector(refills=0)
+    for step in (1, 2):
+        collect.collect(step, Clock())
+    assert engine.calls[0][1] != engine.calls[1][1]

@@ -1,0 +1,149 @@
+"""The config tree: unknown, contradictory and malformed keys each give one message with the key and the mend."""
+
+from pathlib import Path
+
+import pytest
+
+from tepo_megatron.actor.layout import check_layout
+from tepo_megatron.config import Config, ParallelConfig, load_config, to_yaml, validate
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.weights.ops import Architecture
+
+MINIMAL = {"name": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_are_the_papers() -> None:
+    cfg = validate(MINIMAL)
+    assert (cfg.rollout.prompts_per_step, cfg.rollout.samples_per_prompt, cfg.rollout.temperature) == (
+        64,
+        8,
+        1.0,
+    )
+    assert cfg.optimizer.lr == 5e-7 and cfg.training.minibatch_prompts == 16 and cfg.training.steps == 72
+    assert cfg.objective.name == "tepo" and cfg.parallel.world_size == 1
+
+
+def test_resolved_config_loads_to_the_same(tmp_path: Path) -> None:
+    cfg = validate(MINIMAL | {"optimizer": {"lr": 3e-5}, "parallel": {"tp": 2, "sequence_parallel": True}})
+    assert load_config(written(tmp_path, to_yaml(cfg))) == cfg
+
+
+def test_overrides_of_both_forms(tmp_path: Path) -> None:
+    path = written(tmp_path, to_yaml(validate(MINIMAL)))
+    cfg = load_config(
+        path, ["--optimizer.lr", "1e-5", "--parallel.tp=2", "--name", "other", "--export_hf", "false"]
+    )
+    assert (cfg.optimizer.lr, cfg.parallel.tp, cfg.name, cfg.export_hf) == (1e-5, 2, "other", False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rolout": {}}, r"rolout: unknown key; did you mean rollout\?"),
+        ({"rollout": {"temprature": 1}}, r"rollout.temprature: unknown key; did you mean temperature\?"),
+        ({"rollout": {"server": {"prot": 1}}}, r"rollout.server.prot: unknown key; did you mean port\?"),
+        ({"seed": -1}, "seed: .*greater than or equal to 0 .*-1"),
+        ({"platform": "tpu"}, "platform: .*'cpu' or 'cuda' .*'tpu'"),
+        ({"optimizer": {"lr": 0}}, "optimizer.lr: .*greater than 0"),
+        ({"parallel": {"sequence_parallel": True}}, "parallel: sequence_parallel=true needs tp > 1"),
+        ({"parallel": {"vpp": 2}}, "parallel: vpp=2 needs pp > 1"),
+        ({"parallel": {"ep": 3, "dp": 2}}, r"ep=3 does not divide dp\*cp=2"),
+        ({"rollout": {"prompts_per_step": 8}}, "minibatch_prompts=16 exceeds rollout.prompts_per_step=8"),
+        (
+            {"training": {"max_tokens_per_microbatch": 100}},
+            "max_tokens_per_microbatch=100 cannot hold one sequence",
+        ),
+        ({"rollout": {"samples_per_prompt": 1}}, "filter_uniform_groups=true would drop"),
+        (
+            {"rollout": {"samples_per_prompt": 1, "filter_uniform_groups": False}},
+            "advantage.scale=std needs rollout.samples_per_prompt >= 2",
+        ),
+        (
+            {"platform": "cpu", "model": {"path": "m", "attention": "te"}},
+            "model.attention=te needs platform=cuda",
+        ),
+        ({"reward": {"soft_seconds": 5}}, "hard_seconds=4.0 must exceed soft_seconds=5"),
+        ({"name": "a/b"}, "name='a/b' must be a plain folder name"),
+    ],
+)
+def test_refused(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(MINIMAL | change)
+
+
+def test_missing_keys_are_named_together() -> None:
+    with pytest.raises(ConfigError) as e:
+        validate({"name": "run"})
+    assert "model: this key is required" in str(e.value) and "data: this key is required" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "not valid YAML"), ("- 1", "a config is a mapping"), ("", "a config is a mapping")],
+)
+def test_malformed_files(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(written(tmp_path, text))
+
+
+def test_missing_file() -> None:
+    with pytest.raises(ConfigError, match=r"no/such\.yaml: cannot read"):
+        load_config("no/such.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["steps", "3"], "expected --key value"),
+        (["--seed"], "--seed: the value is missing"),
+        (["--seed.x", "1"], "seed is a value"),
+    ],
+)
+def test_malformed_overrides(tmp_path: Path, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(written(tmp_path, to_yaml(validate(MINIMAL))), words)
+
+
+def architecture(**change: int) -> Architecture:
+    sizes = {
+        "num_layers": 4,
+        "hidden_size": 128,
+        "ffn_size": 384,
+        "num_heads": 16,
+        "num_query_groups": 8,
+        "head_dim": 32,
+    }
+    return Architecture(
+        **(sizes | change),
+        vocab_size=64,
+        max_positions=512,
+        norm_eps=1e-6,
+        rotary_base=1e4,
+        tied_embeddings=True,
+        qk_norm=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"tp": 3}, "parallel.tp=3 does not divide num_query_groups=8; use 1, 2, 4 or 8"),
+        ({"pp": 3}, "parallel.pp=3 does not divide num_layers=4; use 1, 2 or 4"),
+        ({"pp": 2, "vpp": 4}, r"parallel.pp \* parallel.vpp=8 does not divide num_layers=4"),
+        ({"ep": 2, "dp": 2}, "parallel.ep=2: the model has no experts"),
+    ],
+)
+def test_layouts_that_do_not_fit_the_model(parallel: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_layout(architecture(), ParallelConfig(**parallel))
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in Path("examples").glob("*.yaml")))
+def test_examples_are_valid(name: str) -> None:
+    assert isinstance(load_config(Path("examples") / name), Config)

@@ -1,0 +1,80 @@
+"""Accuracy and its standard error, and the step log's arithmetic."""
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from tepo_megatron.actor.actor import UpdateResult
+from tepo_megatron.config import SyncConfig
+from tepo_megatron.errors import SyncError
+from tepo_megatron.evaluation.runner import accuracy
+from tepo_megatron.metrics import Metrics
+from tepo_megatron.step_log import StepLog
+from tepo_megatron.timing import Clock
+from tepo_megatron.types import Rollout
+from tepo_megatron.weights.sync import check_mismatch
+
+
+def graded(prompt: int, score: float) -> Rollout:
+    return Rollout(
+        prompt, torch.tensor([1, 2]), torch.tensor([False, True]), torch.zeros(2), 0, "stop", score=score
+    )
+
+
+def test_standard_error_of_single_samples_is_the_binomial_one() -> None:
+    result = accuracy([graded(i, float(i < 30)) for i in range(100)])
+    assert result.mean == pytest.approx(0.3)
+    assert result.standard_error == pytest.approx(math.sqrt(0.3 * 0.7 / 99))
+
+
+def test_standard_error_is_clustered_by_problem() -> None:
+    """Eight copies of each answer say no more than one."""
+    once = accuracy([graded(i, float(i % 3 == 0)) for i in range(30)])
+    copied = accuracy([graded(i, float(i % 3 == 0)) for i in range(30) for _ in range(8)])
+    assert copied.standard_error == pytest.approx(once.standard_error)
+    assert (copied.problems, copied.samples) == (30, 8)
+    means = [[1, 0, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1]]
+    mixed = accuracy([graded(i, s) for i, scores in enumerate(means) for s in scores])
+    assert mixed.standard_error == pytest.approx(statistics.stdev([0.75, 0.25, 1.0]) / math.sqrt(3))
+
+
+def result(update: int, mask: float, ratios: list[float]) -> UpdateResult:
+    pairs = {
+        "loss/total": (0.5, 1.0),
+        "tepo/kl_mask_share": (mask, 10.0),
+        "actor/grad_norm": (2.0 + update, 1.0),
+    }
+    return UpdateResult(pairs, torch.tensor(ratios, dtype=torch.float64), update)
+
+
+def test_the_first_update_of_a_rollout_batch_reports_no_mask() -> None:
+    """Its entropy change is rounding noise: the same weights as the old pass."""
+    log = StepLog()
+    log.add(result(0, 9.0, [1.0, 1.0]))
+    log.add(result(1, 3.0, [0.9, 1.1]))
+    record = log.record(Clock())
+    assert record["tepo/kl_mask_share"] == pytest.approx(0.3)
+    assert record["actor/grad_norm"] == pytest.approx(2.5)
+    assert record["tepo/ratio_p50"] == pytest.approx(1.0)
+    assert 0.9 <= record["tepo/ratio_p01"] < 0.91 and 1.09 < record["tepo/ratio_p99"] <= 1.1
+
+
+def test_a_step_without_an_informative_group_has_nulls() -> None:
+    log = StepLog()
+    metrics = Metrics()
+    metrics.add("reward/mean", 0.0)
+    assert log.receive(([], metrics)) == []
+    record = log.record(Clock())
+    assert record["reward/mean"] == 0.0 and record["loss/total"] is None and record["tepo/ratio_p50"] is None
+    assert record["tokens_per_second"] == 0.0
+
+
+def test_mismatch_above_the_limit_is_a_sync_error() -> None:
+    cfg = SyncConfig(max_logprob_diff=1e-3)
+    check_mismatch(9e-4, 3, cfg)
+    with pytest.raises(SyncError, match=r"1\.10e-03 nats at version 3, above sync\.max_logprob_diff=0\.001"):
+        check_mismatch(1.1e-3, 3, cfg)
+    with pytest.raises(SyncError):
+        check_mismatch(math.nan, 3, cfg)

@@ -1,0 +1,135 @@
+"""Rooms import downwards only, and each foreign package has the owners that the design gives it. Read from the syntax trees."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "tepo_megatron"
+
+# From the bottom up: a room may import rooms of its own row only where `BESIDE` says so, and any row above it in this list.
+ROWS = [
+    [
+        "errors",
+        "types",
+        "config",
+        "metrics",
+        "seeding",
+        "timing",
+        "processes",
+        "quiet",
+        "platform",
+        "__init__",
+    ],
+    ["ops", "parallel"],
+    [
+        "losses",
+        "advantages",
+        "rewards",
+        "data",
+        "weights.ops",
+        "weights.families",
+        "weights.hf_io",
+        "weights.__init__",
+    ],
+    ["actor", "rollout", "weights.gather", "weights.sync", "evaluation", "sinks", "report"],
+    ["step_log", "driver", "train"],
+    ["launcher", "worker", "cli"],
+]
+BESIDE = {
+    ("types", "errors"), ("config", "errors"), ("platform", "errors"), ("parallel", "ops"), ("weights.families", "weights.ops"),
+    ("weights.sync", "weights.gather"), ("actor", "weights.gather"), ("evaluation", "rollout"), ("report", "sinks"),
+    ("driver", "step_log"), ("train", "driver"), ("train", "step_log"), ("worker", "launcher"), ("cli", "launcher"),
+}  # fmt: skip
+# foreign package -> the files that may import it
+OWNERS = {
+    "vllm": {"rollout/vllm_plugin.py"},
+    "sglang": set(),
+    "nemo_run": set(),
+    "math_verify": {"rewards/worker.py"},
+    "wandb": {"sinks.py"},
+    "matplotlib": {"report.py"},
+    "httpx": {"rollout/server.py", "rollout/vllm.py"},
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    """`weights` is several rooms; every other folder, and every file at the top, is one."""
+    first, *rest = path.relative_to(PACKAGE).with_suffix("").parts
+    return f"{first}.{rest[0]}" if first == "weights" else first
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports, at the top or inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found
+
+
+def imported_rooms(path: Path) -> set[str]:
+    rooms = set()
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] != "tepo_megatron" or len(parts) == 1:
+            continue
+        for depth in (3, 2):  # a module, or a name inside one
+            candidate = PACKAGE.joinpath(*parts[1:depth])
+            if candidate.with_suffix(".py").exists():
+                rooms.add(room_of(candidate.with_suffix(".py")))
+                break
+            if candidate.is_dir():
+                rooms.add(room_of(candidate / "__init__.py"))
+                break
+    return rooms
+
+
+def height(room: str) -> int:
+    return next(i for i, row in enumerate(ROWS) if room in row)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    room = room_of(path)
+    for other in imported_rooms(path) - {room, "__init__", "weights.__init__"}:
+        down = height(other) < height(room)
+        beside = height(other) == height(room) and (room, other) in BESIDE
+        assert down or beside, f"{path.name} ({room}) imports {other}"
+
+
+@pytest.mark.parametrize("package", OWNERS)
+def test_owners(package: str) -> None:
+    users = {
+        str(p.relative_to(PACKAGE)) for p in FILES if any(n.split(".")[0] == package for n in imports(p))
+    }
+    assert users == OWNERS[package]
+
+
+def test_losses_know_neither_megatron_nor_collectives() -> None:
+    for path in (PACKAGE / "losses").glob("*.py"):
+        names = imports(path)
+        assert not any(
+            n.startswith(("megatron", "torch.distributed", "tepo_megatron.parallel")) for n in names
+        ), path
+        assert len(path.read_text().splitlines()) <= 200, path
+
+
+def test_platform_alone_names_backends() -> None:
+    for path in FILES:
+        if "platform" not in path.parts:
+            tree = ast.parse(path.read_text())
+            strings = {
+                n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            }
+            assert not strings & {"gloo", "nccl"}, path
+
+
+def test_the_vllm_plugin_never_activates_a_platform() -> None:
+    assert not any(
+        n.startswith("tepo_megatron.platform") for n in imports(PACKAGE / "rollout" / "vllm_plugin.py")
+    )

@@ -1,0 +1,93 @@
+"""Plans and packed microbatches: every token once, on the right rank, with the right label."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.ops.packing import Alignment, pack, plan_microbatches
+
+LENGTHS = st.lists(st.integers(2, 60), min_size=0, max_size=40)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    lengths=LENGTHS,
+    dp=st.integers(1, 5),
+    budget=st.integers(60, 200),
+    multiple=st.integers(1, 3),
+    cp=st.sampled_from([1, 2, 4]),
+)
+def test_plan_holds_every_sequence_once(
+    lengths: list[int], dp: int, budget: int, multiple: int, cp: int
+) -> None:
+    alignment = Alignment(cp=cp)
+    plan = plan_microbatches(lengths, dp, budget, alignment, multiple)
+    assert sorted(i for rank in plan for m in rank for i in m) == list(range(len(lengths)))
+    counts = {len(rank) for rank in plan}
+    assert len(plan) == dp and len(counts) == 1 and counts.pop() % multiple == 0
+    for rank in plan:
+        for microbatch in rank:
+            tokens = sum(alignment.padded([lengths[i] for i in microbatch])) if microbatch else 0
+            assert tokens <= max(budget, alignment.padded([60])[0])
+    assert plan == plan_microbatches(lengths, dp, budget, alignment, multiple)
+
+
+def test_plan_balances_ranks() -> None:
+    plan = plan_microbatches([10] * 8, 4, 1000, Alignment())
+    assert [sum(len(m) for m in rank) for rank in plan] == [2, 2, 2, 2]
+
+
+def test_too_long_a_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match="sequence 1 has 30 tokens"):
+        plan_microbatches([5, 30], 1, 20, Alignment())
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), min_size=1, max_size=7),
+    cp=st.sampled_from([1, 2, 3, 4]),
+    total=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 100),
+)
+def test_packing_keeps_every_response_token(
+    shapes: list[tuple[int, int]], cp: int, total: int, seed: int
+) -> None:
+    """Over the context-parallel ranks each response token is one row, whose position precedes it in its own sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(1, 1000, (p + r,), generator=generator) for p, r in shapes]
+    masks = [torch.arange(p + r) >= p for p, r in shapes]
+    first = [sum(r for _, r in shapes[:i]) for i in range(len(shapes))]
+    order = torch.randperm(len(shapes), generator=generator).tolist()
+    alignment = Alignment(cp=cp, total=total)
+    labels: dict[int, int] = {}
+    for rank in range(cp):
+        m = pack(ids, masks, first, order, alignment, rank)
+        assert m.tokens_S.shape == (1, int(m.cu_seqlens[-1]) // cp)
+        assert m.tokens_S.numel() % total == 0
+        assert bool(((m.cu_seqlens[1:] - m.cu_seqlens[:-1]) % alignment.sequence == 0).all())
+        assert m.lengths_G.tolist() == [shapes[i][1] for i in order] and m.sequences_G.tolist() == order
+        for row, label, g, place in zip(m.rows_R, m.labels_R, m.sequence_R, m.token_R, strict=True):
+            assert int(place) not in labels
+            labels[int(place)] = int(label)
+            i = order[int(g)]
+            t = int(place) - first[i]  # this row predicts response token t of sequence i
+            assert int(m.tokens_S[0, row]) == int(ids[i][shapes[i][0] + t - 1])
+    expected = torch.cat([x[m] for x, m in zip(ids, masks, strict=True)]).tolist()
+    assert [labels[k] for k in range(len(expected))] == expected
+
+
+def test_empty_microbatch_is_one_dummy_sequence() -> None:
+    m = pack([], [], [], [], Alignment(cp=2, total=2), 1)
+    assert m.tokens_S.numel() >= 2 and m.rows_R.numel() == 0 and m.lengths_G.numel() == 0
+
+
+def test_several_turns_in_one_sequence() -> None:
+    """A mask with gaps (tool output between two turns) keeps each response token's place."""
+    ids, mask = torch.tensor([5, 6, 7, 8, 9, 10]), torch.tensor([False, True, False, False, True, True])
+    m = pack([ids], [mask], [100], [0], Alignment(), 0)
+    assert (
+        m.labels_R.tolist() == [6, 9, 10]
+        and m.token_R.tolist() == [100, 101, 102]
+        and m.rows_R.tolist() == [0, 3, 4]
+    )

@@ -1,0 +1,220 @@
+"""The life and death of a server process, with a tiny HTTP server in the place of the inference server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.rollout import server as server_module
+from tepo_megatron.rollout.server import LOOPBACK, ServerProcess, choose_port
+
+# Answers /health, and starts a process that, like vLLM's EngineCore, does not notice its parent's death.
+HEALTHY = """
+import http.server, json, os, signal, subprocess, sys
+port, pids, stubborn = int(sys.argv[1]), sys.argv[2], sys.argv[3:] == ["stubborn"]
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(120)"])
+if stubborn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+else:
+    signal.signal(signal.SIGTERM, lambda *_: (child.kill(), child.wait(), os._exit(0)))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+with http.server.HTTPServer(("127.0.0.1", port), Handler) as server:
+    with open(pids + ".part", "w") as f:
+        json.dump([os.getpid(), child.pid], f)
+    os.rename(pids + ".part", pids)
+    server.serve_forever()
+"""
+
+Start = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts `python -S -c CODE ARGS`, and stops it after the test."""
+    started: list[ServerProcess] = []
+
+    def start(code: str, *args: str, port: int = 1, ready_seconds: float = 20.0) -> ServerProcess:
+        server = ServerProcess(
+            [sys.executable, "-S", "-u", "-c", code, *args],
+            env=dict(os.environ),
+            health_url=f"http://{LOOPBACK}:{port}/health",
+            log_path=tmp_path / "logs" / "server.log",
+            ready_seconds=ready_seconds,
+        )
+        server.start()
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture
+def healthy(start: Start, tmp_path: Path) -> Callable[..., tuple[ServerProcess, list[psutil.Process]]]:
+    """Starts HEALTHY, waits for it; the server, its guard, its process and that one's child."""
+
+    def begin(*args: str) -> tuple[ServerProcess, list[psutil.Process]]:
+        port = choose_port(0)
+        server = start(HEALTHY, str(port), str(tmp_path / "pids"), *args, port=port)
+        server.wait_ready()
+        assert server._guard is not None
+        pids = [server._guard.pid, *json.loads((tmp_path / "pids").read_text())]
+        return server, [psutil.Process(pid) for pid in pids]
+
+    return begin
+
+
+def assert_gone(processes: list[psutil.Process], seconds: float = 5.0) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    assert not alive
+
+
+def test_stop_ends_every_process_and_may_be_repeated(healthy: Callable) -> None:
+    server, processes = healthy()
+    assert server.running
+    server.stop()
+    assert not server.running
+    assert_gone(processes)
+    server.stop()
+
+
+def test_stop_kills_a_server_that_ignores_sigterm(healthy: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.3)
+    server, processes = healthy("stubborn")
+    started = time.monotonic()
+    server.stop()
+    assert 0.3 <= time.monotonic() - started < 3
+    assert_gone(processes)
+
+
+def test_a_command_that_exits_is_an_error_with_the_end_of_its_log(start: Start, tmp_path: Path) -> None:
+    code = (
+        "print('\\n'.join(f'line {i}' for i in range(50))); print('ValueError: no such model');"
+        "print('nanobind: leaked 64 types!\\n - leaked type \"triton._C\"\\n - ... skipped remainder'); raise SystemExit(3)"
+    )
+    server = start(code)
+    with pytest.raises(RolloutError) as caught:
+        server.wait_ready()
+    lines = str(caught.value).splitlines()
+    assert "could not start (it has ended with exit status 3)" in lines[0]
+    assert str(tmp_path / "logs" / "server.log") in lines[0]
+    assert lines[1:] == [f"line {i}" for i in range(31, 50)] + ["ValueError: no such model"]
+
+
+def test_the_first_cause_is_shown_even_from_far_up_the_log(start: Start) -> None:
+    code = (
+        "print('(EngineCore pid=1) ERROR 11-20 12:00 [core.py:1] x.CutOffError: file too short\\nx.CutOffError: file too short');"
+        "print('\\n'.join(f'line {i}' for i in range(50))); raise SystemExit('RuntimeError: see above')"
+    )
+    server = start(code)
+    with pytest.raises(RolloutError) as caught:
+        server.wait_ready()
+    lines = str(caught.value).splitlines()
+    assert lines[1:4] == ["x.CutOffError: file too short", "...", "line 31"]
+    assert lines[-1] == "RuntimeError: see above"
+
+
+def test_a_command_that_is_never_ready_names_the_key(start: Start) -> None:
+    server = start("print('loading', flush=True); import time; time.sleep(60)", ready_seconds=0.6)
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=r"not ready after 0\.6 s; raise rollout\.server\.ready_seconds"):
+        server.wait_ready()
+    assert time.monotonic() - started < 5
+
+
+def test_a_busy_port_names_the_key_and_any_other_is_free() -> None:
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(RolloutError, match=rf"rollout\.server\.port={port} .*Address already in use"):
+            choose_port(port)
+        assert choose_port(0) not in (0, port)
+    assert choose_port(port) == port
+
+
+def test_an_unwritable_log_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    log_path = tmp_path / "file" / "server.log"
+    server = ServerProcess(["true"], env={}, health_url="", log_path=log_path, ready_seconds=1)
+    with pytest.raises(RolloutError, match=str(log_path)):
+        server.start()
+    server.stop()
+
+
+def test_the_death_of_the_first_process_ends_the_others(healthy: Callable) -> None:
+    server, processes = healthy()
+    os.kill(processes[1].pid, signal.SIGKILL)
+    assert server.ends_within(5)
+    assert_gone(processes)
+    assert "ended with exit status 137" in str(server.failure("is gone"))
+
+
+def test_the_death_of_the_guard_ends_the_server(healthy: Callable) -> None:
+    _, processes = healthy()
+    os.kill(processes[0].pid, signal.SIGKILL)
+    assert_gone(processes)
+
+
+def test_the_end_of_the_thread_that_started_it_is_not_the_end_of_the_server(healthy: Callable) -> None:
+    found: list[tuple[ServerProcess, list[psutil.Process]]] = []
+    thread = threading.Thread(target=lambda: found.append(healthy()))
+    thread.start()
+    thread.join(timeout=30)
+    server, _ = found[0]
+    assert not server.ends_within(1.0)
+
+
+OWNER = """
+import os, sys, time
+from pathlib import Path
+from tepo_megatron.rollout.server import ServerProcess
+port, code, *args = sys.argv[1:]
+server = ServerProcess([sys.executable, "-S", "-c", code, port, *args], env=dict(os.environ),
+                       health_url=f"http://127.0.0.1:{port}/health", log_path=Path(args[0] + ".log"), ready_seconds=20)
+server.start()
+server.wait_ready()
+worker = os.fork()  # lives on, which must not keep the server alive
+if worker == 0:
+    time.sleep(20)
+    os._exit(0)
+print(server._guard.pid, worker, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    command = [sys.executable, "-c", OWNER, str(choose_port(0)), HEALTHY, str(pids)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    guard, worker = map(psutil.Process, map(int, owner.stdout.readline().split()))
+    try:
+        processes = [guard, *map(psutil.Process, json.loads(pids.read_text()))]
+        owner.kill()
+        owner.wait(timeout=5)
+        assert_gone(processes)
+        assert worker.is_running()
+    finally:
+        for process in (owner, worker):
+            process.kill()
+        owner.stdout.close()
+        owner.wait(timeout=5)

@@ -1,0 +1,133 @@
+"""What vLLM is asked for, and that no answer other than that gets through. No server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tepo_megatron.config import RolloutConfig, ServerConfig
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.rollout.vllm import VllmEngine
+from tepo_megatron.rollout.vllm_completions import (
+    LARGEST_SEED,
+    completion_request,
+    parse_completion,
+    prompt_seed,
+)
+from tepo_megatron.rollout.vllm_launch import server_command, server_environment
+from tepo_megatron.types import Prompt, SamplingParams
+
+PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
+SAMPLING = SamplingParams(samples=2, temperature=0.7, max_tokens=3)
+
+
+def answer() -> dict[str, Any]:
+    """A good one, with its choices out of order."""
+    first = {
+        "index": 0,
+        "token_ids": [8, 2],
+        "logprobs": {"token_logprobs": [-0.5, -0.25]},
+        "prompt_token_ids": [4, 5, 6],
+        "finish_reason": "stop",
+    }
+    second = {
+        "index": 1,
+        "token_ids": [8, 9, 10],
+        "logprobs": {"token_logprobs": [-0.5, -1.0, 0.0]},
+        "prompt_token_ids": [4, 5, 6],
+        "finish_reason": "length",
+    }
+    return {"choices": [second, first]}
+
+
+def test_an_answer_becomes_rollouts_in_the_order_of_the_samples() -> None:
+    first, second = parse_completion(answer(), PROMPT, SAMPLING, version=3)
+    assert first.token_ids_L.tolist() == [4, 5, 6, 8, 2] and first.token_ids_L.dtype == torch.int64
+    assert first.response_mask_L.tolist() == [False, False, False, True, True]
+    assert first.rollout_logprobs_L.tolist() == [0, 0, 0, -0.5, -0.25]
+    assert first.rollout_logprobs_L.dtype == torch.float32
+    assert (first.stop_reason, second.stop_reason) == ("stop", "length")
+    assert (first.prompt_id, first.answer, first.policy_version, first.status) == (7, "9", 3, "ungraded")
+    assert second.response_ids == [8, 9, 10]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "complaint"),
+    [
+        ("index", 1, r"samples \[1, 1\] instead of 2"),
+        ("token_ids", [], "0 response tokens"),
+        ("token_ids", [8, 9, 10, 11], "4 response tokens, max_tokens=3"),
+        ("token_ids", None, "NoneType"),
+        ("logprobs", {"token_logprobs": [-0.5]}, "2 tokens but 1 log-probs"),
+        ("logprobs", {"token_logprobs": [-0.5, float("nan")]}, "not finite"),
+        ("logprobs", {"token_logprobs": [-0.5, 0.1]}, "positive"),
+        ("logprobs", None, "NoneType"),
+        ("prompt_token_ids", [4, 5], "prompt's tokens"),
+        ("finish_reason", "abort", "finish_reason='abort'"),
+    ],
+)
+def test_anything_else_is_refused(place: str, value: Any, complaint: str) -> None:
+    bad = answer()
+    bad["choices"][1][place] = value
+    with pytest.raises(RolloutError, match=f"prompt 7: .*({complaint})"):
+        parse_completion(bad, PROMPT, SAMPLING, version=0)
+
+
+@pytest.mark.parametrize("bad", [{}, None, [], {"choices": answer()["choices"][:1]}])
+def test_an_answer_without_its_choices_is_refused(bad: Any) -> None:
+    with pytest.raises(RolloutError, match="prompt 7"):
+        parse_completion(bad, PROMPT, SAMPLING, version=0)
+
+
+def test_nothing_but_the_temperature_shapes_the_distribution() -> None:
+    request = completion_request(PROMPT, SAMPLING, seed=0)
+    assert request["prompt"] == [4, 5, 6]
+    assert (request["n"], request["max_tokens"], request["temperature"]) == (2, 3, 0.7)
+    neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert {name: request[name] for name in neutral} == neutral
+    assert request["presence_penalty"] == request["frequency_penalty"] == 0.0
+
+
+def test_seeds_are_stable_and_no_two_samples_of_a_step_share_one() -> None:
+    assert prompt_seed(0, 0, 8) == 744301007558025600
+    assert prompt_seed(0, 0, 8) != prompt_seed(1, 0, 8)
+    for samples in (1, 6, 8):
+        seeds = [prompt_seed(5, i, samples) + k for i in range(512) for k in range(samples)]
+        assert len(set(seeds)) == len(seeds)
+        assert min(seeds) >= 0 and max(seeds) <= LARGEST_SEED
+        # what torch's CPU generator makes of them
+        assert len({seed % 2**32 for seed in seeds}) == len(seeds)
+
+
+def test_the_key_and_torchrun_stay_where_they_belong() -> None:
+    inherited = {"PATH": "/bin", "RANK": "0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
+    env = server_environment(inherited, "sekrit", "cpu")
+    assert env["VLLM_API_KEY"] == "sekrit" and env["PATH"] == "/bin"
+    assert not env.keys() & {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+    assert "OMP_NUM_THREADS" not in server_environment(inherited, "sekrit", "cuda")
+
+
+def test_the_size_of_the_kv_cache_reaches_the_engine_and_extra_arguments_win() -> None:
+    cfg = ServerConfig(kv_cache_gib=0.5, extra_args=["--max-num-seqs", "16"])
+    command = server_command(cfg, model_path="m", max_model_len=64, platform="cpu", seed=0, port=1)
+    assert command[command.index("--kv-cache-memory-bytes") + 1] == str(2**29)
+    assert command[-2:] == ["--max-num-seqs", "16"]
+    cuda = server_command(ServerConfig(), model_path="m", max_model_len=64, platform="cuda", seed=0, port=1)
+    assert "--enforce-eager" in command and "--enforce-eager" not in cuda
+
+
+def test_an_engine_that_was_not_started_says_so(tmp_path: Path) -> None:
+    with VllmEngine(
+        RolloutConfig(),
+        model_path=tmp_path,
+        max_model_len=64,
+        platform="cpu",
+        log_path=tmp_path / "log",
+        seed=0,
+    ) as engine:
+        for use in (engine.wait_ready, lambda: engine.generate([PROMPT], SAMPLING, 0)):
+            with pytest.raises(RolloutError, match=r"call start\(\)"):
+                use()
