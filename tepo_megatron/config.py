@@ -193,8 +193,12 @@ class EvaluationConfig:
 
     every: NonNegative = 0
     samples: Positive = 1
-    temperature: NonNegativeFloat = 1.0
+    temperature: NonNegativeFloat = 1.0  # 0: greedy
     max_problems: Positive | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(f"samples={self.samples} at temperature=0 would all be the same; use samples=1 or temperature > 0")
 
 
 @config

@@ -35,9 +35,8 @@ _NOISE = re.compile(
 def choose_port(port: int) -> int:
     """`port` if nothing listens there on the loopback interface, any free port for 0. Raises RolloutError."""
     with socket.socket() as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # an earlier run's closing connections are no bar
+        # Connections of an earlier run that are still closing are no bar.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((LOOPBACK, port))
         except OSError as e:

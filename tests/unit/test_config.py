@@ -69,6 +69,7 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             "model.attention=te needs platform=cuda",
         ),
         ({"reward": {"soft_seconds": 5}}, "hard_seconds=4.0 must exceed soft_seconds=5"),
+        ({"evaluation": {"samples": 4, "temperature": 0}}, "samples=4 at temperature=0 would all be the same"),
         ({"name": "a/b"}, "name='a/b' must be a plain folder name"),
     ],
 )
