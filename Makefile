@@ -40,9 +40,10 @@ $(READY): pyproject.toml requirements/cpu.txt
 	@sum=$$(cat pyproject.toml requirements/cpu.txt | sha256sum); \
 	if [ "$$(cat $(READY) 2>/dev/null)" = "$$sum" ]; then touch $(READY); exit 0; fi; \
 	set -e; \
+	echo "setting up $(VENV) (once; some minutes if packages must be downloaded)"; \
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.9"; \
-	$(UV_ENV) $(BIN)/uv pip install --no-config --python $(BIN)/python --no-deps --compile-bytecode -r requirements/cpu.txt; \
+	$(UV_ENV) $(BIN)/uv pip install --no-config --python $(BIN)/python --no-deps --quiet --compile-bytecode -r requirements/cpu.txt; \
 	$(BIN)/uv pip install --no-config --python $(BIN)/python --no-deps --quiet --editable .; \
 	echo "$$sum" > $(READY)
 

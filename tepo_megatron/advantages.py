@@ -25,9 +25,7 @@ def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     for group in groups:
         prompt_id = group[0].prompt_id
         if prompt_id in seen:
-            raise ValueError(
-                f"the rollouts of prompt {prompt_id} are not next to each other; order them by prompt"
-            )
+            raise ValueError(f"the rollouts of prompt {prompt_id} are not next to each other; order them by prompt")
         seen.add(prompt_id)
     return groups
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tepo_megatron import __version__
-from tepo_megatron.config import Config, load_config, to_yaml
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import load_config, to_yaml
 from tepo_megatron.errors import ConfigError, TepoError
 
 # What a run directory can hold: `overwrite` removes these and nothing else.
@@ -29,9 +30,7 @@ _OF_A_RUN = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0, 1 for an error (told in one message), 130 when interrupted."""
-    parser = argparse.ArgumentParser(
-        prog="tepo", description="Token-level policy optimization on Megatron-Core."
-    )
+    parser = argparse.ArgumentParser(prog="tepo", description="Token-level policy optimization on Megatron-Core.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("train", help="train as a config says", epilog="Any key: --section.key VALUE")
@@ -94,9 +93,7 @@ def prepare_run_dir(cfg: Config) -> Path:
     """Create output/name with the resolved config.yaml; returns its path. Raises ConfigError if a run is there already."""
     if (cfg.run_dir / "config.yaml").exists():
         if not cfg.overwrite:
-            raise ConfigError(
-                f"{cfg.run_dir} holds a run already; choose another `name`, or replace it with --overwrite true"
-            )
+            raise ConfigError(f"{cfg.run_dir} holds a run already; choose another `name`, or replace it with --overwrite true")
         for name in _OF_A_RUN:
             path = cfg.run_dir / name
             if path.is_dir():

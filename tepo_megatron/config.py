@@ -1,23 +1,19 @@
 """The one config tree. Every default and every check across fields lives here.
 
-A config is a YAML file; `--rollout.temperature 0.8` on the command line replaces one leaf. Unknown keys are refused with
-the nearest known name; what depends on the model (does tp divide its heads?) is checked in `actor/build.py`, and what
-depends on the table of objectives in `losses/`, both before any process is started.
+How a config is read and how its errors are told: `config_io.py`. What depends on the model (does tp divide its heads?) is checked
+in `actor/layout.py`, what depends on the table of objectives in `losses/`; both before any process is started.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import typing
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import yaml
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from tepo_megatron.errors import ConfigError
+T = typing.TypeVar("T")
 
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
@@ -25,8 +21,6 @@ def config(cls: type[T]) -> type[T]:
     """A section of the config: keyword-only, frozen, validated, unknown keys refused."""
     return typing.cast(type[T], dataclass(config=ConfigDict(extra="forbid"), kw_only=True, frozen=True)(cls))
 
-
-T = typing.TypeVar("T")
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -92,9 +86,7 @@ class ServerConfig:
     request_seconds: PositiveFloat = 1800.0
     concurrency: Positive = 64  # requests under way at once
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    kv_cache_gib: PositiveFloat | None = (
-        None  # platform cpu: size of the KV cache; None leaves it to the engine
-    )
+    kv_cache_gib: PositiveFloat | None = None  # platform cpu: size of the KV cache; None leaves it to the engine
     extra_args: list[str] = Field(default_factory=list)  # passed to the engine's own command line
 
 
@@ -171,9 +163,7 @@ class TrainingConfig:
     steps: Positive = 72
     epochs: Positive = 1
     minibatch_prompts: Positive = 16
-    max_tokens_per_microbatch: Positive = (
-        16384  # packed tokens of one forward pass, over all context-parallel ranks
-    )
+    max_tokens_per_microbatch: Positive = 16384  # packed tokens of one forward pass, over all context-parallel ranks
 
 
 @config
@@ -182,9 +172,7 @@ class SyncConfig:
 
     transport: Literal["shm"] = "shm"  # safetensors files in shared memory, one per owner of a pipeline stage
     bucket_mib: Positive = 512
-    max_logprob_diff: PositiveFloat = (
-        0.05  # mean |rollout - old| in nats: above it the engine serves other weights
-    )
+    max_logprob_diff: PositiveFloat = 0.05  # mean |rollout - old| in nats: above it the engine serves other weights
 
 
 @config
@@ -263,106 +251,3 @@ class Config:
     def run_dir(self) -> Path:
         """output/name."""
         return Path(self.output) / self.name
-
-
-_ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)
-
-
-def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file, apply `--key.sub value` (or `--key.sub=value`) overrides, validate.
-
-    Raises ConfigError naming the key and the mend.
-    """
-    try:
-        tree = yaml.safe_load(Path(path).read_text())
-    except OSError as e:
-        raise ConfigError(
-            f"{path}: cannot read the config file ({e.strerror}); give the path of a YAML file"
-        ) from None
-    except yaml.YAMLError as e:
-        raise ConfigError(f"{path}: not valid YAML: {e}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: a config is a mapping of keys, not {type(tree).__name__}")
-    for key, value in parse_overrides(overrides or []):
-        _set(tree, key, value)
-    return validate(tree, source=str(path))
-
-
-def validate(tree: dict[str, Any], source: str = "config") -> Config:
-    """A plain mapping as a Config, or one ConfigError with a line per fault."""
-    try:
-        return _ADAPTER.validate_python(tree)
-    except ValidationError as e:
-        lines = [f"{source}: {_explain(tuple(err['loc']), err)}" for err in e.errors()]
-        raise ConfigError("\n".join(lines)) from None
-
-
-def to_yaml(cfg: Config) -> str:
-    """The resolved config, loadable by `load_config`."""
-    return yaml.safe_dump(_ADAPTER.dump_python(cfg, mode="json"), sort_keys=False)
-
-
-def parse_overrides(words: list[str]) -> list[tuple[str, Any]]:
-    """["--a.b", "1", "--c=x"] -> [("a.b", 1), ("c", "x")]; values are read as YAML."""
-    pairs: list[tuple[str, Any]] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            raise ConfigError(f"{word}: expected --key value (or --key=value)")
-        key, has_value, text = word[2:].partition("=")
-        if not has_value:
-            if not rest:
-                raise ConfigError(f"--{key}: the value is missing")
-            text = rest.pop(0)
-        pairs.append((key, _scalar(text)))
-    return pairs
-
-
-def _scalar(text: str) -> Any:
-    """YAML's reading of a value, and 1e-5 as the number that every user means."""
-    value = yaml.safe_load(text)
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    return value
-
-
-def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, leaf = dotted.split(".")
-    for name in parents:
-        child = tree.get(name)
-        if child is None:
-            child = tree[name] = {}
-        if not isinstance(child, dict):
-            raise ConfigError(f"--{dotted}: {name} is a value, not a section")
-        tree = child
-    tree[leaf] = value
-
-
-def _explain(loc: tuple[Any, ...], error: Any) -> str:
-    key = ".".join(str(part) for part in loc) or "config"
-    if error["type"] == "unexpected_keyword_argument":
-        close = difflib.get_close_matches(str(loc[-1]), _fields_at(loc[:-1]), n=1)
-        return f"{key}: unknown key" + (
-            f"; did you mean {close[0]}?" if close else "; see tepo_megatron/config.py for all keys"
-        )
-    if error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
-        return f"{key}: this key is required"
-    message = error["msg"].removeprefix("Value error, ")
-    given = (
-        ""
-        if isinstance(error["input"], dict) or "Args" in type(error["input"]).__name__
-        else f" (got {error['input']!r})"
-    )
-    return f"{key}: {message}{given}"
-
-
-def _fields_at(loc: tuple[Any, ...]) -> list[str]:
-    """The keys of the section at `loc`."""
-    cls: Any = Config
-    for part in loc:
-        cls = typing.get_type_hints(cls).get(str(part))
-    return [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []

@@ -44,14 +44,10 @@ class Driver:
         held_out = read(data.eval)[0][: cfg.evaluation.max_problems] if data.eval else []
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(RunLog(cfg.run_dir, cfg.logging, cfg.training.steps))
-            log.message(
-                f"{len(train)} prompts ({dropped} dropped: over data.max_prompt_tokens={data.max_prompt_tokens})"
-            )
+            log.message(f"{len(train)} prompts ({dropped} dropped: over data.max_prompt_tokens={data.max_prompt_tokens})")
             engine = stack.enter_context(_engine(cfg))
             engine.start()
-            reward = stack.enter_context(
-                build_reward(cfg.reward, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
-            )
+            reward = stack.enter_context(build_reward(cfg.reward, lambda ids: tokenizer.decode(ids, skip_special_tokens=True)))
             prompts = PromptStream(train, cfg.seed, data.shuffle)
             collector = Collector(cfg.rollout, engine, reward, prompts, cfg.seed)
             yield MainDriver(cfg, collector, held_out, log)
@@ -117,7 +113,7 @@ class MainDriver(Driver):
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         picture = write_report(run_dir)
         if before and after:
-            self._log.message(f"accuracy {before}\n      -> {after}")
+            self._log.message(f"accuracy before: {before}\naccuracy after:  {after}")
         self._log.message(f"{self._cfg.training.steps} steps in {seconds:.0f} s; curves: {picture}")
 
 

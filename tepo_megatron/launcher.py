@@ -77,6 +77,8 @@ def run_rank(cfg: Config) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent()
     quiet_upstream()
+    # one hardware queue: kernels start in the order in which Megatron-Core's overlap of tp communication needs them
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from tepo_megatron.platform import activate
 
     try:

@@ -12,6 +12,8 @@ def quiet_upstream() -> None:
         (FutureWarning, r"`torch\.distributed\.\w+` is deprecated"),
         # Megatron-Core looks at .grad of the distributed optimizer's shards, which are views
         (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf"),
+        # Megatron-Core's own default for CUDA graphs, which are off
+        (UserWarning, r"full scope is deprecated"),
         # Megatron-Core compares CPU and CUDA generator states; on the CPU they are one
         (UserWarning, r"CPU RNG state changed within GPU RNG context"),
     ):

@@ -15,7 +15,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from tepo_megatron.config import Config, load_config
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import load_config
 from tepo_megatron.errors import DataError
 from tepo_megatron.sinks import Value, read_metrics
 
@@ -127,9 +128,7 @@ def _heading(figure: Figure, curves: Curves, cfg: Config, summary: Summary | Non
     if summary is not None:
         progress = f"{summary.steps} steps in {_duration(summary.seconds)}"
     if summary is not None and summary.evaluations:
-        result = "  →  ".join(
-            f"{accuracy:.1%} ± {100 * error:.1f}" for accuracy, error in summary.evaluations
-        )
+        result = "  →  ".join(f"{accuracy:.1%} ± {100 * error:.1f}" for accuracy, error in summary.evaluations)
         figure.text(0.985, 0.954, result, fontsize=19, fontweight="bold", ha="right", color=BLUE)
         caption = "evaluation accuracy before and after, ± standard error"
         figure.text(0.985, 0.927, caption, fontsize=11, ha="right", color=MUTED)
@@ -204,9 +203,7 @@ def _mismatch(axis: Any, curves: Curves, gated: bool) -> None:
     axis.set_title("Rollout/train log-prob difference, nats")
     for name, color, gate in (("max", ORANGE, FP32_MAX_GATE), ("mean", BLUE, FP32_MEAN_GATE)):
         values = curves[f"rollout/logprob_diff_{name}"]
-        _line(
-            axis, curves, np.where(values > 0, values, math.nan), color, name
-        )  # 0 has no place on a log scale
+        _line(axis, curves, np.where(values > 0, values, math.nan), color, name)  # 0 has no place on a log scale
         if gated:
             axis.axhline(gate, color=color, lw=1.2, ls="--", label=f"limit {gate:g}")
     axis.set_yscale("log")
@@ -258,11 +255,7 @@ def _read_summary(path: Path) -> Summary | None:
     try:
         row = json.loads(path.read_text())
         errors = row["standard_error"]
-        evaluations = (
-            [(row[f"accuracy_{when}"], errors[when]) for when in ("before", "after")] if errors else []
-        )
+        evaluations = [(row[f"accuracy_{when}"], errors[when]) for when in ("before", "after")] if errors else []
         return Summary(row["steps"], row["seconds"], evaluations)
     except (json.JSONDecodeError, KeyError, TypeError) as e:
-        raise DataError(
-            f"{path}: not the summary of a run ({e!r}); remove it to draw the curves alone"
-        ) from None
+        raise DataError(f"{path}: not the summary of a run ({e!r}); remove it to draw the curves alone") from None

@@ -59,9 +59,7 @@ class StepLog:
         """One flat record: KEYS, then seconds by phase, then trained tokens (prompt and response) per second."""
         values = self._metrics.means()
         if self._ratios:
-            quantiles = torch.quantile(
-                torch.cat(self._ratios), torch.tensor([0.01, 0.5, 0.99], dtype=torch.float64)
-            )
+            quantiles = torch.quantile(torch.cat(self._ratios), torch.tensor([0.01, 0.5, 0.99], dtype=torch.float64))
             for name, value in zip(("p01", "p50", "p99"), quantiles.tolist(), strict=True):
                 values[f"tepo/ratio_{name}"] = value
         record = {key: values.get(key) for key in KEYS}

@@ -42,9 +42,7 @@ def train(cfg: Config, platform: Platform) -> None:
                 with clock.phase("update"):
                     actor.start_step()
                     shuffle = derive_seed(cfg.seed, "minibatches", step)
-                    for minibatch in batch.epochs(
-                        cfg.training.epochs, cfg.training.minibatch_prompts, shuffle
-                    ):
+                    for minibatch in batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, shuffle):
                         log.add(actor.update(minibatch, objective))
             with clock.phase("sync"):
                 sync.push(version=step)

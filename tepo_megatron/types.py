@@ -75,13 +75,9 @@ class Rollout:
     def __post_init__(self) -> None:
         length = self.token_ids_L.numel()
         if self.response_mask_L.numel() != length or self.rollout_logprobs_L.numel() != length:
-            raise ValueError(
-                f"rollout of prompt {self.prompt_id}: token ids, mask and log-probs differ in length"
-            )
+            raise ValueError(f"rollout of prompt {self.prompt_id}: token ids, mask and log-probs differ in length")
         if length and bool(self.response_mask_L[0]):
-            raise ValueError(
-                f"rollout of prompt {self.prompt_id}: the first token cannot be a response token (no context)"
-            )
+            raise ValueError(f"rollout of prompt {self.prompt_id}: the first token cannot be a response token (no context)")
 
     @property
     def response_length(self) -> int:
@@ -173,9 +169,7 @@ class TrainBatch:
 
     def epochs(self, epochs: int, minibatch_prompts: int, seed: int) -> Iterator[TrainBatch]:
         """Minibatches of at most `minibatch_prompts` whole groups, of even size, reshuffled every epoch (by `seed` alone)."""
-        groups = [
-            list(g) for _, g in itertools.groupby(range(len(self)), key=lambda i: self.rollouts[i].prompt_id)
-        ]
+        groups = [list(g) for _, g in itertools.groupby(range(len(self)), key=lambda i: self.rollouts[i].prompt_id)]
         parts = -(-len(groups) // minibatch_prompts)
         generator = torch.Generator().manual_seed(seed)
         update = 0
@@ -221,9 +215,7 @@ class PackedMicrobatch:
 
     def to(self, device: torch.device) -> PackedMicrobatch:
         """The same microbatch with its tensors on `device`."""
-        moved = {
-            k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()
-        }
+        moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
         return PackedMicrobatch(**moved)
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from tepo_megatron.config import load_config
+from tepo_megatron.config_io import load_config
 from tepo_megatron.launcher import run_rank
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import faulthandler
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -25,124 +26,142 @@ import torch.distributed as dist
 from tepo_megatron.processes import die_with_parent
 
 _POLL_SECONDS = 0.003
+_STACK_SECONDS = 0.3  # for the ranks to write their stacks after a timeout
 
 
 def run_world(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """Run `fn(rank, *args)` on `size` ranks and return their results, by rank.
 
-    The ranks see the environment that torchrun sets, so `init_process_group` needs no address. When a rank fails, or `timeout`
-    seconds have passed, all are killed, with whatever they started.
+    The ranks see the environment that torchrun sets, so `init_process_group` needs no address. None ends before all have
+    returned; then, or when one fails, or after `timeout` seconds, all are killed, with whatever they started.
 
     Raises AssertionError with the traceback of the rank that failed first, or, on a timeout, with the stack of each rank.
     """
-    # The store lives here, on a port that the kernel chose, and the ranks are its clients: no port is guessed.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory(prefix="world-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="world-") as name, socket.create_server(("127.0.0.1", 0)) as door:
+        folder, deadline = Path(name), time.monotonic() + timeout
         sys.stdout.flush()
         sys.stderr.flush()
-        pids = {_fork(rank, size, store.port, folder, fn, args): rank for rank in range(size)}
+        pids: dict[int, int] = {}  # rank of each process
         try:
-            failed = _wait(pids, folder, time.monotonic() + timeout, timeout)
+            for rank in range(size):
+                pids[_fork(rank, size, door, folder, fn, args)] = rank
+            failure = _wait(pids, folder, deadline)
         finally:
             _kill(pids)
-        if failed is not None:
-            raise AssertionError(failed)
+        if failure is not None:
+            raise AssertionError(failure)
         return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(size)]
 
 
-def _fork(
-    rank: int, size: int, port: int, folder: Path, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> int:
+def _fork(rank: int, size: int, door: socket.socket, folder: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> int:
     pid = os.fork()
     if pid:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.setpgid(pid, pid)  # here and in the child: whoever comes first
         return pid
-    _run_rank(rank, size, port, folder, fn, args)
-
-
-def _run_rank(
-    rank: int, size: int, port: int, folder: Path, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> NoReturn:
-    """The child: never returns into pytest."""
-    status = 1
     try:
         torch.set_num_threads(1)  # before any operator: the parent's thread pool did not survive the fork
         os.setpgid(0, 0)
         die_with_parent(signal.SIGKILL)
         faulthandler.register(signal.SIGUSR1, file=_stack(folder, rank).open("w"))
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(size),
-            LOCAL_WORLD_SIZE=str(size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            TORCHELASTIC_USE_AGENT_STORE="True",
-        )
-        _result(folder, rank).write_bytes(pickle.dumps(fn(rank, *args)))
-        status = 0
+        store = _join_rendezvous(rank, size, door)
+        _write(_result(folder, rank), pickle.dumps(fn(rank, *args)))
+        _wait_for_the_end(store)
     except BaseException:
-        text = traceback.format_exc()
-        partial = folder / f"{rank}.partial"
-        partial.write_text(text)
-        partial.rename(_error(folder, rank))
+        _write(_error(folder, rank), traceback.format_exc().encode())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
+        os._exit(1)
 
 
-def _wait(pids: dict[int, int], folder: Path, deadline: float, timeout: float) -> str | None:
-    """Until every rank has ended well (None), one has failed, or the time is up (what to tell). Reaps and forgets the ended."""
-    size = len(pids)
-    while pids:
-        for pid in list(pids):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                rank = pids.pop(pid)
-                _kill_group(pid)  # what the rank left behind
-                if status:
-                    return _first_failure(folder, rank, status, size)
+def _join_rendezvous(rank: int, size: int, door: socket.socket) -> dist.TCPStore | None:
+    """What torchrun tells its ranks. The store behind it is rank 0's, which the caller must keep.
+
+    Its port was open before the ranks were: nobody guesses one. It cannot live in the pytest process: its event loop loses
+    messages when the process forks (torch 2.13; one world of four ranks in ten then waited forever).
+    """
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(door.getsockname()[1]),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # all ranks are clients of a store that is there already
+    )
+    if rank:
+        door.close()
+        return None
+    return dist.TCPStore(
+        "127.0.0.1",
+        door.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=door.detach(),
+    )
+
+
+def _wait_for_the_end(store: dist.TCPStore | None) -> NoReturn:
+    """A rank that ended now would break connections that others still open, and rank 0 would take the store along."""
+    while True:
+        signal.pause()
+
+
+def _wait(pids: dict[int, int], folder: Path, deadline: float) -> str | None:
+    """Until every rank has left a result (None), one has ended without, or the time is up (then: what to tell)."""
+    while not all(_result(folder, rank).exists() for rank in pids.values()):
+        for pid, rank in pids.items():
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # left to be reaped by _kill
+            if ended is not None:
+                return _first_failure(folder, rank, ended, len(pids))
         if time.monotonic() > deadline:
-            return _stuck(pids, folder, timeout, size)
+            return _stuck(pids, folder)
         time.sleep(_POLL_SECONDS)
     return None
 
 
-def _first_failure(folder: Path, rank: int, status: int, size: int) -> str:
+def _first_failure(folder: Path, rank: int, ended: os.waitid_result, size: int) -> str:
     """Peers of a rank that fails often fail with it, in their collectives: the earliest traceback is the cause."""
-    errors = sorted((e for r in range(size) if (e := _error(folder, r)).exists()), key=_written)
+    errors = [error for r in range(size) if (error := _error(folder, r)).exists()]
     if not errors:
-        code = os.waitstatus_to_exitcode(status)
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-        return f"rank {rank} of {size} {how} without a traceback"
-    return f"rank {errors[0].stem} of {size} failed:\n{errors[0].read_text()}"
+        by_signal = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+        how = signal.Signals(ended.si_status).name if by_signal else f"exit status {ended.si_status}"
+        return f"rank {rank} of {size} ended with {how} and no traceback"
+    first = min(errors, key=lambda error: error.stat().st_mtime_ns)
+    return f"rank {first.stem} of {size} failed:\n{first.read_text()}"
 
 
-def _stuck(pids: dict[int, int], folder: Path, timeout: float, size: int) -> str:
+def _stuck(pids: dict[int, int], folder: Path) -> str:
     for pid in pids:
-        os.kill(pid, signal.SIGUSR1)  # each writes its stack
-    time.sleep(0.2)
-    stacks = [f"rank {rank}:\n{_read(_stack(folder, rank))}" for rank in sorted(pids.values())]
-    return f"{len(pids)} of {size} ranks still ran after {timeout:g} s\n" + "\n".join(stacks)
+        os.kill(pid, signal.SIGUSR1)
+    time.sleep(_STACK_SECONDS)
+    told = [f"{sum(not _result(folder, r).exists() for r in pids.values())} of {len(pids)} ranks did not return in time"]
+    for rank in pids.values():
+        stack = _stack(folder, rank)
+        told.append(f"rank {rank}:\n{stack.read_text() if stack.exists() else '(had not started)'}")
+    return "\n".join(told)
 
 
 def _kill(pids: dict[int, int]) -> None:
     for pid in pids:
-        _kill_group(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it may not lead its group yet
+            os.kill(pid, signal.SIGKILL)
     for pid in pids:
         os.waitpid(pid, 0)
 
 
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(content)
+    partial.rename(path)
 
 
 def _result(folder: Path, rank: int) -> Path:
-    return folder / f"{rank}.pickle"
+    return folder / f"{rank}.result"
 
 
 def _error(folder: Path, rank: int) -> Path:
@@ -151,11 +170,3 @@ def _error(folder: Path, rank: int) -> Path:
 
 def _stack(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.stack"
-
-
-def _written(path: Path) -> int:
-    return path.stat().st_mtime_ns
-
-
-def _read(path: Path) -> str:
-    return path.read_text() if path.exists() else "(not started)"

@@ -88,9 +88,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
 
 
 @torch.no_grad()
-def sampled_accuracy(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: Sequence[task.Problem]
-) -> float:
+def sampled_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: Sequence[task.Problem]) -> float:
     """Share of problems whose one sample at temperature 1 boxes the answer."""
     prompts = tokenizer([p.prompt for p in problems], padding=True, padding_side="left", return_tensors="pt")
     tokens = model.generate(**prompts, max_new_tokens=MAX_RESPONSE_TOKENS)
@@ -109,9 +107,7 @@ class SupervisedTraining:
         torch.manual_seed(settings.seed)
         self.tokenizer = task.build_tokenizer()
         self.model = build_model(self.tokenizer)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
 
     def step(self, lr: float, hasty_share: float) -> float:
         """One update; returns the mean negative log-likelihood of a whole target, in nats."""
@@ -185,9 +181,7 @@ def write_folder(folder: Path, settings: Settings) -> float:
     taken = {p.prompt for p in evaluation}
     check = task.distinct_problems(random.Random("check"), settings.check_problems, taken)
     held_out = frozenset(taken.union(p.prompt for p in check))
-    problems = task.distinct_problems(
-        random.Random(f"{settings.seed}/problems"), settings.train_problems, held_out
-    )
+    problems = task.distinct_problems(random.Random(f"{settings.seed}/problems"), settings.train_problems, held_out)
 
     training = train(settings, held_out, check)
     folder.mkdir()

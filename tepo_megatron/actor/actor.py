@@ -72,9 +72,7 @@ class Actor:
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         self._schedule = Schedule(self.chunks, rows, groups)
-        self._alignment = Alignment(
-            cp=groups.cp.size, total=groups.tp.size if cfg.parallel.sequence_parallel else 1
-        )
+        self._alignment = Alignment(cp=groups.cp.size, total=groups.tp.size if cfg.parallel.sequence_parallel else 1)
 
     def attach_old_stats(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the log-probs and entropies of the current weights, valid on the last pipeline stage.
@@ -98,9 +96,7 @@ class Actor:
 
         Returns `rollout/logprob_diff_mean`, `rollout/logprob_diff_max` (nats) and `actor/entropy` (nats per response token).
         """
-        assert batch.old_logprobs_N is not None and batch.old_entropies_N is not None, (
-            "attach_old_stats comes first"
-        )
+        assert batch.old_logprobs_N is not None and batch.old_entropies_N is not None, "attach_old_stats comes first"
         diff_N = (batch.rollout_logprobs_N.to(self.groups.device) - batch.old_logprobs_N).abs()
         values = torch.stack((diff_N.mean(), diff_N.max(), batch.old_entropies_N.mean())).double()
         mean, largest, entropy = self.groups.broadcast_from_last_stage(values).tolist()
@@ -137,9 +133,7 @@ class Actor:
 
     def backward(self, batch: TrainBatch, objective: Objective) -> _Tally:
         """Gradients of the objective on a minibatch, reduced over all ranks, left in `main_grad`."""
-        assert batch.old_logprobs_N is not None and batch.old_entropies_N is not None, (
-            "attach_old_stats comes first"
-        )
+        assert batch.old_logprobs_N is not None and batch.old_entropies_N is not None, "attach_old_stats comes first"
         device = self.groups.device
         whole = Denominators(
             tokens=torch.tensor(float(batch.num_tokens), device=device),
@@ -193,9 +187,7 @@ class Actor:
 
     def _stats(self, microbatch: PackedMicrobatch, logits: Tensor) -> TokenStats:
         temperature = self.cfg.rollout.temperature
-        return token_stats(
-            logits, microbatch.labels_R, temperature, self.groups.tp.group, self.arch.vocab_size
-        )
+        return token_stats(logits, microbatch.labels_R, temperature, self.groups.tp.group, self.arch.vocab_size)
 
     def _reduce(self, tally: _Tally, objective: Objective, batch: TrainBatch) -> UpdateResult:
         """Sum the tally over dp x cp and tell every stage. Collectives: one all-reduce, one broadcast over pp."""

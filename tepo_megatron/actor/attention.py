@@ -37,8 +37,8 @@ _PADDING_TOKENS = 8
 class SDPACoreAttention(MegatronModule):
     """Causal attention in the place that Megatron's layer specs call `core_attention`: grouped queries, packed sequences, CP.
 
-    Under CP every rank holds zigzag chunks of each sequence (ops/context_parallel.py). Keys and values of all ranks are gathered;
-    each of the rank's two chunks of queries then attends to the sequence up to its own end.
+    Under CP every rank holds zigzag chunks of each sequence (ops/context_parallel.py). Keys and values of all ranks are
+    gathered; each of the rank's two chunks of queries then attends to the sequence up to its own end.
     Collectives: forward: one all-gather of keys and values over CP; backward: one reduce-scatter over CP. None without CP.
 
     Raises ConfigError, at construction, for what it does not compute: attention that is not causal self-attention, dropout,
@@ -56,7 +56,7 @@ class SDPACoreAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """As Megatron calls it. softmax_scale: 1 / sqrt(D) by default; cp_comm_type is Transformer Engine's and has no effect."""
+        """As Megatron calls it. softmax_scale: 1 / sqrt(D) by default; cp_comm_type: Transformer Engine's, without effect."""
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _check_supported(config, layer_number, attn_mask_type, attention_type, dropout)
@@ -81,9 +81,7 @@ class SDPACoreAttention(MegatronModule):
         when the lengths do not add up to the tokens given, when 2 cp does not divide one, or for a mask or a bias.
         """
         if attention_mask is not None or attention_bias is not None:
-            raise ValueError(
-                "SDPACoreAttention is causal by position and takes neither mask nor bias; pass None"
-            )
+            raise ValueError("SDPACoreAttention is causal by position and takes neither mask nor bias; pass None")
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             return self._attend(query, key, value, self._packed_layout(packed_seq_params, query))
         length, batch = query.shape[:2]
@@ -128,9 +126,7 @@ class SDPACoreAttention(MegatronModule):
         """Keys and values of all CP ranks, rank after rank. Forward: all-gather over CP; backward: reduce-scatter over CP."""
         if self.cp_group.size() == 1:
             return key_S, value_S
-        both_T = gather_from_sequence_parallel_region(
-            torch.cat((key_S, value_S), dim=-1), group=self.cp_group
-        )
+        both_T = gather_from_sequence_parallel_region(torch.cat((key_S, value_S), dim=-1), group=self.cp_group)
         key_T, value_T = both_T.split((key_S.size(-1), value_S.size(-1)), dim=-1)
         return key_T, value_T
 
@@ -182,8 +178,8 @@ class _Bucket:
 class _Layout:
     """Where the tokens of a microbatch lie in the padded buckets, one bucket after another.
 
-    query_slot_S: int64, the row of each local query, in a bucket [piece, n, C]; key_slot_T: int64, the row of each gathered key,
-    in a bucket [n, chunk of the sequence, C].
+    query_slot_S: int64, the row of each local query, in a bucket [piece, n, C]; key_slot_T: int64, the row of each gathered
+    key, in a bucket [n, chunk of the sequence, C].
     """
 
     buckets: tuple[_Bucket, ...]
@@ -201,9 +197,7 @@ class _Layout:
         return sum(b.key_rows for b in self.buckets)
 
     @classmethod
-    def of(
-        cls, lengths: Sequence[int], cp_group: torch.distributed.ProcessGroup, device: torch.device
-    ) -> _Layout:
+    def of(cls, lengths: Sequence[int], cp_group: torch.distributed.ProcessGroup, device: torch.device) -> _Layout:
         """For sequences of these lengths over all CP ranks, as this rank sees them."""
         cp_size, cp_rank = cp_group.size(), cp_group.rank()
         pieces, total = zigzag_chunks(cp_size, cp_rank), 1 if cp_size == 1 else 2 * cp_size
@@ -211,9 +205,7 @@ class _Layout:
         chunk_G = lengths_G // total
         cu_seqlens = torch.cat((lengths_G.new_zeros(1), lengths_G.cumsum(0)))
         gathered_T = torch.cat([zigzag_rows(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
-        query_first = torch.zeros(
-            len(lengths), len(pieces), dtype=torch.int64
-        )  # row of each chunk's first token
+        query_first = torch.zeros(len(lengths), len(pieces), dtype=torch.int64)  # row of each chunk's first token
         key_first = torch.zeros(len(lengths), dtype=torch.int64)  # row of each sequence's first token
         buckets: list[_Bucket] = []
         query_rows = key_rows = 0

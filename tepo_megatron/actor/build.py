@@ -28,9 +28,7 @@ def use_transformer_engine(model: ModelConfig, groups: Groups) -> bool:
     """Transformer Engine where it is installed and the platform has a GPU, unless the config says otherwise."""
     installed = importlib.util.find_spec("transformer_engine") is not None
     if model.attention == "te" and not installed:
-        raise ConfigError(
-            "model.attention=te, but transformer-engine is not installed; install the extra `te` or use auto"
-        )
+        raise ConfigError("model.attention=te, but transformer-engine is not installed; install the extra `te` or use auto")
     return installed and model.attention != "sdpa" and groups.device.type == "cuda"
 
 
@@ -89,9 +87,7 @@ def _left_to_the_checkpoint(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def build_chunks(
-    config: TransformerConfig, arch: Architecture, model: ModelConfig, groups: Groups
-) -> list[GPTModel]:
+def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConfig, groups: Groups) -> list[GPTModel]:
     """This rank's model chunks (one per virtual pipeline stage), weights uninitialised, on the device."""
     chunks = []
     for chunk in range(groups.vpp):
@@ -122,9 +118,7 @@ def wrap_ddp(config: TransformerConfig, chunks: list[GPTModel]) -> list[Distribu
         use_distributed_optimizer=True,
         average_in_collective=False,  # the per-token division is the only one
     )
-    return [
-        DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
-    ]
+    return [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
 
 
 def build_optimizer(
@@ -166,9 +160,7 @@ def build_optimizer(
     return optimizer, scheduler
 
 
-def _layer_spec(
-    config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
-) -> TransformerBlockSubmodules:
+def _layer_spec(config: TransformerConfig, transformer_engine: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
     )

@@ -16,9 +16,7 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
     ):
         if size % parallel.tp:
             common = [n for n in divisors(size) if arch.num_query_groups % n == 0]
-            raise ConfigError(
-                f"parallel.tp={parallel.tp} does not divide {name}={size}; use {_either(common)}"
-            )
+            raise ConfigError(f"parallel.tp={parallel.tp} does not divide {name}={size}; use {_either(common)}")
     stages = parallel.pp * parallel.vpp
     if arch.num_layers % stages:
         key = "parallel.pp" if parallel.vpp == 1 else "parallel.pp * parallel.vpp"

@@ -25,14 +25,10 @@ class OutputRows:
             output_layer.disable_grad_reduce = True
         output_layer.register_forward_pre_hook(self._keep_rows, with_kwargs=True)
 
-    def _keep_rows(
-        self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any]:
+    def _keep_rows(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         hidden, *rest = args  # [S, 1, hidden], S / tp under sequence parallelism
         if self.current is None:
             raise RuntimeError("OutputRows.current was not set before the forward pass")
         if self._gather:
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=True
-            )
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         return (hidden.index_select(0, self.current), *rest), kwargs

@@ -35,9 +35,7 @@ class Schedule:
         with torch.no_grad():
             self._run(microbatches, on_output, forward_only=True, collect_non_loss_data=True)
 
-    def forward_backward(
-        self, microbatches: Sequence[PackedMicrobatch], loss: LossFunction, tokens: int
-    ) -> None:
+    def forward_backward(self, microbatches: Sequence[PackedMicrobatch], loss: LossFunction, tokens: int) -> None:
         """With gradients, reduced over dp and cp: afterwards `main_grad` holds the gradient of the summed losses of all ranks.
 
         tokens: response tokens N of the whole minibatch. Megatron divides all gradients by the number of tokens that the ranks
@@ -45,20 +43,14 @@ class Schedule:
         denominators are.
         """
 
-        def on_output(
-            microbatch: PackedMicrobatch, output: Tensor
-        ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        def on_output(microbatch: PackedMicrobatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             local = torch.tensor(microbatch.rows_R.numel(), dtype=torch.int, device=output.device)
             return loss(microbatch, output[0]) * tokens, local, {}
 
         self._run(microbatches, on_output, forward_only=False)
 
-    def _run(
-        self, microbatches: Sequence[PackedMicrobatch], on_output: Callable[..., Any], **how: bool
-    ) -> None:
-        def forward_step(
-            data: Iterator[PackedMicrobatch], chunk: torch.nn.Module
-        ) -> tuple[Tensor, Callable[..., Any]]:
+    def _run(self, microbatches: Sequence[PackedMicrobatch], on_output: Callable[..., Any], **how: bool) -> None:
+        def forward_step(data: Iterator[PackedMicrobatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             microbatch = next(data).to(self._groups.device)
             if self._rows is not None:
                 self._rows.current = microbatch.rows_R
@@ -68,9 +60,7 @@ class Schedule:
             return output, partial(on_output, microbatch)
 
         several = len(self._chunks) > 1
-        length = microbatches[
-            0
-        ].tokens_S.numel()  # nominal: under a pipeline each length travels with its activations
+        length = microbatches[0].tokens_S.numel()  # nominal: under a pipeline each length travels with its activations
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(microbatches) for _ in self._chunks] if several else iter(microbatches),

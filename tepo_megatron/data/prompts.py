@@ -61,9 +61,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if line.strip():
                     yield number, _parse(line, f"{path}:{number + 1}")
     except OSError as e:
-        raise DataError(
-            f"{path}: cannot read the dataset ({e.strerror}); give the path of a JSON-lines file"
-        ) from e
+        raise DataError(f"{path}: cannot read the dataset ({e.strerror}); give the path of a JSON-lines file") from e
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
@@ -92,9 +90,7 @@ def _answer(value: Any, key: str, where: str) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise DataError(f"{where}: {key!r} must be a string or a number, not {_kind(value)}")
     if not str(value).strip():
-        raise DataError(
-            f"{where}: {key!r} is blank, so no response could be right; fill it in or remove the line"
-        )
+        raise DataError(f"{where}: {key!r} is blank, so no response could be right; fill it in or remove the line")
     return str(value)
 
 
@@ -102,8 +98,7 @@ def _tokenize(value: Any, tokenizer: PreTrainedTokenizerBase, key: str, where: s
     chat = _is_chat(value)
     if not chat and not isinstance(value, str):
         raise DataError(
-            f"{where}: {key!r} must be a string or a list of messages with string 'role' and 'content', not "
-            f"{_kind(value)}"
+            f"{where}: {key!r} must be a string or a list of messages with string 'role' and 'content', not {_kind(value)}"
         )
     if chat and tokenizer.chat_template is None:
         raise DataError(
@@ -127,8 +122,7 @@ def _is_chat(value: Any) -> bool:
         isinstance(value, list)
         and bool(value)
         and all(
-            isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
-            for message in value
+            isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content")) for message in value
         )
     )
 

@@ -32,6 +32,5 @@ def load_tokenizer(model_path: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as e:  # transformers raises whatever its parsers raise, a bare Exception among them
         raise CheckpointError(
-            f"{directory}: the tokenizer files cannot be read ({type(e).__name__}: {e}); "
-            "copy them anew from the base model"
+            f"{directory}: the tokenizer files cannot be read ({type(e).__name__}: {e}); copy them anew from the base model"
         ) from e

@@ -26,9 +26,7 @@ class Accuracy:
         return f"{self.mean:.3f} ± {self.standard_error:.3f} ({self.problems} problems x {self.samples} samples)"
 
 
-def evaluate(
-    engine: RolloutEngine, reward: Reward, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int
-) -> Accuracy:
+def evaluate(engine: RolloutEngine, reward: Reward, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> Accuracy:
     """Mean unshaped score of `sampling.samples` answers to each prompt."""
     return accuracy(reward.score(engine.generate(prompts, sampling, seed)))
 

@@ -25,12 +25,8 @@ OBJECTIVES: dict[str, Objective] = {
     "tepo": _TEPO,
     "tepo_no_kl": _TEPO.replace(kl_mask="none", beta=0.0),
     "tepo_eq4": _TEPO.replace(surrogate="clip_eq4"),  # Eq. 4 to the letter
-    "tepo_alg1": _TEPO.replace(
-        surrogate="unclipped", kl_mask="none", beta=0.0
-    ),  # Algorithm 1: unclipped, no KL
-    "grpo": Objective(
-        ratio="token", clip_low=0.2, clip_high=0.28, aggregate="token_mean"
-    ),  # the paper's GRPO/DAPO
+    "tepo_alg1": _TEPO.replace(surrogate="unclipped", kl_mask="none", beta=0.0),  # Algorithm 1: unclipped, no KL
+    "grpo": Objective(ratio="token", clip_low=0.2, clip_high=0.28, aggregate="token_mean"),  # the paper's GRPO/DAPO
 }
 
 

@@ -71,9 +71,7 @@ class Objective:
                 f"objective.beta={self.beta} has no effect under objective.kl_mask=none; set beta to 0 or choose a mask"
             )
         if not 0 <= self.clip_low < 1:
-            raise ConfigError(
-                f"objective.clip_low={self.clip_low} must lie in [0, 1): the ratio is never below 0"
-            )
+            raise ConfigError(f"objective.clip_low={self.clip_low} must lie in [0, 1): the ratio is never below 0")
 
     def replace(self, **parts: Any) -> Objective:
         """The same method with other parts; None keeps the row's own."""
@@ -102,9 +100,7 @@ class Objective:
 
         weight_R = AGGREGATES[self.aggregate](segments, inputs.whole)
         loss = -(weight_R * (value_R - self.beta * penalty_R)).sum()
-        return LossOutput(
-            loss, self._metrics(loss, weight_R * penalty_R, clipped_R, mask_R, inputs), ratio_R.detach()
-        )
+        return LossOutput(loss, self._metrics(loss, weight_R * penalty_R, clipped_R, mask_R, inputs), ratio_R.detach())
 
     @staticmethod
     def _metrics(

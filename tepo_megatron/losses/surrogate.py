@@ -23,22 +23,16 @@ def clip(ratio_R: Tensor, advantage_R: Tensor, clip_low: float, clip_high: float
     return value_R, too_high | too_low
 
 
-def clip_eq4(
-    ratio_R: Tensor, advantage_R: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
+def clip_eq4(ratio_R: Tensor, advantage_R: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
     """min(r, clip(r)) A, Eq. 4 of the TEPO paper to the letter.
 
     The minimum is taken before A is multiplied, so it is min(r, 1 + clip_high) A: never clipped below, and without gradient
     above 1 + clip_high whatever the sign of A (a wrong answer that became likelier is no longer pushed down).
     """
-    return torch.minimum(
-        ratio_R, ratio_R.clamp(1 - clip_low, 1 + clip_high)
-    ) * advantage_R, ratio_R > 1 + clip_high
+    return torch.minimum(ratio_R, ratio_R.clamp(1 - clip_low, 1 + clip_high)) * advantage_R, ratio_R > 1 + clip_high
 
 
-def unclipped(
-    ratio_R: Tensor, advantage_R: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
+def unclipped(ratio_R: Tensor, advantage_R: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
     """r A (Algorithm 1, line 15)."""
     return ratio_R * advantage_R, torch.zeros_like(ratio_R, dtype=torch.bool)
 

@@ -50,9 +50,7 @@ def zigzag_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     _check_lengths(lengths.tolist(), cp_size)
     pieces = zigzag_chunks(cp_size, cp_rank)
     chunk = lengths // (1 if cp_size == 1 else 2 * cp_size)
-    first = torch.stack(
-        [starts + i * chunk for i in pieces], dim=1
-    ).flatten()  # of every piece, in the rank's order
+    first = torch.stack([starts + i * chunk for i in pieces], dim=1).flatten()  # of every piece, in the rank's order
     return concatenated_ranges(first, chunk.repeat_interleave(len(pieces)))
 
 

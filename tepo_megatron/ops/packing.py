@@ -55,9 +55,7 @@ def plan_microbatches(
     for i in order:
         tokens = -(-lengths[i] // alignment.sequence) * alignment.sequence
         if lengths[i] > max_tokens:
-            raise ValueError(
-                f"sequence {i} has {lengths[i]} tokens; max_tokens_per_microbatch is {max_tokens}"
-            )
+            raise ValueError(f"sequence {i} has {lengths[i]} tokens; max_tokens_per_microbatch is {max_tokens}")
         rank = min(range(dp), key=lambda r: (loads[r], r))
         loads[rank] += tokens
         slot = next((m for m, room in enumerate(rooms[rank]) if tokens <= room), None)

@@ -52,9 +52,7 @@ def token_stats(
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     if logits.dim() != 2 or labels_R.shape != logits.shape[:1]:
-        raise ValueError(
-            f"expected logits [R, V] and labels [R], got {tuple(logits.shape)} and {tuple(labels_R.shape)}"
-        )
+        raise ValueError(f"expected logits [R, V] and labels [R], got {tuple(logits.shape)} and {tuple(labels_R.shape)}")
     logprob_R, entropy_R = _TokenStats.apply(logits, labels_R, temperature, group, vocab_size)
     return TokenStats(logprob_R, entropy_R)
 
@@ -71,9 +69,7 @@ class _TokenStats(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rank = group.rank() if group is not None else 0
         first_column = rank * logits.size(1)
-        columns = (
-            logits.size(1) if vocab_size is None else min(max(vocab_size - first_column, 0), logits.size(1))
-        )
+        columns = logits.size(1) if vocab_size is None else min(max(vocab_size - first_column, 0), logits.size(1))
         local_labels_R = labels_R - first_column
         statistics = _gather(_local_statistics(logits[:, :columns], local_labels_R, temperature), group)
         logprob_R, log_normalizer_R, entropy_R = _combine(statistics)
@@ -94,11 +90,7 @@ class _TokenStats(torch.autograd.Function):
                 log_p = _scaled(logits[rows, :columns], ctx.temperature) - log_normalizer_R[rows, None]
                 p = log_p.exp()
                 # -g_logprob p - g_entropy p (ln p + H)
-                g = (
-                    log_p.add_(entropy_R[rows, None])
-                    .mul_(grad_entropy_R[rows, None])
-                    .add_(grad_logprob_R[rows, None])
-                )
+                g = log_p.add_(entropy_R[rows, None]).mul_(grad_entropy_R[rows, None]).add_(grad_logprob_R[rows, None])
                 g.mul_(p).neg_()
                 g.scatter_add_(1, column_R[rows, None], (grad_logprob_R[rows] * owned_R[rows])[:, None])
                 grad[rows, :columns] = g.div_(ctx.temperature).to(grad.dtype)

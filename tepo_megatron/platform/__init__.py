@@ -46,8 +46,8 @@ def activate(name: PlatformName) -> Platform:
 
     `cpu` imports Megatron-Core (about 3 s); `cuda` imports nothing.
 
-    Raises ConfigError for `cuda` where PyTorch sees no GPU; RuntimeError when the process already runs on the other platform, or
-    for `cpu` after `megatron.core` was imported without it: both are mistakes of the calling code.
+    Raises ConfigError for `cuda` where PyTorch sees no GPU; RuntimeError when the process already runs on the other platform,
+    or for `cpu` after `megatron.core` was imported without it: both are mistakes of the calling code.
     """
     global _active
     platform, prepare = _PLATFORMS[name]

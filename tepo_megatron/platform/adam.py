@@ -12,9 +12,9 @@ from torch import Tensor
 class HostAdam(torch.optim.Optimizer):
     """Adam (arXiv:1412.6980) with decoupled weight decay (AdamW, arXiv:1711.05101) or, adam_w_mode=False, L2 regularisation.
 
-    As in FusedAdam the step count belongs to the parameter group, not to each parameter. Megatron's distributed optimizer relies
-    on that: given torch.optim.AdamW it cannot load a checkpoint into a fresh optimizer (0.16: KeyError 'step', and one step
-    tensor shared by all parameters, advanced once for each).
+    As in FusedAdam the step count belongs to the parameter group, not to each parameter. Megatron's distributed optimizer
+    relies on that: given torch.optim.AdamW it cannot load a checkpoint into a fresh optimizer (0.16: KeyError 'step', and one
+    step tensor shared by all parameters, advanced once for each).
 
     State per parameter: exp_avg, exp_avg_sq, of its shape and dtype. Gradients may have another dtype. Parameters without
     gradient are left alone. No `closure`.
@@ -28,7 +28,9 @@ class HostAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
+        capturable: bool = False,
     ) -> None:
+        """As Megatron calls it. capturable (0.17 and later): for CUDA graphs, has no effect."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.adam_w_mode = adam_w_mode
 

@@ -16,6 +16,4 @@ def require() -> None:
         if torch.version.cuda is None
         else "torch.cuda finds no usable GPU; check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
     )
-    raise ConfigError(
-        f"platform=cuda, but {reason}; use platform=cpu, or a machine with a GPU and a CUDA build of torch"
-    )
+    raise ConfigError(f"platform=cuda, but {reason}; use platform=cpu, or a machine with a GPU and a CUDA build of torch")

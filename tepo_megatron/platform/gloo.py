@@ -1,7 +1,7 @@
 """Collectives that Megatron-Core uses and gloo lacks (torch 2.13): lists of tensors of unequal sizes.
 
 The token dispatcher of a mixture of experts needs them when experts are split by tensors (EP with TP). Everything else that
-Megatron-Core calls is there, bf16 and ReduceOp.AVG included: tests/parallel/test_platform_worlds.py calls each.
+Megatron-Core calls is there, bf16 and ReduceOp.AVG included: tests/parallel/test_collectives.py calls each.
 """
 
 from __future__ import annotations

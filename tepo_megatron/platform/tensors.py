@@ -27,13 +27,11 @@ _LIKE_FACTORIES = (
 def redirect_factories() -> None:
     """torch.zeros(device=torch.cuda.current_device()), torch.tensor(device="cuda"), pin_memory=True and the like.
 
-    `with torch.device("meta")` recognises factories by identity, in a list that torch fills on first use. It must be filled with
-    the originals, which the wrappers call: filled later it would hold the wrappers, the context would recognise nothing, and
-    Hugging Face's `from_pretrained`, which builds models under it, would silently return wrong weights.
+    `with torch.device("meta")` recognises factories by identity, in a list that torch fills on first use. It must be filled
+    with the originals, which the wrappers call: filled later it would hold the wrappers, the context would recognise nothing,
+    and Hugging Face's `from_pretrained`, which builds models under it, would silently return wrong weights.
     """
-    names = {
-        constructor.__name__ for constructor in _device_constructors() if constructor.__module__ == "torch"
-    }
+    names = {constructor.__name__ for constructor in _device_constructors() if constructor.__module__ == "torch"}
     for name in (*sorted(names), *_LIKE_FACTORIES):
         if hasattr(torch, name):
             setattr(torch, name, _on_host(getattr(torch, name)))

@@ -51,9 +51,7 @@ class MathReward:
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The same rollouts in the same order, with reward, score and status. Raises RewardError as the pool does."""
-        statuses = self._grade(
-            [(r.answer.strip(), last_boxed(self._decode(r.response_ids))) for r in rollouts]
-        )
+        statuses = self._grade([(r.answer.strip(), last_boxed(self._decode(r.response_ids))) for r in rollouts])
         graded = []
         for rollout, status in zip(rollouts, statuses, strict=True):
             score = float(status in _RIGHT)

@@ -190,9 +190,7 @@ class GradingPool:
             assert worker.task is not None
             verdicts[worker.task], worker.task = cast(PoolStatus, reply), None
 
-    def _settle(
-        self, worker: _Worker, status: Literal["timeout", "died"], verdicts: dict[int, PoolStatus]
-    ) -> None:
+    def _settle(self, worker: _Worker, status: Literal["timeout", "died"], verdicts: dict[int, PoolStatus]) -> None:
         """Book the pair, if any, of a worker that will not reply, and replace the worker.
 
         Raises RewardError where starting it again is in vain.

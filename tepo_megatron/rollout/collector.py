@@ -16,9 +16,7 @@ from tepo_megatron.types import Rollout, SamplingParams
 class Collector:
     """Rank 0's side of the rollout phase."""
 
-    def __init__(
-        self, cfg: RolloutConfig, engine: RolloutEngine, reward: Reward, prompts: PromptStream, seed: int
-    ) -> None:
+    def __init__(self, cfg: RolloutConfig, engine: RolloutEngine, reward: Reward, prompts: PromptStream, seed: int) -> None:
         self.cfg, self.engine, self.reward, self.prompts, self.seed = cfg, engine, reward, prompts, seed
         self.sampling = SamplingParams(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens)
 

@@ -27,9 +27,7 @@ LOG_CAUSES = 3
 LOG_BYTES = 65536
 _ERROR = re.compile(rb"(?<![^ ])[\w.]+(Error|Exception): .+")
 # What extension modules print while an interpreter that met an error goes down: it would push the error out of the tail.
-_NOISE = re.compile(
-    rb"nanobind:|^ - (leaked |\.\.\. skipped)|resource_tracker|^\s*warnings\.warn\(|^See https://nanobind"
-)
+_NOISE = re.compile(rb"nanobind:|^ - (leaked |\.\.\. skipped)|resource_tracker|^\s*warnings\.warn\(|^See https://nanobind")
 
 
 def choose_port(port: int) -> int:
@@ -77,9 +75,7 @@ class ServerProcess:
             self._log_path.parent.mkdir(parents=True, exist_ok=True)
             log = self._log_path.open("wb")
         except OSError as e:
-            raise RolloutError(
-                f"{self._log_path}: cannot write the log of the inference server ({e.strerror})"
-            ) from None
+            raise RolloutError(f"{self._log_path}: cannot write the log of the inference server ({e.strerror})") from None
         guarded = [sys.executable, "-P", "-m", guard.__name__, str(os.getpid()), str(GRACE_SECONDS)]
         with log:
             # A session of its own: Ctrl-C in the terminal reaches this process, which then stops the server in order.
@@ -129,9 +125,7 @@ class ServerProcess:
         if self._guard is not None and self._guard.returncode is not None:
             ended = f" (it has ended with exit status {self._guard.returncode})"
         tail = self.log_tail()
-        shown = (
-            f"its log, {self._log_path}, ends:\n{tail}" if tail else f"its log, {self._log_path}, is empty"
-        )
+        shown = f"its log, {self._log_path}, ends:\n{tail}" if tail else f"its log, {self._log_path}, is empty"
         return RolloutError(f"the inference server {what}{ended}; {shown}")
 
     def log_tail(self) -> str:

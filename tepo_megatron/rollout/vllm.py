@@ -113,9 +113,7 @@ class VllmEngine:
 
         async def sample(client: httpx.AsyncClient, prompt: Prompt) -> list[Rollout]:
             async with slots:
-                answer = await _send(
-                    client, "POST", "/v1/completions", completion_request(prompt, sampling, seed)
-                )
+                answer = await _send(client, "POST", "/v1/completions", completion_request(prompt, sampling, seed))
             return parse_completion(answer, prompt, sampling, self._version)
 
         async def sample_all(client: httpx.AsyncClient, tasks: asyncio.TaskGroup) -> list[list[Rollout]]:
@@ -139,9 +137,7 @@ class VllmEngine:
         except RolloutError as e:
             raise SyncError(f"weights of version {version}: {e}") from None
         if cleared != {"success": True}:
-            raise SyncError(
-                f"weights of version {version}: vLLM could not drop the prefix cache of the old weights"
-            )
+            raise SyncError(f"weights of version {version}: vLLM could not drop the prefix cache of the old weights")
         if served != {"weight_version": str(version)}:
             raise SyncError(f"sent weights of version {version}, but vLLM reports {served}")
         self._version = version
@@ -156,9 +152,7 @@ class VllmEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def _started(self) -> ServerProcess:
@@ -169,9 +163,7 @@ class VllmEngine:
     def _require_trust(self) -> None:
         self._started()
         if self._broken:
-            raise SyncError(
-                f"{self._broken}, and vLLM can no longer be used; close the engine and start a new one"
-            )
+            raise SyncError(f"{self._broken}, and vLLM can no longer be used; close the engine and start a new one")
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON answer to one request. Never repeated: it may have had its effect. Raises RolloutError."""
@@ -196,9 +188,7 @@ class VllmEngine:
         server.ends_within(DEATH_SECONDS)
         raise server.failure(reason)
 
-    async def _watched(
-        self, work: Callable[[httpx.AsyncClient, asyncio.TaskGroup], Awaitable[Result]]
-    ) -> Result:
+    async def _watched(self, work: Callable[[httpx.AsyncClient, asyncio.TaskGroup], Awaitable[Result]]) -> Result:
         """`work` with a client and a group for its tasks, all of which a failure or Ctrl-C ends: no request stays behind.
 
         A vLLM that got SIGTERM waits for its open requests without ever answering them, so its health is watched beside.
@@ -215,9 +205,7 @@ class VllmEngine:
             raise failed.exceptions[0] from None
 
 
-async def _send(
-    client: httpx.AsyncClient, method: str, path: str, body: Mapping[str, Any] | None = None
-) -> Any:
+async def _send(client: httpx.AsyncClient, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     response = (await client.request(method, path, json=body)).raise_for_status()
     try:
         return response.json()

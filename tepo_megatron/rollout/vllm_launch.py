@@ -47,11 +47,7 @@ def server_command(
 
 def server_environment(inherited: Mapping[str, str], key: str, platform: Platform) -> dict[str, str]:
     """The server's environment: ours without torchrun's part, with the API key (argv can be read by everyone)."""
-    env = {
-        name: value
-        for name, value in inherited.items()
-        if name not in _TORCHRUN and not name.startswith("TORCHELASTIC_")
-    }
+    env = {name: value for name, value in inherited.items() if name not in _TORCHRUN and not name.startswith("TORCHELASTIC_")}
     env[API_KEY_VARIABLE] = key
     env["VLLM_SERVER_DEV_MODE"] = "1"  # the weight routes answer 404 otherwise
     env |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}

@@ -102,9 +102,7 @@ class SafetensorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "missing": expected.keys() - names.keys() - optional,
             "of another shape": {name for name, shape in given if shape != expected.get(name, shape)},
         }
-        found = [
-            f"{len(them)} {fault}: {', '.join(sorted(them)[:5])}" for fault, them in faults.items() if them
-        ]
+        found = [f"{len(them)} {fault}: {', '.join(sorted(them)[:5])}" for fault, them in faults.items() if them]
         if found:
             raise ValueError(f"the files do not hold the tensors of the model ({'; '.join(found)})")
 

@@ -52,18 +52,14 @@ def bind(chunks: Sequence[torch.nn.Module], family: Family, arch: Architecture) 
                 raise ConversionError(f"parameter {name} has no row in the table of family {family.name}")
             row = rows[pattern]
             if name == "output_layer.weight" and arch.tied_embeddings:
-                hf_names: tuple[str, ...] = (
-                    "model.embed_tokens.weight",
-                )  # the last stage's copy of a tied embedding
+                hf_names: tuple[str, ...] = ("model.embed_tokens.weight",)  # the last stage's copy of a tied embedding
             else:
                 hf_names = tuple(n.format(layer=layer) for n in row.hf)
             bindings.append(Binding(name, parameter, row, hf_names))
     return bindings
 
 
-def load_hf(
-    bindings: Sequence[Binding], reader: hf_io.HfReader, family: Family, arch: Architecture, tp: Axis
-) -> None:
+def load_hf(bindings: Sequence[Binding], reader: hf_io.HfReader, family: Family, arch: Architecture, tp: Axis) -> None:
     """Fill this rank's parameters from a HF directory, in place, tensor by tensor.
 
     Raises ConversionError for a tensor that is missing, left over, or of the wrong shape.

@@ -39,9 +39,7 @@ class HfReader:
     def get(self, name: str) -> Tensor:
         """One tensor, on the host, in its stored dtype."""
         if name not in self._file_of:
-            raise ConversionError(
-                f"{self.path}: tensor {name} is missing; the weights do not belong to this config.json"
-            )
+            raise ConversionError(f"{self.path}: tensor {name} is missing; the weights do not belong to this config.json")
         with self._open(self._file_of[name]) as f:
             return f.get_tensor(name)
 
@@ -53,9 +51,7 @@ class HfReader:
         else:
             files = sorted(self.path.glob("*.safetensors"))
         if not files:
-            raise CheckpointError(
-                f"{self.path}: no *.safetensors found; model.path must be a Hugging Face model directory"
-            )
+            raise CheckpointError(f"{self.path}: no *.safetensors found; model.path must be a Hugging Face model directory")
         names: dict[str, Path] = {}
         for file in files:
             with self._open(file) as f:
@@ -67,9 +63,7 @@ class HfReader:
         try:
             return safe_open(file, framework="pt", device="cpu")
         except FileNotFoundError:
-            raise CheckpointError(
-                f"{file}: missing, though the index names it; copy the model directory again"
-            ) from None
+            raise CheckpointError(f"{file}: missing, though the index names it; copy the model directory again") from None
         except SafetensorError as e:
             raise CheckpointError(f"{file}: truncated or corrupt ({e}); copy the file again") from None
 
@@ -88,9 +82,7 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[
         yield bucket
 
 
-def write_shards(
-    tensors: Iterable[tuple[str, Tensor]], directory: Path, prefix: str, limit: int
-) -> dict[str, list[str]]:
+def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path, prefix: str, limit: int) -> dict[str, list[str]]:
     """Write a stream of named tensors as `prefix-00000.safetensors`, ... of at most `limit` bytes each.
 
     Returns file name -> tensor names, in writing order. At most one file's tensors are in memory.
@@ -112,9 +104,7 @@ def write_index(directory: Path, written: dict[str, list[str]]) -> None:
     """The index that makes several shards one HF checkpoint."""
     weight_map = {name: file for file, names in written.items() for name in names}
     total = sum((directory / file).stat().st_size for file in written)
-    text = json.dumps(
-        {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2
-    )
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
     (directory / INDEX).write_text(text)
 
 

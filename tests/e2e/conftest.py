@@ -105,9 +105,7 @@ def tepo(tmp_path: Path) -> Iterator[Callable[..., Command]]:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model that solves a fifth of the problems, with its datasets."""
     out = tmp_path_factory.mktemp("base") / "model"
-    subprocess.run(
-        [sys.executable, "-c", BUILD, out], cwd=ROOT, check=True, timeout=240, stdout=subprocess.DEVNULL
-    )
+    subprocess.run([sys.executable, "-c", BUILD, out], cwd=ROOT, check=True, timeout=240, stdout=subprocess.DEVNULL)
     return out
 
 

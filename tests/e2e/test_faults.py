@@ -43,9 +43,7 @@ def refused(command, *phrases: str, within: float = 30.0) -> None:
         ({"model__path": "no/such/model"}, "no/such/model/config.json: not found"),
     ],
 )
-def test_refused_before_any_process_starts(
-    tepo, arguments, model: Path, tmp_path: Path, overrides: dict, phrase: str
-) -> None:
+def test_refused_before_any_process_starts(tepo, arguments, model: Path, tmp_path: Path, overrides: dict, phrase: str) -> None:
     refused(tepo(*arguments(model, **overrides)), phrase)
     assert not (tmp_path / "runs").exists()
 

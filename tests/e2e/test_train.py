@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tepo_megatron.config import load_config
+from tepo_megatron.config_io import load_config
 from tepo_megatron.step_log import KEYS, PHASES
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e]
@@ -20,9 +20,7 @@ def metrics_of(run: Path) -> list[dict]:
 
 
 def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: Path) -> None:
-    command = tepo(
-        *arguments(base, training__steps=STEPS, name="whole", evaluation__every=2, optimizer__warmup_steps=0)
-    )
+    command = tepo(*arguments(base, training__steps=STEPS, name="whole", evaluation__every=2, optimizer__warmup_steps=0))
     assert command.wait(240) == 0, command.output
     command.assert_nothing_left()
     run = tmp_path / "runs" / "whole"
@@ -46,22 +44,18 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
 
     trained = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
     before = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    moved = [
-        (a - b).abs().max().item() for a, b in zip(trained.parameters(), before.parameters(), strict=True)
-    ]
+    moved = [(a - b).abs().max().item() for a, b in zip(trained.parameters(), before.parameters(), strict=True)]
     assert all(0 < m < 0.1 for m in moved)
-    assert AutoTokenizer.from_pretrained(run / "hf").encode("9+5-7?\n") == AutoTokenizer.from_pretrained(
-        base
-    ).encode("9+5-7?\n")
+    assert AutoTokenizer.from_pretrained(run / "hf").encode("9+5-7?\n") == AutoTokenizer.from_pretrained(base).encode(
+        "9+5-7?\n"
+    )
 
     again = tepo(*arguments(base, name="whole"))
     assert again.wait(60) == 1
     assert "holds a run already" in again.output and len(metrics_of(run)) == STEPS
 
 
-def test_ctrl_c_in_the_middle_of_training_on_three_stages(
-    tepo, arguments, base: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_in_the_middle_of_training_on_three_stages(tepo, arguments, base: Path, tmp_path: Path) -> None:
     """Weights of every pipeline stage reach the server, and an interrupt leaves only whole lines and no process."""
     command = tepo(*arguments(base, parallel__tp=1, parallel__pp=3, training__steps=500, name="stopped"))
     run = tmp_path / "runs" / "stopped"

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tepo_megatron.config import Config, validate
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import validate
 from tepo_megatron.types import Rollout, TrainBatch
 from tests.reference import tepo as reference
 from tests.tiny import tiny_qwen3

@@ -49,18 +49,13 @@ def test_old_statistics_equal_transformers_on_every_layout(case: cases.Case, lay
     batch = case.batches[0]
     model = reference.load(case.model)
     with torch.no_grad():
-        pairs = [
-            reference.statistics(model, r.token_ids_L, r.response_mask_L, cases.TEMPERATURE)
-            for r in batch.rollouts
-        ]
+        pairs = [reference.statistics(model, r.token_ids_L, r.response_mask_L, cases.TEMPERATURE) for r in batch.rollouts]
     logprob, entropy = (torch.cat(x) for x in zip(*pairs, strict=True))
     cfg = cases.run_config(case.model, layout, max_tokens=100)
     ranks = run_world(cfg.parallel.world_size, old_stats, cfg, batch)
     for r in ranks:
         if r["stats"] is not None:
-            assert (r["stats"][0] - logprob).abs().max() <= 2e-5 and (
-                r["stats"][1] - entropy
-            ).abs().max() <= 2e-5
+            assert (r["stats"][0] - logprob).abs().max() <= 2e-5 and (r["stats"][1] - entropy).abs().max() <= 2e-5
         expected = logprob.abs().mean().item()  # the case's rollout log-probs are 0
         assert r["mismatch"]["rollout/logprob_diff_mean"] == pytest.approx(expected, rel=1e-5)
         assert r["mismatch"]["actor/entropy"] == pytest.approx(entropy.mean().item(), rel=1e-5)
@@ -124,9 +119,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_before_the_step(case: cases.
     advantages = batch.advantages_B.clone()
     advantages[4] = float("nan")
     cfg = cases.run_config(case.model, layout)
-    for message, unchanged in run_world(
-        cfg.parallel.world_size, poisoned_update, cfg, replace(batch, advantages_B=advantages)
-    ):
+    for message, unchanged in run_world(cfg.parallel.world_size, poisoned_update, cfg, replace(batch, advantages_B=advantages)):
         assert "loss is nan in update 0" in message and unchanged
 
 

@@ -150,9 +150,7 @@ def refusal(rank: int, changes: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"attention_dropout": 0.1}, {"window_size": (8, 0)}, {"softmax_type": "learnable"}]
-)
+@pytest.mark.parametrize("changes", [{"attention_dropout": 0.1}, {"window_size": (8, 0)}, {"softmax_type": "learnable"}])
 def test_unsupported_configs_are_refused(changes: dict[str, Any]) -> None:
     (key,) = changes
     assert f"{key}={changes[key]}" in run_world(1, refusal, changes)[0]
@@ -164,9 +162,7 @@ def test_zigzag_layout() -> None:
     assert [p.tolist() for p in parts] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert torch.equal(merge_zigzag(parts, dim=0), x)
     two = torch.arange(12).view(1, 12)
-    packed = [
-        shard_zigzag_packed(two, torch.tensor([0, 8, 12]), 2, rank, dim=1).tolist() for rank in range(2)
-    ]
+    packed = [shard_zigzag_packed(two, torch.tensor([0, 8, 12]), 2, rank, dim=1).tolist() for rank in range(2)]
     assert packed == [[[0, 1, 6, 7, 8, 11]], [[2, 3, 4, 5, 9, 10]]]
     with pytest.raises(ValueError, match=r"has 6 tokens.*multiple of 4"):
         shard_zigzag(torch.arange(6), 2, 0, dim=0)

@@ -62,9 +62,7 @@ def test_the_case_tests_something(tied: cases.Case) -> None:
     moved = {n: cases.distance(w, before[n]) for n, w in tied.steps[-1].weights.items()}
     assert min(moved.values()) > 1e-4
     lengths = [r.token_ids_L.numel() for r in tied.batches[0].rollouts]
-    assert (
-        sum(n > 8 for n in lengths) >= 6
-    )  # more than one token per half chunk at CP4: they straddle its ranks
+    assert sum(n > 8 for n in lengths) >= 6  # more than one token per half chunk at CP4: they straddle its ranks
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -77,9 +75,7 @@ def test_untied_embeddings(untied: cases.Case, name: str) -> None:
     check(untied, LAYOUTS[name])
 
 
-@pytest.mark.parametrize(
-    ("name", "max_tokens"), [("1 rank", 40), ("CP2", 64), ("PP2", 90), ("PP2 VPP2", 100), ("DP2", 50)]
-)
+@pytest.mark.parametrize(("name", "max_tokens"), [("1 rank", 40), ("CP2", 64), ("PP2", 90), ("PP2 VPP2", 100), ("DP2", 50)])
 def test_number_of_microbatches(tied: cases.Case, name: str, max_tokens: int) -> None:
     """Many small microbatches instead of one; under VPP their number is padded to a multiple of pp with empty ones."""
     check(tied, LAYOUTS[name], max_tokens=max_tokens)
@@ -106,9 +102,7 @@ def test_more_data_parallel_ranks_than_sequences(tied: cases.Case, tmp_path: Pat
                 assert cases.distance(other[i]["weights"][name], weight) <= TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("form", "objective"), [("eq4", {"name": "tepo_eq4"}), ("alg1", {"name": "tepo_alg1", "beta": 0.0})]
-)
+@pytest.mark.parametrize(("form", "objective"), [("eq4", {"name": "tepo_eq4"}), ("alg1", {"name": "tepo_alg1", "beta": 0.0})])
 def test_other_forms_of_tepo(tmp_path: Path, form: str, objective: dict) -> None:
     case = cases.make_case(tmp_path, tied=True, form=form)
     check(case, LAYOUTS["CP2"], **objective)

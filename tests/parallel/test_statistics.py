@@ -72,9 +72,7 @@ def test_token_stats_over_tensor_parallel_ranks(size: int) -> None:
     logprob, entropy = logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
     (logprob.sum() - 2 * entropy.square().sum()).backward()
     for r in ranks:
-        assert torch.equal(r["logprob"], ranks[0]["logprob"]) and torch.equal(
-            r["entropy"], ranks[0]["entropy"]
-        )
+        assert torch.equal(r["logprob"], ranks[0]["logprob"]) and torch.equal(r["entropy"], ranks[0]["entropy"])
         assert r["forward"] == ({"all_gather_into_tensor": 1} if size > 1 else {})
         assert r["backward"] == {}
     # row 0: z/T near 1400, where one ulp of an fp32 logit is 1.2e-4
@@ -117,9 +115,7 @@ def rows(size: int) -> tuple[torch.Tensor, ...]:
     sequence = torch.repeat_interleave(torch.tensor([1, 9, 4, 17, 2]))
     log_ratio = torch.randn(sequence.numel(), generator=generator, dtype=torch.float64) * 0.3
     owner = torch.arange(sequence.numel()) % min(size, 3)
-    factor = (0.5 + torch.rand(sequence.numel(), generator=generator, dtype=torch.float64)) * (
-        1 - 2 * (sequence % 2)
-    )
+    factor = (0.5 + torch.rand(sequence.numel(), generator=generator, dtype=torch.float64)) * (1 - 2 * (sequence % 2))
     return log_ratio, owner, sequence, factor
 
 

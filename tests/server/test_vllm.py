@@ -45,9 +45,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = tiny_qwen3(folder / "model", tied=True, seed=0)
     cfg = RolloutConfig(server=ServerConfig(dtype="float32", kv_cache_gib=0.25, ready_seconds=240))
     log_path = folder / "vllm.log"
-    with VllmEngine(
-        cfg, model_path=folder / "model", max_model_len=128, platform="cpu", log_path=log_path, seed=0
-    ) as engine:
+    with VllmEngine(cfg, model_path=folder / "model", max_model_len=128, platform="cpu", log_path=log_path, seed=0) as engine:
         engine.start()
         engine.wait_ready()
         yield Served(engine, model, log_path)
@@ -57,10 +55,7 @@ def make_prompts(count: int, seed: int) -> list[Prompt]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(4, VOCAB_SIZE, (count, 12), generator=generator).tolist()
     # Of different lengths, and with ids that are not their positions.
-    return [
-        Prompt(id=1000 + 7 * i, token_ids=tuple(ids[: 3 + i % 10]), answer=str(i))
-        for i, ids in enumerate(tokens)
-    ]
+    return [Prompt(id=1000 + 7 * i, token_ids=tuple(ids[: 3 + i % 10]), answer=str(i)) for i, ids in enumerate(tokens)]
 
 
 @torch.no_grad()
@@ -193,9 +188,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_files_that_are_not_the_model_are_refused_by_the_server(
-    served: Served, fault: str, tmp_path: Path
-) -> None:
+def test_files_that_are_not_the_model_are_refused_by_the_server(served: Served, fault: str, tmp_path: Path) -> None:
     """Asked below `update_weights`, after which the engine would rightly refuse the remaining tests."""
     weights = {name: weight.detach().clone() for name, weight in served.model.named_parameters()}
     if fault == "missing":

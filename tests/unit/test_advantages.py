@@ -35,11 +35,7 @@ def rollouts(*groups: tuple[int, list[float]]) -> list[Rollout]:
 
 def test_std_is_the_papers_formula() -> None:
     groups = [(3, [1.0, 0.0, 0.0, 1.0]), (1, [0.9, -0.1, 0.3]), (2, [0.0, 1.0])]
-    expected = [
-        (r - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6)
-        for _, rewards in groups
-        for r in rewards
-    ]
+    expected = [(r - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6) for _, rewards in groups for r in rewards]
     advantages_B = group_advantages(rollouts(*groups), "std")
     assert advantages_B.dtype == torch.float32
     torch.testing.assert_close(advantages_B, torch.tensor(expected), rtol=1e-6, atol=1e-7)

@@ -146,9 +146,7 @@ def test_a_complete_folder_is_re_used_and_another_setting_rebuilds_it(
 
 
 @pytest.mark.parametrize("existing", [False, True])
-def test_an_interrupted_build_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool
-) -> None:
+def test_an_interrupted_build_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool) -> None:
     folder = tmp_path / "model"
     if existing:
         build(folder, TINY)

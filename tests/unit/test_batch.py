@@ -22,9 +22,7 @@ def batch(groups: int = 7, samples: int = 3) -> TrainBatch:
             )
             n += length
     old = torch.arange(n, dtype=torch.float32)
-    return TrainBatch.build(rollouts, torch.arange(groups * samples, dtype=torch.float32)).with_old_stats(
-        old, -old
-    )
+    return TrainBatch.build(rollouts, torch.arange(groups * samples, dtype=torch.float32)).with_old_stats(old, -old)
 
 
 def test_each_epoch_sees_every_sequence_once_in_even_minibatches_of_whole_groups() -> None:
@@ -38,18 +36,14 @@ def test_each_epoch_sees_every_sequence_once_in_even_minibatches_of_whole_groups
             prompts = [r.prompt_id for r in m.rollouts]
             assert all(prompts.count(p) == 3 for p in prompts)
             assert len(set(prompts)) in (2, 3)
-    assert [m.advantages_B.tolist() for m in minibatches[:3]] != [
-        m.advantages_B.tolist() for m in minibatches[3:]
-    ]
+    assert [m.advantages_B.tolist() for m in minibatches[:3]] != [m.advantages_B.tolist() for m in minibatches[3:]]
 
 
 def test_old_statistics_travel_with_their_sequence() -> None:
     whole = batch()
     starts = dict(zip(whole.advantages_B.tolist(), whole.first_tokens, strict=True))
     for m in whole.epochs(1, 2, seed=0):
-        for advantage, first, length in zip(
-            m.advantages_B.tolist(), m.first_tokens, m.response_lengths, strict=True
-        ):
+        for advantage, first, length in zip(m.advantages_B.tolist(), m.first_tokens, m.response_lengths, strict=True):
             expected = torch.arange(starts[advantage], starts[advantage] + length, dtype=torch.float32)
             assert torch.equal(m.old_logprobs_N[first : first + length], expected)
             assert torch.equal(m.old_entropies_N[first : first + length], -expected)

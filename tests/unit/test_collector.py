@@ -40,16 +40,11 @@ class LastTokenReward:
     """score: the last token; reward: shaped away from it, so that a filter on the wrong one would show."""
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        return [
-            replace(r, score=float(r.token_ids_L[-1]), reward=0.1 * i, status="exact")
-            for i, r in enumerate(rollouts)
-        ]
+        return [replace(r, score=float(r.token_ids_L[-1]), reward=0.1 * i, status="exact") for i, r in enumerate(rollouts)]
 
 
 def collector(refills: int, filtered: bool = True) -> tuple[Collector, ScriptedEngine]:
-    cfg = RolloutConfig(
-        prompts_per_step=6, samples_per_prompt=4, max_refills=refills, filter_uniform_groups=filtered
-    )
+    cfg = RolloutConfig(prompts_per_step=6, samples_per_prompt=4, max_refills=refills, filter_uniform_groups=filtered)
     prompts = [Prompt(i, (7,), "1") for i in range(60)]
     engine = ScriptedEngine()
     return Collector(cfg, engine, LastTokenReward(), PromptStream(prompts, 0, shuffle=False), seed=1), engine

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.actor.layout import check_layout
-from tepo_megatron.config import Config, ParallelConfig, load_config, to_yaml, validate
+from tepo_megatron.config import Config, ParallelConfig
+from tepo_megatron.config_io import load_config, to_yaml, validate
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.weights.ops import Architecture
 
@@ -36,9 +37,7 @@ def test_resolved_config_loads_to_the_same(tmp_path: Path) -> None:
 
 def test_overrides_of_both_forms(tmp_path: Path) -> None:
     path = written(tmp_path, to_yaml(validate(MINIMAL)))
-    cfg = load_config(
-        path, ["--optimizer.lr", "1e-5", "--parallel.tp=2", "--name", "other", "--export_hf", "false"]
-    )
+    cfg = load_config(path, ["--optimizer.lr", "1e-5", "--parallel.tp=2", "--name", "other", "--export_hf", "false"])
     assert (cfg.optimizer.lr, cfg.parallel.tp, cfg.name, cfg.export_hf) == (1e-5, 2, "other", False)
 
 
@@ -69,7 +68,10 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             "model.attention=te needs platform=cuda",
         ),
         ({"reward": {"soft_seconds": 5}}, "hard_seconds=4.0 must exceed soft_seconds=5"),
-        ({"evaluation": {"samples": 4, "temperature": 0}}, "samples=4 at temperature=0 would all be the same"),
+        (
+            {"evaluation": {"samples": 4, "temperature": 0}},
+            "samples=4 at temperature=0 would all be the same",
+        ),
         ({"name": "a/b"}, "name='a/b' must be a plain folder name"),
     ],
 )

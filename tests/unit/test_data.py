@@ -41,9 +41,7 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
-def load(
-    path: Path, tokenizer: PreTrainedTokenizerFast, max_prompt_tokens: int = 64
-) -> tuple[list[Prompt], int]:
+def load(path: Path, tokenizer: PreTrainedTokenizerFast, max_prompt_tokens: int = 64) -> tuple[list[Prompt], int]:
     return load_prompts(path, tokenizer, "prompt", "answer", max_prompt_tokens)
 
 
@@ -79,9 +77,7 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path, tokenizer: PreTrai
     path = write(tmp_path / "d.jsonl", *rows)
     prompts, dropped = load(path, tokenizer, max_prompt_tokens=4)
     assert ([p.id for p in prompts], dropped) == ([0, 1, 4], 2)
-    with pytest.raises(
-        DataError, match=r"all 2 prompts exceed data\.max_prompt_tokens=2 \(the shortest has 3\)"
-    ):
+    with pytest.raises(DataError, match=r"all 2 prompts exceed data\.max_prompt_tokens=2 \(the shortest has 3\)"):
         load(write(tmp_path / "long.jsonl", *rows[:2]), tokenizer, max_prompt_tokens=2)
 
 
@@ -110,9 +106,7 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path, tokenizer: PreTrai
         ({"prompt": "x", "answer": "  "}, "'answer' is blank"),
     ],
 )
-def test_bad_row_is_named(
-    row: object, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_bad_row_is_named(row: object, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(tmp_path / "d.jsonl", {"prompt": "ok", "answer": "1"}, b"", row)
     with pytest.raises(DataError, match=rf"^{path}:3: .*{message}"):
         load(path, tokenizer)
@@ -135,10 +129,7 @@ def test_missing_and_empty_files(tmp_path: Path, tokenizer: PreTrainedTokenizerF
 def test_tokenizer_loads_from_its_directory(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
-    assert (
-        loaded("3+4?", add_special_tokens=False).input_ids
-        == tokenizer("3+4?", add_special_tokens=False).input_ids
-    )
+    assert loaded("3+4?", add_special_tokens=False).input_ids == tokenizer("3+4?", add_special_tokens=False).input_ids
 
 
 def test_tokenizer_errors_name_directory_and_file(tmp_path: Path) -> None:

@@ -18,9 +18,7 @@ from tepo_megatron.weights.sync import check_mismatch
 
 
 def graded(prompt: int, score: float) -> Rollout:
-    return Rollout(
-        prompt, torch.tensor([1, 2]), torch.tensor([False, True]), torch.zeros(2), 0, "stop", score=score
-    )
+    return Rollout(prompt, torch.tensor([1, 2]), torch.tensor([False, True]), torch.zeros(2), 0, "stop", score=score)
 
 
 def test_standard_error_of_single_samples_is_the_binomial_one() -> None:

@@ -14,6 +14,7 @@ ROWS = [
         "errors",
         "types",
         "config",
+        "config_io",
         "metrics",
         "seeding",
         "timing",
@@ -38,7 +39,7 @@ ROWS = [
     ["launcher", "worker", "cli"],
 ]
 BESIDE = {
-    ("types", "errors"), ("config", "errors"), ("platform", "errors"), ("parallel", "ops"), ("weights.families", "weights.ops"),
+    ("types", "errors"), ("config", "errors"), ("config_io", "config"), ("config_io", "errors"), ("platform", "errors"), ("parallel", "ops"), ("weights.families", "weights.ops"),
     ("weights.sync", "weights.gather"), ("actor", "weights.gather"), ("evaluation", "rollout"), ("report", "sinks"),
     ("driver", "step_log"), ("train", "driver"), ("train", "step_log"), ("worker", "launcher"), ("cli", "launcher"),
 }  # fmt: skip
@@ -104,18 +105,14 @@ def test_imports_point_down(path: Path) -> None:
 
 @pytest.mark.parametrize("package", OWNERS)
 def test_owners(package: str) -> None:
-    users = {
-        str(p.relative_to(PACKAGE)) for p in FILES if any(n.split(".")[0] == package for n in imports(p))
-    }
+    users = {str(p.relative_to(PACKAGE)) for p in FILES if any(n.split(".")[0] == package for n in imports(p))}
     assert users == OWNERS[package]
 
 
 def test_losses_know_neither_megatron_nor_collectives() -> None:
     for path in (PACKAGE / "losses").glob("*.py"):
         names = imports(path)
-        assert not any(
-            n.startswith(("megatron", "torch.distributed", "tepo_megatron.parallel")) for n in names
-        ), path
+        assert not any(n.startswith(("megatron", "torch.distributed", "tepo_megatron.parallel")) for n in names), path
         assert len(path.read_text().splitlines()) <= 200, path
 
 
@@ -123,13 +120,9 @@ def test_platform_alone_names_backends() -> None:
     for path in FILES:
         if "platform" not in path.parts:
             tree = ast.parse(path.read_text())
-            strings = {
-                n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
-            }
+            strings = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
             assert not strings & {"gloo", "nccl"}, path
 
 
 def test_the_vllm_plugin_never_activates_a_platform() -> None:
-    assert not any(
-        n.startswith("tepo_megatron.platform") for n in imports(PACKAGE / "rollout" / "vllm_plugin.py")
-    )
+    assert not any(n.startswith("tepo_megatron.platform") for n in imports(PACKAGE / "rollout" / "vllm_plugin.py"))

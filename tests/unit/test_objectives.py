@@ -31,11 +31,7 @@ def naive(objective: Objective, sequences: list[dict], logprob: torch.Tensor) ->
         mean_x = sum(x) / n
         for t in range(n):
             log_r = mean_x if objective.ratio == "sequence" else x[t]
-            r = (
-                torch.exp(log_r)
-                if abs(log_r.item()) <= 20
-                else number(math.exp(math.copysign(20, log_r.item())))
-            )
+            r = torch.exp(log_r) if abs(log_r.item()) <= 20 else number(math.exp(math.copysign(20, log_r.item())))
             low, high = 1 - objective.clip_low, 1 + objective.clip_high
             bounded = r if low <= r.item() <= high else number(min(max(r.item(), low), high))
             if objective.surrogate == "clip":
@@ -105,9 +101,7 @@ def inputs_of(sequences: list[dict], dtype: torch.dtype) -> LossInputs:
 
 def ours(objective: Objective, sequences: list[dict], logprob: torch.Tensor, dtype: torch.dtype):
     x = logprob.detach().to(dtype, copy=True).requires_grad_()
-    out = objective(
-        TokenStats(x, torch.cat([s["entropy"] for s in sequences]).to(dtype)), inputs_of(sequences, dtype)
-    )
+    out = objective(TokenStats(x, torch.cat([s["entropy"] for s in sequences]).to(dtype)), inputs_of(sequences, dtype))
     out.loss.backward()
     return out, x.grad
 

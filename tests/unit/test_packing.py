@@ -18,9 +18,7 @@ LENGTHS = st.lists(st.integers(2, 60), min_size=0, max_size=40)
     multiple=st.integers(1, 3),
     cp=st.sampled_from([1, 2, 4]),
 )
-def test_plan_holds_every_sequence_once(
-    lengths: list[int], dp: int, budget: int, multiple: int, cp: int
-) -> None:
+def test_plan_holds_every_sequence_once(lengths: list[int], dp: int, budget: int, multiple: int, cp: int) -> None:
     alignment = Alignment(cp=cp)
     plan = plan_microbatches(lengths, dp, budget, alignment, multiple)
     assert sorted(i for rank in plan for m in rank for i in m) == list(range(len(lengths)))
@@ -50,9 +48,7 @@ def test_too_long_a_sequence_is_refused() -> None:
     total=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 100),
 )
-def test_packing_keeps_every_response_token(
-    shapes: list[tuple[int, int]], cp: int, total: int, seed: int
-) -> None:
+def test_packing_keeps_every_response_token(shapes: list[tuple[int, int]], cp: int, total: int, seed: int) -> None:
     """Over the context-parallel ranks each response token is one row, whose position precedes it in its own sequence."""
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(1, 1000, (p + r,), generator=generator) for p, r in shapes]
@@ -86,8 +82,4 @@ def test_several_turns_in_one_sequence() -> None:
     """A mask with gaps (tool output between two turns) keeps each response token's place."""
     ids, mask = torch.tensor([5, 6, 7, 8, 9, 10]), torch.tensor([False, True, False, False, True, True])
     m = pack([ids], [mask], [100], [0], Alignment(), 0)
-    assert (
-        m.labels_R.tolist() == [6, 9, 10]
-        and m.token_R.tolist() == [100, 101, 102]
-        and m.rows_R.tolist() == [0, 3, 4]
-    )
+    assert m.labels_R.tolist() == [6, 9, 10] and m.token_R.tolist() == [100, 101, 102] and m.rows_R.tolist() == [0, 3, 4]

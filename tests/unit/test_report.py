@@ -11,7 +11,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from tepo_megatron import report
-from tepo_megatron.config import Config, load_config, to_yaml, validate
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import load_config, to_yaml, validate
 from tepo_megatron.errors import DataError
 from tepo_megatron.report import Curves, Summary, write_report
 from tepo_megatron.sinks import COLUMNS, read_metrics
@@ -38,9 +39,7 @@ def write_run(folder: Path, records: list[dict[str, Any]], **settings: Any) -> C
 
 
 def records(steps: int) -> list[dict[str, Any]]:
-    return [
-        {"step": s} | {c.key: 0.1 * i + 0.01 * s for i, c in enumerate(COLUMNS)} for s in range(1, steps + 1)
-    ]
+    return [{"step": s} | {c.key: 0.1 * i + 0.01 * s for i, c in enumerate(COLUMNS)} for s in range(1, steps + 1)]
 
 
 def drawn(folder: Path, summary: Summary | None = None) -> Figure:

@@ -287,9 +287,7 @@ def test_too_little_memory_is_an_error() -> None:
     ],
     ids=["does not import", "reads nothing"],
 )
-def test_broken_math_verify_is_an_error(
-    module: str, last_words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_math_verify_is_an_error(module: str, last_words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "math_verify.py").write_text(module)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with (

@@ -23,9 +23,7 @@ RECORD = {column.key: 0.5 for column in COLUMNS} | {"rollout/kept_groups": 12, "
 def test_records_read_back_as_written(tmp_path: Path) -> None:
     with RunLog(tmp_path, LoggingConfig(), steps=2) as log:
         log.write(1, RECORD)
-        log.write(
-            2, RECORD | {"loss/kl": None, "tepo/ratio_p99": float("nan"), "actor/grad_norm": float("inf")}
-        )
+        log.write(2, RECORD | {"loss/kl": None, "tepo/ratio_p99": float("nan"), "actor/grad_norm": float("inf")})
     first, second = read_metrics(tmp_path)
     assert first == {"step": 1, **RECORD}
     assert second == {

@@ -7,16 +7,12 @@ from tepo_megatron.ops import vocab_parallel
 from tepo_megatron.ops.vocab_parallel import token_stats
 
 
-def reference(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab_size: int
-) -> tuple[torch.Tensor, ...]:
+def reference(logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab_size: int) -> tuple[torch.Tensor, ...]:
     logp = torch.log_softmax(logits.double()[:, :vocab_size] / temperature, dim=-1)
     return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-def both(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab_size: int
-) -> tuple[list[torch.Tensor], ...]:
+def both(logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab_size: int) -> tuple[list[torch.Tensor], ...]:
     """(values and the gradient of a random mix of them) of ours and of the reference."""
     mix = torch.randn(2, logits.size(0), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     out = []

@@ -36,9 +36,7 @@ def read_config(model_path: str | Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except OSError:
-        raise CheckpointError(
-            f"{path}: not found; model.path must be a Hugging Face model directory"
-        ) from None
+        raise CheckpointError(f"{path}: not found; model.path must be a Hugging Face model directory") from None
     except ValueError as e:
         raise CheckpointError(f"{path}: not valid JSON ({e}); copy the model directory again") from None
 
@@ -50,7 +48,5 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
     families = {"Qwen3ForCausalLM": qwen3.FAMILY}
     name = (hf_config.get("architectures") or ["(none)"])[0]
     if name not in families:
-        raise ConversionError(
-            f"config.json: architecture {name} is not supported; known: {', '.join(families)}"
-        )
+        raise ConversionError(f"config.json: architecture {name} is not supported; known: {', '.join(families)}")
     return families[name]

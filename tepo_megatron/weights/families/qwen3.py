@@ -23,13 +23,9 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
     """Read a Qwen3 config.json. Raises ConversionError naming the field that is not supported."""
     for field, value in _REQUIRED.items():
         if hf.get(field, value) != value:
-            raise ConversionError(
-                f"config.json: {field}={hf[field]!r} is not supported for Qwen3; only {value!r} is"
-            )
+            raise ConversionError(f"config.json: {field}={hf[field]!r} is not supported for Qwen3; only {value!r} is")
     if any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
-        raise ConversionError(
-            "config.json: layer_types holds others than full_attention, which is not supported for Qwen3"
-        )
+        raise ConversionError("config.json: layer_types holds others than full_attention, which is not supported for Qwen3")
     return Architecture(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
@@ -50,9 +46,7 @@ def _rotary_base(hf: Mapping[str, Any]) -> float:
     """transformers 5 keeps theta inside `rope_parameters`; earlier files have `rope_theta` at the top."""
     rope = hf.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
-        raise ConversionError(
-            f"config.json: rope_parameters.rope_type={rope['rope_type']!r} is not supported for Qwen3"
-        )
+        raise ConversionError(f"config.json: rope_parameters.rope_type={rope['rope_type']!r} is not supported for Qwen3")
     theta = rope.get("rope_theta", hf.get("rope_theta"))
     if theta is None:
         raise ConversionError("config.json: neither rope_theta nor rope_parameters.rope_theta is given")
@@ -74,15 +68,9 @@ FAMILY = Family(
             tuple(_HF + f"self_attn.{x}_proj.weight" for x in "qkv"),
             FusedQKV(),
         ),
-        Row(
-            _MEGATRON + "self_attention.q_layernorm.weight", (_HF + "self_attn.q_norm.weight",), Replicated()
-        ),
-        Row(
-            _MEGATRON + "self_attention.k_layernorm.weight", (_HF + "self_attn.k_norm.weight",), Replicated()
-        ),
-        Row(
-            _MEGATRON + "self_attention.linear_proj.weight", (_HF + "self_attn.o_proj.weight",), Split(dim=1)
-        ),
+        Row(_MEGATRON + "self_attention.q_layernorm.weight", (_HF + "self_attn.q_norm.weight",), Replicated()),
+        Row(_MEGATRON + "self_attention.k_layernorm.weight", (_HF + "self_attn.k_norm.weight",), Replicated()),
+        Row(_MEGATRON + "self_attention.linear_proj.weight", (_HF + "self_attn.o_proj.weight",), Split(dim=1)),
         Row(_MEGATRON + "pre_mlp_layernorm.weight", (_HF + "post_attention_layernorm.weight",), Replicated()),
         Row(
             _MEGATRON + "mlp.linear_fc1.weight",
