@@ -8,11 +8,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tepo_megatron import __version__
-from tepo_megatron.config import Config
-from tepo_megatron.config_io import load_config, to_yaml
 from tepo_megatron.errors import ConfigError, TepoError
+
+if TYPE_CHECKING:  # everything heavy is imported where an interrupt is already told in one line
+    from tepo_megatron.config import Config
 
 # What a run directory can hold: `overwrite` removes these and nothing else.
 _OF_A_RUN = (
@@ -20,7 +22,7 @@ _OF_A_RUN = (
     "metrics.jsonl",
     "summary.json",
     "log.txt",
-    "vllm.log",
+    "server.log",
     "report.png",
     "hf",
     "hf.partial",
@@ -57,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(config_path: str, overrides: list[str]) -> int:
     """`tepo train CONFIG [--key value ...]`."""
+    from tepo_megatron.config_io import load_config
     from tepo_megatron.launcher import RanksFailed, inside_torchrun, launch, run_rank
 
     cfg = load_config(config_path, overrides)
@@ -90,17 +93,23 @@ def preflight(cfg: Config) -> None:
 
 
 def prepare_run_dir(cfg: Config) -> Path:
-    """Create output/name with the resolved config.yaml; returns its path. Raises ConfigError if a run is there already."""
-    if (cfg.run_dir / "config.yaml").exists():
-        if not cfg.overwrite:
-            raise ConfigError(f"{cfg.run_dir} holds a run already; choose another `name`, or replace it with --overwrite true")
-        for name in _OF_A_RUN:
-            path = cfg.run_dir / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+    """Create output/name with the resolved config.yaml; returns its path.
+
+    A directory holds a run from its first line of metrics on; what a start that failed before left there is replaced. Raises
+    ConfigError if a run is there already and `overwrite` is false.
+    """
+    from tepo_megatron.config_io import to_yaml
+
+    metrics = cfg.run_dir / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size and not cfg.overwrite:
+        raise ConfigError(f"{cfg.run_dir} holds a run already; choose another `name`, or replace it with --overwrite true")
+    for name in _OF_A_RUN:
+        path = cfg.run_dir / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
-    path = cfg.run_dir / "config.yaml"
-    path.write_text(to_yaml(cfg))
-    return path
+    resolved = cfg.run_dir / "config.yaml"
+    resolved.write_text(to_yaml(cfg))
+    return resolved

@@ -1,11 +1,12 @@
 """The one config tree. Every default and every check across fields lives here.
 
-How a config is read and how its errors are told: `config_io.py`. What depends on the model (does tp divide its heads?) is checked
-in `actor/layout.py`, what depends on the table of objectives in `losses/`; both before any process is started.
+How a config is read and how its errors are told: `config_io.py`. What depends on the model (does tp divide its heads?) is
+checked in `actor/layout.py`, what depends on the table of objectives in `losses/`; both before any process is started.
 """
 
 from __future__ import annotations
 
+import re
 import typing
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,13 +20,15 @@ T = typing.TypeVar("T")
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
 def config(cls: type[T]) -> type[T]:
     """A section of the config: keyword-only, frozen, validated, unknown keys refused."""
-    return typing.cast(type[T], dataclass(config=ConfigDict(extra="forbid"), kw_only=True, frozen=True)(cls))
+    return typing.cast(
+        type[T], dataclass(config=ConfigDict(extra="forbid", coerce_numbers_to_str=True), kw_only=True, frozen=True)(cls)
+    )
 
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: `true` is no number
+NonNegative = Annotated[int, Field(ge=0, strict=True)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @config
@@ -85,7 +88,7 @@ class ServerConfig:
     ready_seconds: PositiveFloat = 300.0
     request_seconds: PositiveFloat = 1800.0
     concurrency: Positive = 64  # requests under way at once
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    precision: Literal["fp32", "bf16"] | None = None  # None: as model.precision
     kv_cache_gib: PositiveFloat | None = None  # platform cpu: size of the KV cache; None leaves it to the engine
     extra_args: list[str] = Field(default_factory=list)  # passed to the engine's own command line
 
@@ -122,7 +125,7 @@ class RewardConfig:
 
 @config
 class AdvantageConfig:
-    """baseline: group mean; scale: divide by the group's standard deviation (ddof 1) or not."""
+    """Rewards relative to the group's mean. scale: divided by the group's standard deviation (ddof 1), or not."""
 
     scale: Literal["std", "none"] = "std"
 
@@ -161,7 +164,7 @@ class TrainingConfig:
     """steps: rollout batches. Each is split into minibatches of `minibatch_prompts` groups and seen `epochs` times."""
 
     steps: Positive = 72
-    epochs: Positive = 1
+    epochs: Positive = 2
     minibatch_prompts: Positive = 16
     max_tokens_per_microbatch: Positive = 16384  # packed tokens of one forward pass, over all context-parallel ranks
 
@@ -221,18 +224,27 @@ class Config:
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
-        if not self.name or "/" in self.name:
-            raise ValueError(f"name={self.name!r} must be a plain folder name")
+        if not re.fullmatch(r"\w[\w.+-]*", self.name):
+            raise ValueError(f"name={self.name!r} must be a plain folder name: letters, digits and . _ + -")
+        if self.evaluation.every and self.data.eval is None:
+            raise ValueError(f"evaluation.every={self.evaluation.every} needs data.eval; give it a file or set every to 0")
+        server = self.rollout.server
+        longest_wait = max(server.ready_seconds, server.request_seconds)
+        if self.parallel.timeout_seconds <= longest_wait:
+            raise ValueError(
+                f"parallel.timeout_seconds={self.parallel.timeout_seconds:g} must exceed rollout.server.ready_seconds and "
+                f"request_seconds (up to {longest_wait:g}): the ranks wait for rank 0 while it waits for the server"
+            )
         if self.training.minibatch_prompts > self.rollout.prompts_per_step:
             raise ValueError(
                 f"training.minibatch_prompts={self.training.minibatch_prompts} exceeds "
                 f"rollout.prompts_per_step={self.rollout.prompts_per_step}; lower the first or raise the second"
             )
-        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-        if longest > self.training.max_tokens_per_microbatch:
+        sequence = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        if sequence > self.training.max_tokens_per_microbatch:
             raise ValueError(
                 f"training.max_tokens_per_microbatch={self.training.max_tokens_per_microbatch} cannot hold one sequence of "
-                f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens; raise it to at least that"
+                f"data.max_prompt_tokens + rollout.max_response_tokens = {sequence} tokens; raise it to at least that"
             )
         if self.rollout.filter_uniform_groups and self.rollout.samples_per_prompt == 1:
             raise ValueError(

@@ -62,19 +62,8 @@ def parse_overrides(words: list[str]) -> list[tuple[str, Any]]:
             if not rest:
                 raise ConfigError(f"--{key}: the value is missing")
             text = rest.pop(0)
-        pairs.append((key, _scalar(text)))
+        pairs.append((key, yaml.safe_load(text)))
     return pairs
-
-
-def _scalar(text: str) -> Any:
-    """YAML's reading of a value, and 1e-5 as the number that every user means."""
-    value = yaml.safe_load(text)
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    return value
 
 
 def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 from tepo_megatron.config import Config
 from tepo_megatron.data import PromptStream, load_prompts, load_tokenizer
+from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation import Accuracy, evaluate
 from tepo_megatron.metrics import Metrics
 from tepo_megatron.parallel import Groups
@@ -23,14 +23,21 @@ from tepo_megatron.step_log import StepLog
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
+SERVER_LOG = "server.log"
+
+EngineFactory = Callable[[Config], RolloutEngine]
+
 
 class Driver:
     """The stand-in on ranks other than 0."""
 
     @staticmethod
     @contextlib.contextmanager
-    def open(cfg: Config, groups: Groups) -> Iterator[Driver]:
-        """The driver of this rank; on rank 0 the engine starts loading at once, while the actor is built."""
+    def open(cfg: Config, groups: Groups, make_engine: EngineFactory | None = None) -> Iterator[Driver]:
+        """The driver of this rank; on rank 0 the engine starts loading at once, while the actor is built.
+
+        make_engine: instead of the engine that the config names. Raises DataError before anything is started.
+        """
         if not groups.is_main:
             yield Driver()
             return
@@ -41,16 +48,25 @@ class Driver:
             return load_prompts(path, tokenizer, data.prompt_key, data.answer_key, data.max_prompt_tokens)
 
         train, dropped = read(data.train)
-        held_out = read(data.eval)[0][: cfg.evaluation.max_problems] if data.eval else []
+        held_out, dropped_held_out = read(data.eval) if data.eval else ([], 0)
+        if len(train) < cfg.rollout.prompts_per_step:
+            raise DataError(
+                f"{data.train} has {len(train)} usable prompts, fewer than rollout.prompts_per_step="
+                f"{cfg.rollout.prompts_per_step}; lower that or add prompts"
+            )
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(RunLog(cfg.run_dir, cfg.logging, cfg.training.steps))
-            log.message(f"{len(train)} prompts ({dropped} dropped: over data.max_prompt_tokens={data.max_prompt_tokens})")
-            engine = stack.enter_context(_engine(cfg))
+            log.message(
+                f"{cfg.objective.name} on {cfg.parallel.world_size} {cfg.platform} ranks: {len(train)} prompts ({dropped} dropped, "
+                f"over data.max_prompt_tokens={data.max_prompt_tokens}), {len(held_out)} to evaluate on ({dropped_held_out} dropped)"
+            )
+            log.message(f"starting {cfg.rollout.engine}; its log: {cfg.run_dir / SERVER_LOG}")
+            engine = stack.enter_context((make_engine or _vllm)(cfg))
             engine.start()
             reward = stack.enter_context(build_reward(cfg.reward, lambda ids: tokenizer.decode(ids, skip_special_tokens=True)))
             prompts = PromptStream(train, cfg.seed, data.shuffle)
             collector = Collector(cfg.rollout, engine, reward, prompts, cfg.seed)
-            yield MainDriver(cfg, collector, held_out, log)
+            yield MainDriver(cfg, collector, held_out[: cfg.evaluation.max_problems], log)
 
     def engine_when_ready(self) -> RolloutEngine | None:
         """The engine, once it serves."""
@@ -78,7 +94,9 @@ class MainDriver(Driver):
         self._cfg, self._collector, self._held_out, self._log = cfg, collector, held_out, log
 
     def engine_when_ready(self) -> RolloutEngine:
+        waiting = Clock()
         self._collector.engine.wait_ready()
+        self._log.message(f"actor built; {self._cfg.rollout.engine} ready after {waiting.total:.0f} s more")
         return self._collector.engine
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
@@ -117,12 +135,13 @@ class MainDriver(Driver):
         self._log.message(f"{self._cfg.training.steps} steps in {seconds:.0f} s; curves: {picture}")
 
 
-def _engine(cfg: Config) -> VllmEngine:
+def _vllm(cfg: Config) -> RolloutEngine:
     return VllmEngine(
         cfg.rollout,
         model_path=cfg.model.path,
         max_model_len=cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens,
         platform=cfg.platform,
-        log_path=Path(cfg.run_dir) / "vllm.log",
+        precision=cfg.rollout.server.precision or cfg.model.precision,
+        log_path=cfg.run_dir / SERVER_LOG,
         seed=cfg.seed,
     )

@@ -13,14 +13,20 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tepo_megatron.config import Config
 from tepo_megatron.errors import TepoError
 from tepo_megatron.processes import die_with_parent
 from tepo_megatron.quiet import quiet_upstream
 
+if TYPE_CHECKING:
+    from tepo_megatron.driver import EngineFactory
+
 # The agent's name for the file in which a rank leaves its last words.
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# Our launcher's process id, for the ranks that it starts.
+_LAUNCHER = "TEPO_LAUNCHER_PID"
 
 
 class RanksFailed(TepoError, RuntimeError):
@@ -32,8 +38,8 @@ def inside_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(cfg: Config, config_path: Path) -> None:
-    """Run `python -m tepo_megatron.worker config_path` once per rank and wait.
+def launch(cfg: Config, config_path: Path, worker: str = "tepo_megatron.worker") -> None:
+    """Run `python -m WORKER config_path` once per rank and wait.
 
     Raises RanksFailed with the first failure; KeyboardInterrupt when a signal ended the launcher. In both cases all ranks are
     gone when it raises, and their servers and graders end with them (they ask the kernel for it).
@@ -44,6 +50,7 @@ def launch(cfg: Config, config_path: Path) -> None:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")  # then SIGKILL
+    os.environ[_LAUNCHER] = str(os.getpid())
     if cfg.platform == "cpu":
         # one thread a rank; threads that wait must not spin while the server works on the same cores
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -60,22 +67,23 @@ def launch(cfg: Config, config_path: Path) -> None:
         local_addr="localhost",
     )
     try:
-        elastic_launch(agent, sys.executable)("-m", "tepo_megatron.worker", str(config_path))
+        elastic_launch(agent, sys.executable)("-m", worker, str(config_path))
     except ChildFailedError as e:
         raise RanksFailed(_first_failure(e)) from None
     except SignalException as e:
         raise KeyboardInterrupt(f"signal {e.sigval.name}") from None
 
 
-def run_rank(cfg: Config) -> int:
-    """Train as this process's rank; returns the exit status.
+def run_rank(cfg: Config, make_engine: EngineFactory | None = None) -> int:
+    """Train as this process's rank; returns the exit status. make_engine: instead of the config's engine.
 
     SIGINT and SIGTERM end a rank at once: it may sit in a collective that no Python handler can interrupt, and everything it
     leaves behind is written whole or not at all.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    die_with_parent()
+    if _LAUNCHER in os.environ:
+        die_with_parent(int(os.environ[_LAUNCHER]))
     quiet_upstream()
     # one hardware queue: kernels start in the order in which Megatron-Core's overlap of tp communication needs them
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -85,7 +93,7 @@ def run_rank(cfg: Config) -> int:
         platform = activate(cfg.platform)
         from tepo_megatron.train import train  # imports Megatron-Core, which the platform must come before
 
-        train(cfg, platform)
+        train(cfg, platform, make_engine)
     except TepoError as e:
         _leave_last_words(str(e), expected=True)
         return 1

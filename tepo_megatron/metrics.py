@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-
-from torch import Tensor
 
 Pair = tuple[float, float]
 
@@ -24,11 +21,6 @@ class Metrics:
         """Add one contribution."""
         n, d = self._pairs.get(name, (0.0, 0.0))
         self._pairs[name] = (n + float(numerator), d + float(denominator))
-
-    def update(self, pairs: Mapping[str, tuple[float, float] | tuple[Tensor, Tensor]]) -> None:
-        """Add several contributions; tensors are read here, once."""
-        for name, (n, d) in pairs.items():
-            self.add(name, float(n), float(d))
 
     def means(self) -> dict[str, float | None]:
         """name -> numerator / denominator; None where nothing was counted or the value is not finite (JSON has no NaN)."""

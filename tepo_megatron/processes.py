@@ -1,4 +1,4 @@
-"""Processes that never outlive the one that needs them (Linux)."""
+"""Processes that never outlive the one that needs them (Linux). Imports nothing heavy: workers and guards start with it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import ctypes
 import os
 import signal
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with_parent(signum: signal.Signals = signal.SIGTERM) -> None:
+def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGTERM) -> None:
     """Ask the kernel to send `signum` to this process when the thread that started it ends, however it ends.
 
-    Fit for a preexec_fn. If the parent is gone already, the process ends here.
+    parent_pid: who started it, by its own account: if that process is gone already, or was gone when this one first looked, it
+    ends here, with status 1. Fit for a preexec_fn. Raises OSError.
     """
-    parent = os.getppid()
     if _libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
         os._exit(1)

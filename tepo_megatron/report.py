@@ -254,8 +254,8 @@ def _read_summary(path: Path) -> Summary | None:
         return None
     try:
         row = json.loads(path.read_text())
-        errors = row["standard_error"]
-        evaluations = [(row[f"accuracy_{when}"], errors[when]) for when in ("before", "after")] if errors else []
+        measured = [when for when in ("before", "after") if row[f"accuracy_{when}"] is not None]
+        evaluations = [(row[f"accuracy_{when}"], row["standard_error"][when] or 0.0) for when in measured]
         return Summary(row["steps"], row["seconds"], evaluations)
     except (json.JSONDecodeError, KeyError, TypeError) as e:
         raise DataError(f"{path}: not the summary of a run ({e!r}); remove it to draw the curves alone") from None

@@ -54,6 +54,7 @@ COLUMNS = (
     Column("w p99", "tepo/ratio_p99", 6, ".3f"),
     Column("mask", "tepo/kl_mask_share", 5, ".3f"),
     Column("grad", "actor/grad_norm", 6, ".2f"),
+    Column("groups", "rollout/kept_groups", 6, ".0f"),
     Column("length", "rollout/response_tokens_mean", 6, ".1f"),
     Column("|dlogp|", "rollout/logprob_diff_mean", 7, ".1e"),
     Column("max", "rollout/logprob_diff_max", 7, ".1e"),

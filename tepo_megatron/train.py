@@ -10,7 +10,7 @@ from tepo_megatron import parallel
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.advantages import group_advantages
 from tepo_megatron.config import Config
-from tepo_megatron.driver import Driver
+from tepo_megatron.driver import Driver, EngineFactory
 from tepo_megatron.losses import build_objective
 from tepo_megatron.platform import Platform
 from tepo_megatron.seeding import derive_seed
@@ -20,41 +20,43 @@ from tepo_megatron.types import TrainBatch
 from tepo_megatron.weights.sync import WeightSync, check_mismatch
 
 
-def train(cfg: Config, platform: Platform) -> None:
-    """One run: `cfg.training.steps` rollout batches, each sampled, graded and learned from, with weights sent after each."""
+def train(cfg: Config, platform: Platform, make_engine: EngineFactory | None = None) -> None:
+    """One run: `cfg.training.steps` rollout batches, each sampled, graded and learned from, with weights sent after each.
+
+    make_engine: instead of the engine that the config names.
+    """
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
-    with Driver.open(cfg, groups) as driver:
+    with Driver.open(cfg, groups, make_engine) as driver:
         actor = Actor(cfg, groups)
         objective = build_objective(cfg.objective)
-        sync = WeightSync(cfg.sync, actor.bindings, actor.arch, groups, driver.engine_when_ready())
-        run_clock = Clock()
-        sync.push(version=0)
-        before = driver.evaluate(step=0)
+        with WeightSync(cfg.sync, actor.bindings, actor.arch, groups, driver.engine_when_ready()) as sync:
+            run_clock = Clock()
+            sync.push(version=0)
+            before = driver.evaluate(step=0)
 
-        for step in range(1, cfg.training.steps + 1):
-            clock, log = Clock(), StepLog()
-            rollouts = log.receive(_share(driver.collect(step, clock)))
-            if rollouts:
-                batch = TrainBatch.build(rollouts, group_advantages(rollouts, cfg.advantage.scale))
-                with clock.phase("old_stats"):
-                    batch = actor.attach_old_stats(batch)
-                    check_mismatch(log.mismatch(actor.mismatch(batch)), version=step - 1, cfg=cfg.sync)
-                with clock.phase("update"):
-                    actor.start_step()
-                    shuffle = derive_seed(cfg.seed, "minibatches", step)
-                    for minibatch in batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, shuffle):
-                        log.add(actor.update(minibatch, objective))
-            with clock.phase("sync"):
-                sync.push(version=step)
-            driver.log_step(step, log, clock)
-            if cfg.evaluation.every and step % cfg.evaluation.every == 0 and step < cfg.training.steps:
-                driver.evaluate(step)
+            for step in range(1, cfg.training.steps + 1):
+                clock, log = Clock(), StepLog()
+                rollouts = log.receive(_share(driver.collect(step, clock)))
+                if rollouts:
+                    batch = TrainBatch.build(rollouts, group_advantages(rollouts, cfg.advantage.scale))
+                    with clock.phase("old_stats"):
+                        batch = actor.attach_old_stats(batch)
+                        check_mismatch(log.mismatch(actor.mismatch(batch)), version=step - 1, cfg=cfg.sync)
+                    with clock.phase("update"):
+                        actor.start_step(step)
+                        shuffle = derive_seed(cfg.seed, "minibatches", step)
+                        for minibatch in batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, shuffle):
+                            log.add(actor.update(minibatch, objective))
+                with clock.phase("sync"):
+                    sync.push(version=step)
+                driver.log_step(step, log, clock)
+                if cfg.evaluation.every and step % cfg.evaluation.every == 0 and step < cfg.training.steps:
+                    driver.evaluate(step)
 
-        after = driver.evaluate(step=cfg.training.steps)
+            after = driver.evaluate(step=cfg.training.steps)
+        driver.finish(before, after, run_clock.total)
         if cfg.export_hf:
             actor.export_hf(cfg.run_dir / "hf")
-        driver.finish(before, after, run_clock.total)
-        sync.close()
     parallel.shutdown()
 
 

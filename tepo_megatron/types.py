@@ -137,11 +137,6 @@ class TrainBatch:
         return sum(self.response_lengths)
 
     @cached_property
-    def sequence_N(self) -> Tensor:
-        """int64: the sequence of each response token."""
-        return torch.repeat_interleave(torch.tensor(self.response_lengths, dtype=torch.int64))
-
-    @cached_property
     def rollout_logprobs_N(self) -> Tensor:
         """fp32 nats: the engine's log-probs of the response tokens."""
         return torch.cat([r.rollout_logprobs_L[r.response_mask_L] for r in self.rollouts])

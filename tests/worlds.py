@@ -54,6 +54,7 @@ def run_world(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60
 
 
 def _fork(rank: int, size: int, door: socket.socket, folder: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -62,7 +63,7 @@ def _fork(rank: int, size: int, door: socket.socket, folder: Path, fn: Callable[
     try:
         torch.set_num_threads(1)  # before any operator: the parent's thread pool did not survive the fork
         os.setpgid(0, 0)
-        die_with_parent(signal.SIGKILL)
+        die_with_parent(parent, signal.SIGKILL)
         faulthandler.register(signal.SIGUSR1, file=_stack(folder, rank).open("w"))
         store = _join_rendezvous(rank, size, door)
         _write(_result(folder, rank), pickle.dumps(fn(rank, *args)))

@@ -64,7 +64,7 @@ def distinct_problems(rng: random.Random, count: int, taken: Collection[str] = (
 
 
 def hasty_demonstration(rng: random.Random, problem: Problem, share: float) -> str:
-    """The target of an impatient teacher: with probability `share` a guess near the answer without any work, else the solution."""
+    """The target of an impatient teacher: with probability `share` an unworked guess near the answer, else the solution."""
     if rng.random() >= share:
         return problem.solution
     guess = max(0, problem.answer + rng.randint(-LARGEST_GUESS_ERROR, LARGEST_GUESS_ERROR))

@@ -72,6 +72,7 @@ class Actor:
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         self._schedule = Schedule(self.chunks, rows, groups)
+        self._step = 0
         self._alignment = Alignment(cp=groups.cp.size, total=groups.tp.size if cfg.parallel.sequence_parallel else 1)
 
     def attach_old_stats(self, batch: TrainBatch) -> TrainBatch:
@@ -106,8 +107,9 @@ class Actor:
             "actor/entropy": entropy,
         }
 
-    def start_step(self) -> None:
-        """Advance the learning-rate schedule by one rollout batch; called before its first update."""
+    def start_step(self, step: int) -> None:
+        """Advance the learning-rate schedule by one rollout batch, the run's `step`-th; called before its first update."""
+        self._step = step
         self.scheduler.step(increment=1)
 
     def update(self, batch: TrainBatch, objective: Objective) -> UpdateResult:
@@ -120,13 +122,13 @@ class Actor:
         loss, _ = result.metrics["loss/total"]
         if not math.isfinite(loss):
             raise NumericalError(
-                f"loss is {loss} in update {batch.update} of this rollout batch; no weight was changed by it. Lower optimizer.lr, "
+                f"loss is {loss} in step {self._step}, update {batch.update}; no weight was changed by it. Lower optimizer.lr, "
                 f"or look for infinite rewards"
             )
         _, grad_norm, _ = self.optimizer.step()
         if not math.isfinite(grad_norm):
             raise NumericalError(
-                f"gradient norm is {grad_norm} in update {batch.update} of this rollout batch; lower optimizer.lr"
+                f"gradient norm is {grad_norm} in step {self._step}, update {batch.update}; lower optimizer.lr"
             )
         result.metrics["actor/grad_norm"] = (float(grad_norm), 1.0)
         return result
@@ -192,6 +194,7 @@ class Actor:
     def _reduce(self, tally: _Tally, objective: Objective, batch: TrainBatch) -> UpdateResult:
         """Sum the tally over dp x cp and tell every stage. Collectives: one all-reduce, one broadcast over pp."""
         names = objective.metric_names
+        assert tally.pairs.keys() <= set(names), f"metrics {tally.pairs.keys()} are not all in metric_names {names}"
         zero = torch.zeros(2, dtype=torch.float64, device=self.groups.device)
         flat = torch.cat([*(tally.pairs.get(name, zero) for name in names), tally.ratio_B])
         if self.groups.is_last_stage:

@@ -15,8 +15,8 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
         ("ffn_size", arch.ffn_size),
     ):
         if size % parallel.tp:
-            common = [n for n in divisors(size) if arch.num_query_groups % n == 0]
-            raise ConfigError(f"parallel.tp={parallel.tp} does not divide {name}={size}; use {_either(common)}")
+            fits = [n for n in divisors(arch.num_query_groups) if arch.num_heads % n == 0 and arch.ffn_size % n == 0]
+            raise ConfigError(f"parallel.tp={parallel.tp} does not divide {name}={size}; use {_either(fits)}")
     stages = parallel.pp * parallel.vpp
     if arch.num_layers % stages:
         key = "parallel.pp" if parallel.vpp == 1 else "parallel.pp * parallel.vpp"

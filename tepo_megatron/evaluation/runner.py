@@ -15,15 +15,16 @@ from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 @dataclass(frozen=True)
 class Accuracy:
-    """mean: of the problems' means, in [0, 1]; standard_error: clustered by problem; problems, samples: counted."""
+    """mean: of the problems' means, in [0, 1]; standard_error: clustered by problem, None for a single one; samples: per problem."""
 
     mean: float
-    standard_error: float
+    standard_error: float | None
     problems: int
     samples: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} ± {self.standard_error:.3f} ({self.problems} problems x {self.samples} samples)"
+        error = "" if self.standard_error is None else f" ± {self.standard_error:.3f}"
+        return f"{self.mean:.3f}{error} ({self.problems} problems x {self.samples} samples)"
 
 
 def evaluate(engine: RolloutEngine, reward: Reward, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> Accuracy:
@@ -38,5 +39,5 @@ def accuracy(rollouts: Sequence[Rollout]) -> Accuracy:
     """
     groups = [[r.score for r in g] for _, g in itertools.groupby(rollouts, key=lambda r: r.prompt_id)]
     means = [statistics.fmean(g) for g in groups]
-    error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan
+    error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
     return Accuracy(statistics.fmean(means), error, len(groups), len(rollouts) // len(groups))

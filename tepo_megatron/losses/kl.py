@@ -1,6 +1,6 @@
 """KL penalties towards another policy: estimators per token, and masks that say which tokens bear them.
 
-An estimator is a function of x_R = l - l_other (nats). A mask is a function (advantage_R, entropy_change_R, tolerance) -> bool_R.
+An estimator is a function of x_R = l - l_other (nats), a mask one of (advantage_R, entropy_change_R, tolerance) -> bool_R.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def token_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bool)
 
 
 def sequence_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bool) -> Tensor:
-    """w_i = exp(sum_t (l_t - l_old_t) / |y_i|), the geometric mean of the token ratios (Section 3.3.1; Algorithm 1, lines 9-13).
+    """w_i = exp(sum_t (l_t - l_old_t) / |y_i|), the geometric mean of the token ratios (Section 3.3.1; Algorithm 1, line 11).
 
     Gradient: that of the formula. Unclipped and with a constant A it is dJ/dl_t = w_i A / D for every token t of the
     sequence; line 21 of Algorithm 1 prints it without the sum over the tokens whose loss w_i enters, and so with a

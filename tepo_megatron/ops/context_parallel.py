@@ -2,8 +2,7 @@
 
 A sequence is cut into 2 cp chunks of equal length; rank r holds chunks r and 2 cp - 1 - r, in this order. An early chunk, which
 attends to little, travels with a late one, so causal attention costs every rank the same. Packed sequences are cut one by one.
-Pure functions; nothing here communicates. All are differentiable in the tensors that they move.
-"""
+Pure functions; nothing here communicates."""
 
 from __future__ import annotations
 
@@ -16,18 +15,6 @@ from torch import Tensor
 def zigzag_chunks(cp_size: int, cp_rank: int) -> tuple[int, ...]:
     """The chunks of a rank, out of 2 cp_size; without context parallelism (cp_size 1) the sequence is one chunk."""
     return (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
-
-
-def shard_zigzag(x: Tensor, cp_size: int, cp_rank: int, dim: int) -> Tensor:
-    """This rank's part of one sequence that lies along `dim`: [..., L, ...] -> [..., L / cp_size, ...].
-
-    Raises ValueError unless 2 cp_size divides L (any L without context parallelism).
-    """
-    if cp_size == 1:
-        return x
-    _check_lengths([x.size(dim)], cp_size)
-    chunks = x.chunk(2 * cp_size, dim=dim)
-    return torch.cat([chunks[i] for i in zigzag_chunks(cp_size, cp_rank)], dim=dim)
 
 
 def shard_zigzag_packed(x_S: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int, dim: int) -> Tensor:
@@ -58,14 +45,6 @@ def concatenated_ranges(first: Tensor, size: Tensor) -> Tensor:
     """first[0], first[0] + 1, ... (size[0] of them), first[1], ...: int64 [sum of size]. Both arguments: int64 [n]."""
     before = size.cumsum(0) - size
     return torch.arange(int(size.sum()), device=size.device) + (first - before).repeat_interleave(size)
-
-
-def merge_zigzag(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The whole sequence from every rank's part of it, in rank order: the inverse of `shard_zigzag`."""
-    if len(parts) == 1:
-        return parts[0]
-    halves = [part.chunk(2, dim=dim) for part in parts]
-    return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim=dim)
 
 
 def _check_lengths(lengths: Sequence[int], cp_size: int) -> None:

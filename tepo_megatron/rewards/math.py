@@ -85,7 +85,7 @@ class MathReward:
                 open_pairs[gold, answer] = None
         for pair, verdict in zip(open_pairs, self._pool.grade(list(open_pairs)), strict=True):
             settled[pair] = verdict
-            if verdict != "died":
+            if verdict not in ("died", "timeout"):  # these say something of the moment, not of the answer
                 self._remember(pair, verdict)
         return [settled[pair] for pair in pairs]
 

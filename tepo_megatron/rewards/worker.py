@@ -1,13 +1,11 @@
 """What runs inside a grading worker: `python worker.py SOFT_SECONDS MEMORY_MIB PARENT_PID`.
 
 Reads one JSON line `[gold, answer]` at a time from stdin and writes one JSON line, its status, to stdout, after a first
-line `"ready"`. It is run as a file and imports nothing of this package, so that it starts in a fraction of a second and
-holds neither PyTorch nor a GPU context.
+line `"ready"`. It is run as a file, so that it starts in a fraction of a second and holds neither PyTorch nor a GPU context.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -18,24 +16,14 @@ from collections.abc import Callable
 from functools import lru_cache
 from types import FrameType
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from tepo_megatron.processes import die_with_parent
+
 _ALARM_AGAIN_SECONDS = 0.25
 _GOLDS_KEPT = 4096
 
 
 class OutOfTimeError(BaseException):
     """The soft alarm. Not an Exception, since math-verify and SymPy swallow those."""
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; exit if that is already so.
-
-    A closed stdin says the same, but only once the current answer is graded and only if no fork holds the other end.
-    """
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:
-        raise SystemExit("the parent is gone")
 
 
 def limit_resources(memory_mib: int) -> None:
@@ -97,7 +85,8 @@ def grade_in_time(grade: Callable[[str, str], str], gold: str, answer: str, seco
 
 def main(soft_seconds: float, memory_mib: int, parent_pid: int) -> None:
     """Serve until stdin ends."""
-    die_with_parent(parent_pid)
+    # a closed stdin says that it ended, too, but only after the current answer, and only if no fork holds the other end
+    die_with_parent(parent_pid, signal.SIGKILL)
     limit_resources(memory_mib)
     logging.disable(logging.CRITICAL)
     replies = os.fdopen(os.dup(1), "w", buffering=1)

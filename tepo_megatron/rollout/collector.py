@@ -5,6 +5,7 @@ from __future__ import annotations
 from tepo_megatron.advantages import informative, split_groups
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.data import PromptStream
+from tepo_megatron.errors import SyncError
 from tepo_megatron.metrics import Metrics
 from tepo_megatron.rewards import Reward
 from tepo_megatron.rollout.engine import RolloutEngine
@@ -25,6 +26,8 @@ class Collector:
 
         With `filter_uniform_groups`, groups whose samples are all right or all wrong (unshaped score) are dropped, and up to
         `max_refills` further rounds replace them. The result is empty when every group was dropped.
+
+        Raises RolloutError, RewardError, DataError, and SyncError for rollouts of other weights than those sent last.
         """
         kept: list[list[Rollout]] = []
         metrics = Metrics()
@@ -35,6 +38,9 @@ class Collector:
             prompts = self.prompts.take(missing, excluding={group[0].prompt_id for group in kept})
             with clock.phase("rollout"):
                 samples = self.engine.generate(prompts, self.sampling, derive_seed(self.seed, "rollout", step, refill))
+            stale = {r.policy_version for r in samples} - {step - 1}
+            if stale:
+                raise SyncError(f"step {step}: rollouts of version {sorted(stale)}, but the weights sent last are {step - 1}")
             with clock.phase("reward"):
                 samples = self.reward.score(samples)
             for rollout in samples:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -35,7 +36,9 @@ def main(owner: int, grace_seconds: float, command: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # they are waited for instead
     # Orphans of the tree become ours, so that `_end` sees the last of them go.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_before_exec)
+    server = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=functools.partial(_before_exec, os.getpid())
+    )
     while server.poll() is None and os.getppid() == owner:
         received = signal.sigtimedwait(_SIGNALS, OWNER_CHECK_SECONDS)
         if received is not None and received.si_signo != signal.SIGCHLD:
@@ -43,8 +46,8 @@ def main(owner: int, grace_seconds: float, command: list[str]) -> int:
     return _end(server, grace_seconds)
 
 
-def _before_exec() -> None:
-    die_with_parent(signal.SIGTERM)
+def _before_exec(guard: int) -> None:
+    die_with_parent(guard, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 

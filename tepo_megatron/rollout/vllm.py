@@ -22,7 +22,7 @@ from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.rollout.engine import INITIAL_VERSION
 from tepo_megatron.rollout.server import LOOPBACK, ServerProcess, choose_port
 from tepo_megatron.rollout.vllm_completions import completion_request, parse_completion
-from tepo_megatron.rollout.vllm_launch import Platform, server_command, server_environment
+from tepo_megatron.rollout.vllm_launch import Platform, Precision, server_command, server_environment
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 CONNECT_SECONDS = 10.0
@@ -37,7 +37,7 @@ class VllmEngine:
     """A vLLM server on the loopback interface, as `engine.RolloutEngine` describes it.
 
     model_path: Hugging Face directory that the server loads first; max_model_len: prompt and response tokens of a sequence
-    at most; log_path: the server's log; seed: of the server itself (every request brings its own).
+    at most; precision: of the served weights; log_path: the server's log; seed: of the server (each request brings its own).
     """
 
     def __init__(
@@ -47,13 +47,15 @@ class VllmEngine:
         model_path: str | Path,
         max_model_len: int,
         platform: Platform,
+        precision: Precision,
         log_path: Path,
         seed: int,
     ) -> None:
         self._cfg = cfg.server
         self._model_path = str(model_path)
         self._max_model_len = max_model_len
-        self._platform = platform
+        self._platform: Platform = platform
+        self._precision: Precision = precision
         self._log_path = log_path
         self._seed = seed
         self._version = INITIAL_VERSION
@@ -78,6 +80,7 @@ class VllmEngine:
             model_path=self._model_path,
             max_model_len=self._max_model_len,
             platform=self._platform,
+            precision=self._precision,
             seed=self._seed,
             port=port,
         )

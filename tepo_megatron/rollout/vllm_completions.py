@@ -47,7 +47,7 @@ def completion_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> d
 
 
 def parse_completion(answer: Any, prompt: Prompt, sampling: SamplingParams, version: int) -> list[Rollout]:
-    """The rollouts in an answer of `/v1/completions`, by sample index. Raises RolloutError where it is not what was asked for."""
+    """The rollouts in an answer of `/v1/completions`, by sample index. Raises RolloutError if it is not what was asked for."""
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         indices = [choice["index"] for choice in choices]

@@ -13,8 +13,10 @@ from tepo_megatron.rollout.vllm_auth import API_KEY_VARIABLE
 from tepo_megatron.rollout.vllm_completions import SERVED_NAME
 
 Platform = Literal["cpu", "cuda"]
+Precision = Literal["fp32", "bf16"]
 
 BACKEND = "tepo_shm"  # registered inside the server by vllm_plugin.py
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 MIDDLEWARE = "tepo_megatron.rollout.vllm_auth.RequireKey"
 
 # What torchrun tells its workers is not meant for a server that one of them starts.
@@ -25,13 +27,13 @@ _TORCHRUN = {
 
 
 def server_command(
-    cfg: ServerConfig, *, model_path: str, max_model_len: int, platform: Platform, seed: int, port: int
+    cfg: ServerConfig, *, model_path: str, max_model_len: int, platform: Platform, precision: Precision, seed: int, port: int
 ) -> list[str]:
     """argv of the server. The `vllm` command is not used: that of the CPU wheel does not find its own package metadata."""
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--host", LOOPBACK, "--port", str(port), "--middleware", MIDDLEWARE]
     command += ["--model", model_path, "--served-model-name", SERVED_NAME]
-    command += ["--dtype", cfg.dtype, "--max-model-len", str(max_model_len), "--seed", str(seed)]
+    command += ["--dtype", _DTYPES[precision], "--max-model-len", str(max_model_len), "--seed", str(seed)]
     # The actor recomputes log-probs after temperature; the model's own sampling defaults must not interfere.
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]

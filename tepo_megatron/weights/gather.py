@@ -73,7 +73,7 @@ def load_hf(bindings: Sequence[Binding], reader: hf_io.HfReader, family: Family,
     for b in bindings:
         try:
             shard = b.row.op.shard([reader.get(n) for n in b.hf_names], arch, tp.size, tp.rank)
-        except RuntimeError as e:  # a view or a concatenation that does not fit
+        except (RuntimeError, ValueError) as e:  # a view or a concatenation that does not fit
             raise ConversionError(
                 f"{reader.path}: {', '.join(b.hf_names)} do not have the shapes of config.json: {e}"
             ) from None
@@ -121,17 +121,31 @@ def export_hf(bindings: Sequence[Binding], arch: Architecture, groups: Groups, b
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier()
-    written: dict[str, list[str]] = {}
+    mine: tuple[dict[str, list[str]], int] = ({}, 0)
     if groups.is_first_replica:
-        stream = iterate_hf(bindings, arch, groups.tp)
+        stream = _Counted(iterate_hf(bindings, arch, groups.tp))
         written = hf_io.write_shards(stream, temporary, f"model-stage{groups.pp.rank:02d}", limit=4 * 2**30)
-    everything: list[dict[str, list[str]]] = [{} for _ in range(groups.world_size)]
-    dist.all_gather_object(everything, written)
+        mine = (written, stream.bytes)
+    everything = [mine] * groups.world_size
+    dist.all_gather_object(everything, mine)
     if groups.is_main:
-        hf_io.write_index(temporary, {file: names for part in everything for file, names in part.items()})
+        all_files = {file: names for files, _ in everything for file, names in files.items()}
+        hf_io.write_index(temporary, all_files, total_bytes=sum(size for _, size in everything))
         hf_io.carry_over(base, temporary, next(iter(bindings)).parameter.dtype)
         hf_io.publish(temporary, out)
     dist.barrier()
+
+
+class _Counted:
+    """A stream of named tensors that remembers how many bytes went by."""
+
+    def __init__(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        self._stream, self.bytes = stream, 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._stream:
+            self.bytes += tensor.nbytes
+            yield name, tensor
 
 
 def _gather_shards(binding: Binding, tp: Axis) -> list[Tensor]:

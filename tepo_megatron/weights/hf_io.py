@@ -46,8 +46,10 @@ class HfReader:
     def _index(self) -> dict[str, Path]:
         index = self.path / INDEX
         if index.exists():
-            weight_map = json.loads(index.read_text())["weight_map"]
-            files = sorted({self.path / f for f in weight_map.values()})
+            try:
+                files = sorted({self.path / f for f in json.loads(index.read_text())["weight_map"].values()})
+            except (ValueError, KeyError, TypeError, AttributeError) as e:
+                raise CheckpointError(f"{index}: not a safetensors index ({e!r}); copy the file again") from None
         else:
             files = sorted(self.path.glob("*.safetensors"))
         if not files:
@@ -68,43 +70,46 @@ class HfReader:
             raise CheckpointError(f"{file}: truncated or corrupt ({e}); copy the file again") from None
 
 
-def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Group a stream of named tensors into dicts of at most `limit` bytes (one tensor may exceed it alone)."""
+def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path, prefix: str, limit: int) -> dict[str, list[str]]:
+    """Write a stream of named tensors as `prefix-00000.safetensors`, ... of at most `limit` bytes each (or one tensor).
+
+    Returns file name -> tensor names, in writing order. On the host, one file's tensors and the next one are held at a time.
+    Raises CheckpointError naming the directory when a file cannot be written.
+    """
+    written: dict[str, list[str]] = {}
+    for i, bucket in enumerate(_buckets(tensors, limit)):
+        file = f"{prefix}-{i:05d}.safetensors"
+        try:
+            save_file(bucket, directory / file, {"format": "pt"})
+        except (OSError, SafetensorError) as e:
+            wanted, free = sum(t.nbytes for t in bucket.values()), shutil.disk_usage(directory).free
+            raise CheckpointError(
+                f"{directory / file}: cannot be written ({e}): {wanted / 2**20:.0f} MiB wanted, {free / 2**20:.0f} MiB free; "
+                "free some space (in a container, /dev/shm grows with --shm-size)"
+            ) from None
+        written[file] = list(bucket)
+    return written
+
+
+def _buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
+    """Dicts of at most `limit` bytes (one tensor may exceed it alone), copied to the host."""
     bucket: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:
         if bucket and size + tensor.nbytes > limit:
             yield bucket
             bucket, size = {}, 0
-        bucket[name] = tensor
+        # a storage of its own: safetensors refuses tensors that share one, and parameters change while files are written
+        bucket[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         size += tensor.nbytes
     if bucket:
         yield bucket
 
 
-def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path, prefix: str, limit: int) -> dict[str, list[str]]:
-    """Write a stream of named tensors as `prefix-00000.safetensors`, ... of at most `limit` bytes each.
-
-    Returns file name -> tensor names, in writing order. At most one file's tensors are in memory.
-    """
-    written: dict[str, list[str]] = {}
-    for i, bucket in enumerate(buckets(tensors, limit)):
-        file = f"{prefix}-{i:05d}.safetensors"
-        # distinct storages on the host: safetensors refuses views that share one
-        save_file(
-            {n: t.detach().to("cpu", copy=True).contiguous() for n, t in bucket.items()},
-            directory / file,
-            {"format": "pt"},
-        )
-        written[file] = list(bucket)
-    return written
-
-
-def write_index(directory: Path, written: dict[str, list[str]]) -> None:
-    """The index that makes several shards one HF checkpoint."""
+def write_index(directory: Path, written: dict[str, list[str]], total_bytes: int) -> None:
+    """The index that makes several shards one HF checkpoint. total_bytes: of all tensors."""
     weight_map = {name: file for file, names in written.items() for name in names}
-    total = sum((directory / file).stat().st_size for file in written)
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
+    text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
     (directory / INDEX).write_text(text)
 
 

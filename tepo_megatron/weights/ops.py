@@ -73,6 +73,8 @@ class Vocabulary:
     """Rows of the vocabulary, zero-padded to `padded_vocab_size` before the cut."""
 
     def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
+        if hf[0].shape != (arch.vocab_size, arch.hidden_size):  # padding would hide it
+            raise ValueError(f"expected {(arch.vocab_size, arch.hidden_size)}, got {tuple(hf[0].shape)}")
         rows = padded_vocab_size(arch.vocab_size, size) // size
         part = hf[0][rank * rows : (rank + 1) * rows]
         return torch.nn.functional.pad(part, (0, 0, 0, rows - part.size(0)))

@@ -1,17 +1,19 @@
 """Delivery of the actor's weights to the inference engine after every step.
 
 Each owner of a pipeline stage writes its own tensors, in HF layout, to files in shared memory; rank 0 tells the engine their
-names. No rank ever holds more than one bucket beyond the model.
+names. No rank ever holds more than one bucket and one tensor beyond the model.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch.distributed as dist
 
@@ -45,12 +47,16 @@ class WeightSync:
         receiver: Receiver | None,
     ) -> None:
         self.cfg, self.bindings, self.arch, self.groups, self.receiver = cfg, bindings, arch, groups, receiver
-        name = [str(_make_folder()) if groups.is_main else ""]
+        self._in_use: int | None = None
+        folder = Path()
+        if groups.is_main:
+            folder, self._in_use = _make_folder()
+        name = [str(folder)]
         dist.broadcast_object_list(name, src=0)
         self.folder = Path(name[0])
         if not self.folder.is_dir():
             raise SyncError(
-                f"rank {groups.rank}: {self.folder} of rank 0 is not visible here; sync.transport=shm needs all ranks on one host"
+                f"rank {groups.rank}: {self.folder} of rank 0 is not visible here; sync.transport=shm needs one host"
             )
 
     def push(self, version: int) -> None:
@@ -69,9 +75,17 @@ class WeightSync:
                     file.unlink()
 
     def close(self) -> None:
-        """Remove the shared folder."""
-        if self.groups.is_main:
+        """Remove the shared folder. A second call does nothing."""
+        if self._in_use is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self._in_use)
+            self._in_use = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
 
 def check_mismatch(mean_logprob_diff: float, version: int, cfg: SyncConfig) -> None:
@@ -84,11 +98,27 @@ def check_mismatch(mean_logprob_diff: float, version: int, cfg: SyncConfig) -> N
         )
 
 
-def _make_folder() -> Path:
-    """A private folder in shared memory, after removing those of runs that were killed."""
+def _make_folder() -> tuple[Path, int]:
+    """A private folder in shared memory and the open lock that marks it as in use, after removing those of killed runs.
+
+    The kernel drops a lock with its process, and containers that share the memory share the locks, unlike process ids.
+    """
     root = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-    for stale in root.glob("tepo-sync-*-*"):
-        owner = int(stale.name.split("-")[2])
-        if stale.stat().st_uid == os.getuid() and not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(stale, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"tepo-sync-{os.getpid()}-", dir=root))
+    for folder in root.glob("tepo-sync-*"):
+        with contextlib.suppress(OSError):  # another user's, in use, or removed meanwhile
+            lock = _lock(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+    folder = Path(tempfile.mkdtemp(prefix="tepo-sync-", dir=root))
+    return folder, _lock(folder)
+
+
+def _lock(folder: Path) -> int:
+    """Lock a folder without waiting; returns the file to keep open. Raises OSError."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise
+    return file

@@ -80,15 +80,16 @@ class Command:
 
 @pytest.fixture
 def tepo(tmp_path: Path) -> Iterator[Callable[..., Command]]:
-    """Start `tepo WORDS...`; whatever still runs at the end of the test is killed."""
+    """Start `tepo WORDS...`, with the engine of scripted_worker.py if one is named; what still runs at the end is killed."""
     started: list[Command] = []
 
-    def start(*words: str | Path) -> Command:
+    def start(*words: str | Path, engine: str | None = None) -> Command:
         mark = uuid.uuid4().hex
+        program = [Path(sys.executable).parent / "tepo"] if engine is None else [sys.executable, "-m", "tests.e2e.scripted_run"]
         log = tmp_path / f"output-{len(started)}.txt"
         process = subprocess.Popen(
-            [Path(sys.executable).parent / "tepo", *words],
-            cwd=ROOT, env=os.environ | {MARK: mark}, stdin=subprocess.DEVNULL,
+            [*program, *words],
+            cwd=ROOT, env=os.environ | {MARK: mark, "TEPO_TEST_ENGINE": engine or ""}, stdin=subprocess.DEVNULL,
             stdout=log.open("w"), stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         started.append(Command(process, mark, log))

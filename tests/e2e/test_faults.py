@@ -1,11 +1,18 @@
-"""Bad input at the command line: one clear error, a non-zero exit of every rank within 30 s, nothing left behind."""
+"""Bad input and faults at the command line: one clear error, a non-zero exit of every rank within 30 s, nothing left behind.
+
+None of these needs a server (those that do: tests/server, test_train.py); those in mid-run have a scripted engine instead.
+"""
 
 import json
+import os
+import signal
 import socket
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.tiny import tiny_qwen3
 
@@ -60,10 +67,11 @@ def test_truncated_checkpoint(tepo, arguments, tmp_path: Path) -> None:
     ("text", "overrides", "phrase"),
     [
         ("", {}, "train.jsonl"),
+        ('{"prompt": "1+1?", "answer": "2"}\n', {}, "fewer than rollout.prompts_per_step=32"),
         ('{"prompt": "1+1?", "answer": "2"}\n{"prompt": ', {}, "train.jsonl:2"),
         ('{"prompt": "1+1?", "answer": "2"}\n', {"data__max_prompt_tokens": 3}, "data.max_prompt_tokens=3"),
     ],
-    ids=["empty", "malformed", "all over-long"],
+    ids=["empty", "too few", "malformed", "all over-long"],
 )
 def test_datasets_without_a_usable_prompt(
     tepo, arguments, model: Path, tmp_path: Path, text: str, overrides: dict, phrase: str
@@ -79,16 +87,90 @@ def test_busy_port(tepo, arguments, model: Path) -> None:
         refused(tepo(*arguments(model, rollout__server__port=port)), "rollout.server.port", str(port))
 
 
-def test_a_server_that_never_gets_ready(tepo, arguments, model: Path) -> None:
-    """The limit passes while it loads: the error names the key and shows the log's tail."""
-    refused(tepo(*arguments(model, rollout__server__ready_seconds=1)), "rollout.server.ready_seconds")
-
-
-def test_a_server_that_dies_at_once(tepo, arguments, model: Path) -> None:
-    command = tepo(*arguments(model, rollout__server__extra_args="[--no-such-option]"))
-    refused(command, "no-such-option", within=60.0)
-
-
 def test_cuda_without_a_gpu(tepo, arguments, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # on a machine with GPUs too
     refused(tepo(*arguments(model, platform="cuda")), "platform")
+
+
+SHORT = {
+    "training__steps": 6, "training__epochs": 2, "training__minibatch_prompts": 4, "rollout__prompts_per_step": 8,
+    "rollout__samples_per_prompt": 4, "optimizer__warmup_steps": 0, "evaluation__max_problems": 8,
+}  # fmt: skip
+
+
+def whole_lines(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def fault(command, run: Path, *phrases: str, steps: int) -> None:
+    """The fault comes in mid-run: as `refused`, with the steps before it on record and nothing half-written."""
+    command.until(lambda: "actor built" in command.output, timeout=60)
+    refused(command, *phrases)
+    assert len(whole_lines(run)) == steps
+    assert not (run / "hf").exists() and not (run / "summary.json").exists()
+    assert "error: rank" in (run / "log.txt").read_text()
+
+
+def test_a_scripted_run_without_evaluation_data_ends_well(tepo, arguments, model: Path, tmp_path: Path) -> None:
+    command = tepo(*arguments(model, **SHORT, parallel__tp=1, parallel__dp=2, data__eval="null", name="good"), engine="good")
+    assert command.wait(120) == 0, command.output
+    run = tmp_path / "runs" / "good"
+    assert [r["step"] for r in whole_lines(run)] == [1, 2, 3, 4, 5, 6]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["accuracy_before"] is None and (run / "report.png").exists() and (run / "hf" / "config.json").exists()
+    command.assert_nothing_left()
+
+
+def test_steps_without_an_informative_group_change_nothing_and_go_on(tepo, arguments, model: Path, tmp_path: Path) -> None:
+    command = tepo(*arguments(model, **SHORT, name="uniform"), engine="uniform")
+    assert command.wait(120) == 0, command.output
+    records = whole_lines(tmp_path / "runs" / "uniform")
+    assert len(records) == 6 and all(r["rollout/kept_groups"] == 0 and r["loss/total"] is None for r in records)
+    trained, base = (
+        load_file(path) for path in (next((tmp_path / "runs/uniform/hf").glob("*.safetensors")), model / "model.safetensors")
+    )
+    assert all(torch.equal(trained[name], base[name]) for name in base)
+
+
+def test_a_loss_that_is_not_a_number(tepo, arguments, model: Path, tmp_path: Path) -> None:
+    command = tepo(*arguments(model, **SHORT, optimizer__lr="1e30", name="nan"), engine="good")
+    fault(command, tmp_path / "runs" / "nan", "is nan in step 1, update 1", "optimizer.lr", steps=0)
+
+
+def test_an_engine_that_serves_other_weights(tepo, arguments, model: Path, tmp_path: Path) -> None:
+    command = tepo(*arguments(model, **SHORT, optimizer__lr="1e-3", name="stale"), engine="stale")
+    fault(command, tmp_path / "runs" / "stale", "sync.max_logprob_diff", "version 1", steps=1)
+
+
+def test_a_server_that_dies_in_mid_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
+    command = tepo(*arguments(model, **SHORT, name="dies"), engine="dies")
+    fault(command, tmp_path / "runs" / "dies", "inference server was killed by SIGKILL", steps=1)
+
+
+def test_a_rank_that_is_killed(tepo, arguments, model: Path, tmp_path: Path) -> None:
+    command = tepo(*arguments(model, **SHORT | {"training__steps": 500}, name="killed"), engine="slow")
+    run = tmp_path / "runs" / "killed"
+    command.until(lambda: len(whole_lines(run)) >= 2, timeout=60)
+    rank = next(line for line in command.left_over() if "scripted_worker" in line)
+    os.kill(int(rank.split()[0]), signal.SIGKILL)
+    refused(command, "was ended by SIGKILL")
+    assert len(whole_lines(run)) >= 2
+
+
+def test_ctrl_c_in_mid_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
+    command = tepo(*arguments(model, **SHORT | {"training__steps": 500}, name="stopped"), engine="slow")
+    run = tmp_path / "runs" / "stopped"
+    command.until(lambda: len(whole_lines(run)) >= 2, timeout=60)
+    command.interrupt()
+    assert command.wait(30) == 130
+    command.assert_nothing_left()
+    assert len(whole_lines(run)) >= 2 and not (run / "hf").exists() and not (run / "summary.json").exists()
+    assert "Traceback" not in command.output and "tepo: interrupted" in command.output
+
+
+def test_a_start_that_was_refused_does_not_block_its_name(tepo, arguments, model: Path, tmp_path: Path) -> None:
+    refused(tepo(*arguments(model, data__train=tmp_path / "missing.jsonl", name="again")), "missing.jsonl")
+    command = tepo(*arguments(model, **SHORT | {"training__steps": 1}, name="again"), engine="good")
+    assert command.wait(120) == 0, command.output
+    refused(tepo(*arguments(model, name="again")), "holds a run already")

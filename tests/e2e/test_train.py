@@ -1,6 +1,8 @@
 """Whole runs with a real vLLM server, real Megatron-Core and real grading."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -55,17 +57,19 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
     assert "holds a run already" in again.output and len(metrics_of(run)) == STEPS
 
 
-def test_ctrl_c_in_the_middle_of_training_on_three_stages(tepo, arguments, base: Path, tmp_path: Path) -> None:
-    """Weights of every pipeline stage reach the server, and an interrupt leaves only whole lines and no process."""
-    command = tepo(*arguments(base, parallel__tp=1, parallel__pp=3, training__steps=500, name="stopped"))
-    run = tmp_path / "runs" / "stopped"
+def test_a_server_killed_in_mid_run_on_three_stages(tepo, arguments, base: Path, tmp_path: Path) -> None:
+    """Weights of every pipeline stage reach the server; its death ends every rank with one error and leaves whole lines."""
+    command = tepo(*arguments(base, parallel__tp=1, parallel__pp=3, training__steps=500, name="killed"))
+    run = tmp_path / "runs" / "killed"
     path = run / "metrics.jsonl"
     command.until(lambda: path.exists() and path.read_text().count("\n") >= 3, timeout=180)
-    command.interrupt()
-    assert command.wait(30) == 130
+    server = next(line for line in command.left_over() if "-m vllm.entrypoints" in line and "guard" not in line)
+    os.kill(int(server.split()[0]), signal.SIGKILL)
+    assert command.wait(30) == 1
+    assert command.output.count("tepo: error: rank 0:") == 1 and "SIGKILL" in command.output, command.output
+    assert "Traceback" not in command.output
     command.assert_nothing_left()
     records = metrics_of(run)  # every line parses
     assert len(records) >= 3 and all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records)
     assert all(r["rollout/logprob_diff_max"] <= 1e-3 for r in records)
     assert not (run / "hf").exists() and not (run / "summary.json").exists()
-    assert "Traceback" not in command.output and "tepo: interrupted" in command.output

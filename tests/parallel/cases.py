@@ -23,6 +23,7 @@ VOCAB = 70  # not a multiple of 16 tp: every layout pads it differently
 TEMPERATURE, EPS, BETA = 0.8, 0.2, 1.0
 ADAM = {"lr": 1e-3, "eps": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.01, "clip": 1.0}
 RESPONSES = (14, 1, 25, 9, 30, 1, 17, 4, 22, 11, 2, 28)  # |y|; prompts of 3 to 8 tokens
+GROUP_OF = (0, 1, 1, 2, 2, 2, 3, 4, 4, 5, 5, 5)  # groups of 1, 2 and 3 sequences
 STEPS = 2
 
 
@@ -66,19 +67,19 @@ def _sequence(
         logprob, entropy = reference.statistics(old, ids, response, TEMPERATURE)
         now, _ = reference.statistics(current, ids, response, TEMPERATURE)
     sign = 1.0 if i % 2 == 0 else -1.0
+    alone = GROUP_OF.count(GROUP_OF[i]) == 1
     drift = (0.35 * sign if i % 3 else -0.1 * sign) - (now - logprob).mean()
-    magnitude = 0.5 + torch.rand((), generator=generator).item()
+    magnitude = 0.0 if alone else 0.5 + torch.rand((), generator=generator).item()  # a group of one has no advantage
     return reference.Sequence(
         ids, response, sign * magnitude, (logprob - drift).float().double(), (entropy + 0.02).float().double()
     )
 
 
 def _batch(sequences: list[reference.Sequence], update: int) -> TrainBatch:
-    """The same as the product's data objects; groups of 1, 2 and 3 sequences."""
-    group_of = (0, 1, 1, 2, 2, 2, 3, 4, 4, 5, 5, 5)
+    """The same as the product's data objects."""
     rollouts = tuple(
         Rollout(
-            prompt_id=group_of[i],
+            prompt_id=GROUP_OF[i],
             token_ids_L=s.ids,
             response_mask_L=s.response,
             rollout_logprobs_L=torch.zeros(s.ids.numel()),
@@ -129,7 +130,7 @@ def train_steps(rank: int, cfg: Config, batches: tuple[TrainBatch, ...]) -> list
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
     actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
-    actor.start_step()
+    actor.start_step(1)
     out = []
     for batch in batches:
         captured: dict[str, Tensor] = {}

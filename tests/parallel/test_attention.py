@@ -14,12 +14,25 @@ from torch import Tensor
 from tepo_megatron.actor import attention
 from tepo_megatron.actor.attention import SDPACoreAttention
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.ops.context_parallel import merge_zigzag, shard_zigzag, shard_zigzag_packed
+from tepo_megatron.ops.context_parallel import shard_zigzag_packed
 from tests.worlds import run_world
 
 HEADS, KV_HEADS, CHANNELS = 4, 2, 8
 # in units of 2 cp tokens, so that every context-parallel size divides them: the shortest, equal ones, and several buckets
 UNITS = (1, 1, 3, 1, 20, 4, 3, 60, 25, 7, 2)
+
+
+def one_shard(x: torch.Tensor, cp: int, rank: int) -> torch.Tensor:
+    """A rank's part of one sequence that lies along dimension 0."""
+    return shard_zigzag_packed(x, torch.tensor([0, x.size(0)]), cp, rank, dim=0)
+
+
+def merged(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The whole sequence from the parts of all ranks."""
+    if len(parts) == 1:
+        return parts[0]
+    halves = [part.chunk(2) for part in parts]
+    return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)])
 
 
 def inputs(rows: tuple[int, ...]) -> list[Tensor]:
@@ -92,7 +105,7 @@ def test_packed_sequences_match_plain_attention(cp: int) -> None:
 
 def run_unpacked(rank: int, cp: int, length: int, batch: int) -> list[Tensor]:
     core = core_attention(cp)
-    tensors = [shard_zigzag(x, cp, rank, dim=0) for x in inputs((length, batch))]
+    tensors = [one_shard(x, cp, rank) for x in inputs((length, batch))]
     leaves = [x.clone().requires_grad_() for x in tensors[:3]]
     output = core(*leaves, None)
     output.backward(tensors[3].flatten(2))
@@ -105,7 +118,7 @@ def test_unpacked_batch_matches_plain_attention(cp: int) -> None:
     ranks = run_world(cp, run_unpacked, cp, length, batch)
     packed = [x.transpose(0, 1).flatten(0, 1) for x in inputs((length, batch))]
     for i, whole in enumerate(expected(packed, [length * b for b in range(batch + 1)])):
-        ours = merge_zigzag([r[i] for r in ranks], dim=0)
+        ours = merged([r[i] for r in ranks])
         theirs = whole.unflatten(0, (batch, length)).transpose(0, 1)
         assert ours.shape == theirs.shape
         assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
@@ -158,11 +171,11 @@ def test_unsupported_configs_are_refused(changes: dict[str, Any]) -> None:
 
 def test_zigzag_layout() -> None:
     x = torch.arange(8)
-    parts = [shard_zigzag(x, 2, rank, dim=0) for rank in range(2)]
+    parts = [one_shard(x, 2, rank) for rank in range(2)]
     assert [p.tolist() for p in parts] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert torch.equal(merge_zigzag(parts, dim=0), x)
+    assert torch.equal(merged(parts), x)
     two = torch.arange(12).view(1, 12)
     packed = [shard_zigzag_packed(two, torch.tensor([0, 8, 12]), 2, rank, dim=1).tolist() for rank in range(2)]
     assert packed == [[[0, 1, 6, 7, 8, 11]], [[2, 3, 4, 5, 9, 10]]]
     with pytest.raises(ValueError, match=r"has 6 tokens.*multiple of 4"):
-        shard_zigzag(torch.arange(6), 2, 0, dim=0)
+        one_shard(torch.arange(6), 2, 0)

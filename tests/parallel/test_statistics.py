@@ -110,7 +110,7 @@ def ratio_on_rank(rank: int, size: int, constant_factors: bool) -> dict[str, Any
 
 
 def rows(size: int) -> tuple[torch.Tensor, ...]:
-    """Rows of 5 sequences dealt to the ranks; of four, the last gets none. factor: of one sign and, up to it, constant per sequence."""
+    """Rows of 5 sequences dealt to the ranks; of four, the last gets none. factor: its sign is constant over a sequence."""
     generator = torch.Generator().manual_seed(3)
     sequence = torch.repeat_interleave(torch.tensor([1, 9, 4, 17, 2]))
     log_ratio = torch.randn(sequence.numel(), generator=generator, dtype=torch.float64) * 0.3

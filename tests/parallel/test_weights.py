@@ -1,6 +1,7 @@
 """Weights in and out on every layout: bitwise round trips, whole exports, delivery to an engine, and refusals."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,9 @@ def export_and_push(rank: int, cfg: Any, out: Path) -> dict[str, Any]:
     left = list(sync.folder.iterdir()) if rank == 0 else []
     sync.close()
     parallel.shutdown()
-    return {"received": receiver.received, "files": receiver.files, "left": left} if receiver else {}
+    return (
+        {"received": receiver.received, "files": receiver.files, "left": left, "folder": str(sync.folder)} if receiver else {}
+    )
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -70,7 +73,7 @@ def test_round_trip_is_bitwise(tmp_path: Path, name: str, tied: bool) -> None:
     for after in (tensors(tmp_path / "out"), rank0["received"]):
         assert after.keys() == before.keys()
         assert all(torch.equal(after[k], before[k]) for k in before)
-    assert rank0["left"] == [] and rank0["files"] == cfg.parallel.pp
+    assert not Path(rank0["folder"]).exists() and rank0["left"] == [] and rank0["files"] == cfg.parallel.pp
     assert not (tmp_path / "out.partial").exists()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     ids = torch.arange(1, 20)[None]
@@ -87,10 +90,25 @@ def test_buckets_bound_the_files(tmp_path: Path) -> None:
     assert [n for names in written.values() for n in names] == [n for n, _ in stream]
 
 
+def test_folders_of_killed_runs_are_removed_and_those_in_use_are_not() -> None:
+    from tepo_megatron.weights import sync
+
+    mine, lock = sync._make_folder()
+    abandoned, abandoned_lock = sync._make_folder()
+    os.close(abandoned_lock)  # what the kernel does for a killed process
+    other, other_lock = sync._make_folder()
+    try:
+        assert mine.exists() and other.exists() and not abandoned.exists()
+    finally:
+        for folder, file in ((mine, lock), (other, other_lock)):
+            folder.rmdir()
+            os.close(file)
+
+
 def test_an_export_that_fails_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
     tiny_qwen3(tmp_path / "base", layers=4, vocab_size=cases.VOCAB)
     cfg = cases.run_config(tmp_path / "base", {})
-    with pytest.raises(AssertionError, match="disk is full"):
+    with pytest.raises(AssertionError, match=r"CheckpointError: .*out\.partial.*No space left on device.*MiB wanted"):
         run_world(1, export_onto_a_full_disk, cfg, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -102,10 +120,10 @@ def export_onto_a_full_disk(rank: int, cfg: Any, out: Path) -> None:
     from tepo_megatron.weights import hf_io
 
     def full(*_: Any) -> None:
-        raise OSError("disk is full")
+        raise OSError(28, "No space left on device")
 
     actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
-    hf_io.write_index = full
+    hf_io.save_file = full
     actor.export_hf(out)
 
 
@@ -129,6 +147,22 @@ def damage(path: Path, how: str) -> None:
         weights[name] = weights[name][:-2].contiguous()
     elif how == "nan":
         weights[name][0, 0] = float("nan")
+    elif how == "short embedding":
+        weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:-5].contiguous()
+    elif how == "long embedding":
+        embedding = weights["model.embed_tokens.weight"]
+        weights["model.embed_tokens.weight"] = torch.cat([embedding, embedding[:9]])
+    elif how == "index":
+        (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": ')
+        return
+    elif how == "field":
+        config = json.loads((path / "config.json").read_text())
+        del config["rms_norm_eps"]
+        (path / "config.json").write_text(json.dumps(config))
+        return
+    elif how == "no mapping":
+        (path / "config.json").write_text("[]")
+        return
     elif how == "truncated":
         file.write_bytes(file.read_bytes()[:-100])
         return
@@ -155,6 +189,11 @@ def damage(path: Path, how: str) -> None:
         ("missing tensor", "ConversionError: .*tensor model.layers.1.mlp.up_proj.weight is missing"),
         ("extra tensor", "ConversionError: .*tensor model.layers.1.mlp.up_proj.bias"),
         ("wrong shape", r"ConversionError: .*up_proj.weight"),
+        ("short embedding", r"ConversionError: .*embed_tokens.weight .*expected \(70, 128\), got \(65, 128\)"),
+        ("long embedding", r"ConversionError: .*embed_tokens.weight .*expected \(70, 128\), got \(79, 128\)"),
+        ("index", "CheckpointError: .*model.safetensors.index.json: not a safetensors index"),
+        ("field", "ConversionError: config.json: rms_norm_eps is missing"),
+        ("no mapping", "CheckpointError: .*config.json: holds no model config"),
         ("nan", "ConversionError: .*up_proj.weight hold values that are not finite"),
         ("truncated", "CheckpointError: .*model.safetensors: truncated or corrupt"),
         ("no weights", "CheckpointError: .*no .*safetensors found"),

@@ -43,9 +43,11 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("vllm")
     model = tiny_qwen3(folder / "model", tied=True, seed=0)
-    cfg = RolloutConfig(server=ServerConfig(dtype="float32", kv_cache_gib=0.25, ready_seconds=240))
+    cfg = RolloutConfig(server=ServerConfig(kv_cache_gib=0.25, ready_seconds=240))
     log_path = folder / "vllm.log"
-    with VllmEngine(cfg, model_path=folder / "model", max_model_len=128, platform="cpu", log_path=log_path, seed=0) as engine:
+    with VllmEngine(
+        cfg, model_path=folder / "model", max_model_len=128, platform="cpu", precision="fp32", log_path=log_path, seed=0
+    ) as engine:
         engine.start()
         engine.wait_ready()
         yield Served(engine, model, log_path)

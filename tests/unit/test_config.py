@@ -27,6 +27,7 @@ def test_defaults_are_the_papers() -> None:
         1.0,
     )
     assert cfg.optimizer.lr == 5e-7 and cfg.training.minibatch_prompts == 16 and cfg.training.steps == 72
+    assert 64 // 16 * cfg.training.epochs == 8  # "updated 8 times"
     assert cfg.objective.name == "tepo" and cfg.parallel.world_size == 1
 
 
@@ -37,8 +38,8 @@ def test_resolved_config_loads_to_the_same(tmp_path: Path) -> None:
 
 def test_overrides_of_both_forms(tmp_path: Path) -> None:
     path = written(tmp_path, to_yaml(validate(MINIMAL)))
-    cfg = load_config(path, ["--optimizer.lr", "1e-5", "--parallel.tp=2", "--name", "other", "--export_hf", "false"])
-    assert (cfg.optimizer.lr, cfg.parallel.tp, cfg.name, cfg.export_hf) == (1e-5, 2, "other", False)
+    cfg = load_config(path, ["--optimizer.lr", "1e-5", "--parallel.tp=2", "--name", "3", "--export_hf", "false"])
+    assert (cfg.optimizer.lr, cfg.parallel.tp, cfg.name, cfg.export_hf) == (1e-5, 2, "3", False)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,11 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             "samples=4 at temperature=0 would all be the same",
         ),
         ({"name": "a/b"}, "name='a/b' must be a plain folder name"),
+        ({"name": ".."}, r"name='\.\.' must be a plain folder name"),
+        ({"evaluation": {"every": 5}}, r"evaluation\.every=5 needs data\.eval"),
+        ({"parallel": {"timeout_seconds": 60}}, r"parallel\.timeout_seconds=60 must exceed"),
+        ({"optimizer": {"lr": float("inf")}}, "optimizer.lr: .*finite number"),
+        ({"training": {"steps": True}}, "training.steps: .*integer"),
     ],
 )
 def test_refused(change: dict, message: str) -> None:

@@ -39,7 +39,8 @@ ROWS = [
     ["launcher", "worker", "cli"],
 ]
 BESIDE = {
-    ("types", "errors"), ("config", "errors"), ("config_io", "config"), ("config_io", "errors"), ("platform", "errors"), ("parallel", "ops"), ("weights.families", "weights.ops"),
+    ("types", "errors"), ("config", "errors"), ("config_io", "config"), ("config_io", "errors"),
+    ("platform", "errors"), ("parallel", "ops"), ("weights.families", "weights.ops"),
     ("weights.sync", "weights.gather"), ("actor", "weights.gather"), ("evaluation", "rollout"), ("report", "sinks"),
     ("driver", "step_log"), ("train", "driver"), ("train", "step_log"), ("worker", "launcher"), ("cli", "launcher"),
 }  # fmt: skip

@@ -121,7 +121,7 @@ def test_a_command_that_exits_is_an_error_with_the_end_of_its_log(start: Start, 
 
 def test_the_first_cause_is_shown_even_from_far_up_the_log(start: Start) -> None:
     code = (
-        "print('(EngineCore pid=1) ERROR 11-20 12:00 [core.py:1] x.CutOffError: file too short\\nx.CutOffError: file too short');"
+        "print('(EngineCore pid=1) ERROR 12:00 [core.py:1] x.CutOffError: file too short\\nx.CutOffError: file too short');"
         "print('\\n'.join(f'line {i}' for i in range(50))); raise SystemExit('RuntimeError: see above')"
     )
     server = start(code)

@@ -112,10 +112,10 @@ def test_the_key_and_torchrun_stay_where_they_belong() -> None:
 
 def test_the_size_of_the_kv_cache_reaches_the_engine_and_extra_arguments_win() -> None:
     cfg = ServerConfig(kv_cache_gib=0.5, extra_args=["--max-num-seqs", "16"])
-    command = server_command(cfg, model_path="m", max_model_len=64, platform="cpu", seed=0, port=1)
+    command = server_command(cfg, model_path="m", max_model_len=64, platform="cpu", precision="fp32", seed=0, port=1)
     assert command[command.index("--kv-cache-memory-bytes") + 1] == str(2**29)
     assert command[-2:] == ["--max-num-seqs", "16"]
-    cuda = server_command(ServerConfig(), model_path="m", max_model_len=64, platform="cuda", seed=0, port=1)
+    cuda = server_command(ServerConfig(), model_path="m", max_model_len=64, platform="cuda", precision="bf16", seed=0, port=1)
     assert "--enforce-eager" in command and "--enforce-eager" not in cuda
 
 
@@ -125,6 +125,7 @@ def test_an_engine_that_was_not_started_says_so(tmp_path: Path) -> None:
         model_path=tmp_path,
         max_model_len=64,
         platform="cpu",
+        precision="fp32",
         log_path=tmp_path / "log",
         seed=0,
     ) as engine:

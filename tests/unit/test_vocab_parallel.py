@@ -1,4 +1,4 @@
-"""token_stats against log_softmax in fp64: values, gradients, temperature, padding, dtypes (tensor parallelism: tests/parallel)."""
+"""token_stats against log_softmax in fp64: values, gradients, temperature, padding, dtypes (over TP: tests/parallel)."""
 
 import pytest
 import torch

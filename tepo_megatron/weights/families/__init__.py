@@ -23,22 +23,32 @@ class Row:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. architecture: reads a HF config, raising ConversionError for what is not supported."""
+    """A model family. read: a HF config as an Architecture, with ConversionError for what is not supported."""
 
     name: str
-    architecture: Callable[[Mapping[str, Any]], Architecture]
+    read: Callable[[Mapping[str, Any]], Architecture]
     rows: tuple[Row, ...]
+
+    def architecture(self, hf_config: Mapping[str, Any]) -> Architecture:
+        """What a HF config says. Raises ConversionError naming the field that is missing or not supported."""
+        try:
+            return self.read(hf_config)
+        except KeyError as e:
+            raise ConversionError(f"config.json: {e.args[0]} is missing; the {self.name} family needs it") from None
 
 
 def read_config(model_path: str | Path) -> dict[str, Any]:
     """config.json of a HF directory. Raises CheckpointError naming the file."""
     path = Path(model_path) / "config.json"
     try:
-        return json.loads(path.read_text())
+        config = json.loads(path.read_text())
     except OSError:
         raise CheckpointError(f"{path}: not found; model.path must be a Hugging Face model directory") from None
     except ValueError as e:
         raise CheckpointError(f"{path}: not valid JSON ({e}); copy the model directory again") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: holds no model config; model.path must be a Hugging Face model directory")
+    return config
 
 
 def find_family(hf_config: Mapping[str, Any]) -> Family:

@@ -57,7 +57,7 @@ _MEGATRON, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 FAMILY = Family(
     name="qwen3",
-    architecture=architecture,
+    read=architecture,
     rows=(
         Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Vocabulary()),
         Row("output_layer.weight", ("lm_head.weight",), Vocabulary()),

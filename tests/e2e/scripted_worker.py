@@ -1,0 +1,75 @@
+"""A rank whose engine is scripted instead of vLLM: everything else of a run is real (launcher, ranks, grading, updates, files).
+
+`TEPO_TEST_ENGINE` says how the engine behaves: "good", or what goes wrong with it in step 2.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import load_config
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.launcher import run_rank
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+
+
+class ScriptedEngine:
+    """Answers with a box, right or wrong at random; its log-probs are those of the weights that it was sent."""
+
+    def __init__(self, cfg: Config) -> None:
+        self._behaviour = os.environ["TEPO_TEST_ENGINE"]
+        self._tokenizer = AutoTokenizer.from_pretrained(cfg.model.path)
+        self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(cfg.model.path)).float().eval()
+        self.version = -1
+
+    def start(self) -> None: ...
+
+    def wait_ready(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+    def update_weights(self, files: Sequence[Path], version: int) -> None:
+        if not (self._behaviour == "stale" and version > 0):
+            weights = {name: t for file in files for name, t in load_file(file).items()}
+            self._model.load_state_dict(weights, strict=False)
+            self._model.tie_weights()
+        self.version = version
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
+        if self._behaviour == "dies" and self.version >= 1:
+            raise RolloutError("the inference server was killed by SIGKILL while it generated; its log ends with: ...")
+        if self._behaviour == "slow":
+            time.sleep(0.5)
+        chance = random.Random(seed)
+        uniform = self._behaviour == "uniform"
+        return [self._sample(p, uniform or chance.random() < 0.5) for p in prompts for _ in range(sampling.samples)]
+
+    @torch.no_grad()
+    def _sample(self, prompt: Prompt, right: bool) -> Rollout:
+        text = f"\\boxed{{{prompt.answer if right else '99'}}}"
+        response = [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id]
+        ids = torch.tensor([*prompt.token_ids, *response])
+        logprobs = self._model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        mask = torch.arange(ids.numel()) >= len(prompt.token_ids)
+        aligned = torch.cat([torch.zeros(1), logprobs]) * mask
+        return Rollout(prompt.id, ids, mask, aligned, self.version, "stop", prompt.answer)
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(load_config(sys.argv[1]), ScriptedEngine))
