@@ -57,8 +57,9 @@ class Driver:
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(RunLog(cfg.run_dir, cfg.logging, cfg.training.steps))
             log.message(
-                f"{cfg.objective.name} on {cfg.parallel.world_size} {cfg.platform} ranks: {len(train)} prompts ({dropped} dropped, "
-                f"over data.max_prompt_tokens={data.max_prompt_tokens}), {len(held_out)} to evaluate on ({dropped_held_out} dropped)"
+                f"{cfg.objective.name} on {cfg.parallel.world_size} {cfg.platform} ranks; {len(train)} prompts to train on, "
+                f"{len(held_out)} to evaluate on; dropped, over data.max_prompt_tokens={data.max_prompt_tokens}: "
+                f"{dropped} and {dropped_held_out}"
             )
             log.message(f"starting {cfg.rollout.engine}; its log: {cfg.run_dir / SERVER_LOG}")
             engine = stack.enter_context((make_engine or _vllm)(cfg))

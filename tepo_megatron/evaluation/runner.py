@@ -15,7 +15,7 @@ from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 @dataclass(frozen=True)
 class Accuracy:
-    """mean: of the problems' means, in [0, 1]; standard_error: clustered by problem, None for a single one; samples: per problem."""
+    """mean: of the problems' means, in [0, 1]; standard_error: clustered by problem, None for one; samples: per problem."""
 
     mean: float
     standard_error: float | None

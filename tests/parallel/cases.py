@@ -71,7 +71,7 @@ def _sequence(
     drift = (0.35 * sign if i % 3 else -0.1 * sign) - (now - logprob).mean()
     magnitude = 0.0 if alone else 0.5 + torch.rand((), generator=generator).item()  # a group of one has no advantage
     return reference.Sequence(
-        ids, response, sign * magnitude, (logprob - drift).float().double(), (entropy + 0.02).float().double()
+        ids, response, sign * magnitude, (logprob - drift).float().double(), (entropy + 0.05).float().double()
     )
 
 

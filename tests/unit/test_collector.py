@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.data import PromptStream
+from tepo_megatron.errors import SyncError
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -15,9 +17,8 @@ from tepo_megatron.types import Prompt, Rollout, SamplingParams
 class ScriptedEngine:
     """Samples whose last token says whether they are right: prompt i answers rightly with probability (i % 3) / 2."""
 
-    version = 0
-
     def __init__(self) -> None:
+        self.version = 0
         self.calls: list[tuple[list[int], int]] = []
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
@@ -28,7 +29,7 @@ class ScriptedEngine:
                 token_ids_L=torch.tensor([7, 8, int(k < sampling.samples * (p.id % 3) // 2)]),
                 response_mask_L=torch.tensor([False, True, True]),
                 rollout_logprobs_L=torch.zeros(3),
-                policy_version=0,
+                policy_version=self.version,
                 stop_reason="stop",
             )
             for p in prompts
@@ -79,5 +80,12 @@ def test_without_the_filter_every_group_is_kept() -> None:
 def test_each_step_samples_with_its_own_seed() -> None:
     collect, engine = collector(refills=0)
     for step in (1, 2):
+        engine.version = step - 1
         collect.collect(step, Clock())
     assert engine.calls[0][1] != engine.calls[1][1]
+
+
+def test_rollouts_of_other_weights_are_refused() -> None:
+    collect, engine = collector(refills=0)
+    with pytest.raises(SyncError, match=r"step 2: rollouts of version \[0\], but the weights sent last are 1"):
+        collect.collect(2, Clock())
