@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -123,7 +124,7 @@ class ServerProcess:
         """An error that says `what` the server did, whether it has ended, and how its log ends."""
         ended = "" if self.running else " (it has ended)"
         if self._guard is not None and self._guard.returncode is not None:
-            ended = f" (it has ended with exit status {self._guard.returncode})"
+            ended = f" (it has ended {_how(self._guard.returncode)})"
         tail = self.log_tail()
         shown = f"its log, {self._log_path}, ends:\n{tail}" if tail else f"its log, {self._log_path}, is empty"
         return RolloutError(f"the inference server {what}{ended}; {shown}")
@@ -150,3 +151,8 @@ class ServerProcess:
         if not self.ends_within(GRACE_SECONDS + 2 * guard.KILLED_SECONDS):
             self._guard.kill()  # the kernel then tells the server to end
             self._guard.wait()
+
+
+def _how(status: int) -> str:
+    """An exit status of the guard in words: 128 + n where signal n ended the server."""
+    return f"by {signal.Signals(status - 128).name}" if status > 128 else f"with exit status {status}"

@@ -229,7 +229,7 @@ def test_a_server_killed_in_mid_generation_is_one_prompt_error_and_leaves_nothin
         served.engine.generate(make_prompts(512, seed=11), endless, seed=0)
     seconds = time.monotonic() - started
     assert 0.7 <= seconds < 6, seconds
-    assert "ended with exit status 137" in str(caught.value)
+    assert "it has ended by SIGKILL" in str(caught.value)
     with pytest.raises(SyncError, match="version 7"):
         served.engine.update_weights([], version=7)
     with pytest.raises(SyncError, match="start a new one"):

@@ -165,7 +165,7 @@ def test_the_death_of_the_first_process_ends_the_others(healthy: Callable) -> No
     os.kill(processes[1].pid, signal.SIGKILL)
     assert server.ends_within(5)
     assert_gone(processes)
-    assert "ended with exit status 137" in str(server.failure("is gone"))
+    assert "it has ended by SIGKILL" in str(server.failure("is gone"))
 
 
 def test_the_death_of_the_guard_ends_the_server(healthy: Callable) -> None:
