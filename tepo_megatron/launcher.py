@@ -12,8 +12,9 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import Config
 from tepo_megatron.errors import TepoError
@@ -69,7 +70,7 @@ def launch(cfg: Config, config_path: Path, worker: str = "tepo_megatron.worker")
     try:
         elastic_launch(agent, sys.executable)("-m", worker, str(config_path))
     except ChildFailedError as e:
-        raise RanksFailed(_first_failure(e)) from None
+        raise RanksFailed(_first_failure(e.failures)) from None
     except SignalException as e:
         raise KeyboardInterrupt(f"signal {e.sigval.name}") from None
 
@@ -113,25 +114,24 @@ def _leave_last_words(message: str, expected: bool) -> None:
     Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
-def _first_failure(error: object) -> str:
-    """The message of the failure that caused the others.
+def _first_failure(failures: Mapping[int, Any]) -> str:
+    """The message of the failure that caused the others, of torch's `ProcessFailure` by rank.
 
     An error of ours comes first; then a rank that died of a signal (not of the agent's own SIGTERM); then the earliest of the
     rest: ranks whose peers vanished fail too, in their collectives.
     """
 
-    def order(item: tuple[int, object]) -> tuple[int, float]:
-        failure = item[1]
-        message = failure.message  # type: ignore[attr-defined]
-        if isinstance(message, dict):
-            info = message["extraInfo"]
-            return (0 if info["expected"] else 2), float(info["time"])
-        return (1 if failure.exitcode != -signal.SIGTERM else 3), 0.0  # type: ignore[attr-defined]
+    def order(rank: int) -> tuple[int, float]:
+        failure = failures[rank]
+        if isinstance(failure.message, dict):
+            said = failure.message["extraInfo"]
+            return (0 if said["expected"] else 2), float(said["time"])
+        return (1 if failure.exitcode != -signal.SIGTERM else 3), 0.0
 
-    rank, failure = min(error.failures.items(), key=order)  # type: ignore[attr-defined]
-    message = failure.message
-    if isinstance(message, dict):
-        return f"rank {rank}: {message['message']}"
+    rank = min(failures, key=order)
+    failure = failures[rank]
+    if isinstance(failure.message, dict):
+        return f"rank {rank}: {failure.message['message']}"
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         why = "; the machine may be out of memory" if -failure.exitcode == signal.SIGKILL else ""
