@@ -27,6 +27,7 @@ _OF_A_RUN = (
     "hf",
     "hf.partial",
     "tensorboard",
+    "wandb",
 )
 
 
@@ -35,11 +36,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tepo", description="Token-level policy optimization on Megatron-Core.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("train", help="train as a config says", epilog="Any key: --section.key VALUE")
-    run.add_argument("config", help="a YAML file, see examples/")
-    report = commands.add_parser("report", help="draw the curves of a run")
-    report.add_argument("run_dir", type=Path)
-    args, overrides = parser.parse_known_args(argv)
+    run = commands.add_parser(
+        "train",
+        help="train as a config says",
+        usage="tepo train CONFIG [--section.key VALUE ...]",
+        epilog="Every key can be given, as --section.key VALUE; they are listed in tepo_megatron/config.py.",
+    )
+    run.add_argument("config", metavar="CONFIG", help="a YAML file; start from examples/template.yaml")
+    report = commands.add_parser("report", help="draw the curves of a run, finished or under way")
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, runs/NAME")
+    words = list(sys.argv[1:] if argv is None else argv)
+    if len(words) > 1 and words[0] == "train" and words[1].startswith("--") and words[1] != "--help":
+        parser.error("tepo train CONFIG [--section.key VALUE ...]: the config file comes first")
+    args, overrides = parser.parse_known_args(words)
     try:
         if args.command == "train":
             return train(args.config, overrides)
@@ -95,21 +104,35 @@ def preflight(cfg: Config) -> None:
 def prepare_run_dir(cfg: Config) -> Path:
     """Create output/name with the resolved config.yaml; returns its path.
 
-    A directory holds a run from its first line of metrics on; what a start that failed before left there is replaced. Raises
-    ConfigError if a run is there already and `overwrite` is false.
+    A directory holds a run once there are metrics, a summary or a model in it; what a start that failed before left there is
+    replaced. Raises ConfigError if a run is there already and `overwrite` is false, if the model or the data lie in what would
+    be removed, or if the directory cannot be written.
     """
     from tepo_megatron.config_io import to_yaml
 
     metrics = cfg.run_dir / "metrics.jsonl"
-    if metrics.exists() and metrics.stat().st_size and not cfg.overwrite:
+    holds_a_run = (metrics.exists() and metrics.stat().st_size) or any(
+        (cfg.run_dir / n).exists() for n in ("summary.json", "hf")
+    )
+    if holds_a_run and not cfg.overwrite:
         raise ConfigError(f"{cfg.run_dir} holds a run already; choose another `name`, or replace it with --overwrite true")
-    for name in _OF_A_RUN:
-        path = cfg.run_dir / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    cfg.run_dir.mkdir(parents=True, exist_ok=True)
-    resolved = cfg.run_dir / "config.yaml"
-    resolved.write_text(to_yaml(cfg))
+    removed = [cfg.run_dir / name for name in _OF_A_RUN]
+    for key, used in (("model.path", cfg.model.path), ("data.train", cfg.data.train), ("data.eval", cfg.data.eval)):
+        if used is not None and any(Path(used).resolve().is_relative_to(path.resolve()) for path in removed):
+            raise ConfigError(f"{key}={used} lies in the run that would be replaced; choose another `name`")
+    try:
+        for path in removed:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        cfg.run_dir.mkdir(parents=True, exist_ok=True)
+        resolved = cfg.run_dir / "config.yaml"
+        resolved.write_text(to_yaml(cfg))
+    except OSError as e:
+        raise ConfigError(f"output={cfg.output}: {cfg.run_dir} cannot be written ({e}); choose another directory") from None
     return resolved
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -26,7 +26,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         tree = yaml.safe_load(Path(path).read_text())
     except OSError as e:
         raise ConfigError(f"{path}: cannot read the config file ({e.strerror}); give the path of a YAML file") from None
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path}: not valid YAML: {e}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a config is a mapping of keys, not {type(tree).__name__}")
@@ -62,7 +62,10 @@ def parse_overrides(words: list[str]) -> list[tuple[str, Any]]:
             if not rest:
                 raise ConfigError(f"--{key}: the value is missing")
             text = rest.pop(0)
-        pairs.append((key, yaml.safe_load(text)))
+        try:
+            pairs.append((key, yaml.safe_load(text)))
+        except yaml.YAMLError:
+            raise ConfigError(f"--{key}: {text!r} is not a YAML value; quote it") from None
     return pairs
 
 

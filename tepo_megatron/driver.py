@@ -57,8 +57,8 @@ class Driver:
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(RunLog(cfg.run_dir, cfg.logging, cfg.training.steps))
             log.message(
-                f"{cfg.objective.name} on {cfg.parallel.world_size} {cfg.platform} ranks; {len(train)} prompts to train on, "
-                f"{len(held_out)} to evaluate on; dropped, over data.max_prompt_tokens={data.max_prompt_tokens}: "
+                f"objective {cfg.objective.name}, {cfg.parallel.world_size} {cfg.platform} ranks; {len(train)} prompts "
+                f"to train on, {len(held_out)} to evaluate on; dropped, over data.max_prompt_tokens={data.max_prompt_tokens}: "
                 f"{dropped} and {dropped_held_out}"
             )
             log.message(f"starting {cfg.rollout.engine}; its log: {cfg.run_dir / SERVER_LOG}")
@@ -134,6 +134,8 @@ class MainDriver(Driver):
         if before and after:
             self._log.message(f"accuracy before: {before}\naccuracy after:  {after}")
         self._log.message(f"{self._cfg.training.steps} steps in {seconds:.0f} s; curves: {picture}")
+        if self._cfg.export_hf:
+            self._log.message(f"trained model: {run_dir / 'hf'}")
 
 
 def _vllm(cfg: Config) -> RolloutEngine:

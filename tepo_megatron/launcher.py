@@ -1,6 +1,6 @@
 """Start the ranks of a run on this machine, and turn whatever ends them into one message.
 
-`torchrun` does the same for several machines; inside it (RANK is set) `tepo train` is a rank itself.
+Inside torchrun (RANK is set) `tepo train` is a rank itself.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # Our launcher's process id, for the ranks that it starts.
 _LAUNCHER = "TEPO_LAUNCHER_PID"
+
+
+_KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
 
 class RanksFailed(TepoError, RuntimeError):
@@ -117,8 +120,8 @@ def _leave_last_words(message: str, expected: bool) -> None:
 def _first_failure(failures: Mapping[int, Any]) -> str:
     """The message of the failure that caused the others, of torch's `ProcessFailure` by rank.
 
-    An error of ours comes first; then a rank that died of a signal (not of the agent's own SIGTERM); then the earliest of the
-    rest: ranks whose peers vanished fail too, in their collectives.
+    An error of ours comes first; then a rank that was killed from outside; then the earliest traceback (ranks whose peers
+    vanished fail too, in their collectives). What only follows comes last: aborts and the agent's own SIGTERM.
     """
 
     def order(rank: int) -> tuple[int, float]:
@@ -126,7 +129,7 @@ def _first_failure(failures: Mapping[int, Any]) -> str:
         if isinstance(failure.message, dict):
             said = failure.message["extraInfo"]
             return (0 if said["expected"] else 2), float(said["time"])
-        return (1 if failure.exitcode != -signal.SIGTERM else 3), 0.0
+        return (1 if -failure.exitcode in _KILLED else 3), 0.0
 
     rank = min(failures, key=order)
     failure = failures[rank]

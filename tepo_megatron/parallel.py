@@ -34,7 +34,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class Groups:
-    """The mesh of this run. `dp_cp`: the ranks over which a gradient is summed (dp x cp)."""
+    """The mesh of this run.
+
+    dp_cp: the ranks over which a gradient is summed (dp x cp); host: all ranks, for objects on the host, where they wait for
+    rank 0 however long it generates (its own requests are bounded, and its end ends the others).
+    """
 
     dp: Axis
     tp: Axis
@@ -42,6 +46,7 @@ class Groups:
     cp: Axis
     ep: Axis
     dp_cp: Axis
+    host: dist.ProcessGroup
     vpp: int
     device: torch.device
 
@@ -102,12 +107,14 @@ def initialize(cfg: ParallelConfig, platform: Platform, seed: int) -> Groups:
         distributed_timeout_minutes=max(1, round(cfg.timeout_seconds / 60)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return current_groups(device)
+    host = dist.new_group(backend=platform.host_backend, timeout=datetime.timedelta(days=30))
+    return _mesh(device, host)
 
 
-def current_groups(device: torch.device) -> Groups:
+def _mesh(device: torch.device, host: dist.ProcessGroup) -> Groups:
     """The mesh that `parallel_state` holds."""
     return Groups(
+        host=host,
         dp=Axis.of(parallel_state.get_data_parallel_group()),
         tp=Axis.of(parallel_state.get_tensor_model_parallel_group()),
         pp=Axis.of(parallel_state.get_pipeline_model_parallel_group()),

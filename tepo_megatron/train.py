@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tepo_megatron import parallel
@@ -17,7 +18,7 @@ from tepo_megatron.seeding import derive_seed
 from tepo_megatron.step_log import StepLog
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import TrainBatch
-from tepo_megatron.weights.sync import WeightSync, check_mismatch
+from tepo_megatron.weights.sync import WeightSync, check_mismatch, check_one_host
 
 
 def train(cfg: Config, platform: Platform, make_engine: EngineFactory | None = None) -> None:
@@ -25,6 +26,7 @@ def train(cfg: Config, platform: Platform, make_engine: EngineFactory | None = N
 
     make_engine: instead of the engine that the config names.
     """
+    check_one_host(cfg.sync)
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
     with Driver.open(cfg, groups, make_engine) as driver:
         actor = Actor(cfg, groups)
@@ -36,14 +38,14 @@ def train(cfg: Config, platform: Platform, make_engine: EngineFactory | None = N
 
             for step in range(1, cfg.training.steps + 1):
                 clock, log = Clock(), StepLog()
-                rollouts = log.receive(_share(driver.collect(step, clock)))
+                rollouts = log.receive(_share(driver.collect(step, clock), groups))
+                actor.start_step(step)
                 if rollouts:
                     batch = TrainBatch.build(rollouts, group_advantages(rollouts, cfg.advantage.scale))
                     with clock.phase("old_stats"):
                         batch = actor.attach_old_stats(batch)
                         check_mismatch(log.mismatch(actor.mismatch(batch)), version=step - 1, cfg=cfg.sync)
                     with clock.phase("update"):
-                        actor.start_step(step)
                         shuffle = derive_seed(cfg.seed, "minibatches", step)
                         for minibatch in batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, shuffle):
                             log.add(actor.update(minibatch, objective))
@@ -53,15 +55,15 @@ def train(cfg: Config, platform: Platform, make_engine: EngineFactory | None = N
                 if cfg.evaluation.every and step % cfg.evaluation.every == 0 and step < cfg.training.steps:
                     driver.evaluate(step)
 
+            if cfg.export_hf:  # first of all, so that nothing that fails afterwards costs the model
+                actor.export_hf(cfg.run_dir / "hf")
             after = driver.evaluate(step=cfg.training.steps)
         driver.finish(before, after, run_clock.total)
-        if cfg.export_hf:
-            actor.export_hf(cfg.run_dir / "hf")
     parallel.shutdown()
 
 
-def _share(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
+def _share(value: Any, groups: parallel.Groups) -> Any:
+    """Rank 0's value, on every rank; they wait for it as long as generation takes."""
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=groups.host, device=torch.device("cpu"))
     return box[0]

@@ -67,7 +67,7 @@ def transformer_config(
         init_method=_left_to_the_checkpoint,
         output_layer_init_method=_left_to_the_checkpoint,
         embedding_init_method=_left_to_the_checkpoint,
-        # gradients are divided by the token count of the whole minibatch, once (DESIGN, rule 1)
+        # gradients are divided by the token count of the whole minibatch, once
         calculate_per_token_loss=True,
         # packed microbatches differ in length; Megatron ties this flag to the all-to-all dispatcher, dense models included
         variable_seq_lengths=parallel.pp > 1,

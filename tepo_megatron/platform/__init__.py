@@ -23,11 +23,13 @@ PlatformName = Literal["cpu", "cuda"]
 class Platform:
     """Where tensors live and what carries collectives.
 
-    name: the config's `platform`, which is also the device type; backend: of torch.distributed.
+    name: the config's `platform`, which is also the device type; backend: of torch.distributed;
+    host_backend: of a group for objects on the host.
     """
 
     name: PlatformName
     backend: Literal["gloo", "nccl"]
+    host_backend: Literal["gloo"] = "gloo"
 
     def device(self, local_rank: int) -> torch.device:
         """The device of a rank, from its index among the ranks of its machine."""

@@ -124,12 +124,16 @@ def carry_over(source: Path, target: Path, dtype: torch.dtype) -> None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Put a finished directory in its place in one step: written to disk first, then renamed; a former one is replaced."""
+    """Put a finished directory in its place: written to disk first, then renamed. A former one is moved aside, then removed."""
     for file in temporary.iterdir():
         with file.open("rb") as f:
             os.fsync(f.fileno())
-    shutil.rmtree(final, ignore_errors=True)
+    former = final.with_name(final.name + ".former")
+    shutil.rmtree(former, ignore_errors=True)
+    if final.exists():
+        final.rename(former)
     temporary.rename(final)
+    shutil.rmtree(former, ignore_errors=True)
     directory = os.open(final.parent, os.O_RDONLY)
     try:
         os.fsync(directory)

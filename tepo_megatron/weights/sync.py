@@ -1,7 +1,7 @@
 """Delivery of the actor's weights to the inference engine after every step.
 
 Each owner of a pipeline stage writes its own tensors, in HF layout, to files in shared memory; rank 0 tells the engine their
-names. No rank ever holds more than one bucket and one tensor beyond the model.
+names. No rank holds more than one bucket and one tensor beyond the model; the shared memory holds all of it until it is loaded.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
+import torch
 import torch.distributed as dist
 
 from tepo_megatron.config import SyncConfig
-from tepo_megatron.errors import SyncError
+from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.parallel import Groups
 from tepo_megatron.weights import hf_io
 from tepo_megatron.weights.gather import Binding, iterate_hf
@@ -52,12 +53,8 @@ class WeightSync:
         if groups.is_main:
             folder, self._in_use = _make_folder()
         name = [str(folder)]
-        dist.broadcast_object_list(name, src=0)
+        dist.broadcast_object_list(name, src=0, group=groups.host, device=torch.device("cpu"))
         self.folder = Path(name[0])
-        if not self.folder.is_dir():
-            raise SyncError(
-                f"rank {groups.rank}: {self.folder} of rank 0 is not visible here; sync.transport=shm needs one host"
-            )
 
     def push(self, version: int) -> None:
         """All ranks call it; when rank 0 returns, the engine serves `version`."""
@@ -65,7 +62,7 @@ class WeightSync:
             stream = iterate_hf(self.bindings, self.arch, self.groups.tp)
             prefix = f"v{version}-stage{self.groups.pp.rank:02d}"
             hf_io.write_shards(stream, self.folder, prefix, limit=self.cfg.bucket_mib * 2**20)
-        dist.barrier()
+        dist.barrier(group=self.groups.host)
         if self.receiver is not None:
             files = sorted(self.folder.glob(f"v{version}-*.safetensors"))
             try:
@@ -86,6 +83,15 @@ class WeightSync:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def check_one_host(cfg: SyncConfig) -> None:
+    """Raise ConfigError when torchrun started ranks on several machines: files in shared memory reach one."""
+    here, everywhere = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if here != everywhere:
+        raise ConfigError(
+            f"sync.transport={cfg.transport} needs all ranks on one machine, but only {here} of {everywhere} are here"
+        )
 
 
 def check_mismatch(mean_logprob_diff: float, version: int, cfg: SyncConfig) -> None:
@@ -109,8 +115,10 @@ def _make_folder() -> tuple[Path, int]:
             lock = _lock(folder)
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
-    folder = Path(tempfile.mkdtemp(prefix="tepo-sync-", dir=root))
-    return folder, _lock(folder)
+    # locked before it gets the name by which others would find and remove it; the lock stays with the folder
+    unnamed = Path(tempfile.mkdtemp(prefix=".tepo-", dir=root))
+    lock = _lock(unnamed)
+    return unnamed.rename(unnamed.with_name(f"tepo-sync-{unnamed.name.removeprefix('.tepo-')}")), lock
 
 
 def _lock(folder: Path) -> int:

@@ -36,13 +36,14 @@ ROWS = [
     ],
     ["actor", "rollout", "weights.gather", "weights.sync", "evaluation", "sinks", "report"],
     ["step_log", "driver", "train"],
-    ["launcher", "worker", "cli"],
+    ["launcher", "worker", "cli", "__main__"],
 ]
 BESIDE = {
     ("types", "errors"), ("config", "errors"), ("config_io", "config"), ("config_io", "errors"),
     ("platform", "errors"), ("parallel", "ops"), ("weights.families", "weights.ops"),
     ("weights.sync", "weights.gather"), ("actor", "weights.gather"), ("evaluation", "rollout"), ("report", "sinks"),
     ("driver", "step_log"), ("train", "driver"), ("train", "step_log"), ("worker", "launcher"), ("cli", "launcher"),
+    ("__main__", "cli"),
 }  # fmt: skip
 # foreign package -> the files that may import it
 OWNERS = {

@@ -1,0 +1,8 @@
+"""`python -m tepo_megatron` is `tepo`."""
+
+import sys
+
+from tepo_megatron.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
