@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,24 +37,51 @@ def informative(groups: Sequence[list[Rollout]]) -> list[list[Rollout]]:
     return [group for group in groups if len({rollout.score for rollout in group}) > 1]
 
 
-def group_advantages(rollouts: Sequence[Rollout], scale: Literal["std", "none"]) -> Tensor:
+def group_advantages(rollouts: Sequence[Rollout], kind: str) -> Tensor:
     """[B] fp32, one advantage for each rollout, from the shaped rewards of its group; computed in fp64.
 
-    "std": (r - mean) / (std + 1e-6), std with ddof 1 (GRPO as the paper has it); "none": r - mean (Dr. GRPO,
-    arXiv 2503.20783). A group of one gets 0. Raises ValueError on a reward that is not finite (an ungraded rollout),
+    kind: a name in ADVANTAGES. A group of one gets 0. Raises ValueError on a reward that is not finite (an ungraded rollout),
     and as `split_groups` does.
     """
-    advantages = [torch.empty(0, dtype=torch.float64)]
-    for group in split_groups(rollouts):
-        for rollout in group:
-            if not math.isfinite(rollout.reward):
-                raise ValueError(
-                    f"a rollout of prompt {rollout.prompt_id} has reward {rollout.reward} "
-                    f"(status {rollout.status!r}); grade the rollouts first"
-                )
-        rewards_G = torch.tensor([rollout.reward for rollout in group], dtype=torch.float64)
-        centered_G = rewards_G - rewards_G.mean()
-        if scale == "std" and len(group) > 1:
-            centered_G = centered_G / (rewards_G.std(correction=1) + _STD_EPS)
-        advantages.append(centered_G)
-    return torch.cat(advantages).float()
+    for rollout in rollouts:
+        if not math.isfinite(rollout.reward):
+            raise ValueError(
+                f"a rollout of prompt {rollout.prompt_id} has reward {rollout.reward} (status {rollout.status!r}); "
+                f"grade the rollouts first"
+            )
+    groups = [torch.tensor([r.reward for r in group], dtype=torch.float64) for group in split_groups(rollouts)]
+    return torch.cat([torch.empty(0, dtype=torch.float64), *ADVANTAGES[kind](groups)]).float()
+
+
+def _std(groups: list[Tensor]) -> list[Tensor]:
+    """(r - mean) / (std + 1e-6), std with ddof 1: GRPO as the paper has it."""
+    return [(r - r.mean()) / (r.std(correction=1) + _STD_EPS) if r.numel() > 1 else r - r for r in groups]
+
+
+def _mean(groups: list[Tensor]) -> list[Tensor]:
+    """r - mean (Dr. GRPO, arXiv 2503.20783)."""
+    return [r - r.mean() for r in groups]
+
+
+def _leave_one_out(groups: list[Tensor]) -> list[Tensor]:
+    """r - mean of the others (RLOO, arXiv 2402.14740): (r - mean) n / (n - 1)."""
+    return [(r - r.mean()) * r.numel() / max(1, r.numel() - 1) for r in groups]
+
+
+def _gpg(groups: list[Tensor]) -> list[Tensor]:
+    """alpha (r - mean), alpha = B / (B - M), M the samples in groups of equal rewards, which contribute nothing.
+
+    (GPG, arXiv 2504.02546. Its public code counts rewards that are not zero instead of M.)
+    """
+    samples = sum(r.numel() for r in groups)
+    silent = sum(r.numel() for r in groups if bool((r == r[0]).all()))
+    alpha = samples / max(1, samples - silent)
+    return [alpha * (r - r.mean()) for r in groups]
+
+
+ADVANTAGES: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
+    "std": _std,
+    "mean": _mean,
+    "leave_one_out": _leave_one_out,
+    "gpg": _gpg,
+}

@@ -99,7 +99,7 @@ class RolloutConfig:
 
     engine: Literal["vllm"] = "vllm"
     prompts_per_step: Positive = 64
-    samples_per_prompt: Positive = 8
+    samples_per_prompt: Annotated[int, Field(ge=2, strict=True)] = 8  # advantages are relative to the group
     # scales actor, old and rollout log-probs alike; vLLM raises smaller ones to 0.01 without a word
     temperature: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = 1.0
     max_response_tokens: Positive = 8192
@@ -125,13 +125,6 @@ class RewardConfig:
 
 
 @config
-class AdvantageConfig:
-    """Rewards relative to the group's mean. scale: divided by the group's standard deviation (ddof 1), or not."""
-
-    scale: Literal["std", "none"] = "std"
-
-
-@config
 class ObjectiveConfig:
     """A row of `losses.OBJECTIVES`, and replacements for its parts (None: as the row has it)."""
 
@@ -140,11 +133,16 @@ class ObjectiveConfig:
     surrogate: str | None = None
     clip_low: NonNegativeFloat | None = None
     clip_high: NonNegativeFloat | None = None
+    dual_clip: PositiveFloat | None = None
     aggregate: str | None = None
+    advantage: str | None = None
     kl: str | None = None
     kl_mask: str | None = None
     kl_entropy_tolerance: NonNegativeFloat | None = None  # nats: |dH| up to this counts as no change
     beta: NonNegativeFloat | None = None
+    entropy_coefficient: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    advantage_alpha: NonNegativeFloat | None = None
+    advantage_kappa: PositiveFloat | None = None
 
 
 @config
@@ -218,7 +216,6 @@ class Config:
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
-    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
@@ -242,18 +239,8 @@ class Config:
                 f"training.max_tokens_per_microbatch={self.training.max_tokens_per_microbatch} cannot hold one sequence of "
                 f"data.max_prompt_tokens + rollout.max_response_tokens = {sequence} tokens; raise it to at least that"
             )
-        if self.rollout.filter_uniform_groups and self.rollout.samples_per_prompt == 1:
-            raise ValueError(
-                "rollout.samples_per_prompt=1 makes every group uniform, so rollout.filter_uniform_groups=true would drop "
-                "them all; raise the first or set the second to false"
-            )
         if self.platform == "cpu" and self.model.attention == "te":
             raise ValueError("model.attention=te needs platform=cuda; use auto or sdpa")
-        if self.advantage.scale == "std" and self.rollout.samples_per_prompt == 1:
-            raise ValueError(
-                "advantage.scale=std needs rollout.samples_per_prompt >= 2 (the deviation of one sample is undefined); "
-                "raise it or use advantage.scale=none"
-            )
 
     @property
     def run_dir(self) -> Path:

@@ -41,7 +41,7 @@ def train(cfg: Config, platform: Platform, make_engine: EngineFactory | None = N
                 rollouts = log.receive(_share(driver.collect(step, clock), groups))
                 actor.start_step(step)
                 if rollouts:
-                    batch = TrainBatch.build(rollouts, group_advantages(rollouts, cfg.advantage.scale))
+                    batch = TrainBatch.build(rollouts, group_advantages(rollouts, objective.advantage))
                     with clock.phase("old_stats"):
                         batch = actor.attach_old_stats(batch)
                         check_mismatch(log.mismatch(actor.mismatch(batch)), version=step - 1, cfg=cfg.sync)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from tepo_megatron.ops.segments import Segments
@@ -45,4 +46,9 @@ def sequence_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bo
     return exp_clamped(segments.spread(segments.mean(log_ratio_R)))
 
 
-RATIOS: dict[str, RatioFunction] = {"token": token_ratio, "sequence": sequence_ratio}
+def no_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bool) -> Tensor:
+    """1: no importance sampling (GPG, arXiv 2504.02546). No collective, no gradient."""
+    return torch.ones_like(log_ratio_R)
+
+
+RATIOS: dict[str, RatioFunction] = {"token": token_ratio, "sequence": sequence_ratio, "none": no_ratio}

@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from tepo_megatron.advantages import group_advantages, informative, split_groups
+from tepo_megatron.advantages import ADVANTAGES, group_advantages, informative, split_groups
 from tepo_megatron.types import Rollout
 
 
@@ -42,20 +42,20 @@ def test_std_is_the_papers_formula() -> None:
     assert advantages_B[-1].item() == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-6), rel=1e-6)  # ddof 1, not 0
 
 
-def test_none_only_centers() -> None:
-    advantages_B = group_advantages(rollouts((0, [1.0, 0.0, 0.0, 0.0]), (1, [2.0, 4.0])), "none")
+def test_mean_only_centers() -> None:
+    advantages_B = group_advantages(rollouts((0, [1.0, 0.0, 0.0, 0.0]), (1, [2.0, 4.0])), "mean")
     torch.testing.assert_close(advantages_B, torch.tensor([0.75, -0.25, -0.25, -0.25, -1.0, 1.0]))
 
 
-@pytest.mark.parametrize("scale", ["std", "none"])
+@pytest.mark.parametrize("scale", sorted(ADVANTAGES))
 def test_uniform_and_single_groups_get_zero(scale: str) -> None:
-    advantages_B = group_advantages(rollouts((0, [1.0] * 8), (1, [0.7]), (2, [0.0] * 3)), scale)  # type: ignore[arg-type]
+    advantages_B = group_advantages(rollouts((0, [1.0] * 8), (1, [0.7]), (2, [0.0] * 3)), scale)
     assert advantages_B.tolist() == [0.0] * 12
 
 
 def test_computed_in_fp64() -> None:
     # in fp32 the mean of these is off by more than their spread
-    advantages_B = group_advantages(rollouts((0, [1e8, 1e8 + 1, 1e8 + 2])), "none")
+    advantages_B = group_advantages(rollouts((0, [1e8, 1e8 + 1, 1e8 + 2])), "mean")
     assert advantages_B.tolist() == [-1.0, 0.0, 1.0]
 
 
@@ -90,3 +90,15 @@ def test_informative_looks_at_the_unshaped_score() -> None:
     all_wrong_shaped = rollouts((2, [-0.5, 0.0]))
     single = rollouts((3, [1.0]))
     assert informative([all_right_shaped, mixed, all_wrong_shaped, single]) == [mixed]
+
+
+def test_leave_one_out_is_the_reward_over_the_mean_of_the_others() -> None:
+    rewards = [1.0, 0.0, 0.5, 0.25]
+    expected = [r - statistics.mean(rewards[:i] + rewards[i + 1 :]) for i, r in enumerate(rewards)]
+    torch.testing.assert_close(group_advantages(rollouts((0, rewards)), "leave_one_out"), torch.tensor(expected))
+
+
+def test_gpg_makes_up_for_groups_of_equal_rewards() -> None:
+    """Eight samples, four of them in silent groups: alpha = 8 / (8 - 4)."""
+    advantages_B = group_advantages(rollouts((0, [1.0, 1.0]), (1, [1.0, 0.0, 0.0, 0.0]), (2, [0.0, 0.0])), "gpg")
+    torch.testing.assert_close(advantages_B, torch.tensor([0, 0, 1.5, -0.5, -0.5, -0.5, 0, 0]))

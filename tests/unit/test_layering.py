@@ -41,7 +41,8 @@ ROWS = [
 BESIDE = {
     ("types", "errors"), ("config", "errors"), ("config_io", "config"), ("config_io", "errors"),
     ("platform", "errors"), ("parallel", "ops"), ("weights.families", "weights.ops"),
-    ("weights.sync", "weights.gather"), ("actor", "weights.gather"), ("evaluation", "rollout"), ("report", "sinks"),
+    ("weights.sync", "weights.gather"), ("actor", "weights.gather"), 
+    ("losses", "advantages"), ("evaluation", "rollout"), ("report", "sinks"),
     ("driver", "step_log"), ("train", "driver"), ("train", "step_log"), ("worker", "launcher"), ("cli", "launcher"),
     ("__main__", "cli"),
 }  # fmt: skip
