@@ -20,7 +20,7 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not server and not e2e"
+	$(BIN)/python -m pytest -m "not server and not e2e and not slow"
 
 check: lint types test
 

@@ -162,6 +162,7 @@ def load_and_train(rank: int, layout: dict[str, int], folder: Path, changes: dic
     return [trainer.step(), trainer.step()]
 
 
+@pytest.mark.slow
 def test_checkpoint_continues_on_another_layout(tmp_path: Path) -> None:
     """Weights, Adam's moments and its step: the second step after the load depends on all of them."""
     first = run_world(4, train_and_save, {"tp": 2, "dp": 2}, tmp_path, {})[0]
@@ -170,6 +171,7 @@ def test_checkpoint_continues_on_another_layout(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(second), torch.tensor(first[2:]), rtol=2e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_bf16_checkpoint_keeps_the_masters(tmp_path: Path) -> None:
     bf16 = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True}
     first = run_world(2, train_and_save, {"dp": 2}, tmp_path, bf16)[0]
@@ -221,6 +223,7 @@ def step_with_gradients(trainer: Trainer) -> dict[str, Any]:
     return {"loss": loss, "grad_norm": grad_norm, "gradients": captured}
 
 
+@pytest.mark.slow
 def test_experts_over_ranks_equal_experts_on_one(tmp_path: Path) -> None:
     (whole,) = run_world(1, save_experts, tmp_path)
     ranks = run_world(2, load_experts, {"dp": 2, "ep": 2}, tmp_path)
@@ -232,6 +235,7 @@ def test_experts_over_ranks_equal_experts_on_one(tmp_path: Path) -> None:
     assert ranks[0]["loss"] == pytest.approx(whole["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_experts_over_experts_and_tensors(tmp_path: Path) -> None:
     """Expert tensor parallelism (2, as tp) gathers the tokens of the ranks in lists of unequal sizes."""
     (whole,) = run_world(1, save_experts, tmp_path)

@@ -173,7 +173,7 @@ def test_every_row_of_the_table(name: str) -> None:
         check(OBJECTIVES[name], seed)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(objective=PARTS, seed=st.integers(0, 50))
 def test_every_combination_of_parts(objective: Objective, seed: int) -> None:
     check(objective, seed)

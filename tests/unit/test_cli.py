@@ -1,0 +1,79 @@
+"""What the command refuses before it starts anything, and what it may and may not remove."""
+
+from pathlib import Path
+
+import pytest
+
+from tepo_megatron import cli
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import load_config, validate
+from tepo_megatron.errors import ConfigError
+
+
+def config(folder: Path, **change: object) -> Config:
+    return validate({"name": "a", "model": {"path": "m"}, "data": {"train": "t"}, "output": str(folder), **change})
+
+
+@pytest.mark.parametrize("sign", ["summary.json", "hf/config.json", "metrics.jsonl"])
+def test_a_run_is_replaced_only_when_asked(tmp_path: Path, sign: str) -> None:
+    file = tmp_path / "a" / sign
+    file.parent.mkdir(parents=True)
+    file.write_text("{}\n")
+    other = tmp_path / "a" / "notes.txt"
+    other.write_text("mine")
+    with pytest.raises(ConfigError, match="holds a run already"):
+        cli.prepare_run_dir(config(tmp_path))
+    assert file.exists()
+    cli.prepare_run_dir(config(tmp_path, overwrite=True))
+    assert not file.exists() and other.read_text() == "mine"
+
+
+def test_a_start_that_failed_leaves_the_name_free(tmp_path: Path) -> None:
+    for _ in range(2):
+        path = cli.prepare_run_dir(config(tmp_path))
+        (tmp_path / "a" / "metrics.jsonl").touch()
+        (tmp_path / "a" / "log.txt").write_text("error: ...")
+    assert load_config(path).name == "a"
+
+
+@pytest.mark.parametrize("key", ["model", "data"])
+def test_what_the_run_needs_is_not_removed(tmp_path: Path, key: str) -> None:
+    used = tmp_path / "a" / "hf"
+    used.mkdir(parents=True)
+    section = {"path": str(used)} if key == "model" else {"train": str(used / "train.jsonl")}
+    with pytest.raises(ConfigError, match="lies in the run that would be replaced"):
+        cli.prepare_run_dir(config(tmp_path, overwrite=True, **{key: section}))
+    assert used.exists()
+
+
+def test_a_link_is_removed_and_not_what_it_points_to(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "hf").symlink_to(elsewhere)
+    cli.prepare_run_dir(config(tmp_path, overwrite=True))
+    assert elsewhere.exists() and not (tmp_path / "a" / "hf").exists()
+
+
+def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output=.*cannot be written"):
+        cli.prepare_run_dir(config(tmp_path / "file"))
+
+
+def test_malformed_words_and_files_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = tmp_path / "good.yaml"
+    good.write_text("name: a")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"name: \xff\xfe")
+    for words, phrase in (
+        (["train", str(good), "--optimizer.lr", "["], "--optimizer.lr: '[' is not a YAML value"),
+        (["train", str(binary)], "binary.yaml: not valid YAML"),
+        (["report", str(tmp_path / "nowhere")], "nowhere"),
+        (["report", str(tmp_path), "--steps", "3"], "takes no --steps"),
+    ):
+        assert cli.main(words) == 1
+        assert phrase in capsys.readouterr().err
+    with pytest.raises(SystemExit) as e:
+        cli.main(["train", "--seed", "1", str(good)])
+    assert e.value.code == 2 and "the config file comes first" in capsys.readouterr().err
