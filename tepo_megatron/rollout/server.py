@@ -104,7 +104,7 @@ class ServerProcess:
                         return
                 if time.monotonic() > self._deadline:
                     raise self.failure(
-                        f"was not ready after {self._ready_seconds:g} s; raise rollout.server.ready_seconds, or mend what "
+                        f"was not ready after {self._ready_seconds:g} s; raise rollout.server.ready_seconds, or fix what "
                         "its log shows"
                     )
                 time.sleep(POLL_SECONDS)
