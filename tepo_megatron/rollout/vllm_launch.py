@@ -41,8 +41,7 @@ def server_command(
     if cfg.kv_cache_gib is not None:
         command += ["--kv-cache-memory-bytes", str(int(cfg.kv_cache_gib * 2**30))]
     if platform == "cpu":
-        # A process less: 15 s instead of 20 to start, and no spinning on shared memory, which made generation and the
-        # trainer 3 to 4 times slower beside each other.
+        # One process less: a faster start, and no spinning on shared memory, which slows generation and the trainer beside it.
         command += ["--enforce-eager", "--distributed-executor-backend", "uni"]
     return [*command, *cfg.extra_args]
 
