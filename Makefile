@@ -8,7 +8,7 @@ SEED   ?= 0
 # torch: a wheel found through PIP_FIND_LINKS if there is one, else PyTorch's own CPU build
 UV_ENV := UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(if $(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))),,UV_TORCH_BACKEND=cpu)
 
-.PHONY: demo test test-fast check lint types format pins clean
+.PHONY: demo ablation test test-fast test-full check lint types format pins clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
@@ -16,11 +16,19 @@ demo: $(READY)
 	  --model.path .cache/demo/seed-$(SEED) \
 	  --data.train .cache/demo/seed-$(SEED)/train.jsonl --data.eval .cache/demo/seed-$(SEED)/eval.jsonl
 
+# seed 0's base model for every run
+ablation: $(READY)
+	$(BIN)/python -m examples.arithmetic.base_model --seed 0 --out .cache/demo/seed-0
+	$(BIN)/tepo ablate examples/ablation.yaml
+
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: $(READY)
+	$(BIN)/python -m pytest -m full
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not server and not e2e and not slow"
+	$(BIN)/python -m pytest -m "not server and not e2e and not slow and not full"
 
 check: lint types test
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -51,6 +52,11 @@ def group_advantages(rollouts: Sequence[Rollout], kind: str) -> Tensor:
             )
     groups = [torch.tensor([r.reward for r in group], dtype=torch.float64) for group in split_groups(rollouts)]
     return torch.cat([torch.empty(0, dtype=torch.float64), *ADVANTAGES[kind](groups)]).float()
+
+
+def penalized(rollouts: Sequence[Rollout], penalty_B: Tensor) -> tuple[Rollout, ...]:
+    """The rollouts with penalty_B [B] taken from their (shaped) rewards."""
+    return tuple(replace(r, reward=r.reward - float(p)) for r, p in zip(rollouts, penalty_B, strict=True))
 
 
 def _std(groups: list[Tensor]) -> list[Tensor]:

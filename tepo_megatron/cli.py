@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tepo_megatron import __version__
+from tepo_megatron import __version__, run_dir
 from tepo_megatron.errors import ConfigError, TepoError
 
 if TYPE_CHECKING:  # everything heavy is imported where an interrupt is already told in one line
     from tepo_megatron.config import Config
-
-# What a run directory can hold: `overwrite` removes these and nothing else.
-_OF_A_RUN = (
-    "config.yaml",
-    "metrics.jsonl",
-    "summary.json",
-    "log.txt",
-    "server.log",
-    "report.png",
-    "hf",
-    "hf.partial",
-    "tensorboard",
-    "wandb",
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,13 +30,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_argument("config", metavar="CONFIG", help="a YAML file; start from examples/template.yaml")
     report = commands.add_parser("report", help="draw the curves of a run, finished or under way")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, runs/NAME")
+    ablation = commands.add_parser(
+        "ablate",
+        help="compare objectives: several runs and seeds from one base model",
+        usage="tepo ablate FILE [--section.key VALUE ...]",
+        epilog="Keys of FILE (--seeds '[0, 1]') change it; every other --section.key VALUE reaches every run.",
+    )
+    ablation.add_argument("file", metavar="FILE", help="a YAML file; start from examples/ablation.yaml")
     words = list(sys.argv[1:] if argv is None else argv)
-    if len(words) > 1 and words[0] == "train" and words[1].startswith("--") and words[1] != "--help":
-        parser.error("tepo train CONFIG [--section.key VALUE ...]: the config file comes first")
+    if len(words) > 1 and words[0] in ("train", "ablate") and words[1].startswith("--") and words[1] != "--help":
+        parser.error(f"tepo {words[0]} FILE [--section.key VALUE ...]: the config file comes first")
     args, overrides = parser.parse_known_args(words)
     try:
         if args.command == "train":
             return train(args.config, overrides)
+        if args.command == "ablate":
+            from tepo_megatron.ablation import ablate
+            from tepo_megatron.launcher import inside_torchrun
+
+            if inside_torchrun():
+                raise ConfigError("tepo ablate starts the ranks of its runs itself; call it outside of torchrun")
+            return ablate(args.file, overrides, preflight, start)
         if overrides:
             raise ConfigError(f"tepo report takes no {overrides[0]}")
         from tepo_megatron.report import write_report
@@ -68,70 +67,63 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(config_path: str, overrides: list[str]) -> int:
     """`tepo train CONFIG [--key value ...]`."""
-    from tepo_megatron.config_io import load_config
-    from tepo_megatron.launcher import RanksFailed, inside_torchrun, launch, run_rank
+    from tepo_megatron.config_io import load_with_sources
+    from tepo_megatron.launcher import inside_torchrun, run_rank
 
-    cfg = load_config(config_path, overrides)
+    cfg, layers = load_with_sources(config_path, overrides)
+    if not inside_torchrun() or os.environ["RANK"] == "0":
+        try:
+            preflight(cfg)
+        except ConfigError as e:
+            where = layers.sources((), str(e))
+            raise ConfigError(f"{', '.join(where)}: {e}") if where else e from None
     if inside_torchrun():
         if os.environ["RANK"] == "0":
-            preflight(cfg)
-            prepare_run_dir(cfg)
+            run_dir.prepare(cfg)
         return run_rank(cfg)
-    preflight(cfg)
-    resolved = prepare_run_dir(cfg)
+    start(cfg)
+    return 0
+
+
+def start(cfg: Config) -> None:
+    """Make one run, which `preflight` has seen, in its own processes and wait for it.
+
+    Raises a TepoError, which also stands in the run's log.txt.
+    """
+    from tepo_megatron.launcher import RanksFailed, launch
+
+    resolved = run_dir.prepare(cfg)
     try:
         launch(cfg, resolved)
     except RanksFailed as e:
         with (cfg.run_dir / "log.txt").open("a") as log:
             log.write(f"error: {e}\n")
         raise
-    return 0
 
 
 def preflight(cfg: Config) -> None:
     """Everything that can be refused before a process is started. Raises a TepoError."""
     from tepo_megatron.actor.layout import check_layout
-    from tepo_megatron.losses import build_objective
+    from tepo_megatron.method import resolve
+    from tepo_megatron.not_yet import not_yet
     from tepo_megatron.weights.families import find_family, read_config
+    from tepo_megatron.weights.families.tokens import check_tokenizer
     from tepo_megatron.weights.hf_io import HfReader
 
-    build_objective(cfg.objective)
+    resolve(cfg)
+    not_yet(cfg)
     hf_config = read_config(cfg.model.path)
-    check_layout(find_family(hf_config).architecture(hf_config), cfg.parallel)
+    architecture = find_family(hf_config).architecture(hf_config)
+    check_layout(architecture, cfg.parallel)
+    check_tokenizer(cfg.model.path, architecture.vocab_size)
     HfReader(cfg.model.path)
-
-
-def prepare_run_dir(cfg: Config) -> Path:
-    """Create output/name with the resolved config.yaml; returns its path.
-
-    A directory holds a run once there are metrics, a summary or a model in it; what a start that failed before left there is
-    replaced. Raises ConfigError if a run is there already and `overwrite` is false, if the model or the data lie in what would
-    be removed, or if the directory cannot be written.
-    """
-    from tepo_megatron.config_io import to_yaml
-
-    metrics = cfg.run_dir / "metrics.jsonl"
-    holds_a_run = (metrics.exists() and metrics.stat().st_size) or any(
-        (cfg.run_dir / n).exists() for n in ("summary.json", "hf")
-    )
-    if holds_a_run and not cfg.overwrite:
-        raise ConfigError(f"{cfg.run_dir} holds a run already; choose another `name`, or replace it with --overwrite true")
-    removed = [cfg.run_dir / name for name in _OF_A_RUN]
-    for key, used in (("model.path", cfg.model.path), ("data.train", cfg.data.train), ("data.eval", cfg.data.eval)):
-        if used is not None and any(Path(used).resolve().is_relative_to(path.resolve()) for path in removed):
-            raise ConfigError(f"{key}={used} lies in the run that would be replaced; choose another `name`")
-    try:
-        for path in removed:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        cfg.run_dir.mkdir(parents=True, exist_ok=True)
-        resolved = cfg.run_dir / "config.yaml"
-        resolved.write_text(to_yaml(cfg))
-    except OSError as e:
-        raise ConfigError(f"output={cfg.output}: {cfg.run_dir} cannot be written ({e}); choose another directory") from None
-    return resolved
+    if cfg.model.reference is not None:
+        hf_config = read_config(cfg.model.reference)
+        if find_family(hf_config).architecture(hf_config) != architecture:
+            raise ConfigError(
+                f"model.reference={cfg.model.reference} has another architecture than model.path={cfg.model.path}"
+            )
+        HfReader(cfg.model.reference)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: `true` is no numb
 NonNegative = Annotated[int, Field(ge=0, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Benchmark = Literal["aime24", "aime25", "amc", "math500", "omni_math", "olympiad_bench", "minerva"]  # the columns of Table 1
 
 
 @config
@@ -36,6 +37,7 @@ class ModelConfig:
     """path: a Hugging Face directory (config.json, safetensors, tokenizer)."""
 
     path: str
+    reference: str | None = None  # the reference policy of objective.ref_beta, of the same architecture; None: as `path`
     precision: Literal["fp32", "bf16"] = "bf16"
     # `auto` takes Transformer Engine where it is installed (platform cuda), else PyTorch's SDPA
     attention: Literal["auto", "te", "sdpa"] = "auto"
@@ -104,13 +106,17 @@ class RolloutConfig:
     temperature: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = 1.0
     max_response_tokens: Positive = 8192
     filter_uniform_groups: bool = True  # drop groups that are all right or all wrong (unshaped score)
-    max_refills: NonNegative = 0  # further rounds of prompts when dropped groups left too few
+    # further rounds of prompts when dropped groups left too few; None: 9 under objective.dynamic_sampling, else 0
+    max_refills: NonNegative | None = None
+    record: bool = False  # keep what each step learns from, in `rollouts/` of the run's folder
+    replay: str | None = None  # such a folder, to learn from it again: no engine is started, nothing is sampled or evaluated
+    only: bool = False  # sample, grade and record with the weights of model.path; nothing is trained
     server: ServerConfig = Field(default_factory=ServerConfig)
 
 
 @config
 class RewardConfig:
-    """How an answer is graded: last \\boxed{}, math-verify in worker processes."""
+    """How an answer is graded: last \\boxed{}, math-verify in worker processes; and how that grade is shaped."""
 
     type: Literal["math"] = "math"
     workers: Positive = 2
@@ -118,6 +124,10 @@ class RewardConfig:
     hard_seconds: PositiveFloat = 4.0  # then the worker is killed
     memory_mib: Positive = 1024  # address space of a worker
     max_answer_chars: Positive = 512
+    # the last tokens before rollout.max_response_tokens, in which a response costs more and more, up to overlong_penalty;
+    # 0: never; None: a fifth of rollout.max_response_tokens under objective.overlong_shaping, else 0
+    overlong_buffer_tokens: NonNegative | None = None
+    overlong_penalty: PositiveFloat = 0.5  # verdicts are 0 and 1; DAPO's 1 stands beside verdicts of -1 and 1
 
     def __post_init__(self) -> None:
         if self.hard_seconds <= self.soft_seconds:
@@ -140,9 +150,23 @@ class ObjectiveConfig:
     kl_mask: str | None = None
     kl_entropy_tolerance: NonNegativeFloat | None = None  # nats: |dH| up to this counts as no change
     beta: NonNegativeFloat | None = None
+    ref_kl: str | None = None
+    ref_beta: NonNegativeFloat | None = None  # above 0: a penalty towards `model.reference`
+    ref_kl_in: str | None = None
     entropy_coefficient: Annotated[float, Field(allow_inf_nan=False)] | None = None
     advantage_alpha: NonNegativeFloat | None = None
     advantage_kappa: PositiveFloat | None = None
+    weighting: str | None = None
+    cov_share: PositiveFloat | None = None
+    cov_low: NonNegativeFloat | None = None
+    cov_high: PositiveFloat | None = None
+    cov_beta: PositiveFloat | None = None
+    steer_lambda_min: PositiveFloat | None = None
+    correction: str | None = None  # of the rollout/train mismatch
+    correction_low: NonNegativeFloat | None = None
+    correction_high: PositiveFloat | None = None
+    dynamic_sampling: bool | None = None
+    overlong_shaping: bool | None = None
 
 
 @config
@@ -185,8 +209,11 @@ class EvaluationConfig:
     samples: Positive = 1
     temperature: NonNegativeFloat = 1.0  # 0: greedy
     max_problems: Positive | None = None
+    benchmarks: list[Benchmark] = Field(default_factory=list)  # each by the paper's protocol; refused so far (`not_yet.py`)
 
     def __post_init__(self) -> None:
+        if len(set(self.benchmarks)) < len(self.benchmarks):
+            raise ValueError(f"benchmarks={self.benchmarks} names one twice")
         if 0 < self.temperature < 0.01:
             raise ValueError(f"temperature={self.temperature} is raised to 0.01 by vLLM; use 0 (greedy) or at least 0.01")
         if self.temperature == 0 and self.samples > 1:
@@ -194,9 +221,31 @@ class EvaluationConfig:
 
 
 @config
-class LoggingConfig:
-    """metrics.jsonl and log.txt are always written."""
+class CheckpointConfig:
+    """A run can go on from its checkpoints, `checkpoints/` in the run's folder, which all ranks must share.
 
+    every: steps between them; 0: never. keep_last: how many of the newest stay; keep_every: those of steps that it divides stay
+    too. asynchronous: training goes on while they are written, from a copy in host memory of what each rank writes. hf: each
+    also holds the model as a Hugging Face directory, which training waits for.
+    """
+
+    every: NonNegative = 0
+    keep_last: Positive = 2
+    keep_every: Positive | None = None
+    asynchronous: bool = True
+    hf: bool = False
+    timeout_seconds: PositiveFloat = 1800.0  # a checkpoint that takes longer to write, on any rank, has failed
+
+
+@config
+class LoggingConfig:
+    """metrics.jsonl and log.txt are always written.
+
+    noise_floor_every: steps between measurements of the rounding noise in dH, each of which repeats the old pass under another
+    packing; the first is at step 1; 0: never.
+    """
+
+    noise_floor_every: NonNegative = 20
     tensorboard: bool = False
     wandb_project: str | None = None
 
@@ -212,6 +261,7 @@ class Config:
     seed: NonNegative = 0
     output: str = "runs"  # the run lives in output/name/
     overwrite: bool = False  # a run of that name is replaced
+    resume: bool = False  # a run of that name goes on from its newest checkpoint, or from the start where it has none
     export_hf: bool = True
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
@@ -221,6 +271,7 @@ class Config:
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     sync: SyncConfig = Field(default_factory=SyncConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
@@ -238,6 +289,19 @@ class Config:
             raise ValueError(
                 f"training.max_tokens_per_microbatch={self.training.max_tokens_per_microbatch} cannot hold one sequence of "
                 f"data.max_prompt_tokens + rollout.max_response_tokens = {sequence} tokens; raise it to at least that"
+            )
+        if self.resume and self.overwrite:
+            raise ValueError("resume=true and overwrite=true contradict each other; set one of them to false")
+        if self.rollout.only:
+            if self.rollout.replay is not None:
+                raise ValueError("rollout.only=true samples and rollout.replay does not; remove one of them")
+            if self.parallel.world_size > 1:
+                raise ValueError(
+                    f"rollout.only=true trains nothing: one rank is enough, not {self.parallel.world_size}; set parallel.* to 1"
+                )
+        if self.model.reference is not None and not self.objective.ref_beta:
+            raise ValueError(
+                f"model.reference={self.model.reference} is not used; set objective.ref_beta above 0, or remove it"
             )
         if self.platform == "cpu" and self.model.attention == "te":
             raise ValueError("model.attention=te needs platform=cuda; use auto or sdpa")

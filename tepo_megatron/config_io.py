@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,61 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from tepo_megatron.config import Config
+from tepo_megatron.config_layers import Layers
 from tepo_megatron.errors import ConfigError
 
+T = typing.TypeVar("T")
 _ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file, apply `--key.sub value` (or `--key.sub=value`) overrides, validate.
+    """Read a YAML file with the base files below it, apply `--key.sub value` (or `--key.sub=value`) overrides, validate.
 
-    Raises ConfigError naming the key and the mend.
+    Raises ConfigError naming the file that set the key, the key and the mend.
     """
+    return load_with_sources(path, overrides or [])[0]
+
+
+def load_with_sources(path: str | Path, overrides: list[str]) -> tuple[Config, Layers]:
+    """As `load_config`, and the layers that know which file set which key."""
+    layers = read_layers(path)
+    for key, value in parse_overrides(overrides):
+        words: dict[str, Any] = {}
+        set_key(words, key, value)
+        layers.add(words, "command line")
+    return validate_as(Config, layers.tree, str(path), layers), layers
+
+
+def read_layers(path: str | Path) -> Layers:
+    """A config file over the file that its `base:` names (a path relative to the file itself), over that one's base, and so on.
+
+    Raises ConfigError for a file that cannot be read, a `base` that is no path, and files that form a circle.
+    """
+    found: list[tuple[str, dict[str, Any]]] = []
+    while True:
+        names = [name for name, _ in found]
+        if any(os.path.realpath(path) == os.path.realpath(name) for name in names):
+            chain = " -> ".join([*names, str(path)])
+            raise ConfigError(f"{names[0]}: its base files form a circle: {chain}; remove one `base`")
+        try:
+            tree = read_yaml(path)
+        except ConfigError as e:
+            raise ConfigError(f"{e} (the base of {names[-1]})" if names else str(e)) from None
+        found.append((str(path), tree))
+        if "base" not in tree:
+            break
+        base = tree.pop("base")
+        if not isinstance(base, str):
+            raise ConfigError(f"{path}: base: one path of a YAML file, not {base!r}; let that file name the next")
+        path = os.path.normpath(Path(path).parent / base)
+    layers = Layers()
+    for name, tree in reversed(found):
+        layers.add(tree, name)
+    return layers
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises ConfigError naming the file."""
     try:
         tree = yaml.safe_load(Path(path).read_text())
     except OSError as e:
@@ -30,23 +77,50 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"{path}: not valid YAML: {e}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a config is a mapping of keys, not {type(tree).__name__}")
-    for key, value in parse_overrides(overrides or []):
-        _set(tree, key, value)
-    return validate(tree, source=str(path))
+    return tree
 
 
 def validate(tree: dict[str, Any], source: str = "config") -> Config:
     """A plain mapping as a Config, or one ConfigError with a line per fault."""
+    return validate_as(Config, tree, source)
+
+
+def validate_as(cls: type[T], tree: dict[str, Any], source: str, layers: Layers | None = None) -> T:
+    """A plain mapping as a `config` class, or one ConfigError with a line per fault.
+
+    layers: where `tree` comes from: then each line names the files that set its keys, and `source` where none did.
+    """
     try:
-        return _ADAPTER.validate_python(tree)
+        return TypeAdapter(cls).validate_python(tree)
     except ValidationError as e:
-        lines = [f"{source}: {_explain(tuple(err['loc']), err)}" for err in e.errors()]
+        lines = []
+        for err in e.errors():
+            loc = tuple(err["loc"])
+            where = ", ".join(layers.sources(loc, err["msg"]) if layers else ()) or source
+            lines.append(f"{where}: {_explain(cls, loc, err)}")
         raise ConfigError("\n".join(lines)) from None
 
 
 def to_yaml(cfg: Config) -> str:
     """The resolved config, loadable by `load_config`."""
-    return yaml.safe_dump(_ADAPTER.dump_python(cfg, mode="json"), sort_keys=False)
+    return yaml.safe_dump(plain(cfg), sort_keys=False)
+
+
+def plain(cfg: Config) -> dict[str, Any]:
+    """The resolved config as plain JSON values."""
+    return typing.cast(dict[str, Any], _ADAPTER.dump_python(cfg, mode="json"))
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], above: str = "") -> list[str]:
+    """One line for each key that two plain configs disagree on: "optimizer.lr was 1e-06 and is 2e-06"."""
+    lines = []
+    for name in [*before, *(n for n in after if n not in before)]:
+        key, old, new = f"{above}{name}", before.get(name), after.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += differences(old, new, f"{key}.")
+        elif old != new:
+            lines.append(f"{key} was {old} and is {new}")
+    return lines
 
 
 def parse_overrides(words: list[str]) -> list[tuple[str, Any]]:
@@ -69,7 +143,8 @@ def parse_overrides(words: list[str]) -> list[tuple[str, Any]]:
     return pairs
 
 
-def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
+def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """tree[a][b] = value for "a.b", with the sections that are missing. Raises ConfigError where `a` is no section."""
     *parents, leaf = dotted.split(".")
     for name in parents:
         child = tree.get(name)
@@ -81,12 +156,12 @@ def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
     tree[leaf] = value
 
 
-def _explain(loc: tuple[Any, ...], error: Any) -> str:
+def _explain(root: type, loc: tuple[Any, ...], error: Any) -> str:
     key = ".".join(str(part) for part in loc) or "config"
     if error["type"] == "unexpected_keyword_argument":
-        close = difflib.get_close_matches(str(loc[-1]), _fields_at(loc[:-1]), n=1)
+        close = difflib.get_close_matches(str(loc[-1]), _fields_at(root, loc[:-1]), n=1)
         return f"{key}: unknown key" + (
-            f"; did you mean {close[0]}?" if close else "; see tepo_megatron/config.py for all keys"
+            f"; did you mean {close[0]}?" if close else f"; see {root.__module__.replace('.', '/')}.py for all keys"
         )
     if error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return f"{key}: this key is required"
@@ -95,9 +170,9 @@ def _explain(loc: tuple[Any, ...], error: Any) -> str:
     return f"{key}: {message}{given}"
 
 
-def _fields_at(loc: tuple[Any, ...]) -> list[str]:
+def _fields_at(root: type, loc: tuple[Any, ...]) -> list[str]:
     """The keys of the section at `loc`."""
-    cls: Any = Config
+    cls: Any = root
     for part in loc:
         cls = typing.get_type_hints(cls).get(str(part))
     return [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []

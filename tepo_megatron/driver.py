@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from tepo_megatron.checkpoint.checkpoints import Saved
 from tepo_megatron.config import Config
+from tepo_megatron.config_io import differences, plain
 from tepo_megatron.data import PromptStream, load_prompts, load_tokenizer
-from tepo_megatron.errors import DataError
-from tepo_megatron.evaluation import Accuracy, evaluate
+from tepo_megatron.errors import ConfigError, DataError
+from tepo_megatron.evaluation import Accuracy, evaluate, write_evaluation
+from tepo_megatron.method import resolve
 from tepo_megatron.metrics import Metrics
 from tepo_megatron.parallel import Groups
 from tepo_megatron.report import write_report
 from tepo_megatron.rewards import build_reward
+from tepo_megatron.rollout import record
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.engine import RolloutEngine
+from tepo_megatron.rollout.replay import Replay
 from tepo_megatron.rollout.vllm import VllmEngine
 from tepo_megatron.seeding import derive_seed
-from tepo_megatron.sinks import RunLog
+from tepo_megatron.sinks import LOST_FILE, METRICS_FILE, RunLog, replace_file
 from tepo_megatron.step_log import StepLog
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -36,17 +43,23 @@ class Driver:
     def open(cfg: Config, groups: Groups, make_engine: EngineFactory | None = None) -> Iterator[Driver]:
         """The driver of this rank; on rank 0 the engine starts loading at once, while the actor is built.
 
-        make_engine: instead of the engine that the config names. Raises DataError before anything is started.
+        make_engine: instead of the engine that the config names. Raises ConfigError and DataError before anything is started.
         """
         if not groups.is_main:
             yield Driver()
             return
+        method = resolve(cfg)
         tokenizer = load_tokenizer(cfg.model.path)
         data = cfg.data
 
         def read(path: str) -> tuple[list[Prompt], int]:
             return load_prompts(path, tokenizer, data.prompt_key, data.answer_key, data.max_prompt_tokens)
 
+        if cfg.rollout.replay is not None:
+            with RunLog(cfg.run_dir, cfg.logging, cfg.training.steps) as log:
+                log.message(f"objective {cfg.objective.name}; rollouts of {cfg.rollout.replay}, no engine")
+                yield MainDriver(cfg, Replay(Path(cfg.rollout.replay)), None, [], log)
+            return
         train, dropped = read(data.train)
         held_out, dropped_held_out = read(data.eval) if data.eval else ([], 0)
         if len(train) < cfg.rollout.prompts_per_step:
@@ -61,13 +74,21 @@ class Driver:
                 f"to train on, {len(held_out)} to evaluate on; dropped, over data.max_prompt_tokens={data.max_prompt_tokens}: "
                 f"{dropped} and {dropped_held_out}"
             )
+            if cfg.training.epochs == 1 and cfg.training.minibatch_prompts == cfg.rollout.prompts_per_step:
+                log.message(
+                    "one update per rollout batch: all ratios are 1 and all dH are 0, so clipping and KL mask never act"
+                )
+            if method.max_refills or method.overlong:
+                log.message(f"rounds of prompts per step: up to {1 + method.max_refills}; overlong shaping: {method.overlong}")
             log.message(f"starting {cfg.rollout.engine}; its log: {cfg.run_dir / SERVER_LOG}")
             engine = stack.enter_context((make_engine or _vllm)(cfg))
             engine.start()
             reward = stack.enter_context(build_reward(cfg.reward, lambda ids: tokenizer.decode(ids, skip_special_tokens=True)))
             prompts = PromptStream(train, cfg.seed, data.shuffle)
-            collector = Collector(cfg.rollout, engine, reward, prompts, cfg.seed)
-            yield MainDriver(cfg, collector, held_out[: cfg.evaluation.max_problems], log)
+            collector = Collector(
+                cfg.rollout, engine, reward, prompts, cfg.seed, max_refills=method.max_refills, overlong=method.overlong
+            )
+            yield MainDriver(cfg, collector, prompts, held_out[: cfg.evaluation.max_problems], log)
 
     def engine_when_ready(self) -> RolloutEngine | None:
         """The engine, once it serves."""
@@ -77,48 +98,134 @@ class Driver:
         """The step's graded rollouts and their metrics."""
         return None
 
-    def evaluate(self, step: int) -> Accuracy | None:
-        """Accuracy on the held-out problems, None without any."""
-        return None
+    def evaluate(self, step: int) -> None:
+        """Measure and keep the accuracy on the held-out problems, if there are any."""
 
     def log_step(self, step: int, log: StepLog, clock: Clock) -> None:
         """Write the step's record."""
 
-    def finish(self, before: Accuracy | None, after: Accuracy | None, seconds: float) -> None:
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint after `step` must hold of this side of the run: plain JSON."""
+        return {}
+
+    def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> None:
+        """Go on where `state` was taken; None: from the start, in a run that holds no checkpoint.
+
+        passed_over: why newer checkpoints were not taken. Raises ConfigError and DataError, with the run's records as they
+        were, for a state that is later than the last step or of other data.
+        """
+
+    def saved(self, checkpoint: Saved | None) -> None:
+        """Tell of a checkpoint that became complete, if one did."""
+
+    def finish(self) -> None:
         """Write the summary and the picture."""
 
 
 class MainDriver(Driver):
     """Rank 0's driver."""
 
-    def __init__(self, cfg: Config, collector: Collector, held_out: list[Prompt], log: RunLog) -> None:
-        self._cfg, self._collector, self._held_out, self._log = cfg, collector, held_out, log
+    def __init__(
+        self, cfg: Config, source: Collector | Replay, prompts: PromptStream | None, held_out: list[Prompt], log: RunLog
+    ) -> None:
+        self._cfg, self._source, self._prompts, self._held_out, self._log = cfg, source, prompts, held_out, log
+        self._evaluations: dict[int, Accuracy] = {}  # by step; the first and the last are reported
+        self._clock, self._seconds_before = Clock(), 0.0
 
-    def engine_when_ready(self) -> RolloutEngine:
+    def engine_when_ready(self) -> RolloutEngine | None:
+        if isinstance(self._source, Replay):
+            self._clock = Clock()
+            return None
         waiting = Clock()
-        self._collector.engine.wait_ready()
+        self._source.engine.wait_ready()
         self._log.message(f"actor built; {self._cfg.rollout.engine} ready after {waiting.total:.0f} s more")
-        return self._collector.engine
+        self._clock = Clock()  # the run's seconds do not hold its start
+        return self._source.engine
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
-        return self._collector.collect(step, clock)
+        rollouts, metrics = self._source.collect(step, clock)
+        if self._cfg.rollout.record or self._cfg.rollout.only:
+            record.write(self._cfg.run_dir / record.FOLDER, step, rollouts, metrics)
+        return rollouts, metrics
 
-    def evaluate(self, step: int) -> Accuracy | None:
-        if not self._held_out:
-            return None
+    def evaluate(self, step: int) -> None:
+        if not self._held_out or isinstance(self._source, Replay) or step in self._evaluations:
+            return
         cfg = self._cfg.evaluation
         sampling = SamplingParams(cfg.samples, cfg.temperature, self._cfg.rollout.max_response_tokens)
         # one seed for all evaluations: before and after are compared on the same random numbers
         seed = derive_seed(self._cfg.seed, "evaluation")
-        result = evaluate(self._collector.engine, self._collector.reward, self._held_out, sampling, seed)
+        result = evaluate(self._source.engine, self._source.reward, self._held_out, sampling, seed)
         self._log.message(f"accuracy at step {step}: {result}, temperature {cfg.temperature:g}")
-        return result
+        self._evaluations[step] = result
 
     def log_step(self, step: int, log: StepLog, clock: Clock) -> None:
         self._log.write(step, log.record(clock))
 
-    def finish(self, before: Accuracy | None, after: Accuracy | None, seconds: float) -> None:
-        run_dir = self._cfg.run_dir
+    def state(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "policy_version": step,
+            "prompts": self._prompts and self._prompts.state_dict(),
+            "metrics_bytes": self._log.position(),
+            "evaluations": {str(s): accuracy.state() for s, accuracy in self._evaluations.items()},
+            "seconds": self._seconds,
+            "config": plain(self._cfg),
+        }
+
+    def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> None:
+        for line in passed_over:
+            self._log.message(f"resume: {line}")
+        step = position = 0
+        if state is None:
+            self._log.message("resume: no checkpoint yet, so from the start")
+        else:
+            step, position = state["step"], state["metrics_bytes"]
+            self._go_on(state)
+        lost = self._log.rewind(position, step)
+        if self._cfg.rollout.replay is None:
+            record.set_aside(self._cfg.run_dir / record.FOLDER, after=step)
+        if lost:
+            self._log.message(f"resume: {lost} recorded steps are taken again; their former records moved to {LOST_FILE}")
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        step, steps = state["step"], self._cfg.training.steps
+        if step > steps:
+            raise ConfigError(
+                f"training.steps={steps}: the newest checkpoint is of step {step} already; set it to {step} or more"
+            )
+        if self._prompts is not None and state["prompts"] is not None:
+            self._prompts.load_state_dict(state["prompts"])
+        self._log.message(f"resume: from the checkpoint of step {step}")
+        for change in differences(state["config"], plain(self._cfg)):
+            if not change.startswith(("resume ", "overwrite ")):
+                self._log.message(f"resume: {change}")
+        if self._prompts is not None and state["prompts"] is None:
+            self._log.message("resume: the steps before were replayed, so the prompts start with the first of the dataset")
+        if self._log.position() < state["metrics_bytes"]:
+            self._log.message(f"resume: {METRICS_FILE} lacks records of steps before")
+        self._evaluations = {int(s): Accuracy.of(a) for s, a in state["evaluations"].items()}
+        self._seconds_before = state["seconds"]
+
+    def saved(self, checkpoint: Saved | None) -> None:
+        if checkpoint is not None:
+            self._log.message(
+                f"checkpoint of step {checkpoint.step}: {checkpoint.size / 2**20:.0f} MiB complete after "
+                f"{checkpoint.seconds:.1f} s, of which training waited {checkpoint.blocked_seconds:.2f} s"
+            )
+
+    @property
+    def _seconds(self) -> float:
+        return self._seconds_before + self._clock.total
+
+    def finish(self) -> None:
+        run_dir, seconds = self._cfg.run_dir, self._seconds
+        before, after = self._evaluations.get(0), self._evaluations.get(self._cfg.training.steps)
+        if before and after and before.scores.keys() != after.scores.keys():
+            self._log.message("resume: the first evaluation was of other problems, so there is no accuracy from before")
+            before = None
+        if before and after:
+            write_evaluation(run_dir, before, after)
         summary = {
             "accuracy_before": before and before.mean,
             "accuracy_after": after and after.mean,
@@ -129,7 +236,7 @@ class MainDriver(Driver):
             "steps": self._cfg.training.steps,
             "seconds": seconds,
         }
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        replace_file(run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
         picture = write_report(run_dir)
         if before and after:
             self._log.message(f"accuracy before: {before}\naccuracy after:  {after}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 Pair = tuple[float, float]
 
@@ -14,8 +15,12 @@ class Metrics:
     {'reward/mean': 0.5}
     """
 
-    def __init__(self) -> None:
-        self._pairs: dict[str, Pair] = {}
+    def __init__(self, pairs: Mapping[str, Sequence[float]] | None = None) -> None:
+        self._pairs: dict[str, Pair] = {name: (n, d) for name, (n, d) in (pairs or {}).items()}
+
+    def pairs(self) -> dict[str, Pair]:
+        """The sums by name: plain JSON, from which the metrics can be made again."""
+        return dict(self._pairs)
 
     def add(self, name: str, numerator: float, denominator: float = 1.0) -> None:
         """Add one contribution."""

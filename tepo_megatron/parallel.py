@@ -1,6 +1,6 @@
 """The device mesh: the only wrapper of Megatron-Core's `parallel_state`.
 
-Axes: dp (replicas of the model over data), tp (tensor), pp (pipeline), cp (context), ep (experts).
+Axes: dp (replicas of the model over data), tp (tensor), pp (pipeline), cp (context), ep (experts; part of dp x cp).
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class Axis:
 class Groups:
     """The mesh of this run.
 
-    dp_cp: the ranks over which a gradient is summed (dp x cp); host: all ranks, for objects on the host, where they wait for
-    rank 0 however long it generates (its own requests are bounded, and its end ends the others).
+    dp_cp: the ranks over which a gradient is summed (dp x cp); expert_dp: those among them that hold the same experts
+    (dp x cp / ep ranks; experts are cut over tp like everything else); host: all ranks, for objects on the host, where they
+    wait for rank 0 however long it generates (its own requests are bounded, and its end ends the others).
     """
 
     dp: Axis
@@ -46,6 +47,7 @@ class Groups:
     cp: Axis
     ep: Axis
     dp_cp: Axis
+    expert_dp: Axis
     host: dist.ProcessGroup
     vpp: int
     device: torch.device
@@ -74,6 +76,16 @@ class Groups:
     def is_first_replica(self) -> bool:
         """Whether this rank's shards are the ones that leave the model (dp = cp = 0)."""
         return self.dp_cp.rank == 0
+
+    @property
+    def is_first_expert_replica(self) -> bool:
+        """Whether this rank's shards of its experts are the ones that leave the model."""
+        return self.expert_dp.rank == 0
+
+    @property
+    def owner(self) -> str:
+        """A name for files, one for each rank of pp x ep (tensor-parallel rank 0 writes)."""
+        return f"stage{self.pp.rank:02d}" + (f"-experts{self.ep.rank:02d}" if self.ep.size > 1 else "")
 
     def broadcast_from_last_stage(self, x: torch.Tensor) -> torch.Tensor:
         """In place: every pipeline stage gets the last stage's values. Collectives: one broadcast over pp (none if pp = 1)."""
@@ -104,6 +116,7 @@ def initialize(cfg: ParallelConfig, platform: Platform, seed: int) -> Groups:
         virtual_pipeline_model_parallel_size=cfg.vpp if cfg.vpp > 1 else None,
         context_parallel_size=cfg.cp,
         expert_model_parallel_size=cfg.ep,
+        expert_tensor_parallel_size=cfg.tp,
         distributed_timeout_minutes=max(1, round(cfg.timeout_seconds / 60)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -121,6 +134,7 @@ def _mesh(device: torch.device, host: dist.ProcessGroup) -> Groups:
         cp=Axis.of(parallel_state.get_context_parallel_group()),
         ep=Axis.of(parallel_state.get_expert_model_parallel_group()),
         dp_cp=Axis.of(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        expert_dp=Axis.of(parallel_state.get_expert_data_parallel_group()),
         vpp=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         device=device,
     )

@@ -19,8 +19,10 @@ from rich.console import Console
 
 from tepo_megatron.config import LoggingConfig
 from tepo_megatron.errors import ConfigError, DataError
+from tepo_megatron.run_dir import lock
 
 METRICS_FILE = "metrics.jsonl"
+LOST_FILE = "metrics.lost.jsonl"
 LOG_FILE = "log.txt"
 HEADER_EVERY = 20  # progress lines
 
@@ -72,13 +74,16 @@ class RunLog:
     """The open sinks of one run; a context manager.
 
     run_dir must exist. steps: of the whole run, for the progress line. Files are appended to, each line in one write:
-    a process that is killed never leaves half of one. Raises ConfigError when a configured sink is not installed.
+    a process that is killed hardly ever leaves half of one. Raises ConfigError when a configured sink is not installed, or
+    when another process has the log of this run open.
     """
 
     def __init__(self, run_dir: Path, cfg: LoggingConfig, steps: int) -> None:
         self._tensorboard = _open_tensorboard(run_dir) if cfg.tensorboard else None
         self._wandb = _open_wandb(run_dir, cfg.wandb_project) if cfg.wandb_project else None
+        self._run_dir = run_dir
         self._metrics = _open_for_appending(run_dir / METRICS_FILE)
+        lock(self._metrics, run_dir)
         self._log = _open_for_appending(run_dir / LOG_FILE)
         self._console = Console()
         self._steps = steps
@@ -108,6 +113,31 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log(known, step=step)
 
+    def position(self) -> int:
+        """Bytes of metrics.jsonl, all of them on the disk."""
+        os.fsync(self._metrics)
+        return os.fstat(self._metrics).st_size
+
+    def rewind(self, position: int, step: int = 0) -> int:
+        """Go back to where metrics.jsonl had `position` bytes, after step `step`: the records after it, of steps that the run
+        will take again, move to metrics.lost.jsonl, and TensorBoard is told to forget them. Returns their number. Killed in
+        between and called again, it moves them once.
+        """
+        metrics, path = self._run_dir / METRICS_FILE, self._run_dir / LOST_FILE
+        with metrics.open("rb") as f:
+            f.seek(position)
+            lost = f.read()
+        if lost:
+            known = path.read_bytes() if path.exists() else b""
+            moved = lost if lost.endswith(b"\n") else lost + b"\n"  # a line that a kill cut off stays a line of its own
+            if not known.endswith(moved):
+                replace_file(path, known + moved)
+            os.ftruncate(self._metrics, position)
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = _open_tensorboard(self._run_dir, forget_from=step + 1)
+        return lost.count(b"\n")
+
     def message(self, text: str) -> None:
         """Print `text` and keep it in the log."""
         _append(self._log, text + "\n")
@@ -133,18 +163,26 @@ class RunLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
-    """The records of a run, in the order in which they were written.
+    """The records of a run, in the order in which they were written; without a last line that has not ended yet.
 
     Raises DataError when there are none, or naming the file and line that is not a record.
     """
     path = run_dir / METRICS_FILE
     try:
-        lines = path.read_text().splitlines()
+        text = path.read_text()
     except OSError as e:
         raise DataError(f"{path}: cannot read the metrics ({e.strerror}); give the folder of a run") from None
+    lines = text[: text.rfind("\n") + 1].splitlines()
     if not lines:
         raise DataError(f"{path}: no step has been recorded yet; wait for the first one")
     return [_parse(line, where=f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file that is as it was, or whole, whenever the process is killed."""
+    unfinished = path.with_name(path.name + ".partial")
+    unfinished.write_bytes(data)
+    os.replace(unfinished, path)
 
 
 def _parse(line: str, where: str) -> dict[str, Value]:
@@ -174,7 +212,7 @@ def _append(file: int, line: str) -> None:
         raise OSError(errno.ENOSPC, "the disk is full: a line of the run's log was not written")
 
 
-def _open_tensorboard(run_dir: Path) -> Any:
+def _open_tensorboard(run_dir: Path, forget_from: int | None = None) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -182,7 +220,7 @@ def _open_tensorboard(run_dir: Path) -> Any:
             "logging.tensorboard=true: the tensorboard package is not installed; "
             "install tepo-megatron[tensorboard] or set the key to false"
         ) from None
-    return SummaryWriter(str(run_dir / "tensorboard"))
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=forget_from)
 
 
 def _open_wandb(run_dir: Path, project: str) -> Any:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from tepo_megatron.histogram import quantiles
 from tepo_megatron.metrics import Metrics
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import Rollout
 
 if TYPE_CHECKING:
-    from tepo_megatron.actor.actor import UpdateResult
+    from tepo_megatron.actor.tally import UpdateResult
 
 # In the order of the record; what a step could not measure is null.
 KEYS = (
-    "reward/mean", "accuracy/mean", "actor/entropy", "actor/grad_norm", "loss/total", "loss/kl", "loss/clip_fraction",
-    "tepo/kl_mask_share", "tepo/ratio_p01", "tepo/ratio_p50", "tepo/ratio_p99", "rollout/logprob_diff_mean",
-    "rollout/logprob_diff_max", "rollout/response_tokens_mean", "rollout/truncated", "rollout/kept_groups",
+    "reward/mean", "reward/ref_kl", "accuracy/mean", "actor/entropy", "actor/grad_norm", "loss/total", "loss/kl", "loss/ref_kl",
+    "loss/clip_fraction", "loss/clip_fraction_low", "loss/clip_fraction_high", "tepo/kl_mask_share", "tepo/mask_below_noise",
+    "tepo/entropy_noise_floor", "tepo/dH_up_p05", "tepo/dH_up_p50", "tepo/dH_up_p95", "tepo/dH_down_p05", "tepo/dH_down_p50",
+    "tepo/dH_down_p95", "tepo/ratio_p01", "tepo/ratio_p50", "tepo/ratio_p99", "weighting/affected_share",
+    "correction/weight_mean", "rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/response_tokens_mean",
+    "rollout/truncated", "rollout/sampled_groups", "rollout/kept_groups", "packing/padding_share", "packing/balance",
+    "packing/bubble_share", "packing/microbatches",
 )  # fmt: skip
+_OF_ENTROPY_CHANGE = ("tepo/kl_mask_share", "tepo/mask_below_noise")
 PHASES = ("rollout", "reward", "old_stats", "update", "sync")
 
 
@@ -29,6 +36,7 @@ class StepLog:
     def __init__(self) -> None:
         self._metrics = Metrics()
         self._ratios: list[Tensor] = []
+        self._histograms: dict[str, Tensor] = {}
         self._trained_tokens = 0
 
     def receive(self, collected: tuple[list[Rollout], Metrics]) -> list[Rollout]:
@@ -39,29 +47,40 @@ class StepLog:
 
     def mismatch(self, values: dict[str, float]) -> float:
         """Record how far the engine is from the actor; returns the mean log-prob difference."""
-        for name, value in values.items():
-            self._metrics.add(name, value)
+        self.note(values)
         return values["rollout/logprob_diff_mean"]
+
+    def note(self, values: Mapping[str, float | None]) -> None:
+        """Record what is measured once in a step; None: it could not be."""
+        for name, value in values.items():
+            if value is not None:
+                self._metrics.add(name, value)
 
     def add(self, result: UpdateResult) -> None:
         """Record one optimizer step.
 
         The first update of a rollout batch runs on the very weights that gave the old entropies: its dH is rounding noise, so
-        its mask share says nothing and is left out.
+        what depends on dH says nothing and is left out.
         """
+        first = result.update == 0
         for name, pair in result.metrics.items():
-            if name == "tepo/kl_mask_share" and result.update == 0:
-                continue
-            self._metrics.add(name, *pair)
+            if not (first and name in _OF_ENTROPY_CHANGE):
+                self._metrics.add(name, *pair)
+        if not first:
+            for name, counts in result.histograms.items():
+                self._histograms[name] = self._histograms.get(name, 0) + counts
         self._ratios.append(result.ratio_B)
 
     def record(self, clock: Clock) -> dict[str, float | None]:
         """One flat record: KEYS, then seconds by phase, then trained tokens (prompt and response) per second."""
         values = self._metrics.means()
         if self._ratios:
-            quantiles = torch.quantile(torch.cat(self._ratios), torch.tensor([0.01, 0.5, 0.99], dtype=torch.float64))
-            for name, value in zip(("p01", "p50", "p99"), quantiles.tolist(), strict=True):
+            ratios = torch.quantile(torch.cat(self._ratios), torch.tensor([0.01, 0.5, 0.99], dtype=torch.float64))
+            for name, value in zip(("p01", "p50", "p99"), ratios.tolist(), strict=True):
                 values[f"tepo/ratio_{name}"] = value
+        for name, counts in self._histograms.items():
+            for share, quantile in zip(("p05", "p50", "p95"), quantiles(counts, (0.05, 0.5, 0.95)), strict=True):
+                values[f"{name}_{share}"] = quantile
         record = {key: values.get(key) for key in KEYS}
         for phase in PHASES:
             record[f"seconds/{phase}"] = clock.seconds.get(phase, 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,16 +11,17 @@ import torch.distributed as dist
 
 from tepo_megatron import parallel
 from tepo_megatron.actor.actor import Actor
-from tepo_megatron.advantages import group_advantages
+from tepo_megatron.advantages import group_advantages, penalized
+from tepo_megatron.checkpoint.checkpoints import Checkpoints
 from tepo_megatron.config import Config
 from tepo_megatron.driver import Driver, EngineFactory
-from tepo_megatron.losses import build_objective
+from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.platform import Platform
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.step_log import StepLog
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import TrainBatch
-from tepo_megatron.weights.sync import WeightSync, check_mismatch, check_one_host
+from tepo_megatron.weights.sync import NoSync, WeightSync, check_mismatch, check_one_host
 
 
 def train(cfg: Config, platform: Platform, make_engine: EngineFactory | None = None) -> None:
@@ -29,37 +32,107 @@ def train(cfg: Config, platform: Platform, make_engine: EngineFactory | None = N
     check_one_host(cfg.sync)
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
     with Driver.open(cfg, groups, make_engine) as driver:
-        actor = Actor(cfg, groups)
-        objective = build_objective(cfg.objective)
-        with WeightSync(cfg.sync, actor.bindings, actor.arch, groups, driver.engine_when_ready()) as sync:
-            run_clock = Clock()
-            sync.push(version=0)
-            before = driver.evaluate(step=0)
-
-            for step in range(1, cfg.training.steps + 1):
-                clock, log = Clock(), StepLog()
-                rollouts = log.receive(_share(driver.collect(step, clock), groups))
-                actor.start_step(step)
-                if rollouts:
-                    batch = TrainBatch.build(rollouts, group_advantages(rollouts, objective.advantage))
-                    with clock.phase("old_stats"):
-                        batch = actor.attach_old_stats(batch)
-                        check_mismatch(log.mismatch(actor.mismatch(batch)), version=step - 1, cfg=cfg.sync)
-                    with clock.phase("update"):
-                        shuffle = derive_seed(cfg.seed, "minibatches", step)
-                        for minibatch in batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, shuffle):
-                            log.add(actor.update(minibatch, objective))
-                with clock.phase("sync"):
-                    sync.push(version=step)
-                driver.log_step(step, log, clock)
-                if cfg.evaluation.every and step % cfg.evaluation.every == 0 and step < cfg.training.steps:
-                    driver.evaluate(step)
-
-            if cfg.export_hf:  # first of all, so that nothing that fails afterwards costs the model
-                actor.export_hf(cfg.run_dir / "hf")
-            after = driver.evaluate(step=cfg.training.steps)
-        driver.finish(before, after, run_clock.total)
+        if cfg.rollout.only:
+            _sample(cfg, driver)
+        else:
+            _learn(cfg, groups, driver)
     parallel.shutdown()
+
+
+def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
+    actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
+    if objective.ref_beta:
+        actor.keep_reference()
+    with (
+        Checkpoints(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
+        _open_sync(cfg, groups, actor, driver) as sync,
+    ):
+        first = _resume(checkpoints, actor, driver) if cfg.resume else 0
+        sync.push(version=first)
+        if first == 0:
+            driver.evaluate(step=0)
+
+        for step in range(first + 1, cfg.training.steps + 1):
+            clock, log = Clock(), StepLog()
+            rollouts = log.receive(_share(driver.collect(step, clock), groups))
+            actor.start_step(step)
+            if rollouts:
+                batch = TrainBatch.build(rollouts, group_advantages(rollouts, objective.advantage))
+                with clock.phase("old_stats"):
+                    batch = actor.attach_old_stats(batch)
+                    check_mismatch(log.mismatch(actor.mismatch(batch)), version=step - 1, cfg=cfg.sync)
+                    batch = _with_reference(batch, actor, objective, log)
+                    if _is_due(step - 1, cfg.logging.noise_floor_every):
+                        log.note({"tepo/entropy_noise_floor": actor.measure_noise(batch)})
+                with clock.phase("update"):
+                    shuffle = derive_seed(cfg.seed, "minibatches", step)
+                    for minibatch in batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, shuffle):
+                        log.add(actor.update(minibatch, objective))
+            with clock.phase("sync"):
+                sync.push(version=step)
+            driver.log_step(step, log, clock)
+            last = step == cfg.training.steps
+            if _is_due(step, cfg.evaluation.every) and not last:
+                driver.evaluate(step)
+            if _is_due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.every):
+                checkpoints.save(step, actor, driver.state(step) | {"noise_floor": actor.noise_floor})
+            driver.saved(checkpoints.poll())
+
+        driver.saved(checkpoints.wait())
+        if cfg.export_hf:  # before what follows, so that nothing that fails afterwards costs the model
+            actor.export_hf(cfg.run_dir / "hf")
+        driver.evaluate(step=cfg.training.steps)
+    driver.finish()
+
+
+def _sample(cfg: Config, driver: Driver) -> None:
+    """Rollouts alone, of the weights in `model.path`, recorded."""
+    driver.engine_when_ready()
+    for step in range(1, cfg.training.steps + 1):
+        clock, log = Clock(), StepLog()
+        sampled = driver.collect(step, clock)
+        assert sampled is not None, "rollout.only runs on one rank"
+        log.receive(sampled)
+        driver.log_step(step, log, clock)
+
+
+def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> int:
+    """Bring everything to where the newest checkpoint was taken; returns its step, 0 without one."""
+    found = checkpoints.newest()
+    if found is None:
+        driver.resume(None)
+        return 0
+    state = checkpoints.load(found, actor)
+    actor.noise_floor = state["noise_floor"]
+    driver.resume(state, found.passed_over)
+    return int(state["step"])
+
+
+def _open_sync(
+    cfg: Config, groups: parallel.Groups, actor: Actor, driver: Driver
+) -> contextlib.AbstractContextManager[WeightSync | NoSync]:
+    """Where the weights go; nowhere when rollouts are replayed."""
+    engine = driver.engine_when_ready()
+    if cfg.rollout.replay is not None:
+        return contextlib.nullcontext(NoSync())
+    return WeightSync(cfg.sync, actor.bindings, actor.arch, groups, engine)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _with_reference(batch: TrainBatch, actor: Actor, objective: Objective, log: StepLog) -> TrainBatch:
+    """The batch with what the objective needs of the reference policy; as it was without one."""
+    if not objective.ref_beta:
+        return batch
+    batch = actor.attach_ref_logprobs(batch)
+    if objective.ref_kl_in == "loss":
+        return batch
+    divergence_B = actor.reference_divergence(batch, objective.ref_kl)
+    log.note({"reward/ref_kl": float(divergence_B.mean())})
+    rollouts = penalized(batch.rollouts, objective.ref_beta * divergence_B)
+    return replace(batch, rollouts=rollouts, advantages_B=group_advantages(rollouts, objective.advantage))
 
 
 def _share(value: Any, groups: parallel.Groups) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -95,15 +95,18 @@ class TrainBatch:
     """Graded rollouts with advantages, whole on every rank; sequences are contiguous by prompt.
 
     advantages_B: fp32. old_logprobs_N, old_entropies_N: fp32 nats of the actor's weights at the start of the rollout batch
-    (valid on the last pipeline stage), None before the old pass. update: how many optimizer steps on this rollout batch came
-    before.
+    (valid on the last pipeline stage), None before the old pass; ref_logprobs_N: the same of the reference policy, None
+    without one. update: how many optimizer steps on this rollout batch came before. ids_B: int64, each sequence's place in the
+    rollout batch (which random choices hang on); None: its place in this one.
     """
 
     rollouts: tuple[Rollout, ...]
     advantages_B: Tensor
     old_logprobs_N: Tensor | None = None
     old_entropies_N: Tensor | None = None
+    ref_logprobs_N: Tensor | None = None
     update: int = 0
+    ids_B: Tensor | None = None
 
     @classmethod
     def build(cls, rollouts: Sequence[Rollout], advantages_B: Tensor) -> TrainBatch:
@@ -141,12 +144,20 @@ class TrainBatch:
         """fp32 nats: the engine's log-probs of the response tokens."""
         return torch.cat([r.rollout_logprobs_L[r.response_mask_L] for r in self.rollouts])
 
-    def with_old_stats(self, logprobs_N: Tensor, entropies_N: Tensor) -> TrainBatch:
-        """The batch with its old statistics."""
-        return replace(self, old_logprobs_N=logprobs_N, old_entropies_N=entropies_N)
+    @cached_property
+    def sequence_N(self) -> Tensor:
+        """int64: the sequence of each response token, in [0, B)."""
+        return torch.arange(len(self)).repeat_interleave(torch.tensor(self.response_lengths))
+
+    @cached_property
+    def token_keys_N(self) -> Tensor:
+        """int64 [N, 2]: sequence id and place in the response of each token: its name, whatever the order of the sequences."""
+        ids_B = torch.arange(len(self)) if self.ids_B is None else self.ids_B
+        position_N = torch.arange(self.num_tokens) - torch.tensor(self.first_tokens)[self.sequence_N]
+        return torch.stack((ids_B[self.sequence_N], position_N), dim=1)
 
     def select(self, indices: Sequence[int], update: int) -> TrainBatch:
-        """The sequences `indices`, with their old statistics."""
+        """The sequences `indices`, with their old and reference statistics."""
 
         def pick(x_N: Tensor | None) -> Tensor | None:
             if x_N is None:
@@ -159,7 +170,9 @@ class TrainBatch:
             self.advantages_B[list(indices)],
             pick(self.old_logprobs_N),
             pick(self.old_entropies_N),
+            pick(self.ref_logprobs_N),
             update,
+            (torch.arange(len(self)) if self.ids_B is None else self.ids_B)[list(indices)],
         )
 
     def epochs(self, epochs: int, minibatch_prompts: int, seed: int) -> Iterator[TrainBatch]:
@@ -194,7 +207,8 @@ class PackedMicrobatch:
     tokens_S: int64 [1, S]; cu_seqlens: int32 [G + 1], padded starts of the sequences over ALL context-parallel ranks;
     max_seqlen: the longest padded sequence; rows_R: int64, positions in [0, S) whose label is a response token;
     labels_R: int64, that token; sequence_R: int64, its sequence, in [0, G); token_R: int64, its place in the flat _N
-    tensors of the TrainBatch (where old log-probs and the like are kept); lengths_G: |y| of each sequence over all
+    tensors of the TrainBatch (where old log-probs and the like are kept); position_R: int64, its place in its response, from 0;
+    chunk_R: int64, the zigzag chunk of its sequence in which it lies, in [0, 2 cp); lengths_G: |y| of each sequence over all
     context-parallel ranks, at least 1; sequences_G: int64, the index of each sequence in the TrainBatch.
     """
 
@@ -205,6 +219,8 @@ class PackedMicrobatch:
     labels_R: Tensor
     sequence_R: Tensor
     token_R: Tensor
+    position_R: Tensor
+    chunk_R: Tensor
     lengths_G: Tensor
     sequences_G: Tensor
 
@@ -228,9 +244,11 @@ class Denominators:
 @dataclass(frozen=True)
 class LossOutput:
     """loss: scalar, this rank's part of the objective (the parts of all ranks and microbatches add up to it);
-    metrics: name -> (numerator, denominator), detached; ratio_R: the importance ratio of each row, detached.
+    metrics: name -> (numerator, denominator), detached; histograms: name -> int64 counts, to be summed over ranks and
+    microbatches; ratio_R: the importance ratio of each row, detached.
     """
 
     loss: Tensor
     metrics: dict[str, tuple[Tensor, Tensor]]
+    histograms: dict[str, Tensor]
     ratio_R: Tensor

@@ -1,4 +1,4 @@
-"""A random Qwen3 of half a million parameters with a character tokenizer, as a Hugging Face directory."""
+"""Random models of half a million parameters or less with a character tokenizer, as Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 VOCAB_SIZE = 64
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
@@ -38,11 +44,10 @@ def tiny_qwen3(
     layers: int = 3,
     scale: float = 4.0,
     vocab_size: int = VOCAB_SIZE,
-) -> Qwen3ForCausalLM:
-    """Write the model and its tokenizer to `path`; returns the model (fp32, eval).
+) -> PreTrainedModel:
+    """Write a Qwen3 and its tokenizer to `path`; returns the model (fp32, eval).
 
     scale: multiplies the 2-dim weights, so that the next token's distribution is far from uniform and a wrong weight shows.
-    The global random state is left as it was.
     """
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -60,13 +65,21 @@ def tiny_qwen3(
         eos_token_id=2,
         attn_implementation="sdpa",
     )
+    return tiny_model(path, config, seed=seed, scale=scale)
+
+
+def tiny_model(path: Path, config: PretrainedConfig, *, seed: int = 0, scale: float = 4.0) -> PreTrainedModel:
+    """Write a random model of this config, with the character tokenizer, to `path`; returns the model (fp32, eval).
+
+    scale: multiplies all but the vectors. The global random state is left as it was.
+    """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).float().eval()
+        model = AutoModelForCausalLM.from_config(config).float().eval()
         for weight in model.parameters():
-            if weight.ndim == 2:
+            if weight.ndim > 1:
                 weight.mul_(scale)
-            else:  # a norm of all ones would hide one that is never loaded
+            else:  # a norm of all ones, or a bias of all zeros, would hide one that is never loaded
                 weight.add_(0.1 * torch.randn_like(weight))
     model.save_pretrained(path)
     char_tokenizer().save_pretrained(path)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,45 +13,27 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from tepo_megatron.actor import build
+from tepo_megatron.actor.minibatch import MinibatchInputs
 from tepo_megatron.actor.output_rows import OutputRows
+from tepo_megatron.actor.reference import HostWeights
 from tepo_megatron.actor.schedule import Schedule
+from tepo_megatron.actor.tally import Tally, UpdateResult
 from tepo_megatron.config import Config
 from tepo_megatron.errors import NumericalError
-from tepo_megatron.losses.objective import LossInputs, Objective
-from tepo_megatron.metrics import Pair
-from tepo_megatron.ops.packing import Alignment, pack, plan_microbatches
+from tepo_megatron.losses.kl import ESTIMATORS
+from tepo_megatron.losses.objective import Objective
+from tepo_megatron.losses.weighting import BatchStatistics
+from tepo_megatron.ops.packing import Alignment, pack
+from tepo_megatron.ops.pipeline_time import Pipeline
+from tepo_megatron.ops.planning import Plan, another_plan, plan_metrics, plan_microbatches
 from tepo_megatron.ops.segments import Segments
 from tepo_megatron.ops.vocab_parallel import token_stats
 from tepo_megatron.parallel import Groups
-from tepo_megatron.types import Denominators, PackedMicrobatch, TokenStats, TrainBatch
+from tepo_megatron.seeding import derive_seed, hash_rows
+from tepo_megatron.types import PackedMicrobatch, TokenStats, TrainBatch
 from tepo_megatron.weights.families import find_family, read_config
 from tepo_megatron.weights.gather import bind, export_hf, load_hf
 from tepo_megatron.weights.hf_io import HfReader
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """What one optimizer step reports, the same on every rank.
-
-    metrics: name -> (numerator, denominator); ratio_B: mean importance ratio of each sequence; update: its place in the
-    rollout batch.
-    """
-
-    metrics: dict[str, Pair]
-    ratio_B: Tensor
-    update: int
-
-
-@dataclass
-class _Tally:
-    """Sums over the microbatches of one update, on the last stage."""
-
-    ratio_B: Tensor
-    pairs: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, name: str, numerator: Tensor, denominator: Tensor) -> None:
-        pair = torch.stack((numerator.double(), denominator.double()))
-        self.pairs[name] = self.pairs[name] + pair if name in self.pairs else pair
 
 
 class Actor:
@@ -73,24 +56,64 @@ class Actor:
         self.config.grad_scale_func = self.optimizer.scale_loss
         self._schedule = Schedule(self.chunks, rows, groups)
         self._step = 0
+        self._reference: HostWeights | None = None
+        self.noise_floor: float | None = None
         self._alignment = Alignment(cp=groups.cp.size, total=groups.tp.size if cfg.parallel.sequence_parallel else 1)
+        self._pipeline = Pipeline(groups.pp.size, groups.vpp)
 
     def attach_old_stats(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the log-probs and entropies of the current weights, valid on the last pipeline stage.
 
-        Collectives beyond the forward pass: one all-reduce of [N, 2] over dp x cp on the last stage (each token is computed
-        by one rank; the others add 0).
+        Collectives beyond the forward pass: those of `_whole_stats`.
         """
-        old_N = torch.zeros(batch.num_tokens, 2, device=self.groups.device)
+        stats_N = self._whole_stats(batch)
+        return replace(batch, old_logprobs_N=stats_N.logprob_R, old_entropies_N=stats_N.entropy_R)
 
-        def visit(microbatch: PackedMicrobatch, logits: Tensor) -> None:
-            stats = self._stats(microbatch, logits)
-            old_N[microbatch.token_R] = torch.stack((stats.logprob_R, stats.entropy_R), dim=1)
+    def keep_reference(self) -> None:
+        """Read the reference policy, `model.reference` or else `model.path`, into host memory (all ranks call it)."""
+        parameters = [b.parameter for b in self.bindings]
+        kept = HostWeights(parameters)
+        path = self.cfg.model.reference or self.cfg.model.path
+        load_hf(self.bindings, HfReader(path), self.family, self.arch, self.groups.tp)
+        kept.exchange()  # the policy is back in its place, and the reference is kept
+        self._reference = kept
 
-        self._schedule.forward(self._microbatches(batch), visit)
+    def attach_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with the log-probs of the reference policy, valid on the last pipeline stage. `keep_reference` comes first.
+
+        Collectives beyond the forward pass: those of `_whole_stats`.
+        """
+        assert self._reference is not None, "keep_reference comes first"
+        with self._reference.in_place():
+            return replace(batch, ref_logprobs_N=self._whole_stats(batch).logprob_R)
+
+    def reference_divergence(self, batch: TrainBatch, estimator: str) -> Tensor:
+        """[B] fp64 on the host: KL(old, reference) summed over each response, in nats; the same on every rank.
+
+        estimator: a name in ESTIMATORS. Collectives: one broadcast over pp.
+        """
+        divergence_B = torch.zeros(len(batch), dtype=torch.float64, device=self.groups.device)
         if self.groups.is_last_stage:
-            dist.all_reduce(old_N, group=self.groups.dp_cp.group)
-        return batch.with_old_stats(old_N[:, 0], old_N[:, 1])
+            assert batch.old_logprobs_N is not None and batch.ref_logprobs_N is not None, "attach both log-probs first"
+            kl_N = ESTIMATORS[estimator](batch.old_logprobs_N - batch.ref_logprobs_N).double()
+            divergence_B.index_add_(0, batch.sequence_N.to(kl_N.device), kl_N)
+        return self.groups.broadcast_from_last_stage(divergence_B).cpu()
+
+    def measure_noise(self, batch: TrainBatch) -> float | None:
+        """The noise floor of dH in nats: 99 % of the tokens' entropies differ by no more when the old pass is repeated under
+        another packing of the same sequences. The same on every rank; kept for the updates to come. None, and what was known
+        stays, if the sequences can be packed in no other way.
+        """
+        assert batch.old_entropies_N is not None, "attach_old_stats comes first"
+        tokens = self.cfg.training.max_tokens_per_microbatch
+        plan = another_plan(partial(self._plan, batch), batch.lengths, self.groups.dp.size, tokens)
+        if plan is None:
+            return None
+        again_N = self._whole_stats(batch, plan).entropy_R
+        difference_N = (again_N - batch.old_entropies_N).abs()
+        floor = difference_N.kthvalue(math.ceil(0.99 * difference_N.numel())).values
+        self.noise_floor = float(self.groups.broadcast_from_last_stage(floor.double().reshape(1)))
+        return self.noise_floor
 
     def mismatch(self, batch: TrainBatch) -> dict[str, float]:
         """How far the engine's log-probs lie from the actor's, and the actor's entropy; the same on every rank.
@@ -117,8 +140,9 @@ class Actor:
 
         Raises NumericalError, on every rank, for a loss (before the step) or a gradient norm that is not finite.
         """
-        tally = self.backward(batch, objective)
-        result = self._reduce(tally, objective, batch)
+        plan = self._plan(batch)
+        tally = self.backward(batch, objective, plan)
+        result = tally.reduce(self.groups, batch.update)
         loss, _ = result.metrics["loss/total"]
         if not math.isfinite(loss):
             raise NumericalError(
@@ -131,78 +155,88 @@ class Actor:
                 f"gradient norm is {grad_norm} in step {self._step}, update {batch.update}; lower optimizer.lr"
             )
         result.metrics["actor/grad_norm"] = (float(grad_norm), 1.0)
+        waste = plan_metrics(plan, batch.lengths, self._alignment, self._pipeline)
+        result.metrics.update((name, (value, 1.0)) for name, value in waste.items())
         return result
 
-    def backward(self, batch: TrainBatch, objective: Objective) -> _Tally:
-        """Gradients of the objective on a minibatch, reduced over all ranks, left in `main_grad`."""
-        assert batch.old_logprobs_N is not None and batch.old_entropies_N is not None, "attach_old_stats comes first"
-        device = self.groups.device
-        whole = Denominators(
-            tokens=torch.tensor(float(batch.num_tokens), device=device),
-            sequences=torch.tensor(float(len(batch)), device=device),
-        )
-        advantages_B = batch.advantages_B.to(device)
-        old_logprobs_N, old_entropies_N = batch.old_logprobs_N.to(device), batch.old_entropies_N.to(device)
-        tally = _Tally(torch.zeros(len(batch), dtype=torch.float64, device=device))
+    def backward(self, batch: TrainBatch, objective: Objective, plan: Plan | None = None) -> Tally:
+        """Gradients of the objective on a minibatch, reduced over all ranks, left in `main_grad`.
+
+        plan: of the microbatches, instead of the usual one.
+        """
+        plan = plan or self._plan(batch)
+        inputs = MinibatchInputs(batch, self.groups.device, self.noise_floor)
+        weights = self._batch_statistics(batch, inputs, objective, plan) if objective.needs_batch_statistics else None
+        tally = Tally(len(batch), self.groups.device)
 
         def loss(microbatch: PackedMicrobatch, logits: Tensor) -> Tensor:
-            segments = Segments(microbatch.sequence_R, microbatch.lengths_G, self.groups.cp.group)
-            inputs = LossInputs(
-                advantage_R=segments.spread(advantages_B[microbatch.sequences_G]),
-                old_logprob_R=old_logprobs_N[microbatch.token_R],
-                old_entropy_R=old_entropies_N[microbatch.token_R],
-                segments=segments,
-                whole=whole,
-            )
-            out = objective(self._stats(microbatch, logits), inputs)
-            for name, (numerator, denominator) in out.metrics.items():
-                tally.add(name, numerator, denominator)
-            mean_R = (out.ratio_R / segments.spread(microbatch.lengths_G)).double()
-            tally.ratio_B.index_add_(0, microbatch.sequences_G[microbatch.sequence_R], mean_R)
+            segments = Segments.of(microbatch, self.groups.cp.group)
+            out = objective(self._stats(microbatch, logits), inputs.rows(microbatch, segments, weights))
+            tally.add(out, microbatch, segments)
             return out.loss
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._schedule.forward_backward(self._microbatches(batch), loss, batch.num_tokens)
+        self._schedule.forward_backward(self._microbatches(batch, plan), loss, batch.num_tokens)
         return tally
+
+    def _batch_statistics(
+        self, batch: TrainBatch, inputs: MinibatchInputs, objective: Objective, plan: Plan
+    ) -> BatchStatistics | None:
+        """The weights that an objective takes from the whole minibatch; None but on the last pipeline stage.
+
+        Costs one pass without gradient, but for the first update of a rollout batch, whose weights are those of the old
+        statistics.
+        """
+        stats_N = inputs.old_stats if batch.update == 0 else self._whole_stats(batch, plan)
+        if not self.groups.is_last_stage:
+            return None
+        keys_N = hash_rows(derive_seed(self.cfg.seed, "weighting", self._step, batch.update), batch.token_keys_N)
+        return objective.batch_statistics(stats_N, inputs.whole(), keys_N.to(self.groups.device))
+
+    def _whole_stats(self, batch: TrainBatch, plan: Plan | None = None) -> TokenStats:
+        """Log-probs and entropies (fp32 _N) of the current weights, without gradient, valid on the last pipeline stage.
+
+        plan: of the microbatches, instead of the usual one. Collectives beyond the forward pass: one all-reduce of
+        [N, 2] over dp x cp on the last stage (each token is computed by one rank; the others add 0).
+        """
+        stats_N = torch.zeros(batch.num_tokens, 2, device=self.groups.device)
+
+        def visit(microbatch: PackedMicrobatch, logits: Tensor) -> None:
+            stats = self._stats(microbatch, logits)
+            stats_N[microbatch.token_R] = torch.stack((stats.logprob_R, stats.entropy_R), dim=1)
+
+        self._schedule.forward(self._microbatches(batch, plan), visit)
+        if self.groups.is_last_stage:
+            dist.all_reduce(stats_N, group=self.groups.dp_cp.group)
+        return TokenStats(stats_N[:, 0], stats_N[:, 1])
 
     def export_hf(self, out: Path) -> None:
         """Write the current weights as a Hugging Face directory (all ranks call it)."""
         export_hf(self.bindings, self.arch, self.groups, Path(self.cfg.model.path), out)
 
-    def _microbatches(self, batch: TrainBatch) -> list[PackedMicrobatch]:
-        """This rank's packed microbatches; under virtual pipelining their number is a multiple of pp."""
-        plan = plan_microbatches(
+    def _plan(self, batch: TrainBatch, max_tokens: int | None = None, longest_first: bool = True) -> Plan:
+        """Who computes which sequence in which microbatch; under virtual pipelining their number is a multiple of pp."""
+        return plan_microbatches(
             batch.lengths,
             self.groups.dp.size,
-            self.cfg.training.max_tokens_per_microbatch,
+            max_tokens or self.cfg.training.max_tokens_per_microbatch,
             self._alignment,
             multiple_of=self.groups.pp.size if self.groups.vpp > 1 else 1,
+            longest_first=longest_first,
+            pipeline=self._pipeline,
         )
+
+    def _microbatches(self, batch: TrainBatch, plan: Plan | None = None) -> list[PackedMicrobatch]:
+        """This rank's packed microbatches."""
         ids = [r.token_ids_L for r in batch.rollouts]
         masks = [r.response_mask_L for r in batch.rollouts]
         return [
             pack(ids, masks, batch.first_tokens, indices, self._alignment, self.groups.cp.rank)
-            for indices in plan[self.groups.dp.rank]
+            for indices in (plan or self._plan(batch))[self.groups.dp.rank]
         ]
 
     def _stats(self, microbatch: PackedMicrobatch, logits: Tensor) -> TokenStats:
         temperature = self.cfg.rollout.temperature
         return token_stats(logits, microbatch.labels_R, temperature, self.groups.tp.group, self.arch.vocab_size)
-
-    def _reduce(self, tally: _Tally, objective: Objective, batch: TrainBatch) -> UpdateResult:
-        """Sum the tally over dp x cp and tell every stage. Collectives: one all-reduce, one broadcast over pp."""
-        names = objective.metric_names
-        assert tally.pairs.keys() <= set(names), f"metrics {tally.pairs.keys()} are not all in metric_names {names}"
-        zero = torch.zeros(2, dtype=torch.float64, device=self.groups.device)
-        flat = torch.cat([*(tally.pairs.get(name, zero) for name in names), tally.ratio_B])
-        if self.groups.is_last_stage:
-            dist.all_reduce(flat, group=self.groups.dp_cp.group)
-        flat = self.groups.broadcast_from_last_stage(flat).cpu()
-        pairs = flat[: 2 * len(names)].view(-1, 2).tolist()
-        return UpdateResult(
-            {name: (n, d) for name, (n, d) in zip(names, pairs, strict=True)},
-            flat[2 * len(names) :],
-            batch.update,
-        )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -15,6 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from tepo_megatron.actor.attention import SDPACoreAttention
+from tepo_megatron.actor.layout import stage_layers
 from tepo_megatron.actor.modules import RMSNorm
 from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from tepo_megatron.errors import ConfigError
@@ -24,12 +27,12 @@ from tepo_megatron.weights.ops import Architecture, padded_vocab_size
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def use_transformer_engine(model: ModelConfig, groups: Groups) -> bool:
+def use_transformer_engine(model: ModelConfig, device: torch.device) -> bool:
     """Transformer Engine where it is installed and the platform has a GPU, unless the config says otherwise."""
     installed = importlib.util.find_spec("transformer_engine") is not None
     if model.attention == "te" and not installed:
         raise ConfigError("model.attention=te, but transformer-engine is not installed; install the extra `te` or use auto")
-    return installed and model.attention != "sdpa" and groups.device.type == "cuda"
+    return installed and model.attention != "sdpa" and device.type == "cuda"
 
 
 def transformer_config(
@@ -50,6 +53,8 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        softmax_scale=_softmax_scale(arch),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -60,6 +65,7 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.tp,
         sequence_parallel=parallel.sequence_parallel,
         # Megatron's initialisation also marks which parameters are split over tp, without which the gradient norm counts rank
         # 0's shards only (perform_initialization=False loses the marks, 0.16): so it runs, and fills nothing
@@ -71,6 +77,8 @@ def transformer_config(
         calculate_per_token_loss=True,
         # packed microbatches differ in length; Megatron ties this flag to the all-to-all dispatcher, dense models included
         variable_seq_lengths=parallel.pp > 1,
+        **_uneven_pipeline(arch, parallel),
+        **_mixture_of_experts(arch, use_transformer_engine(model, device)),
         moe_token_dispatcher_type="alltoall",
         # Megatron 0.16 without both of these: interleaved 1F1B over gloo gives silently wrong activations
         overlap_p2p_comm=parallel.vpp > 1,
@@ -80,6 +88,37 @@ def transformer_config(
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
     )
+
+
+def _softmax_scale(arch: Architecture) -> float | None:
+    """1 / sqrt(D) by default. YaRN's factor on cosines and sines multiplies queries and keys: the scores by its square."""
+    if arch.rotary_table is None or arch.rotary_table.attention_factor == 1.0:
+        return None
+    return arch.rotary_table.attention_factor**2 / math.sqrt(arch.head_dim)
+
+
+def _uneven_pipeline(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+    stages = stage_layers(arch.num_layers, parallel.pp)
+    if len(set(stages)) == 1:
+        return {}
+    return {"num_layers_in_first_pipeline_stage": stages[0], "num_layers_in_last_pipeline_stage": stages[-1]}
+
+
+def _mixture_of_experts(arch: Architecture, transformer_engine: bool) -> dict[str, Any]:
+    if arch.experts is None:
+        return {}
+    return {
+        "num_moe_experts": arch.experts.number,
+        "moe_ffn_hidden_size": arch.experts.ffn_size,
+        "moe_layer_freq": [int(i in arch.experts.sparse_layers) for i in range(arch.num_layers)],
+        "moe_router_topk": arch.experts.per_token,
+        # softmax over the chosen experts' logits is the softmax over all, normalized over the chosen
+        "moe_router_pre_softmax": not arch.experts.normalized,
+        "moe_router_dtype": "fp32",  # the choice of experts should not hang on bf16's rounding
+        "moe_router_load_balancing_type": "none",  # no auxiliary loss beside the objective
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": transformer_engine,
+    }
 
 
 def _left_to_the_checkpoint(weight: torch.Tensor) -> torch.Tensor:
@@ -96,7 +135,7 @@ def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConf
         last = groups.is_last_stage and chunk == groups.vpp - 1
         gpt = GPTModel(
             config=config,
-            transformer_layer_spec=_layer_spec(config, use_transformer_engine(model, groups), vp_stage),
+            transformer_layer_spec=_layer_spec(config, use_transformer_engine(model, groups.device), vp_stage),
             vocab_size=padded_vocab_size(arch.vocab_size, groups.tp.size),
             max_sequence_length=arch.max_positions,
             pre_process=first,
@@ -107,6 +146,8 @@ def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConf
             parallel_output=True,
             vp_stage=vp_stage,
         )
+        if arch.rotary_table is not None:
+            gpt.rotary_pos_emb.inv_freq = torch.tensor(arch.rotary_table.inv_freq, device=groups.device)
         chunks.append(gpt.to(groups.device))
     return chunks
 

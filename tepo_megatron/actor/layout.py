@@ -9,22 +9,59 @@ from tepo_megatron.weights.ops import Architecture
 
 def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
     """Raise ConfigError naming the key, the model's size, and the values that would do."""
-    for name, size in (
-        ("num_query_groups", arch.num_query_groups),
-        ("num_heads", arch.num_heads),
-        ("ffn_size", arch.ffn_size),
-    ):
-        if size % parallel.tp:
-            fits = [n for n in divisors(arch.num_query_groups) if arch.num_heads % n == 0 and arch.ffn_size % n == 0]
-            raise ConfigError(f"parallel.tp={parallel.tp} does not divide {name}={size}; use {_either(fits)}")
-    stages = parallel.pp * parallel.vpp
-    if arch.num_layers % stages:
-        key = "parallel.pp" if parallel.vpp == 1 else "parallel.pp * parallel.vpp"
-        raise ConfigError(
-            f"{key}={stages} does not divide num_layers={arch.num_layers}; use {_either(divisors(arch.num_layers))}"
-        )
-    if parallel.ep > 1:
+    _check_tensor_parallel(arch, parallel)
+    _check_pipeline(arch, parallel)
+    if arch.experts is None and parallel.ep > 1:
         raise ConfigError(f"parallel.ep={parallel.ep}: the model has no experts; use 1")
+    if arch.experts is not None and arch.experts.number % parallel.ep:
+        raise ConfigError(
+            f"parallel.ep={parallel.ep} does not divide the model's {arch.experts.number} experts; "
+            f"use {_either(divisors(arch.experts.number))}"
+        )
+
+
+def stage_layers(num_layers: int, pp: int) -> tuple[int, ...]:
+    """Transformer layers of each pipeline stage, pp <= num_layers.
+
+    Where pp does not divide them, the stages between the first and the last are equal (Megatron's rule), the largest is as
+    small as that allows, and the last, which has the output layer, has at most as many as the first.
+    """
+    if num_layers % pp == 0:
+        return (num_layers // pp,) * pp
+
+    def stages(middle: int) -> tuple[int, ...]:
+        ends = num_layers - (pp - 2) * middle
+        return (-(-ends // 2), *[middle] * (pp - 2), ends // 2)
+
+    candidates = [s for middle in range(1, num_layers) if (s := stages(middle))[-1] >= 1]
+    return min(candidates, key=lambda s: (max(s), -s[len(s) // 2]))
+
+
+def _check_tensor_parallel(arch: Architecture, parallel: ParallelConfig) -> None:
+    sizes = {"num_query_groups": arch.num_query_groups, "num_heads": arch.num_heads}
+    if len(arch.sparse_layers) < arch.num_layers:
+        sizes["ffn_size"] = arch.ffn_size
+    if arch.experts is not None:
+        sizes["the experts' ffn_size"] = arch.experts.ffn_size
+    for name, size in sizes.items():
+        if size % parallel.tp:
+            fits = [n for n in divisors(arch.num_query_groups) if all(size % n == 0 for size in sizes.values())]
+            raise ConfigError(f"parallel.tp={parallel.tp} does not divide {name}={size}; use {_either(fits)}")
+    if arch.experts is not None and parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} with experts needs parallel.sequence_parallel=true (Megatron trains them no other way)"
+        )
+
+
+def _check_pipeline(arch: Architecture, parallel: ParallelConfig) -> None:
+    stages = parallel.pp * parallel.vpp
+    if parallel.vpp == 1 and stages > arch.num_layers:
+        raise ConfigError(f"parallel.pp={stages} exceeds num_layers={arch.num_layers}; use at most {arch.num_layers}")
+    if parallel.vpp > 1 and arch.num_layers % stages:
+        raise ConfigError(
+            f"parallel.pp * parallel.vpp={stages} does not divide num_layers={arch.num_layers}; "
+            f"use {_either(divisors(arch.num_layers))}, or vpp=1"
+        )
 
 
 def divisors(n: int) -> list[int]:

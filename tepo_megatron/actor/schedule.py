@@ -30,7 +30,7 @@ class Schedule:
         """Without gradients: `visit` sees the logits of each microbatch."""
 
         def on_output(microbatch: PackedMicrobatch, output: Tensor, non_loss_data: bool) -> None:
-            visit(microbatch, output[0])
+            visit(microbatch, output.squeeze(0))
 
         with torch.no_grad():
             self._run(microbatches, on_output, forward_only=True, collect_non_loss_data=True)
@@ -45,7 +45,7 @@ class Schedule:
 
         def on_output(microbatch: PackedMicrobatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             local = torch.tensor(microbatch.rows_R.numel(), dtype=torch.int, device=output.device)
-            return loss(microbatch, output[0]) * tokens, local, {}
+            return loss(microbatch, output.squeeze(0)) * tokens, local, {}
 
         self._run(microbatches, on_output, forward_only=False)
 

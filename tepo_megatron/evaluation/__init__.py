@@ -1,5 +1,6 @@
 """Accuracy with its error."""
 
+from tepo_megatron.evaluation.records import EVALUATION_FILE, Scores, read_evaluation, write_evaluation
 from tepo_megatron.evaluation.runner import Accuracy, evaluate
 
-__all__ = ["Accuracy", "evaluate"]
+__all__ = ["EVALUATION_FILE", "Accuracy", "Scores", "evaluate", "read_evaluation", "write_evaluation"]

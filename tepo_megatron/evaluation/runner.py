@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tepo_megatron.rewards import Reward
 from tepo_megatron.rollout.engine import RolloutEngine
@@ -15,12 +16,24 @@ from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 @dataclass(frozen=True)
 class Accuracy:
-    """mean: of the problems' means, in [0, 1]; standard_error: clustered by problem, None for one; samples: per problem."""
+    """mean: of the problems' means, in [0, 1]; standard_error: clustered by problem, None for one; samples: per problem;
+    scores: problem id -> mean score of its samples.
+    """
 
     mean: float
     standard_error: float | None
     problems: int
     samples: int
+    scores: Mapping[int, float]
+
+    def state(self) -> dict[str, Any]:
+        """Plain JSON, from which `of` makes it again."""
+        return {**vars(self), "scores": [[problem, score] for problem, score in self.scores.items()]}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Accuracy:
+        """From `state`."""
+        return cls(**{**state, "scores": dict(state["scores"])})
 
     def __str__(self) -> str:
         error = "" if self.standard_error is None else f" ± {self.standard_error:.3f}"
@@ -37,7 +50,8 @@ def accuracy(rollouts: Sequence[Rollout]) -> Accuracy:
 
     With one sample each this is sqrt(p (1 - p) / (n - 1)).
     """
-    groups = [[r.score for r in g] for _, g in itertools.groupby(rollouts, key=lambda r: r.prompt_id)]
-    means = [statistics.fmean(g) for g in groups]
+    groups = itertools.groupby(rollouts, key=lambda r: r.prompt_id)
+    scores = {problem: statistics.fmean(r.score for r in group) for problem, group in groups}
+    means = list(scores.values())
     error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
-    return Accuracy(statistics.fmean(means), error, len(groups), len(rollouts) // len(groups))
+    return Accuracy(statistics.fmean(means), error, len(means), len(rollouts) // len(means), scores)

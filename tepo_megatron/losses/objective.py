@@ -1,6 +1,6 @@
-"""One policy-optimization method: a choice of ratio, surrogate, KL penalty and aggregation, as a loss.
+"""One policy-optimization method: a choice of ratio, surrogate, weights, penalties and aggregation, as a loss.
 
-loss = -sum_R weight * ( surrogate(ratio, A) - beta * M * KL )
+loss = -sum_R a * ( c * lambda * surrogate(ratio, A) - beta * M * KL(old) - rho * |l - l_old| - ref_beta * KL(ref) + alpha * H )
 """
 
 from __future__ import annotations
@@ -14,43 +14,34 @@ from torch import Tensor
 
 from tepo_megatron.advantages import ADVANTAGES
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.losses import contradictions, diagnostics
 from tepo_megatron.losses.aggregate import AGGREGATES
+from tepo_megatron.losses.correction import CORRECTIONS
 from tepo_megatron.losses.entropy import advantage_with_entropy
+from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.losses.kl import ESTIMATORS, MASKS
 from tepo_megatron.losses.ratio import RATIOS
 from tepo_megatron.losses.surrogate import SURROGATES, Bounds
-from tepo_megatron.ops.segments import Segments
-from tepo_megatron.types import Denominators, LossOutput, TokenStats
+from tepo_megatron.losses.weighting import WEIGHTINGS, BatchStatistics, MinibatchTokens, WeightingOptions
+from tepo_megatron.types import LossOutput, TokenStats
 
 _TABLES: dict[str, Mapping[str, Any]] = {
     "ratio": RATIOS,
     "surrogate": SURROGATES,
     "kl": ESTIMATORS,
     "kl_mask": MASKS,
+    "ref_kl": ESTIMATORS,
+    "weighting": WEIGHTINGS,
+    "correction": CORRECTIONS,
     "aggregate": AGGREGATES,
     "advantage": ADVANTAGES,
 }
 
 
-@dataclass(frozen=True)
-class LossInputs:
-    """What a loss needs beside the current statistics, per response row of one microbatch.
-
-    advantage_R: constant over each sequence; old_logprob_R, old_entropy_R: nats, of the actor's weights at the start of the
-    rollout batch; segments: which sequence each row belongs to, and how to sum over it; whole: the minibatch's counts.
-    """
-
-    advantage_R: Tensor
-    old_logprob_R: Tensor
-    old_entropy_R: Tensor
-    segments: Segments
-    whole: Denominators
-
-
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """A row of the table `OBJECTIVES`; the parts are names in RATIOS, SURROGATES, ESTIMATORS, MASKS, AGGREGATES and
-    ADVANTAGES.
+    """A row of the table `OBJECTIVES`; the parts are names in RATIOS, SURROGATES, ESTIMATORS, MASKS, WEIGHTINGS, CORRECTIONS,
+    AGGREGATES and ADVANTAGES.
 
     Raises ConfigError for a name that is in no table and for parts that contradict each other.
     """
@@ -62,88 +53,133 @@ class Objective:
     dual_clip: float | None = None  # above 1: bounds what a wrong answer that became likelier can cost
     aggregate: str = "token_mean"
     advantage: str = "std"
-    kl: str = "k3"
+    kl: str = "k3"  # to the old policy
     kl_mask: str = "none"
     kl_entropy_tolerance: float = 0.0  # nats
     beta: float = 0.0
+    ref_kl: str = "k3"  # to the reference policy
+    ref_beta: float = 0.0
+    ref_kl_in: str = "loss"  # or "reward": taken from each reward before advantages are
     entropy_coefficient: float = 0.0  # of the mean entropy in J: above 0 raises it, below 0 lowers it
     advantage_alpha: float = 0.0  # entropy inside the advantage
     advantage_kappa: float = 2.0
+    weighting: str = "none"
+    cov_share: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    cov_beta: float = 1.0
+    steer_lambda_min: float = 0.8
+    correction: str = "none"  # of the rollout/train mismatch
+    correction_low: float | None = None  # None: the correction's own
+    correction_high: float | None = None
+    dynamic_sampling: bool = False  # further prompts take the place of groups that teach nothing
+    overlong_shaping: bool = False  # a response that nearly fills its room is worth less
 
     def __post_init__(self) -> None:
         for part, table in _TABLES.items():
             name = getattr(self, part)
             if name not in table:
                 raise ConfigError(f"objective.{part}={name!r} is unknown; use one of {', '.join(table)}")
-        if self.beta and self.kl_mask == "none":
-            raise ConfigError(
-                f"objective.beta={self.beta} has no effect under objective.kl_mask=none; set beta to 0 or choose a mask"
-            )
-        if not 0 <= self.clip_low <= 1:
-            raise ConfigError(f"objective.clip_low={self.clip_low} must lie in [0, 1]: at 1 the ratio is never clipped below")
-        if self.dual_clip is not None and (self.dual_clip <= 1 or self.surrogate != "clip"):
-            raise ConfigError(
-                f"objective.dual_clip={self.dual_clip} must be above 1 and goes with objective.surrogate=clip, not "
-                f"{self.surrogate}"
-            )
-        if self.ratio == "none" and self.surrogate != "reinforce":
-            raise ConfigError(
-                f"objective.ratio=none leaves objective.surrogate={self.surrogate} without gradient; use surrogate=reinforce"
-            )
-        if self.advantage_kappa <= 0:
-            raise ConfigError(f"objective.advantage_kappa={self.advantage_kappa} must be positive")
+        contradictions.check(self)
 
     def replace(self, **parts: Any) -> Objective:
         """The same method with other parts; None keeps the row's own."""
         return dataclasses.replace(self, **{k: v for k, v in parts.items() if v is not None})
 
     @property
-    def metric_names(self) -> tuple[str, ...]:
-        """The keys of `LossOutput.metrics`, known on ranks that compute no loss too."""
-        return ("loss/total", "loss/kl", "loss/clip_fraction", "tepo/kl_mask_share")
-
-    @property
     def has_constant_factors(self) -> bool:
         """Whether all that multiplies the ratio is the same on every token of a sequence.
 
-        The group's advantage, the denominators and the loss mask are; an advantage with entropy in it is not.
+        The group's advantage, the denominators and the loss mask are; entropy in the advantage, a weighting and a correction
+        per token are not.
         """
-        return self.advantage_alpha == 0
+        weighting, correction = WEIGHTINGS[self.weighting], CORRECTIONS[self.correction]
+        return (
+            self.advantage_alpha == 0
+            and (weighting is None or weighting.constant)
+            and (correction is None or correction.constant)
+        )
+
+    @property
+    def correction_bounds(self) -> tuple[float, float]:
+        """Lower and upper bound of the correction; 0 where it has no lower one."""
+        own = CORRECTIONS[self.correction]
+        low, high = (own.low or 0.0, own.high) if own else (0.0, 1.0)
+        return (
+            low if self.correction_low is None else self.correction_low,
+            high if self.correction_high is None else self.correction_high,
+        )
+
+    @property
+    def needs_batch_statistics(self) -> bool:
+        """Whether `batch_statistics` must be called before any backward."""
+        return self.weighting != "none"
+
+    def batch_statistics(self, stats_N: TokenStats, inputs_N: LossInputs, keys_N: Tensor) -> BatchStatistics:
+        """The weighting's weights of all N response tokens of a minibatch; no collective, no gradient.
+
+        stats_N: of the current weights; inputs_N: its rows are all N tokens, its segments know no group; keys_N: int64, random
+        numbers that belong to the tokens.
+        """
+        weighting = WEIGHTINGS[self.weighting]
+        assert weighting is not None
+        logprob_N, entropy_N = stats_N.logprob_R.detach(), stats_N.entropy_R.detach()
+        log_ratio_N = logprob_N - inputs_N.old_logprob_R
+        advantage_N = self._advantage(inputs_N.advantage_R, entropy_N)
+        ratio_N = RATIOS[self.ratio](log_ratio_N, inputs_N.segments, True)
+        _, clipped_N = SURROGATES[self.surrogate](ratio_N, logprob_N, advantage_N, self._bounds)
+        tokens = MinibatchTokens(advantage_N, logprob_N, entropy_N, log_ratio_N, clipped_N, keys_N)
+        options = WeightingOptions(self.cov_share, self.cov_low, self.cov_high, self.cov_beta, self.steer_lambda_min)
+        return weighting.statistics(tokens, options)
 
     def __call__(self, stats: TokenStats, inputs: LossInputs) -> LossOutput:
         """This rank's part of the loss of a minibatch.
 
         Gradients: through stats.logprob_R, and through stats.entropy_R for the entropy term alone: dH of the mask and the
-        entropy inside an advantage are numbers, not functions. Collectives: those of the ratio.
+        entropy inside an advantage are numbers, not functions. Collectives: those of the ratio and of the correction.
         """
-        segments, advantage_R = inputs.segments, inputs.advantage_R
-        if self.advantage_alpha:
-            advantage_R = advantage_with_entropy(advantage_R, stats.entropy_R, self.advantage_alpha, self.advantage_kappa)
+        segments = inputs.segments
+        advantage_R = self._advantage(inputs.advantage_R, stats.entropy_R)
         log_ratio_R = stats.logprob_R - inputs.old_logprob_R
         ratio_R = RATIOS[self.ratio](log_ratio_R, segments, self.has_constant_factors)
-        bounds = Bounds(self.clip_low, self.clip_high, self.dual_clip)
-        value_R, clipped_R = SURROGATES[self.surrogate](ratio_R, stats.logprob_R, advantage_R, bounds)
+        value_R, clipped_R = SURROGATES[self.surrogate](ratio_R, stats.logprob_R, advantage_R, self._bounds)
+
+        correction_R = affected_R = ref_penalty_R = None
+        if correction := CORRECTIONS[self.correction]:
+            mismatch_R = inputs.old_logprob_R - inputs.rollout_logprob_R
+            correction_R = correction.weight(mismatch_R, segments, *self.correction_bounds)
+            value_R = correction_R * value_R
+        if self.needs_batch_statistics:
+            assert inputs.weights is not None, f"objective.weighting={self.weighting} needs batch_statistics"
+            affected_R = (inputs.weights.weight_R < 0.99) | (inputs.weights.penalty_R != 0)
+            value_R = inputs.weights.weight_R * value_R - inputs.weights.penalty_R * log_ratio_R.abs()
 
         entropy_change_R = stats.entropy_R.detach() - inputs.old_entropy_R
         mask_R = MASKS[self.kl_mask](advantage_R, entropy_change_R, self.kl_entropy_tolerance)
         penalty_R = mask_R * ESTIMATORS[self.kl](log_ratio_R)
-
-        weight_R = AGGREGATES[self.aggregate](segments, inputs.whole)
-        loss = -(weight_R * (value_R - self.beta * penalty_R)).sum()
+        value_R = value_R - self.beta * penalty_R
+        if self.ref_beta and self.ref_kl_in == "loss":
+            assert inputs.ref_logprob_R is not None, "objective.ref_beta needs the log-probs of the reference policy"
+            ref_penalty_R = ESTIMATORS[self.ref_kl](stats.logprob_R - inputs.ref_logprob_R)
+            value_R = value_R - self.ref_beta * ref_penalty_R
         if self.entropy_coefficient:
-            loss = loss - self.entropy_coefficient * (weight_R * stats.entropy_R).sum()
-        return LossOutput(loss, self._metrics(loss, weight_R * penalty_R, clipped_R, mask_R, inputs), ratio_R.detach())
+            value_R = value_R + self.entropy_coefficient * stats.entropy_R
 
-    @staticmethod
-    def _metrics(
-        loss: Tensor, weighted_penalty_R: Tensor, clipped_R: Tensor, mask_R: Tensor, inputs: LossInputs
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """(numerator, denominator) of this rank; the first two denominators add up to 1 over the minibatch."""
-        tokens = loss.new_tensor(float(mask_R.numel()))
-        share = tokens / inputs.whole.tokens
-        return {
-            "loss/total": (loss.detach(), share),
-            "loss/kl": (weighted_penalty_R.detach().sum(), share),
-            "loss/clip_fraction": (clipped_R.sum(), tokens),
-            "tepo/kl_mask_share": (mask_R.sum(), tokens),
-        }
+        aggregate_R = AGGREGATES[self.aggregate](segments, inputs.whole)
+        loss = -(aggregate_R * value_R).sum()
+        ratio_R = ratio_R.detach()
+        terms = diagnostics.Terms(
+            loss, advantage_R, ratio_R, clipped_R, entropy_change_R, mask_R, aggregate_R, penalty_R,
+            ref_penalty_R, affected_R, correction_R,
+        )  # fmt: skip
+        metrics = diagnostics.metrics(terms, inputs.whole.tokens, inputs.noise_floor)
+        return LossOutput(loss, metrics, diagnostics.histograms(terms), ratio_R)
+
+    def _advantage(self, advantage_R: Tensor, entropy_R: Tensor) -> Tensor:
+        if not self.advantage_alpha:
+            return advantage_R
+        return advantage_with_entropy(advantage_R, entropy_R, self.advantage_alpha, self.advantage_kappa)
+
+    @property
+    def _bounds(self) -> Bounds:
+        return Bounds(self.clip_low, self.clip_high, self.dual_clip)

@@ -46,9 +46,19 @@ def sequence_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bo
     return exp_clamped(segments.spread(segments.mean(log_ratio_R)))
 
 
+def prefix_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bool) -> Tensor:
+    """r_t = exp(sum_{j <= t} (l_j - l_old_j) / t), the geometric mean of the token ratios up to t (Table 5, Prefix Importance
+    Sampling).
+
+    Gradient: that of the formula; token j enters the ratios of all t >= j, with 1/t. Collectives (context parallel): one
+    all-reduce of G x 2 cp sums in forward, one in backward.
+    """
+    return exp_clamped(segments.running_mean(log_ratio_R))
+
+
 def no_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bool) -> Tensor:
     """1: no importance sampling (GPG, arXiv 2504.02546). No collective, no gradient."""
     return torch.ones_like(log_ratio_R)
 
 
-RATIOS: dict[str, RatioFunction] = {"token": token_ratio, "sequence": sequence_ratio, "none": no_ratio}
+RATIOS: dict[str, RatioFunction] = {"token": token_ratio, "sequence": sequence_ratio, "prefix": prefix_ratio, "none": no_ratio}

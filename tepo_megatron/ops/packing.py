@@ -1,10 +1,8 @@
-"""From ragged sequences to packed microbatches: who computes what, and where its tokens lie.
-
-Every rank holds the whole batch (token ids are small) and derives the same plan from it, so planning needs no collective.
-"""
+"""From ragged sequences to packed microbatches: where the tokens lie. Who computes what is planned in `planning.py`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,42 +29,21 @@ class Alignment:
         """Padding of one sequence, in tokens over all context-parallel ranks."""
         return 2 * self.cp if self.cp > 1 else 1
 
+    def padded_one(self, length: int) -> int:
+        """A sequence's tokens with its own padding."""
+        return -(-length // self.sequence) * self.sequence
+
+    def room(self, max_tokens: int) -> int:
+        """Tokens of padded sequences that fit into a microbatch of `max_tokens`, whose total is padded too; at least 1."""
+        step = math.lcm(self.sequence, self.cp * self.total)
+        return max(1, max_tokens // step * step)
+
     def padded(self, lengths: Sequence[int]) -> list[int]:
         """Padded lengths over all context-parallel ranks; the last sequence takes up what the total needs."""
-        out = [-(-n // self.sequence) * self.sequence for n in lengths]
+        out = [self.padded_one(n) for n in lengths]
         while (sum(out) // self.cp) % self.total:
             out[-1] += self.sequence
         return out
-
-
-def plan_microbatches(
-    lengths: Sequence[int], dp: int, max_tokens: int, alignment: Alignment, multiple_of: int = 1
-) -> list[list[list[int]]]:
-    """Assign sequences to data-parallel ranks and microbatches: plan[dp_rank][microbatch] = indices into `lengths`.
-
-    Longest first, each to the rank with the fewest tokens, then to the first of its microbatches with room. Every rank gets
-    the same number of microbatches (empty ones at the end), a multiple of `multiple_of` (pp under virtual pipelining).
-    Deterministic. Raises ValueError for a sequence longer than `max_tokens`.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    loads = [0] * dp
-    plan: list[list[list[int]]] = [[] for _ in range(dp)]
-    rooms: list[list[int]] = [[] for _ in range(dp)]
-    for i in order:
-        tokens = -(-lengths[i] // alignment.sequence) * alignment.sequence
-        if lengths[i] > max_tokens:
-            raise ValueError(f"sequence {i} has {lengths[i]} tokens; max_tokens_per_microbatch is {max_tokens}")
-        rank = min(range(dp), key=lambda r: (loads[r], r))
-        loads[rank] += tokens
-        slot = next((m for m, room in enumerate(rooms[rank]) if tokens <= room), None)
-        if slot is None:
-            slot = len(plan[rank])
-            plan[rank].append([])
-            rooms[rank].append(max(max_tokens, tokens))
-        plan[rank][slot].append(i)
-        rooms[rank][slot] -= tokens
-    count = -(-max(1, *(len(p) for p in plan)) // multiple_of) * multiple_of
-    return [[*(sorted(m) for m in p), *([] for _ in range(count - len(p)))] for p in plan]
 
 
 def pack(
@@ -89,6 +66,7 @@ def pack(
     tokens_S, labels_S = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
     is_row_S = torch.zeros(total, dtype=torch.bool)
     sequence_S, place_S = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
+    position_S, chunk_S = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
     for g, i in enumerate(indices):
         ids, mask, at = token_ids[i], response_masks[i], int(starts[g])
         n = ids.numel()
@@ -96,7 +74,9 @@ def pack(
         labels_S[at : at + n - 1] = ids[1:]
         is_row_S[at : at + n - 1] = mask[1:]
         sequence_S[at : at + n] = g
-        place_S[at : at + n - 1] = first_token[i] + mask[1:].cumsum(0) - 1
+        position_S[at : at + n - 1] = mask[1:].cumsum(0) - 1
+        place_S[at : at + n] = first_token[i] + position_S[at : at + n]
+        chunk_S[at : at + n] = torch.arange(n) // (lengths[g] // alignment.sequence)  # a multiple of its number of chunks
 
     def local(x: Tensor) -> Tensor:
         return shard_zigzag_packed(x, starts, alignment.cp, cp_rank, dim=0)
@@ -110,6 +90,8 @@ def pack(
         labels_R=local(labels_S)[rows_R],
         sequence_R=local(sequence_S)[rows_R],
         token_R=local(place_S)[rows_R],
+        position_R=local(position_S)[rows_R],
+        chunk_R=local(chunk_S)[rows_R],
         lengths_G=torch.tensor([max(1, int(response_masks[i].sum())) for i in indices], dtype=torch.float32),
         sequences_G=torch.tensor(list(indices), dtype=torch.int64),
     )

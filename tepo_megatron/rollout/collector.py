@@ -8,17 +8,33 @@ from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import SyncError
 from tepo_megatron.metrics import Metrics
 from tepo_megatron.rewards import Reward
-from tepo_megatron.rollout.engine import RolloutEngine
+from tepo_megatron.rewards.overlong import OverlongShaping
+from tepo_megatron.rollout.engine import INITIAL_VERSION, RolloutEngine
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import Rollout, SamplingParams
 
 
 class Collector:
-    """Rank 0's side of the rollout phase."""
+    """Rank 0's side of the rollout phase.
 
-    def __init__(self, cfg: RolloutConfig, engine: RolloutEngine, reward: Reward, prompts: PromptStream, seed: int) -> None:
+    max_refills: `cfg.max_refills`, resolved; overlong: changes the rewards of the graded samples, None for none. Shaping is a
+    step here and no part of `reward`, which grades evaluations too: those may have another length limit.
+    """
+
+    def __init__(
+        self,
+        cfg: RolloutConfig,
+        engine: RolloutEngine,
+        reward: Reward,
+        prompts: PromptStream,
+        seed: int,
+        *,
+        max_refills: int,
+        overlong: OverlongShaping | None,
+    ) -> None:
         self.cfg, self.engine, self.reward, self.prompts, self.seed = cfg, engine, reward, prompts, seed
+        self.max_refills, self.overlong = max_refills, overlong
         self.sampling = SamplingParams(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens)
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
@@ -30,25 +46,31 @@ class Collector:
         Raises RolloutError, RewardError, DataError, and SyncError for rollouts of other weights than those sent last.
         """
         kept: list[list[Rollout]] = []
+        sampled = 0
         metrics = Metrics()
-        for refill in range(1 + self.cfg.max_refills):
+        for refill in range(1 + self.max_refills):
             missing = self.cfg.prompts_per_step - len(kept)
             if missing == 0:
                 break
             prompts = self.prompts.take(missing, excluding={group[0].prompt_id for group in kept})
             with clock.phase("rollout"):
                 samples = self.engine.generate(prompts, self.sampling, derive_seed(self.seed, "rollout", step, refill))
-            stale = {r.policy_version for r in samples} - {step - 1}
+            sent = INITIAL_VERSION if self.cfg.only else step - 1
+            stale = {r.policy_version for r in samples} - {sent}
             if stale:
-                raise SyncError(f"step {step}: rollouts of version {sorted(stale)}, but the weights sent last are {step - 1}")
+                raise SyncError(f"step {step}: rollouts of version {sorted(stale)}, but the weights sent last are {sent}")
             with clock.phase("reward"):
                 samples = self.reward.score(samples)
+                if self.overlong is not None:
+                    samples = self.overlong.shape(samples)
             for rollout in samples:
                 metrics.add("reward/mean", rollout.reward)
                 metrics.add("accuracy/mean", rollout.score)
                 metrics.add("rollout/response_tokens_mean", rollout.response_length)
                 metrics.add("rollout/truncated", rollout.stop_reason == "length")
             groups = split_groups(samples)
+            sampled += len(groups)
             kept += informative(groups) if self.cfg.filter_uniform_groups else groups
+        metrics.add("rollout/sampled_groups", sampled)
         metrics.add("rollout/kept_groups", len(kept))
         return [rollout for group in kept for rollout in group], metrics

@@ -1,7 +1,7 @@
 """Between a Hugging Face directory and the parameters of this rank, on any layout.
 
-A parameter is found by its Megatron name with the layer's number in the whole model, so tensor, pipeline and virtual-pipeline
-layouts need no rule of their own beyond the tensor-parallel cut of `weights/ops.py`.
+A parameter is found by its Megatron name with the layer's and the expert's number in the whole model, so tensor, pipeline,
+virtual-pipeline and expert layouts need no rule of their own beyond the tensor-parallel cut of `weights/ops.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from torch import Tensor
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.parallel import Axis, Groups
 from tepo_megatron.weights import hf_io
-from tepo_megatron.weights.families import Family, Row
+from tepo_megatron.weights.families import Family, Row, check_tokenizer
 from tepo_megatron.weights.ops import Architecture, Replicated
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+# SequentialMLP, one module per expert; TEGroupedMLP (Transformer Engine), one weight per expert
+_EXPERT = re.compile(r"experts\.(?:local_experts\.(?P<module>\d+)\.)?(?P<layer>linear_fc[12])\.weight(?P<weight>\d*)$")
 # Transformer Engine fuses the norm before a linear layer into it.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -39,6 +41,11 @@ class Binding:
     row: Row
     hf_names: tuple[str, ...]
 
+    @property
+    def of_expert(self) -> bool:
+        """Whether the ranks of an expert-parallel group hold different ones."""
+        return "{expert}" in self.row.megatron
+
 
 def bind(chunks: Sequence[torch.nn.Module], family: Family, arch: Architecture) -> list[Binding]:
     """Every parameter of this rank's model chunks with its table row. Raises ConversionError for an unmapped one."""
@@ -46,15 +53,15 @@ def bind(chunks: Sequence[torch.nn.Module], family: Family, arch: Architecture) 
     bindings = []
     for chunk in chunks:
         for local_name, parameter in chunk.named_parameters():
-            name, layer = _global_name(chunk, local_name)
-            pattern = _LAYER.sub("decoder.layers.{layer}.", name)
+            pattern, layer, expert = _place(chunk, local_name)
+            name = pattern.format(layer=layer, expert=expert)
             if pattern not in rows:
                 raise ConversionError(f"parameter {name} has no row in the table of family {family.name}")
             row = rows[pattern]
             if name == "output_layer.weight" and arch.tied_embeddings:
                 hf_names: tuple[str, ...] = ("model.embed_tokens.weight",)  # the last stage's copy of a tied embedding
             else:
-                hf_names = tuple(n.format(layer=layer) for n in row.hf)
+                hf_names = tuple(n.format(layer=layer, expert=expert) for n in row.hf)
             bindings.append(Binding(name, parameter, row, hf_names))
     return bindings
 
@@ -62,13 +69,21 @@ def bind(chunks: Sequence[torch.nn.Module], family: Family, arch: Architecture) 
 def load_hf(bindings: Sequence[Binding], reader: hf_io.HfReader, family: Family, arch: Architecture, tp: Axis) -> None:
     """Fill this rank's parameters from a HF directory, in place, tensor by tensor.
 
-    Raises ConversionError for a tensor that is missing, left over, or of the wrong shape.
+    Raises ConversionError for a tensor that is missing, left over, not finite or of the wrong shape, for an output layer that
+    contradicts tied embeddings, and for a tokenizer with more tokens than the embedding has rows.
     """
-    expected = expected_names(family, arch)
-    left_over = sorted(reader.names() - expected - {"lm_head.weight"})
+    check_tokenizer(reader.path, arch.vocab_size)
+    left_over = {n for n in reader.names() - family.tensor_names(arch) if not family.ignores(n)}
+    if arch.tied_embeddings and "lm_head.weight" in left_over:
+        if not torch.equal(reader.get("lm_head.weight"), reader.get("model.embed_tokens.weight")):
+            raise ConversionError(
+                f"{reader.path}: lm_head.weight differs from model.embed_tokens.weight, but config.json has "
+                "tie_word_embeddings=true; set it to false, or remove lm_head.weight"
+            )
+        left_over.remove("lm_head.weight")
     if left_over:
         raise ConversionError(
-            f"{reader.path}: tensor {left_over[0]} (and {len(left_over) - 1} more) is in no row of family {family.name}"
+            f"{reader.path}: tensor {min(left_over)} (and {len(left_over) - 1} more) is in no row of family {family.name}"
         )
     for b in bindings:
         try:
@@ -88,17 +103,13 @@ def load_hf(bindings: Sequence[Binding], reader: hf_io.HfReader, family: Family,
             b.parameter.copy_(shard)
 
 
-def expected_names(family: Family, arch: Architecture) -> set[str]:
-    """All HF tensor names of a model of this architecture."""
-    names = set()
-    for row in family.rows:
-        layers = range(arch.num_layers) if "{layer}" in row.megatron else (0,)
-        names |= {n.format(layer=i) for i in layers for n in row.hf}
-    return names - {"lm_head.weight"} if arch.tied_embeddings else names
+def sent_by(bindings: Sequence[Binding], groups: Groups) -> list[Binding]:
+    """Those whose tensors leave the model through this rank's tensor-parallel group: each leaves through one."""
+    return [b for b in bindings if (groups.is_first_expert_replica if b.of_expert else groups.is_first_replica)]
 
 
 def iterate_hf(bindings: Sequence[Binding], arch: Architecture, tp: Axis) -> Iterator[tuple[str, Tensor]]:
-    """Whole HF tensors of this pipeline stage, one parameter after the other; on tensor-parallel rank 0 only.
+    """Whole HF tensors of these parameters, one parameter after the other; on tensor-parallel rank 0 only.
 
     All ranks of a tensor-parallel group must iterate. Collectives: one gather over tp for each split parameter.
     A tied embedding appears once, from the first stage.
@@ -112,7 +123,7 @@ def iterate_hf(bindings: Sequence[Binding], arch: Architecture, tp: Axis) -> Ite
 
 
 def export_hf(bindings: Sequence[Binding], arch: Architecture, groups: Groups, base: Path, out: Path) -> None:
-    """Write the model as a HF directory: every pipeline stage writes its own shards, rank 0 config, tokenizer and index.
+    """Write the model as a HF directory: those who own tensors write their own shards, rank 0 config, tokenizer and index.
 
     All ranks call it; `out` must be on a file system that they share. It appears complete or not at all.
     """
@@ -122,9 +133,9 @@ def export_hf(bindings: Sequence[Binding], arch: Architecture, groups: Groups, b
         temporary.mkdir(parents=True)
     dist.barrier()
     mine: tuple[dict[str, list[str]], int] = ({}, 0)
-    if groups.is_first_replica:
-        stream = _Counted(iterate_hf(bindings, arch, groups.tp))
-        written = hf_io.write_shards(stream, temporary, f"model-stage{groups.pp.rank:02d}", limit=4 * 2**30)
+    if sent := sent_by(bindings, groups):
+        stream = _Counted(iterate_hf(sent, arch, groups.tp))
+        written = hf_io.write_shards(stream, temporary, f"model-{groups.owner}", limit=4 * 2**30)
         mine = (written, stream.bytes)
     everything = [mine] * groups.world_size
     dist.all_gather_object(everything, mine)
@@ -158,12 +169,16 @@ def _gather_shards(binding: Binding, tp: Axis) -> list[Tensor]:
     return shards
 
 
-def _global_name(chunk: torch.nn.Module, name: str) -> tuple[str, int]:
-    """The parameter's name with the layer's number in the whole model, and that number (0 outside the layers)."""
+def _place(chunk: torch.nn.Module, name: str) -> tuple[str, int, int]:
+    """The parameter's name in the table, and its layer's and its expert's number in the whole model (0 where there is none)."""
     for fused, plain in _FUSED_NORMS.items():
         name = name.replace(fused, plain)
     match = _LAYER.match(name)
     if match is None:
-        return name, 0
-    layer = chunk.decoder.layers[int(match.group(1))].layer_number - 1
-    return _LAYER.sub(f"decoder.layers.{layer}.", name, count=1), layer
+        return name, 0, 0
+    layer = chunk.decoder.layers[int(match.group(1))]
+    name, expert = _LAYER.sub("decoder.layers.{layer}.", name, count=1), 0
+    if match := _EXPERT.search(name):
+        expert = layer.mlp.local_expert_indices[int(match["module"] or match["weight"])]
+        name = _EXPERT.sub(r"experts.{expert}.\g<layer>.weight", name)
+    return name, layer.layer_number - 1, expert

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +19,7 @@ from tepo_megatron.errors import CheckpointError, ConversionError
 INDEX = "model.safetensors.index.json"
 _CARRIED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 
 
@@ -37,11 +38,20 @@ class HfReader:
         return set(self._file_of)
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the host, in its stored dtype."""
+        """One tensor, on the host, in its stored dtype: a map of its file, which takes memory where it is touched."""
         if name not in self._file_of:
             raise ConversionError(f"{self.path}: tensor {name} is missing; the weights do not belong to this config.json")
         with self._open(self._file_of[name]) as f:
             return f.get_tensor(name)
+
+    def shapes(self) -> dict[str, Tensor]:
+        """All tensors on the meta device: their shapes and dtypes. No data are read."""
+        found = {}
+        for file in sorted(set(self._file_of.values())):
+            with self._open(file) as f:
+                tensors = f.keys()
+                found.update({name: torch.empty_like(f.get_tensor(name), device="meta") for name in tensors})
+        return found
 
     def _index(self) -> dict[str, Path]:
         index = self.path / INDEX
@@ -57,7 +67,12 @@ class HfReader:
         names: dict[str, Path] = {}
         for file in files:
             with self._open(file) as f:
-                names.update(dict.fromkeys(f.keys(), file))
+                here = f.keys()
+            if twice := names.keys() & here:
+                raise CheckpointError(
+                    f"{file}: tensor {min(twice)} is also in {names[min(twice)].name}; remove the file that does not belong"
+                )
+            names.update(dict.fromkeys(here, file))
         return names
 
     @staticmethod
@@ -113,29 +128,46 @@ def write_index(directory: Path, written: dict[str, list[str]], total_bytes: int
     (directory / INDEX).write_text(text)
 
 
-def carry_over(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copy config, generation config and tokenizer of the base model; the config's dtype becomes that of the weights."""
+def carried_files() -> tuple[str, ...]:
+    """Names of the files that accompany the weights: config, generation config, tokenizer."""
+    return _CARRIED
+
+
+def carry_over(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+    """Copy config, generation config and tokenizer of the base model. dtype: of the weights, for the config; None: as it is."""
     for name in _CARRIED:
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)
-    config = json.loads((target / "config.json").read_text())
-    config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
-    (target / "config.json").write_text(json.dumps(config, indent=2))
+    if dtype is not None:
+        config = json.loads((target / "config.json").read_text())
+        set_config(target, {"dtype" if "dtype" in config else "torch_dtype": str(dtype).removeprefix("torch.")})
+
+
+def set_config(directory: Path, changes: Mapping[str, Any]) -> None:
+    """Change fields of config.json; what changes nothing leaves the file as it is, byte for byte."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    if config | changes != config:
+        path.write_text(json.dumps(config | changes, indent=2))
 
 
 def publish(temporary: Path, final: Path) -> None:
     """Put a finished directory in its place: written to disk first, then renamed. A former one is moved aside, then removed."""
-    for file in temporary.iterdir():
-        with file.open("rb") as f:
-            os.fsync(f.fileno())
+    for path in (*temporary.rglob("*"), temporary):
+        _sync(path)
     former = final.with_name(final.name + ".former")
     shutil.rmtree(former, ignore_errors=True)
     if final.exists():
         final.rename(former)
     temporary.rename(final)
     shutil.rmtree(former, ignore_errors=True)
-    directory = os.open(final.parent, os.O_RDONLY)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    """A file's data, or a directory's entries, onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(descriptor)
     finally:
-        os.close(directory)
+        os.close(descriptor)

@@ -14,10 +14,38 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class RotaryTable:
+    """What replaces RoPE's plain frequencies theta^(-2i/D).
+
+    inv_freq: [D / 2] radians per position; attention_factor: by which both cosines and sines are multiplied (YaRN,
+    arXiv 2309.00071), that is, the attention scores by its square.
+    """
+
+    inv_freq: tuple[float, ...]
+    attention_factor: float
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: softmax over `number` router logits, the `per_token` largest chosen.
+
+    ffn_size: of one expert; normalized: the weights of the chosen ones add up to 1; sparse_layers: those with experts, in
+    ascending order (the others are dense).
+    """
+
+    number: int
+    per_token: int
+    ffn_size: int
+    normalized: bool
+    sparse_layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Architecture:
     """What a Hugging Face config says of a decoder, in one vocabulary for all families.
 
-    head_dim need not be hidden_size / num_heads; vocab_size is the true one (Megatron pads it); rotary_base: RoPE's theta.
+    ffn_size: of the dense layers; head_dim need not be hidden_size / num_heads; vocab_size is the true one (Megatron pads it);
+    rotary_base: RoPE's theta; rotary_table: None for RoPE without scaling; experts: None for a dense model.
     """
 
     num_layers: int
@@ -32,6 +60,14 @@ class Architecture:
     rotary_base: float
     tied_embeddings: bool
     qk_norm: bool
+    qkv_bias: bool = False
+    rotary_table: RotaryTable | None = None
+    experts: Experts | None = None
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Layers with experts."""
+        return self.experts.sparse_layers if self.experts else ()
 
 
 class Op(Protocol):
@@ -46,7 +82,7 @@ class Op(Protocol):
 
 @dataclass(frozen=True)
 class Replicated:
-    """The same tensor on every rank (norms)."""
+    """The same tensor on every tensor-parallel rank (norms, routers)."""
 
     def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
         return hf[0]
@@ -85,9 +121,12 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class FusedQKV:
-    """q, k, v projections interleaved by query group: [q heads of group 0, k 0, v 0, q heads of group 1, ...]."""
+    """q, k, v weights or biases, interleaved by query group: [q heads of group 0, k 0, v 0, q heads of group 1, ...]."""
 
     def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
+        rows = [n * arch.head_dim for n in (arch.num_heads, arch.num_query_groups, arch.num_query_groups)]
+        if [x.size(0) for x in hf] != rows:  # the sum of wrong ones may fit
+            raise ValueError(f"expected {rows} rows, got {[x.size(0) for x in hf]}")
         q, k, v = (x.view(arch.num_query_groups, -1, *x.shape[1:]) for x in hf)
         groups = torch.cat((q, k, v), dim=1).chunk(size)[rank]
         return groups.reshape(-1, *groups.shape[2:])
@@ -105,6 +144,8 @@ class FusedGateUp:
     """Gate and up projections; each rank holds its part of the gate above its part of the up projection."""
 
     def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
+        if hf[0].shape != hf[1].shape:
+            raise ValueError(f"gate {tuple(hf[0].shape)} and up {tuple(hf[1].shape)} differ")
         return torch.cat([x.chunk(size)[rank] for x in hf])
 
     def unshard(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:

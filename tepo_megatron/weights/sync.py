@@ -1,7 +1,8 @@
 """Delivery of the actor's weights to the inference engine after every step.
 
-Each owner of a pipeline stage writes its own tensors, in HF layout, to files in shared memory; rank 0 tells the engine their
-names. No rank holds more than one bucket and one tensor beyond the model; the shared memory holds all of it until it is loaded.
+Each owner of a pipeline stage, or of experts in it, writes its own tensors, in HF layout, to files in shared memory; rank 0
+tells the engine their names. No rank holds more than one bucket and one tensor beyond the model; the shared memory holds all
+of it until it is loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.parallel import Groups
 from tepo_megatron.weights import hf_io
-from tepo_megatron.weights.gather import Binding, iterate_hf
+from tepo_megatron.weights.gather import Binding, iterate_hf, sent_by
 from tepo_megatron.weights.ops import Architecture
 
 
@@ -58,10 +59,9 @@ class WeightSync:
 
     def push(self, version: int) -> None:
         """All ranks call it; when rank 0 returns, the engine serves `version`."""
-        if self.groups.is_first_replica:
-            stream = iterate_hf(self.bindings, self.arch, self.groups.tp)
-            prefix = f"v{version}-stage{self.groups.pp.rank:02d}"
-            hf_io.write_shards(stream, self.folder, prefix, limit=self.cfg.bucket_mib * 2**20)
+        if sent := sent_by(self.bindings, self.groups):
+            stream = iterate_hf(sent, self.arch, self.groups.tp)
+            hf_io.write_shards(stream, self.folder, f"v{version}-{self.groups.owner}", limit=self.cfg.bucket_mib * 2**20)
         dist.barrier(group=self.groups.host)
         if self.receiver is not None:
             files = sorted(self.folder.glob(f"v{version}-*.safetensors"))
@@ -83,6 +83,13 @@ class WeightSync:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+class NoSync:
+    """In the place of a sync when nobody serves the weights."""
+
+    def push(self, version: int) -> None:
+        """Nothing to do."""
 
 
 def check_one_host(cfg: SyncConfig) -> None:

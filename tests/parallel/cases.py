@@ -49,7 +49,7 @@ def make_case(folder: Path, *, tied: bool, form: str = "tepo") -> Case:
     batches, steps = [], []
     for step in range(STEPS):
         sequences = [_sequence(perturbed, trainer.model, i, step, generator) for i in range(len(RESPONSES))]
-        batches.append(_batch(sequences, step))
+        batches.append(_batch(sequences, step + 1))  # 0 would say that the old statistics are those of the current weights
         steps.append(trainer.step(sequences, TEMPERATURE, EPS, BETA, form))
     return Case(model, tuple(batches), tuple(steps))
 
@@ -93,12 +93,14 @@ def _batch(sequences: list[reference.Sequence], update: int) -> TrainBatch:
         torch.tensor([s.advantage for s in sequences], dtype=torch.float32),
         torch.cat([s.old_logprob for s in sequences]).float(),
         torch.cat([s.old_entropy for s in sequences]).float(),
-        update,
+        update=update,
     )
 
 
-def run_config(model: Path, parallel: dict[str, Any], max_tokens: int = 4096, **objective: Any) -> Config:
-    """The run's config for a layout."""
+def run_config(
+    model: Path, parallel: dict[str, Any], max_tokens: int = 4096, objective: dict[str, Any] | None = None
+) -> Config:
+    """The run's config for a layout; objective: instead of the reference's tepo."""
     return validate({
         "name": "layout",
         "platform": "cpu",
@@ -107,7 +109,7 @@ def run_config(model: Path, parallel: dict[str, Any], max_tokens: int = 4096, **
         "rollout": {"prompts_per_step": 16, "temperature": TEMPERATURE, "max_response_tokens": 30},
         "training": {"max_tokens_per_microbatch": max_tokens, "minibatch_prompts": 16},
         "parallel": parallel,
-        "objective": {"name": "tepo", "beta": BETA, "clip_low": EPS, "clip_high": EPS} | objective,
+        "objective": objective or {"name": "tepo", "beta": BETA, "clip_low": EPS, "clip_high": EPS},
         "optimizer": {
             "lr": ADAM["lr"], "eps": ADAM["eps"], "beta1": ADAM["betas"][0], "beta2": ADAM["betas"][1],
             "weight_decay": ADAM["weight_decay"], "clip_grad": ADAM["clip"],

@@ -147,7 +147,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_before_the_step(case: cases.
     advantages[4] = float("nan")
     cfg = cases.run_config(case.model, layout)
     for message, unchanged in run_world(cfg.parallel.world_size, poisoned_update, cfg, replace(batch, advantages_B=advantages)):
-        assert "loss is nan in step 1, update 0" in message and unchanged
+        assert "loss is nan in step 1, update 1" in message and unchanged
 
 
 def wrong_world(rank: int, cfg: Any) -> None:

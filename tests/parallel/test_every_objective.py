@@ -12,7 +12,14 @@ from tests.worlds import run_world
 
 pytestmark = pytest.mark.slow
 
-LAYOUTS = {"CP2": ({"cp": 2}, 100), "DP2": ({"dp": 2}, 60)}  # a layout, and tokens of a microbatch
+# a layout, and tokens of a microbatch
+LAYOUTS = {
+    "4 microbatches": ({}, 64),
+    "PP2": ({"pp": 2}, 100),
+    "CP2": ({"cp": 2}, 100),
+    "CP4": ({"cp": 4}, 70),
+    "DP2": ({"dp": 2}, 60),
+}
 
 
 def all_gradients(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
@@ -26,10 +33,11 @@ def all_gradients(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
     for name, objective in OBJECTIVES.items():
         # coefficients that leave no part of a method in the rounding of another
         larger = {"beta": 0.5, "entropy_coefficient": 0.1, "advantage_alpha": 0.4}
+        if objective.weighting != "none":
+            larger |= {"cov_share": 0.2, "cov_low": 0.1}
         parts = {k: math.copysign(v, getattr(objective, k)) for k, v in larger.items() if getattr(objective, k)}
         objective = objective.replace(**parts)
-        tally = actor.backward(batch, objective)
-        result = actor._reduce(tally, objective, batch)
+        result = actor.backward(batch, objective).reduce(actor.groups, batch.update)
         out[name] = (result.metrics["loss/total"][0], cases.full_gradients(actor))
     parallel.shutdown()
     return out
@@ -47,9 +55,10 @@ def alone(case: cases.Case) -> dict[str, Any]:
 
 def test_the_methods_differ(alone: dict[str, Any]) -> None:
     """No two rows are the same method by accident. Left out are those that agree on this batch: `gpg` and `rloo` differ from
-    `reinforce` in their advantages, which the batch brings along; `gspo` clips only more than `sequence_mean_token_mean` does.
+    `reinforce` in their advantages, which the batch brings along; `dapo` from `grpo` in sampling and rewards; `gspo` clips only
+    more than `sequence_mean_token_mean` does.
     """
-    names = [n for n in OBJECTIVES if n not in ("gpg", "rloo", "gspo")]
+    names = [n for n in OBJECTIVES if n not in ("gpg", "rloo", "dapo", "gspo")]
     for i, a in enumerate(names):
         for b in names[i + 1 :]:
             grads_a, grads_b = alone[a][1], alone[b][1]

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.token_statistics import BACKENDS, INTERPRETED
 from tests.worlds import run_world
 
 ROWS, VOCAB = 23, 70
@@ -39,33 +40,36 @@ def logits_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
     return logits, torch.randint(0, VOCAB, (ROWS,), generator=generator)
 
 
-def statistics_on_rank(rank: int, size: int) -> dict[str, Any]:
+def statistics_on_rank(rank: int, size: int, backend: str) -> dict[str, Any]:
     dist.init_process_group("gloo")
     from tepo_megatron.ops.vocab_parallel import token_stats
     from tepo_megatron.weights.ops import padded_vocab_size
 
     logits, labels = logits_and_labels()
     padded = torch.nn.functional.pad(logits, (0, padded_vocab_size(VOCAB, size) - VOCAB), value=1e4)
-    local = padded.chunk(size, dim=1)[rank].clone().requires_grad_()
+    leaf = padded.chunk(size, dim=1)[rank].clone().requires_grad_()
+    local = leaf * 1  # not a leaf, so that backward writes in its place
     counts: Counter = Counter()
     with pytest.MonkeyPatch.context() as patch:
         counting(counts, patch)
-        stats = token_stats(local, labels, 0.7, dist.group.WORLD, VOCAB)
+        stats = token_stats(local, labels, 0.7, dist.group.WORLD, VOCAB, backend=backend)
         forward = dict(counts)
         counts.clear()
         (stats.logprob_R.sum() - 2 * stats.entropy_R.square().sum()).backward()
     return {
         "logprob": stats.logprob_R.detach(),
         "entropy": stats.entropy_R.detach(),
-        "grad": local.grad,
+        "grad": leaf.grad,
+        "in_place": torch.equal(local, leaf.grad),
         "forward": forward,
         "backward": dict(counts),
     }
 
 
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b == "torch" or INTERPRETED])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_token_stats_over_tensor_parallel_ranks(size: int) -> None:
-    ranks = run_world(size, statistics_on_rank, size)
+def test_token_stats_over_tensor_parallel_ranks(size: int, backend: str) -> None:
+    ranks = run_world(size, statistics_on_rank, size, backend)
     logits, labels = logits_and_labels()
     z = logits.double().requires_grad_()
     logp = torch.log_softmax(z / 0.7, dim=-1)
@@ -74,7 +78,7 @@ def test_token_stats_over_tensor_parallel_ranks(size: int) -> None:
     for r in ranks:
         assert torch.equal(r["logprob"], ranks[0]["logprob"]) and torch.equal(r["entropy"], ranks[0]["entropy"])
         assert r["forward"] == ({"all_gather_into_tensor": 1} if size > 1 else {})
-        assert r["backward"] == {}
+        assert r["backward"] == {} and r["in_place"]
     # row 0: z/T near 1400, where one ulp of an fp32 logit is 1.2e-4
     assert (ranks[0]["logprob"][1:] - logprob[1:]).abs().max() <= 5e-6 * logprob[1:].abs().max()
     assert (ranks[0]["entropy"][1:] - entropy[1:]).abs().max() <= 2e-6
@@ -135,4 +139,56 @@ def test_sequence_ratio_over_context_parallel_ranks(size: int, constant_factors:
         one = {"all_reduce": 1} if size > 1 else {}
         assert r["forward"] == one
         assert r["backward"] == ({} if constant_factors else one)
+    torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=1e-14)
+
+
+def zigzag_rows(size: int) -> tuple[torch.Tensor, ...]:
+    """Rows of sequences cut into 2 cp chunks of unequal length, some empty: sequence, position, chunk and owner of each."""
+    chunks = 2 * size if size > 1 else 1
+    lengths = [1, 9, 4, 17, 2]
+    sequence = torch.repeat_interleave(torch.tensor(lengths))
+    position = torch.cat([torch.arange(n) for n in lengths])
+    chunk = torch.cat([torch.arange(n) * chunks // (n + s) for s, n in enumerate(lengths)])
+    owner = torch.minimum(chunk, chunks - 1 - chunk)
+    return sequence, position, chunk, owner
+
+
+def prefix_on_rank(rank: int, size: int) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    from tepo_megatron.losses.ratio import prefix_ratio
+    from tepo_megatron.ops.segments import Segments
+
+    log_ratio, _, _, factor = rows(size)
+    sequence, position, chunk, owner = zigzag_rows(size)
+    mine = owner == rank
+    lengths = torch.bincount(sequence).to(log_ratio.dtype)
+    chunks = 2 * size if size > 1 else 1
+    segments = Segments(sequence[mine], lengths, dist.group.WORLD, position[mine], chunk[mine], chunks)
+    x = log_ratio[mine].clone().requires_grad_()
+    counts: Counter = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        counting(counts, patch)
+        ratio = prefix_ratio(x, segments, False)
+        forward = dict(counts)
+        counts.clear()
+        (ratio * factor[mine]).sum().backward()
+    return {"ratio": ratio.detach(), "grad": x.grad, "mine": mine, "forward": forward, "backward": dict(counts)}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_prefix_ratio_over_context_parallel_ranks(size: int) -> None:
+    log_ratio, _, sequence, factor = rows(size)
+    x = log_ratio.clone().requires_grad_()
+    prefixes = []
+    for s in range(5):
+        own = x[sequence == s]
+        prefixes += [torch.exp(own[: t + 1].mean()) for t in range(own.numel())]
+    expected = torch.stack(prefixes)
+    (expected * factor).sum().backward()
+    ranks = run_world(size, prefix_on_rank, size)
+    grad = torch.zeros_like(log_ratio)
+    for r in ranks:
+        torch.testing.assert_close(r["ratio"], expected.detach()[r["mine"]], rtol=1e-12, atol=0)
+        grad[r["mine"]] = r["grad"]
+        assert r["forward"] == r["backward"] == ({"all_reduce": 1} if size > 1 else {})
     torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=1e-14)

@@ -147,6 +147,18 @@ def damage(path: Path, how: str) -> None:
         weights[name] = weights[name][:-2].contiguous()
     elif how == "nan":
         weights[name][0, 0] = float("nan")
+    elif how == "swapped sizes":  # which add up to what the fused parameter needs
+        q, k = (f"model.layers.1.self_attn.{x}_proj.weight" for x in "qk")
+        weights[q], weights[k] = weights[k], weights[q]
+    elif how == "output layer":
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] * 2
+    elif how == "tokenizer":
+        tokenizer = json.loads((path / "tokenizer.json").read_text())
+        tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": cases.VOCAB, "content": "<one too many>"})
+        (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    elif how == "missing shard":
+        names = dict.fromkeys(weights, file.name) | {name: "model-00002.safetensors"}
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     elif how == "short embedding":
         weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:-5].contiguous()
     elif how == "long embedding":
@@ -183,12 +195,24 @@ def damage(path: Path, how: str) -> None:
     save_file(weights, file, {"format": "pt"})
 
 
+def test_a_tied_model_may_carry_a_copy_of_its_embedding(tmp_path: Path) -> None:
+    tiny_qwen3(tmp_path, layers=4, vocab_size=cases.VOCAB)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    run_world(1, build_actor, cases.run_config(tmp_path, {}))
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ("missing tensor", "ConversionError: .*tensor model.layers.1.mlp.up_proj.weight is missing"),
         ("extra tensor", "ConversionError: .*tensor model.layers.1.mlp.up_proj.bias"),
         ("wrong shape", r"ConversionError: .*up_proj.weight"),
+        ("swapped sizes", r"ConversionError: .*q_proj.weight.* expected \[128, 64, 64\] rows, got \[64, 128, 64\]"),
+        ("output layer", "ConversionError: .*lm_head.weight differs from .*tie_word_embeddings=true"),
+        ("tokenizer", r"ConversionError: .*tokenizer.json: token '<one too many>' has id 70, but .*vocab_size=70"),
+        ("missing shard", "CheckpointError: .*model-00002.safetensors: missing, though the index names it"),
         ("short embedding", r"ConversionError: .*embed_tokens.weight .*expected \(70, 128\), got \(65, 128\)"),
         ("long embedding", r"ConversionError: .*embed_tokens.weight .*expected \(70, 128\), got \(79, 128\)"),
         ("index", "CheckpointError: .*model.safetensors.index.json: not a safetensors index"),

@@ -1,5 +1,7 @@
 """TrainBatch: minibatches of whole groups, with their old statistics."""
 
+from dataclasses import replace
+
 import torch
 
 from tepo_megatron.types import Rollout, TrainBatch
@@ -22,7 +24,8 @@ def batch(groups: int = 7, samples: int = 3) -> TrainBatch:
             )
             n += length
     old = torch.arange(n, dtype=torch.float32)
-    return TrainBatch.build(rollouts, torch.arange(groups * samples, dtype=torch.float32)).with_old_stats(old, -old)
+    batch = TrainBatch.build(rollouts, torch.arange(groups * samples, dtype=torch.float32))
+    return replace(batch, old_logprobs_N=old, old_entropies_N=-old)
 
 
 def test_each_epoch_sees_every_sequence_once_in_even_minibatches_of_whole_groups() -> None:

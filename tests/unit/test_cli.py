@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron import cli
+from tepo_megatron import cli, run_dir
 from tepo_megatron.config import Config
 from tepo_megatron.config_io import load_config, validate
 from tepo_megatron.errors import ConfigError
@@ -22,15 +22,15 @@ def test_a_run_is_replaced_only_when_asked(tmp_path: Path, sign: str) -> None:
     other = tmp_path / "a" / "notes.txt"
     other.write_text("mine")
     with pytest.raises(ConfigError, match="holds a run already"):
-        cli.prepare_run_dir(config(tmp_path))
+        run_dir.prepare(config(tmp_path))
     assert file.exists()
-    cli.prepare_run_dir(config(tmp_path, overwrite=True))
+    run_dir.prepare(config(tmp_path, overwrite=True))
     assert not file.exists() and other.read_text() == "mine"
 
 
 def test_a_start_that_failed_leaves_the_name_free(tmp_path: Path) -> None:
     for _ in range(2):
-        path = cli.prepare_run_dir(config(tmp_path))
+        path = run_dir.prepare(config(tmp_path))
         (tmp_path / "a" / "metrics.jsonl").touch()
         (tmp_path / "a" / "log.txt").write_text("error: ...")
     assert load_config(path).name == "a"
@@ -42,7 +42,7 @@ def test_what_the_run_needs_is_not_removed(tmp_path: Path, key: str) -> None:
     used.mkdir(parents=True)
     section = {"path": str(used)} if key == "model" else {"train": str(used / "train.jsonl")}
     with pytest.raises(ConfigError, match="lies in the run that would be replaced"):
-        cli.prepare_run_dir(config(tmp_path, overwrite=True, **{key: section}))
+        run_dir.prepare(config(tmp_path, overwrite=True, **{key: section}))
     assert used.exists()
 
 
@@ -51,14 +51,14 @@ def test_a_link_is_removed_and_not_what_it_points_to(tmp_path: Path) -> None:
     elsewhere.mkdir()
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "hf").symlink_to(elsewhere)
-    cli.prepare_run_dir(config(tmp_path, overwrite=True))
+    run_dir.prepare(config(tmp_path, overwrite=True))
     assert elsewhere.exists() and not (tmp_path / "a" / "hf").exists()
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"output=.*cannot be written"):
-        cli.prepare_run_dir(config(tmp_path / "file"))
+        run_dir.prepare(config(tmp_path / "file"))
 
 
 def test_malformed_words_and_files_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,3 +77,12 @@ def test_malformed_words_and_files_are_one_message(tmp_path: Path, capsys: pytes
     with pytest.raises(SystemExit) as e:
         cli.main(["train", "--seed", "1", str(good)])
     assert e.value.code == 2 and "the config file comes first" in capsys.readouterr().err
+
+
+def test_what_contradicts_itself_names_the_file_that_says_it(tmp_path: Path) -> None:
+    (tmp_path / "below.yaml").write_text(
+        "name: a\nmodel: {path: m}\ndata: {train: t}\nobjective: {name: tepo, clip_low: 0.1}\n"
+    )
+    (tmp_path / "mine.yaml").write_text("base: below.yaml\n")
+    with pytest.raises(ConfigError, match=r"below\.yaml: objective\.clip_low=0\.1 has no effect on objective gpg: .* \(null\)"):
+        cli.train(str(tmp_path / "mine.yaml"), ["--objective.name", "gpg"])

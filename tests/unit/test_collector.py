@@ -9,6 +9,7 @@ import torch
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import SyncError
+from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -44,11 +45,12 @@ class LastTokenReward:
         return [replace(r, score=float(r.token_ids_L[-1]), reward=0.1 * i, status="exact") for i, r in enumerate(rollouts)]
 
 
-def collector(refills: int, filtered: bool = True) -> tuple[Collector, ScriptedEngine]:
-    cfg = RolloutConfig(prompts_per_step=6, samples_per_prompt=4, max_refills=refills, filter_uniform_groups=filtered)
+def collector(refills: int, filtered: bool = True, overlong: OverlongShaping | None = None) -> tuple[Collector, ScriptedEngine]:
+    cfg = RolloutConfig(prompts_per_step=6, samples_per_prompt=4, filter_uniform_groups=filtered)
     prompts = [Prompt(i, (7,), "1") for i in range(60)]
     engine = ScriptedEngine()
-    return Collector(cfg, engine, LastTokenReward(), PromptStream(prompts, 0, shuffle=False), seed=1), engine
+    stream = PromptStream(prompts, 0, shuffle=False)
+    return Collector(cfg, engine, LastTokenReward(), stream, seed=1, max_refills=refills, overlong=overlong), engine
 
 
 def test_groups_all_right_or_all_wrong_are_dropped() -> None:
@@ -57,18 +59,40 @@ def test_groups_all_right_or_all_wrong_are_dropped() -> None:
     assert sorted({r.prompt_id for r in rollouts}) == [1, 4] and len(rollouts) == 8
     means = metrics.means()
     assert means["accuracy/mean"] == 0.5  # of all 24 samples, dropped ones included
-    assert means["rollout/kept_groups"] == 2 and means["rollout/response_tokens_mean"] == 2
+    assert means["rollout/kept_groups"] == 2 and means["rollout/sampled_groups"] == 6
+    assert means["rollout/response_tokens_mean"] == 2
     assert len(engine.calls) == 1
 
 
 def test_refills_replace_dropped_groups_up_to_the_limit() -> None:
     collect, engine = collector(refills=3)
-    rollouts, _ = collect.collect(1, Clock())
+    rollouts, metrics = collect.collect(1, Clock())
     ids = [r.prompt_id for r in rollouts]
     asked = [len(prompts) for prompts, _ in engine.calls]
     assert len(engine.calls) == 4 and asked[0] == 6 and all(n < 6 for n in asked[1:])
     assert len(set(ids)) == len(ids) // 4 <= 6
     assert len({seed for _, seed in engine.calls}) == 4
+    assert metrics.means()["rollout/sampled_groups"] == sum(asked)
+
+
+def test_refilling_stops_when_the_step_is_full() -> None:
+    collect, engine = collector(refills=50)
+    rollouts, metrics = collect.collect(1, Clock())
+    assert len({r.prompt_id for r in rollouts}) == 6 and len(engine.calls) < 51
+    assert metrics.means()["rollout/kept_groups"] == 6
+
+
+def test_shaping_changes_rewards_and_neither_scores_nor_the_choice_of_groups() -> None:
+    overlong = OverlongShaping(max_tokens=3, buffer_tokens=2, penalty=1.0)
+    plain, _ = collector(refills=0)
+    shaped, _ = collector(refills=0, overlong=overlong)
+    (before, metrics_before), (after, metrics_after) = plain.collect(1, Clock()), shaped.collect(1, Clock())
+    assert [r.prompt_id for r in before] == [r.prompt_id for r in after]
+    assert [r.score for r in before] == [r.score for r in after]
+    # every response has 2 tokens, one of them in the buffer
+    assert [r.reward for r in after] == pytest.approx([r.reward - 0.5 for r in before])
+    assert metrics_after.means()["reward/mean"] == pytest.approx(metrics_before.means()["reward/mean"] - 0.5)
+    assert metrics_after.means()["accuracy/mean"] == metrics_before.means()["accuracy/mean"]
 
 
 def test_without_the_filter_every_group_is_kept() -> None:

@@ -2,14 +2,17 @@
 
 import math
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
 
-from tepo_megatron.actor.actor import UpdateResult
+from tepo_megatron.actor.tally import UpdateResult
 from tepo_megatron.config import SyncConfig
-from tepo_megatron.errors import SyncError
+from tepo_megatron.errors import DataError, SyncError
+from tepo_megatron.evaluation import Scores, read_evaluation, write_evaluation
 from tepo_megatron.evaluation.runner import accuracy
+from tepo_megatron.histogram import counts
 from tepo_megatron.metrics import Metrics
 from tepo_megatron.step_log import StepLog
 from tepo_megatron.timing import Clock
@@ -38,13 +41,30 @@ def test_standard_error_is_clustered_by_problem() -> None:
     assert mixed.standard_error == pytest.approx(statistics.stdev([0.75, 0.25, 1.0]) / math.sqrt(3))
 
 
+def test_scores_of_single_problems_survive_the_file(tmp_path: Path) -> None:
+    before = accuracy([graded(i, s) for i, scores in ((3, (0, 0)), (7, (1, 0))) for s in scores])
+    after = accuracy([graded(i, s) for i, scores in ((3, (1, 0)), (7, (1, 1))) for s in scores])
+    write_evaluation(tmp_path, before, after)
+    assert read_evaluation(tmp_path) == Scores({3: 0.0, 7: 0.5}, {3: 0.5, 7: 1.0})
+
+
+def test_a_malformed_line_of_scores_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"evaluation\.jsonl: cannot read"):
+        read_evaluation(tmp_path)
+    for line in ("{", "[]", '{"problem": 1, "before": 0.5}', '{"problem": 1, "before": 0.5, "after": null}'):
+        (tmp_path / "evaluation.jsonl").write_text('{"problem": 0, "before": 0, "after": 1}\n' + line)
+        with pytest.raises(DataError, match=r"evaluation\.jsonl:2: not the scores"):
+            read_evaluation(tmp_path)
+
+
 def result(update: int, mask: float, ratios: list[float]) -> UpdateResult:
     pairs = {
         "loss/total": (0.5, 1.0),
         "tepo/kl_mask_share": (mask, 10.0),
         "actor/grad_norm": (2.0 + update, 1.0),
     }
-    return UpdateResult(pairs, torch.tensor(ratios, dtype=torch.float64), update)
+    histograms = {"tepo/dH_up": counts(torch.tensor([1e-3, 1e-3, -1e-5]) if update else torch.ones(9))}
+    return UpdateResult(pairs, histograms, torch.tensor(ratios, dtype=torch.float64), update)
 
 
 def test_the_first_update_of_a_rollout_batch_reports_no_mask() -> None:
@@ -55,6 +75,8 @@ def test_the_first_update_of_a_rollout_batch_reports_no_mask() -> None:
     record = log.record(Clock())
     assert record["tepo/kl_mask_share"] == pytest.approx(0.3)
     assert record["actor/grad_norm"] == pytest.approx(2.5)
+    assert record["tepo/dH_up_p50"] == pytest.approx(1e-3, rel=0.04)  # half a bin of the histogram
+    assert record["tepo/dH_up_p05"] == pytest.approx(-1e-5, rel=0.04) and record["tepo/dH_down_p50"] is None
     assert record["tepo/ratio_p50"] == pytest.approx(1.0)
     assert 0.9 <= record["tepo/ratio_p01"] < 0.91 and 1.09 < record["tepo/ratio_p99"] <= 1.1
 

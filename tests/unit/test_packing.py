@@ -1,44 +1,10 @@
-"""Plans and packed microbatches: every token once, on the right rank, with the right label."""
+"""Packed microbatches: every token once, on the right rank, with the right label."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.ops.packing import Alignment, pack, plan_microbatches
-
-LENGTHS = st.lists(st.integers(2, 60), min_size=0, max_size=40)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(
-    lengths=LENGTHS,
-    dp=st.integers(1, 5),
-    budget=st.integers(60, 200),
-    multiple=st.integers(1, 3),
-    cp=st.sampled_from([1, 2, 4]),
-)
-def test_plan_holds_every_sequence_once(lengths: list[int], dp: int, budget: int, multiple: int, cp: int) -> None:
-    alignment = Alignment(cp=cp)
-    plan = plan_microbatches(lengths, dp, budget, alignment, multiple)
-    assert sorted(i for rank in plan for m in rank for i in m) == list(range(len(lengths)))
-    counts = {len(rank) for rank in plan}
-    assert len(plan) == dp and len(counts) == 1 and counts.pop() % multiple == 0
-    for rank in plan:
-        for microbatch in rank:
-            tokens = sum(alignment.padded([lengths[i] for i in microbatch])) if microbatch else 0
-            assert tokens <= max(budget, alignment.padded([60])[0])
-    assert plan == plan_microbatches(lengths, dp, budget, alignment, multiple)
-
-
-def test_plan_balances_ranks() -> None:
-    plan = plan_microbatches([10] * 8, 4, 1000, Alignment())
-    assert [sum(len(m) for m in rank) for rank in plan] == [2, 2, 2, 2]
-
-
-def test_too_long_a_sequence_is_refused() -> None:
-    with pytest.raises(ValueError, match="sequence 1 has 30 tokens"):
-        plan_microbatches([5, 30], 1, 20, Alignment())
+from tepo_megatron.ops.packing import Alignment, pack
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -83,3 +49,21 @@ def test_several_turns_in_one_sequence() -> None:
     ids, mask = torch.tensor([5, 6, 7, 8, 9, 10]), torch.tensor([False, True, False, False, True, True])
     m = pack([ids], [mask], [100], [0], Alignment(), 0)
     assert m.labels_R.tolist() == [6, 9, 10] and m.token_R.tolist() == [100, 101, 102] and m.rows_R.tolist() == [0, 3, 4]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    cp=st.sampled_from([1, 2, 3, 4]),
+    total=st.sampled_from([1, 2, 3, 8]),
+    spare=st.integers(0, 50),
+)
+def test_what_fits_into_the_room_fits_with_all_its_padding(lengths: list[int], cp: int, total: int, spare: int) -> None:
+    """`room` speaks of sequences padded one by one; the padding of the total never leads over max_tokens."""
+    alignment = Alignment(cp=cp, total=total)
+    each = sum(alignment.padded_one(n) for n in lengths)
+    max_tokens = each + spare
+    if each <= alignment.room(max_tokens):
+        assert each <= sum(alignment.padded(lengths)) <= max_tokens
+    else:  # the padding of the total does not fit
+        assert sum(alignment.padded(lengths)) > max_tokens

@@ -42,6 +42,25 @@ def records(steps: int) -> list[dict[str, Any]]:
     return [{"step": s} | {c.key: 0.1 * i + 0.01 * s for i, c in enumerate(COLUMNS)} for s in range(1, steps + 1)]
 
 
+def measured(steps: int) -> list[dict[str, Any]]:
+    """Plausible records of a TEPO run: the noise floor known at every third step, nothing optional."""
+    rows = []
+    for s in range(1, steps + 1):
+        spread = 0.02 + 0.1 / s
+        row: dict[str, Any] = {"step": s, "reward/mean": 0.2 + 0.01 * s, "accuracy/mean": 0.2 + 0.01 * s}
+        row |= {"actor/entropy": 0.4 / s, "actor/grad_norm": 0.5, "loss/kl": 4e-5 / s, "tepo/kl_mask_share": 0.3 + 0.01 * s}
+        row |= {"loss/clip_fraction_low": 0.001 / s, "loss/clip_fraction_high": 0.003 / s}
+        row |= {"tepo/entropy_noise_floor": 2e-6, "tepo/mask_below_noise": 0.1} if s % 3 == 1 else {}
+        row |= {f"tepo/dH_up_{q}": v * spread for q, v in (("p05", -1.0), ("p50", -0.01), ("p95", 0.3))}
+        row |= {f"tepo/dH_down_{q}": v * spread for q, v in (("p05", -0.2), ("p50", 0.005), ("p95", 0.8))}
+        row |= {"tepo/ratio_p01": 0.97, "tepo/ratio_p50": 1.0, "tepo/ratio_p99": 1.01}
+        row |= {"rollout/logprob_diff_mean": 2e-6, "rollout/logprob_diff_max": 1e-5, "rollout/response_tokens_mean": 18.0}
+        row |= {"rollout/truncated": 0.1 / s, "rollout/sampled_groups": 32 + s, "rollout/kept_groups": 30}
+        row |= {"seconds/rollout": 0.6, "seconds/update": 0.9, "seconds/total": 1.6, "tokens_per_second": 5000.0}
+        rows.append(row)
+    return rows
+
+
 def drawn(folder: Path, summary: Summary | None = None) -> Figure:
     with matplotlib.rc_context(report.STYLE):
         return report.draw(Curves(read_metrics(folder)), load_config(folder / "config.yaml"), summary)
@@ -88,6 +107,80 @@ def test_every_recorded_value_is_drawn_and_a_missing_one_is_a_gap(tmp_path: Path
     values = entropy.get_ydata().tolist()
     assert (values[0], values[2]) == (rows[0]["actor/entropy"], rows[2]["actor/entropy"])
     assert values[1] != values[1]
+
+
+def lines(figure: Figure) -> dict[str, list[float]]:
+    """Every labelled line of the picture."""
+    return {str(x.get_label()): list(x.get_ydata()) for axis in figure.axes for x in axis.lines if x.get_label()[0] != "_"}
+
+
+def test_the_diagnostics_are_drawn_as_recorded(tmp_path: Path) -> None:
+    rows = measured(5)
+    write_run(tmp_path, rows)
+    found = lines(drawn(tmp_path))
+    for label, key in (
+        ("A > 0: median", "tepo/dH_up_p50"),
+        ("A < 0: median", "tepo/dH_down_p50"),
+        ("tokens clipped: upper bound", "loss/clip_fraction_high"),
+        ("lower bound", "loss/clip_fraction_low"),
+        ("tokens under the mask", "tepo/kl_mask_share"),
+        ("groups sampled", "rollout/sampled_groups"),
+        ("trained on", "rollout/kept_groups"),
+    ):
+        assert found[label] == [row[key] for row in rows], label
+
+
+def test_entropy_changes_of_both_signs_share_a_scale_that_shows_the_noise_floor(tmp_path: Path) -> None:
+    write_run(tmp_path, measured(5))
+    axes = [a for a in drawn(tmp_path).axes if a.get_yscale() == "symlog"]
+    assert len(axes) == 2
+    for axis in axes:
+        assert axis.get_ylim() == axes[0].get_ylim()
+        assert axis.get_ylim()[0] < -0.12 < 0.12 < axis.get_ylim()[1]
+        assert len(axis.get_yticks()) <= 5
+        floor = next(c for c in axis.collections if c.get_label() == "noise floor")
+        heights = axis.transData.transform(floor.get_paths()[0].vertices)[:, 1]
+        assert heights.max() - heights.min() > 0.05 * axis.bbox.height
+
+
+def test_what_is_measured_at_some_steps_is_joined_between_them(tmp_path: Path) -> None:
+    rows = measured(5)
+    rows[3]["tepo/mask_below_noise"] = 0.4
+    write_run(tmp_path, rows)
+    shaded = [c for axis in drawn(tmp_path).axes for c in axis.collections if str(c.get_label()).startswith("of these")]
+    (area,) = shaded
+    tops = {x: max(y for x2, y in area.get_paths()[0].vertices if x2 == x) for x in range(1, 6)}
+    shares = [row["tepo/kl_mask_share"] for row in rows]
+    expected = [share * part for share, part in zip(shares, (0.1, 0.2, 0.3, 0.4, 0.4), strict=True)]
+    assert list(tops.values()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "title", "label"),
+    [
+        ("loss/ref_kl", "Entropy and KL to the reference", "KL to the reference, nats per token"),
+        ("reward/ref_kl", "Entropy and KL to the reference", "KL to the reference, nats per response"),
+        ("weighting/affected_share", "KL mask and weighting", "tokens that the weighting acts on"),
+        ("correction/weight_mean", "Rollout/train log-prob difference, nats", "mean correction weight"),
+    ],
+)
+def test_what_a_method_lacks_takes_no_room(tmp_path: Path, key: str, title: str, label: str) -> None:
+    rows = measured(3)
+    write_run(tmp_path, [row | {key: None} for row in rows])
+    without = drawn(tmp_path)
+    rows[1][key] = 0.5
+    write_run(tmp_path, rows)
+    with_it = drawn(tmp_path)
+    assert len(with_it.axes) == len(without.axes) + 1
+    assert label not in lines(without) and lines(with_it)[label][1] == 0.5
+    assert title in [axis.get_title("left") for axis in with_it.axes]
+
+
+@pytest.mark.parametrize("change", [0.0, 3e-7, 50.0])
+def test_entropy_changes_of_any_size_are_drawn(tmp_path: Path, change: float) -> None:
+    rows = [{k: change if "dH" in k else v for k, v in row.items() if "noise" not in k} for row in measured(2)]
+    write_run(tmp_path, rows)
+    assert write_report(tmp_path).exists()
 
 
 def test_steps_without_any_value_are_drawn(tmp_path: Path) -> None:

@@ -1,40 +1,27 @@
-"""One file per model family: a declarative table, used by loading, export and weight sync alike."""
+"""One file per model family: declarative tables, used by loading, export and weight sync alike."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tepo_megatron.errors import CheckpointError, ConversionError
-from tepo_megatron.weights.ops import Architecture, Op
+from tepo_megatron.weights.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from tepo_megatron.weights.families.family import Family, Row
+from tepo_megatron.weights.families.tokens import check_tokenizer
 
+__all__ = ["FAMILIES", "Family", "Row", "check_tokenizer", "find_family", "read_config"]
 
-@dataclass(frozen=True)
-class Row:
-    """Megatron parameter name <-> HF tensor names; `{layer}` is the layer's number in the whole model."""
-
-    megatron: str
-    hf: tuple[str, ...]
-    op: Op
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model family. read: a HF config as an Architecture, with ConversionError for what is not supported."""
-
-    name: str
-    read: Callable[[Mapping[str, Any]], Architecture]
-    rows: tuple[Row, ...]
-
-    def architecture(self, hf_config: Mapping[str, Any]) -> Architecture:
-        """What a HF config says. Raises ConversionError naming the field that is missing or not supported."""
-        try:
-            return self.read(hf_config)
-        except KeyError as e:
-            raise ConversionError(f"config.json: {e.args[0]} is missing; the {self.name} family needs it") from None
+FAMILIES: Mapping[str, Family] = {
+    "Qwen2ForCausalLM": qwen2.FAMILY,
+    "Qwen3ForCausalLM": qwen3.FAMILY,
+    "Qwen3MoeForCausalLM": qwen3_moe.FAMILY,
+    "LlamaForCausalLM": llama.FAMILY,
+    "MistralForCausalLM": mistral.FAMILY,
+    "MixtralForCausalLM": mixtral.FAMILY,
+}
 
 
 def read_config(model_path: str | Path) -> dict[str, Any]:
@@ -53,10 +40,7 @@ def read_config(model_path: str | Path) -> dict[str, Any]:
 
 def find_family(hf_config: Mapping[str, Any]) -> Family:
     """The family of a HF config, by its `architectures`. Raises ConversionError for an unknown one."""
-    from tepo_megatron.weights.families import qwen3
-
-    families = {"Qwen3ForCausalLM": qwen3.FAMILY}
     name = (hf_config.get("architectures") or ["(none)"])[0]
-    if name not in families:
-        raise ConversionError(f"config.json: architecture {name} is not supported; known: {', '.join(families)}")
-    return families[name]
+    if name not in FAMILIES:
+        raise ConversionError(f"config.json: architecture {name} is not supported; known: {', '.join(FAMILIES)}")
+    return FAMILIES[name]

@@ -1,0 +1,161 @@
+"""How the benchmarks measure: interleaved times, memory as PyTorch's allocator sees it, bytes moved, collectives counted."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "reduce_scatter_tensor",
+    "all_to_all", "all_to_all_single", "broadcast", "reduce", "gather", "scatter",
+)  # fmt: skip
+
+# Tensors up to this size are taken to stay in a CPU's last-level cache between operators.
+CACHE_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds over the repetitions. wall: median; low, high: 20th and 80th percentile of it; cpu: median of the process's CPU
+    time, all threads together (on a busy machine the steadier figure with one thread; threads that spin count too).
+    """
+
+    wall: float
+    low: float
+    high: float
+    cpu: float
+
+
+def interleaved(
+    prepare: Callable[[], Any], alternatives: Mapping[str, Callable[[Any], Any]], repetitions: int
+) -> dict[str, Times]:
+    """Times of each alternative, all of them once in each round, each round starting with another one; one round warms up.
+
+    prepare: makes what an alternative consumes; its time does not count.
+    """
+    names = list(alternatives)
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for turn in range(repetitions + 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            given = prepare()
+            wall, cpu = time.perf_counter(), time.process_time()
+            out = alternatives[name](given)
+            took = (time.perf_counter() - wall, time.process_time() - cpu)
+            del out
+            if turn:
+                samples[name].append(took)
+    return {name: _summary(taken) for name, taken in samples.items()}
+
+
+def _summary(samples: list[tuple[float, float]]) -> Times:
+    walls = sorted(wall for wall, _ in samples)
+    at = lambda share: walls[round(share * (len(walls) - 1))]  # noqa: E731
+    return Times(statistics.median(walls), at(0.2), at(0.8), statistics.median(cpu for _, cpu in samples))
+
+
+def peak_extra_bytes(run: Callable[[], Any]) -> int:
+    """Highest number of bytes that PyTorch's CPU allocator held during `run`, above the start; temporaries of operators too."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+        out = run()
+    del out
+    assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def bytes_moved(run: Callable[[], Any], cache: int = CACHE_BYTES) -> int:
+    """Bytes that the operators of `run` read from memory and write to it: the operands of each, views free.
+
+    A count, not a measurement, and the same on every machine: operands whose whole storage is at most `cache` bytes are taken
+    to stay in the cache, all others never to be found there. What an operator allocates for itself is not seen.
+    """
+    with _Bytes(cache) as counted:
+        run()
+    return counted.total
+
+
+class _Bytes(TorchDispatchMode):
+    def __init__(self, cache: int) -> None:
+        super().__init__()
+        self.total, self.cache = 0, cache
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.is_view or func.overloadpacket.__name__ in _FREE:
+            return out
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        for argument in func._schema.arguments:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            reads = not argument.kwarg_only or argument.name != "out"
+            for x in _tensors(given.get(argument.name)):
+                self.total += self._size(x) * ((reads and not _only_written(func, argument.name)) + writes)
+        for returned, x in zip(func._schema.returns, out if isinstance(out, tuple) else (out,), strict=False):
+            if returned.alias_info is None:  # else it is one of the arguments
+                self.total += sum(self._size(t) for t in _tensors(x))
+        return out
+
+    def _size(self, x: torch.Tensor) -> int:
+        """Bytes of x's elements, a broadcast dimension once; 0 for what stays in the cache."""
+        if x.untyped_storage().nbytes() <= self.cache:
+            return 0
+        elements = 1
+        for size, stride in zip(x.shape, x.stride(), strict=True):
+            elements *= size if stride else 1
+        return elements * x.element_size()
+
+
+_FREE = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "detach", "_unsafe_view", "lift_fresh"}
+
+
+def _only_written(func: Any, argument: str) -> bool:
+    """Whether the operator overwrites an argument without looking at it."""
+    return argument == "self" and func.overloadpacket.__name__ in ("copy_", "fill_", "zero_")
+
+
+def _tensors(x: Any) -> list[torch.Tensor]:
+    return [t for t in tree_flatten(x)[0] if isinstance(t, torch.Tensor)]
+
+
+@contextmanager
+def counted_collectives() -> Iterator[Counter[str]]:
+    """Counts the calls of torch.distributed's collectives inside the block, by name."""
+    counts: Counter[str] = Counter()
+    real = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return real[name](*args, **kwargs)
+
+        return call
+
+    try:
+        for name in COLLECTIVES:
+            setattr(dist, name, counting(name))
+        yield counts
+    finally:
+        for name in COLLECTIVES:
+            setattr(dist, name, real[name])
+
+
+def load() -> str:
+    """Load averages over 1 and 5 minutes, and the number of CPUs that this process may use."""
+    one, five, _ = os.getloadavg()
+    return f"load {one:.1f} (1 min), {five:.1f} (5 min) on {len(os.sched_getaffinity(0))} CPUs"

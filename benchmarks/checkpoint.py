@@ -1,0 +1,125 @@
+"""How long training waits for a checkpoint, against a plain copy of the same state to host memory.
+
+    python -m benchmarks.checkpoint [--model demo|100m|HF_DIRECTORY] [--saves 3] [--platform cpu] [--precision bf16] [--tp 1]
+    torchrun --nproc-per-node 2 -m benchmarks.checkpoint --model 100m
+
+Prints one line per save: seconds that `save()` blocked rank 0, seconds of the plain copy made just before, their quotient, and
+seconds until the checkpoint was complete. The first save allocates its host memory and exchanges the plan. At the end: seconds
+to check the last one and to load it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from tepo_megatron.config_io import validate
+from tepo_megatron.platform import Platform, activate
+
+SHAPES = {
+    "demo": {  # examples/arithmetic: 0.6 M parameters
+        "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 64,
+    },
+    "100m": {
+        "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 10, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32_000,
+    },
+}  # fmt: skip
+
+
+def main() -> None:
+    """Build, save, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help="demo, 100m, or a Hugging Face directory")
+    parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=None, help="where to write; default: a temporary one of rank 0")
+    args = parser.parse_args()
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29511")):
+        os.environ.setdefault(name, value)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        measure(args, activate(args.platform), Path(temporary))
+
+
+def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> None:
+    """Time `args.saves` checkpoints of a model, and reading the last one."""
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.checkpoint.agreement import from_main
+    from tepo_megatron.checkpoint.checkpoints import Checkpoints
+    from tepo_megatron.checkpoint.state import written
+    from tepo_megatron.config import CheckpointConfig
+
+    model = _write_model(args.model, temporary) if args.model in SHAPES else Path(args.model)
+    world = int(os.environ["WORLD_SIZE"])
+    cfg = validate({
+        "name": "benchmark", "platform": args.platform, "model": {"path": str(model), "precision": args.precision},
+        "data": {"train": "unused", "max_prompt_tokens": 8}, "rollout": {"max_response_tokens": 8},
+        "training": {"max_tokens_per_microbatch": 64}, "parallel": {"tp": args.tp, "dp": world // args.tp},
+    })  # fmt: skip
+    groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
+    actor = Actor(cfg, groups)
+    for chunk in actor.chunks:
+        chunk.zero_grad_buffer()
+    actor.start_step(1)
+    actor.optimizer.step()  # so that there are moments
+    parameters = sum(b.parameter.numel() for b in actor.bindings)
+    size = sum(box.data.nbytes for box in written(actor))
+    if groups.is_main:
+        print(f"{args.model}: {parameters / 1e6:.1f} M parameters and {size / 2**20:.0f} MiB of state on rank 0 of {world}")
+    folder = from_main(args.folder or temporary / "checkpoints", groups.host)
+    with Checkpoints(folder, CheckpointConfig(keep_last=1), groups) as checkpoints:
+        for step in range(1, args.saves + 1):
+            copying = _plain_copy(actor)
+            checkpoints.save(step, actor, {"step": step})
+            saved = checkpoints.wait()
+            assert saved is not None
+            if groups.is_main:
+                print(
+                    f"save {step}: blocked {saved.blocked_seconds:.3f} s, plain copy {copying:.3f} s "
+                    f"({saved.blocked_seconds / copying:.1f} times), complete after {saved.seconds:.3f} s"
+                )
+        start = time.perf_counter()
+        found = checkpoints.newest()
+        checking = time.perf_counter() - start
+        assert found is not None
+        checkpoints.load(found, actor)
+        if groups.is_main:
+            print(f"checked in {checking:.3f} s, loaded in {time.perf_counter() - start - checking:.3f} s")
+    parallel.shutdown()
+
+
+def _plain_copy(actor: object) -> float:
+    """Seconds to copy what this rank writes to host memory, tensor by tensor."""
+    from tepo_megatron.checkpoint.state import written
+
+    boxes = list(written(actor))  # type: ignore[arg-type]
+    start = time.perf_counter()
+    copies = [box.data.to("cpu", copy=True) for box in boxes]
+    seconds = time.perf_counter() - start
+    del copies
+    return seconds
+
+
+def _write_model(name: str, folder: Path) -> Path:
+    """A random model of that shape (every rank its own, of the same seed)."""
+    torch.manual_seed(0)
+    config = Qwen3Config(**SHAPES[name], max_position_embeddings=512, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    return folder / "model"
+
+
+if __name__ == "__main__":
+    main()

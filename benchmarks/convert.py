@@ -1,0 +1,175 @@
+"""How fast `tools/convert.py` is against copying the same files, and how much memory it takes.
+
+    python benchmarks/convert.py [--quick] [--repetitions 5] [--folder DIR]
+
+Makes a random Qwen3 of one billion parameters (bf16, 2 GB in five files), then repeats, in turn: copy the directory and sync
+each file, import it, export it. All files are in the page cache when they are read (warm) and on the disk when a time ends. A
+conversion's time is the one that the tool prints: from the checks of the input to the finished directory, without the start
+of Python, torch and Megatron-Core (given apart). Memory is the peak resident set of the converting process, with mapped files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 14, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+QUICK = CONFIG | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 4096}
+FILE_BYTES = 512 * 10**6
+TARGET_SPEED, TARGET_MEMORY = 0.6, 2**30
+
+
+@dataclass(frozen=True)
+class Run:
+    """seconds: of the work; startup: of the process before it; peak: bytes of its resident set."""
+
+    seconds: float
+    startup: float = 0.0
+    peak: int = 0
+
+
+def make_model(folder: Path, config: dict[str, object]) -> None:
+    """Random weights below 2 in magnitude, in files of half a gigabyte."""
+    import torch
+    from safetensors.torch import save_file
+
+    from tepo_megatron.weights.families import find_family
+
+    arch = find_family(config).architecture(config)
+    heads, groups, d, h, f = arch.num_heads, arch.num_query_groups, arch.head_dim, arch.hidden_size, arch.ffn_size
+    shapes = {
+        "q_proj": (heads * d, h), "k_proj": (groups * d, h), "v_proj": (groups * d, h), "o_proj": (h, heads * d),
+        "gate_proj": (f, h), "up_proj": (f, h), "down_proj": (h, f), "q_norm": (d,), "k_norm": (d,),
+        "embed_tokens": (arch.vocab_size, h),
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    files: dict[str, list[str]] = {}
+    bucket: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        name = f"model-{len(files):05d}.safetensors"
+        files[name] = list(bucket)
+        save_file(bucket, folder / name, {"format": "pt"})
+        bucket.clear()
+
+    for name in sorted(find_family(config).tensor_names(arch)):
+        if sum(t.nbytes for t in bucket.values()) >= FILE_BYTES:
+            flush()
+        bits = torch.empty(shapes.get(name.split(".")[-2], (h,)), dtype=torch.int16).random_(-(2**15), 2**15)
+        bucket[name] = bits.bitwise_and_(~0x4000).view(torch.bfloat16)
+    flush()
+    weight_map = {name: file for file, names in files.items() for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def copy(source: Path, out: Path) -> Run:
+    """What a conversion is held against."""
+    start = time.perf_counter()
+    shutil.copytree(source, out)
+    for path in (*out.iterdir(), out):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    return Run(time.perf_counter() - start)
+
+
+def convert(*words: str) -> Run:
+    """One process of the tool."""
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, str(ROOT / "tools/convert.py"), *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    text = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    told = re.search(r"GB in ([\d.]+) s", text)
+    if process.returncode or told is None:
+        raise SystemExit(f"convert.py {' '.join(words)} failed with status {process.returncode}:\n{text}")
+    seconds = float(told[1])
+    return Run(seconds, time.perf_counter() - start - seconds, usage.ru_maxrss * 1024)
+
+
+def largest_group(source: Path, config: dict[str, object]) -> int:
+    """Bytes of the largest tensors that become one parameter: the embedding, or gate and up projection."""
+    h, f, v = (int(str(config[k])) for k in ("hidden_size", "intermediate_size", "vocab_size"))
+    return 2 * max(v * h, 2 * f * h)
+
+
+def measure(source: Path, folder: Path, repetitions: int) -> dict[str, list[Run]]:
+    """Runs of each kind, in turn; the first round warms up and is not counted."""
+    runs: dict[str, list[Run]] = {"copy": [], "import": [], "export": []}
+    for repetition in range(repetitions + 1):
+        for name in ("copied", "megatron", "exported"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        os.sync()
+        round_ = {"copy": copy(source, folder / "copied")}
+        shutil.rmtree(folder / "copied")
+        os.sync()
+        round_["import"] = convert("import", "--hf", str(source), "--out", str(folder / "megatron"))
+        os.sync()
+        round_["export"] = convert("export", "--megatron", str(folder / "megatron"), "--out", str(folder / "exported"))
+        if repetition or not repetitions:
+            for name, run in round_.items():
+                runs[name].append(run)
+    return runs
+
+
+def report(runs: dict[str, list[Run]], nbytes: int, group: int) -> None:
+    """Medians with their ranges, against the targets."""
+    base = statistics.median(r.seconds for r in runs["copy"])
+    print(f"{nbytes / 1e9:.2f} GB, {len(runs['copy'])} repetitions, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    for name, each in runs.items():
+        seconds = [r.seconds for r in each]
+        middle = statistics.median(seconds)
+        line = f"{name:7s} {middle:6.2f} s ({min(seconds):.2f} to {max(seconds):.2f})  {nbytes / 1e9 / middle:5.2f} GB/s"
+        if name != "copy":
+            paired = statistics.median(c.seconds / r.seconds for c, r in zip(runs["copy"], each, strict=True))
+            peak = max(r.peak for r in each)
+            fast = "met" if paired >= TARGET_SPEED else "MISSED"
+            small = "met" if peak <= group + TARGET_MEMORY else "MISSED"
+            line += f"  {base / middle:4.0%} of copying, {paired:.0%} round by round (target {TARGET_SPEED:.0%}: {fast})"
+            line += f"  peak {peak / 2**30:.2f} GiB (target {(group + TARGET_MEMORY) / 2**30:.2f}: {small})"
+            line += f"  start {statistics.median(r.startup for r in each):.1f} s"
+        print(line)
+
+
+def main() -> None:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser(description="tools/convert.py against copying")
+    parser.add_argument("--quick", action="store_true", help="a model of a few megabytes, to see that it runs")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--folder", help="where to work (8 GB, removed afterwards); default: the system's temporary folder")
+    parser.add_argument(
+        "--make", type=Path, help=argparse.SUPPRESS
+    )  # a process of its own: its memory would count as a child's
+    args = parser.parse_args()
+    config = QUICK if args.quick else CONFIG
+    if args.make:
+        make_model(args.make, config)
+        return
+    with tempfile.TemporaryDirectory(prefix="convert-", dir=args.folder) as name:
+        folder, source = Path(name), Path(name) / "hf"
+        again = [sys.executable, __file__, "--make", str(source), *(["--quick"] if args.quick else [])]
+        subprocess.run(again, check=True)
+        nbytes = sum(p.stat().st_size for p in source.iterdir())
+        report(measure(source, folder, args.repetitions), nbytes, largest_group(source, config))
+
+
+if __name__ == "__main__":
+    main()

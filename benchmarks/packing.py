@@ -1,0 +1,159 @@
+"""How much of the mesh's time a plan of microbatches keeps busy, ours beside two others'.
+
+    python benchmarks/packing.py [--seeds 16]
+
+512 sequences of lognormal length (mean 6,100 tokens before the cap, sigma 0.9, cap 32,768), 32,768 tokens to a microbatch. A
+sequence of L tokens costs L (1 + L / 60,000). Efficiency: work / (ranks x time of the slowest rank), where the time is that of
+one-forward-one-backward with backward twice as long as forward ("train"), or of the forward pass alone ("forward").
+
+The others, written anew from what their sources describe:
+  longest first   each sequence, the longest first, to the rank with the fewest tokens, there to the first microbatch with room.
+  slime           THUDM/slime at 04e6743, slime/utils/dp_schedule.py and seqlen_balancing.py, with `balance_data`: first fit in
+                  the order of arrival over all ranks; the fullest bin halved until their number is a multiple of dp; bins to
+                  ranks, equally many each, by the largest differencing method (Karmarkar and Karp 1982) on their cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tepo_megatron.ops.packing import Alignment
+from tepo_megatron.ops.pipeline_time import Pipeline
+from tepo_megatron.ops.planning import Plan, plan_metrics, plan_microbatches, sequence_costs
+
+MEAN, SIGMA, CAP, ROOM = 6100, 0.9, 32768, 32768
+MESHES = ((16, 2), (16, 1), (16, 4), (4, 2))  # dp, pp; the first is the one with a target
+TARGET = 0.90
+Planner = Callable[[Sequence[int], int, int], Plan]  # (lengths, dp, pp)
+
+
+def lognormal(seed: int, count: int = 512) -> list[int]:
+    """Lengths of sequences, in tokens."""
+    draw = random.Random(seed)
+    return [min(CAP, max(1, round(draw.lognormvariate(math.log(MEAN) - SIGMA**2 / 2, SIGMA)))) for _ in range(count)]
+
+
+def ours(lengths: Sequence[int], dp: int, pp: int) -> Plan:
+    return plan_microbatches(lengths, dp, ROOM, Alignment(), pipeline=Pipeline(pp))
+
+
+def longest_first(lengths: Sequence[int], dp: int, pp: int) -> Plan:
+    loads, plan = [0] * dp, [[] for _ in range(dp)]  # type: tuple[list[int], Plan]
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        rank = loads.index(min(loads))
+        loads[rank] += lengths[i]
+        first_fit(plan[rank], i, lengths)
+    return even(plan)
+
+
+def slime(lengths: Sequence[int], dp: int, pp: int) -> Plan:
+    bins: list[list[int]] = []
+    for i in range(len(lengths)):
+        first_fit(bins, i, lengths)
+    while len(bins) % dp:
+        halves: list[list[int]] = [[], []]
+        fullest = max((b for b in bins if len(b) > 1), key=lambda b: sum(lengths[i] for i in b))
+        for i in sorted(fullest, key=lambda i: -lengths[i]):
+            min(halves, key=lambda half: sum(lengths[j] for j in half)).append(i)
+        bins[bins.index(fullest)] = halves[0]
+        bins.append(halves[1])
+    costs = sequence_costs(lengths)
+    return [[bins[b] for b in sorted(rank)] for rank in largest_differencing([sum(costs[i] for i in b) for b in bins], dp)]
+
+
+def first_fit(bins: list[list[int]], i: int, lengths: Sequence[int]) -> None:
+    """Put sequence i into the first bin with room, a new one if need be."""
+    found = next((b for b in bins if sum(lengths[j] for j in b) + lengths[i] <= ROOM), None)
+    if found is None:
+        bins.append(found := [])
+    found.append(i)
+
+
+def largest_differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Sets of equally many places with like sums: sorted runs of `parts`; the two most uneven merged, large with small."""
+    order = sorted(range(len(costs)), key=lambda i: costs[i])
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for start in range(0, len(order), parts):
+        run = [(costs[i], [i]) for i in order[start : start + parts]]
+        heapq.heappush(heap, (run[0][0] - run[-1][0], start, run))
+    while len(heap) > 1:
+        (_, start, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
+        run = sorted((x + y, p + q) for (x, p), (y, q) in zip(a, reversed(b), strict=True))
+        heapq.heappush(heap, (run[0][0] - run[-1][0], start, run))
+    return [places for _, places in heap[0][2]]
+
+
+def even(plan: Plan) -> Plan:
+    """Every rank with as many microbatches as the one with most."""
+    most = max(len(rank) for rank in plan)
+    return [[*rank, *([] for _ in range(most - len(rank)))] for rank in plan]
+
+
+PLANNERS: dict[str, Planner] = {"ours": ours, "slime": slime, "longest first": longest_first}
+
+
+def efficiency(plan: Plan, lengths: Sequence[int], pp: int) -> dict[str, float]:
+    """`train` and `forward` as the head of this file defines them, and the microbatches of a rank."""
+    found = plan_metrics(plan, lengths, Alignment(), Pipeline(pp))
+    costs = sequence_costs(lengths)
+    costs_Km = np.array([[sum(costs[i] for i in m) for m in rank] for rank in plan])
+    forward = costs_Km.sum(1) + (pp - 1) * costs_Km.max(1)  # equal stages: whatever the order (Pinedo, proportionate flow shop)
+    return {
+        "train": found["packing/balance"] * (1 - found["packing/bubble_share"]),
+        "forward": float(costs_Km.sum() / len(plan) / forward.max()),
+        "microbatches": found["packing/microbatches"],
+    }
+
+
+def measure(dp: int, pp: int, seeds: int) -> dict[str, dict[str, float]]:
+    """Of each planner: mean and worst efficiencies over the seeds, and the mean number of microbatches."""
+    out = {}
+    for name, planner in PLANNERS.items():
+        runs = [efficiency(planner(lengths, dp, pp), lengths, pp) for lengths in map(lognormal, range(seeds))]
+        train, forward = ([run[kind] for run in runs] for kind in ("train", "forward"))
+        out[name] = {
+            "train": statistics.fmean(train), "train_worst": min(train),
+            "forward": statistics.fmean(forward), "forward_worst": min(forward),
+            "microbatches": statistics.fmean(run["microbatches"] for run in runs),
+        }  # fmt: skip
+    return out
+
+
+def planning_seconds(dp: int, pp: int, count: int = 4096) -> float:
+    """CPU seconds of one plan of `count` sequences, the median of five after a first."""
+    times = []
+    for seed in range(6):
+        lengths, start = lognormal(seed, count), time.process_time()
+        ours(lengths, dp, pp)
+        times.append(time.process_time() - start)
+    return statistics.median(times[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=16)
+    args = parser.parse_args()
+    print(f"{'mesh':<11}{'planner':<15}{'train':>7}{'worst':>8}{'forward':>9}{'worst':>8}{'microbatches':>14}")
+    rows = {}
+    for dp, pp in MESHES:
+        rows[f"dp{dp} pp{pp}"] = found = measure(dp, pp, args.seeds)
+        for name, row in found.items():
+            print(
+                f"{f'dp{dp} pp{pp}':<11}{name:<15}{row['train']:>7.3f}{row['train_worst']:>8.3f}{row['forward']:>9.3f}"
+                f"{row['forward_worst']:>8.3f}{row['microbatches']:>14.1f}"
+            )
+    seconds = {f"dp{dp} pp{pp}": planning_seconds(dp, pp) for dp, pp in MESHES}
+    print(json.dumps({"id": "packing", "target": TARGET, "seeds": args.seeds, "meshes": rows, "seconds_4096": seconds}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The file of an ablation, and the training runs that it means."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from tepo_megatron.config import Config, NonNegative, config
+from tepo_megatron.config_io import parse_overrides, read_layers, read_yaml, set_key, validate_as
+from tepo_megatron.errors import ConfigError, TepoError
+
+SET_BY_THE_RUNNER = {"name": "`runs` and `seeds`", "seed": "`seeds`", "output": "`output`", "overwrite": "`overwrite`"}
+
+
+def _named(runs: Any) -> Any:
+    """[a, b] and {a: null} stand for {a: {objective: {name: a}}}: the objective of that name."""
+    if isinstance(runs, list):
+        if len(set(map(str, runs))) < len(runs):
+            raise ValueError("a name is listed twice")
+        runs = dict.fromkeys(runs)
+    if not isinstance(runs, dict):
+        return runs
+    return {name: {"objective": {"name": name}} if parts is None else parts for name, parts in runs.items()}
+
+
+@config
+class AblationFile:
+    """What `tepo ablate` reads.
+
+    base: a training config, relative to this file; overrides: merged into every run; runs: name -> keys of that run alone (a
+    list of objectives is short for runs of these names); seeds: each run is made once with each; baseline: the run that the
+    others are compared with (None: the first); output/name/: where everything goes; overwrite: finished runs of another config
+    that are there are replaced.
+
+    An `objective` section that names a method replaces the one before it, whose parts belong to another method; everything else
+    is merged as `config_layers` says.
+    """
+
+    name: str
+    base: str
+    runs: Annotated[dict[str, dict[str, Any]], BeforeValidator(_named), Field(min_length=1)]
+    seeds: Annotated[list[NonNegative], Field(min_length=1)] = Field(default_factory=lambda: [0, 1])
+    baseline: str | None = None
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    output: str = "runs"
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if Path(self.name).name != self.name or self.name.startswith("."):
+            raise ValueError(f"name={self.name!r} must be a plain folder name")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds={self.seeds}: a seed is listed twice")
+        if self.baseline is not None and self.baseline not in self.runs:
+            raise ValueError(f"baseline={self.baseline!r} is none of the runs; use one of {', '.join(self.runs)}")
+        for where, parts in (("overrides", self.overrides), *((f"runs.{name}", parts) for name, parts in self.runs.items())):
+            for key in SET_BY_THE_RUNNER.keys() & parts.keys():
+                raise ValueError(f"{where}.{key}: the runner sets this key; use {SET_BY_THE_RUNNER[key]}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs of an ablation, in their order: seed after seed of the first run, then of the next.
+
+    runs: name -> seed -> the whole training config; own: name -> the keys that set this run apart, as the file has them.
+    """
+
+    name: str
+    folder: Path
+    baseline: str
+    seeds: tuple[int, ...]
+    runs: Mapping[str, Mapping[int, Config]]
+    own: Mapping[str, Mapping[str, Any]]
+    overwrite: bool
+
+    @property
+    def any_config(self) -> Config:
+        """For what all runs have in common: model and evaluation."""
+        return self.runs[self.baseline][self.seeds[0]]
+
+
+def read_plan(path: str | Path, words: list[str], check: Callable[[Config], None]) -> Plan:
+    """The plan of an ablation's file, changed by `--key value` words, with every run checked.
+
+    A key of the file itself (`--seeds [0]`) changes the file, any other (`--training.steps 3`) reaches every run.
+    check: raises a TepoError for a config that cannot run. Raises ConfigError naming file, run and key.
+    """
+    tree = read_yaml(path)
+    for_every_run: list[tuple[str, Any]] = []
+    for key, value in parse_overrides(words):
+        if key.partition(".")[0] in {field.name for field in dataclasses.fields(AblationFile)}:
+            set_key(tree, key, value)
+        elif key == "seed":
+            raise ConfigError("--seed: the runner sets this key; use --seeds '[0, 1]'")
+        else:
+            for_every_run.append((key, value))
+    file = validate_as(AblationFile, tree, str(path))
+
+    runs: dict[str, dict[int, Config]] = {}
+    for name in file.runs:
+        runs[name] = {seed: _config(file, path, name, seed, for_every_run) for seed in file.seeds}
+        try:
+            check(runs[name][file.seeds[0]])
+        except TepoError as e:
+            raise ConfigError(f"{path}: runs.{name}: {e}") from None
+    plan = Plan(
+        name=file.name,
+        folder=Path(file.output) / file.name,
+        baseline=file.baseline or next(iter(runs)),
+        seeds=tuple(file.seeds),
+        runs=runs,
+        own=file.runs,
+        overwrite=file.overwrite,
+    )
+    _check_comparable(plan, path)
+    return plan
+
+
+def _config(file: AblationFile, path: str | Path, run: str, seed: int, words: list[tuple[str, Any]]) -> Config:
+    """The whole config of one run. Raises ConfigError naming what set the key."""
+    layers = read_layers(Path(path).parent / file.base)
+    for values in (file.overrides, file.runs[run]):
+        objective = values.get("objective")
+        if isinstance(objective, dict) and "name" in objective:
+            layers.add({"objective": None}, f"{path}: runs.{run}")  # the base's parts are of the base's method
+    layers.add(file.overrides, f"{path}: overrides")
+    layers.add(file.runs[run], f"{path}: runs.{run}")
+    for key, value in words:
+        word: dict[str, Any] = {}
+        set_key(word, key, value)
+        layers.add(word, "command line")
+    folder = {"name": f"{run}-seed{seed}", "output": str(Path(file.output) / file.name)}
+    # overwrite: a run that was cut off starts anew; one that is finished is never started
+    layers.add(folder | {"seed": seed, "overwrite": True}, f"{path}: runs.{run}")
+    return validate_as(Config, layers.tree, f"{path}: runs.{run}", layers)
+
+
+def _check_comparable(plan: Plan, path: str | Path) -> None:
+    """The comparison is made problem by problem, from one base model. Raises ConfigError."""
+
+    def common(cfg: Config) -> dict[str, Any]:
+        of_data = ("eval", "prompt_key", "answer_key", "max_prompt_tokens")
+        keys = {"model.path": cfg.model.path, "evaluation": cfg.evaluation}
+        return keys | {f"data.{key}": getattr(cfg.data, key) for key in of_data}
+
+    expected = common(plan.any_config)
+    if expected["data.eval"] is None:
+        raise ConfigError(f"{path}: data.eval is missing: an ablation compares accuracies on held-out problems; give it a file")
+    for name, by_seed in plan.runs.items():
+        for key, value in common(by_seed[plan.seeds[0]]).items():
+            if value != expected[key]:
+                raise ConfigError(
+                    f"{path}: runs.{name}: {key}={value} is not that of {plan.baseline} ({expected[key]}); all runs start from "
+                    "one base model and are evaluated alike"
+                )

@@ -1,0 +1,83 @@
+"""What the runs of an ablation have left, as one row of figures per run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tepo_megatron.ablation.statistics import Estimate, mean_of_last, over_problems, paired_difference, steps_to_share_of_best
+from tepo_megatron.errors import DataError
+from tepo_megatron.evaluation import Scores, read_evaluation
+from tepo_megatron.report.drawing import Curves
+from tepo_megatron.sinks import read_metrics
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run that has ended well. curves: by step; scores: of the held-out problems, before and after."""
+
+    curves: Curves
+    scores: Scores
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run over all its seeds. What no seed can tell is None; what a seed died of is in `errors`.
+
+    before, after: accuracy; steps_to_best, entropy_at_end: means over seeds (see `statistics`), entropy in nats per token;
+    difference: of `after` to the baseline's, paired; None for the baseline itself.
+    """
+
+    name: str
+    problems: int
+    before: Estimate | None
+    after: Estimate | None
+    steps_to_best: float | None
+    entropy_at_end: float | None
+    difference: Estimate | None
+    errors: Mapping[int, str]
+
+
+def read_outcome(run_dir: Path) -> Outcome:
+    """Of a finished run. Raises DataError naming the file."""
+    return Outcome(Curves(read_metrics(run_dir)), read_evaluation(run_dir))
+
+
+def rows(outcomes: Mapping[str, Mapping[int, Outcome]], errors: Mapping[str, Mapping[int, str]], baseline: str) -> list[Row]:
+    """A row per run. Raises DataError where two runs were evaluated on different problems."""
+    reference = _after(outcomes[baseline])
+    try:
+        return [
+            _row(name, by_seed, errors[name], None if name == baseline else reference) for name, by_seed in outcomes.items()
+        ]
+    except ValueError as e:
+        raise DataError(f"the runs cannot be compared: {e}; remove those made with another data.eval") from None
+
+
+def _row(
+    name: str, outcomes: Mapping[int, Outcome], errors: Mapping[int, str], reference: Mapping[int, Mapping[int, float]] | None
+) -> Row:
+    after = _after(outcomes)
+    curves = [outcome.curves for outcome in outcomes.values()]
+    return Row(
+        name=name,
+        problems=len(next(iter(after.values()), ())),
+        before=over_problems({seed: outcome.scores.before for seed, outcome in outcomes.items()}) if outcomes else None,
+        after=over_problems(after) if outcomes else None,
+        steps_to_best=_mean([steps_to_share_of_best(c["accuracy/mean"].tolist()) for c in curves]),
+        entropy_at_end=_mean([mean_of_last(c["actor/entropy"].tolist()) for c in curves]),
+        difference=None if reference is None else paired_difference(after, reference),
+        errors=errors,
+    )
+
+
+def _after(outcomes: Mapping[int, Outcome]) -> dict[int, Mapping[int, float]]:
+    return {seed: outcome.scores.after for seed, outcome in outcomes.items()}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None where a seed has none: a mean over the others would be of something else."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None

@@ -1,0 +1,98 @@
+"""Make the runs of an ablation one after the other, those that are not there yet, and write what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tepo_megatron.ablation.picture import write_picture
+from tepo_megatron.ablation.plan import Plan, read_plan
+from tepo_megatron.ablation.results import Outcome, read_outcome, rows
+from tepo_megatron.ablation.table import print_table, to_json, to_markdown
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import load_config
+from tepo_megatron.errors import ConfigError, TepoError
+
+
+def ablate(path: str | Path, words: list[str], check: Callable[[Config], None], train: Callable[[Config], None]) -> int:
+    """`tepo ablate FILE [--key value ...]`; returns the exit status, 1 where a run failed.
+
+    check: refuses a config that cannot run; train: makes one run as `tepo train` does. Both raise a TepoError. Everything is
+    checked before the first run starts. A finished run is kept, taken for granted that code, model and data are those of
+    today; KeyboardInterrupt ends the one under way.
+    """
+    plan = read_plan(path, words, check)
+    finished = finished_runs(plan)
+    outcomes: dict[str, dict[int, Outcome]] = {name: {} for name in plan.runs}
+    errors: dict[str, dict[int, str]] = {name: {} for name in plan.runs}
+    number = 0
+    for name, by_seed in plan.runs.items():
+        for seed, cfg in by_seed.items():
+            number += 1
+            kept = (name, seed) in finished
+            state = "finished before, kept" if kept else "starts"
+            print(f"run {number} of {len(plan.runs) * len(plan.seeds)}: {cfg.name} {state}", flush=True)
+            try:
+                if not kept:
+                    with _handlers_restored():
+                        train(cfg)
+                outcomes[name][seed] = read_outcome(cfg.run_dir)
+            except TepoError as e:
+                errors[name][seed] = str(e)
+                print(f"{cfg.name} failed: {e}", flush=True)
+    write_results(plan, outcomes, errors)
+    return 1 if any(errors.values()) else 0
+
+
+def finished_runs(plan: Plan) -> set[tuple[str, int]]:
+    """(run, seed) of those that have a summary and were made with the very config of the plan.
+
+    Raises ConfigError for a finished run of another config, unless the plan may overwrite it.
+    """
+    found = set()
+    for name, by_seed in plan.runs.items():
+        for seed, cfg in by_seed.items():
+            if not (cfg.run_dir / "summary.json").exists():
+                continue
+            if _same_config(cfg):
+                found.add((name, seed))
+            elif not plan.overwrite:
+                raise ConfigError(
+                    f"{cfg.run_dir} holds a finished run of another config; choose another `name` of the ablation, or replace "
+                    "such runs with --overwrite true"
+                )
+    return found
+
+
+def write_results(plan: Plan, outcomes: dict[str, dict[int, Outcome]], errors: dict[str, dict[int, str]]) -> None:
+    """Print the table; write it as ablation.md and ablation.json, and the picture as ablation.png."""
+    table = rows(outcomes, errors, plan.baseline)
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    (plan.folder / "ablation.md").write_text(to_markdown(plan, table))
+    (plan.folder / "ablation.json").write_text(json.dumps(to_json(plan, table), indent=2) + "\n")
+    print_table(plan, table)
+    written = [plan.folder / "ablation.md", plan.folder / "ablation.json"]
+    if any(outcomes.values()):
+        written.append(write_picture(plan, table, outcomes))
+    print("written:", *written)
+
+
+def _same_config(cfg: Config) -> bool:
+    try:
+        return load_config(cfg.run_dir / "config.yaml") == cfg
+    except ConfigError:
+        return False
+
+
+@contextlib.contextmanager
+def _handlers_restored() -> Iterator[None]:
+    """The launcher's agent leaves handlers behind, whose exception only the launcher understands."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,159 @@
+"""An ablation's rows as a table: in the terminal, in Markdown, as JSON. One set of cells and one set of notes for all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tepo_megatron.ablation.plan import Plan
+from tepo_megatron.ablation.results import Row
+from tepo_megatron.ablation.statistics import NORMAL_95, SHARE_OF_BEST, WINDOW, Estimate
+
+NOTHING = "–"  # noqa: RUF001
+FILE_WIDTH = 170  # characters, where the output is no terminal
+
+
+def headings(plan: Plan) -> list[str]:
+    """One per cell."""
+    return [
+        "run", "accuracy, % ± SE", "by seed", f"steps to {SHARE_OF_BEST:.0%} of own best", "entropy at end, nats",
+        f"points over {plan.baseline} [95 %]", "by seed", "",
+    ]  # fmt: skip
+
+
+def cells(plan: Plan, row: Row) -> list[str]:
+    """What the table says of a run."""
+    return [
+        row.name,
+        NOTHING if row.after is None else with_error(row.after),
+        NOTHING if row.after is None else _span(row.after, sign=""),
+        NOTHING if row.steps_to_best is None else f"{row.steps_to_best:.1f}",
+        NOTHING if row.entropy_at_end is None else f"{row.entropy_at_end:.3f}",
+        NOTHING if row.difference is None else with_interval(row.difference),
+        NOTHING if row.difference is None else _span(row.difference, sign="+"),
+        "; ".join([verdict(plan, row), *(f"seed {seed} failed: {_last_line(text)}" for seed, text in row.errors.items())]),
+    ]
+
+
+def verdict(plan: Plan, row: Row) -> str:
+    """What may be said of the difference to the baseline, and no more."""
+    if row.name == plan.baseline:
+        return "baseline"
+    if row.difference is None:
+        return "no comparison"
+    if row.difference.covers_zero:
+        return "within noise"
+    if len(row.difference.by_seed) == 1:
+        return "beyond problem noise, one seed"
+    return "beyond problem noise" + ("" if row.difference.seeds_agree_in_sign else ", seeds disagree")
+
+
+def notes(plan: Plan, table: Sequence[Row]) -> list[str]:
+    """How every figure is defined, and what it does not hold. One sentence or two each."""
+    cfg, seeds = plan.any_config, ", ".join(map(str, plan.seeds))
+    before = next((row.before for row in table if row.before is not None), None)
+    problems = next((row.problems for row in table if row.problems), 0)
+    samples = f"{cfg.evaluation.samples} sample{'s' if cfg.evaluation.samples > 1 else ''}"
+    sets = "; ".join(f"{row.name}: {_keys(plan.own[row.name])}" for row in table)
+    comparisons = len(table) - 1
+    said = [
+        f"All runs start from {cfg.model.path}, accuracy {with_error(before) if before else NOTHING}. Nothing differs but the "
+        f"seed and what each sets. {sets}.",
+        "Runs of one seed share prompts and random numbers: updates that hardly differ give the same samples and figures.",
+        f"Accuracy: right answers, {problems} held-out problems x {samples} at temperature {cfg.evaluation.temperature:g}, "
+        f"after the last step, mean over the seeds that ended well, of {seeds}.",
+        "SE: standard error over problems, each averaged over seeds first. It does not hold what other seeds would change; for "
+        "that, `by seed` shows the lowest and the highest as they are.",
+        f"Steps: the first at which the rollouts' accuracy (all samples, mean of the last {WINDOW} steps) reaches "
+        f"{SHARE_OF_BEST:g} of its own maximum; per seed, then averaged. A run whose best is low may get there early.",
+        f"Entropy: of the actor on the tokens it learned from, mean of the last {WINDOW} steps and over seeds.",
+    ]
+    if comparisons:
+        said.append(
+            f"Points over {plan.baseline}: paired, problem by problem, on the same seeds; interval: ± {NORMAL_95:.2f} SE over "
+            "problems. `within noise`: it covers 0. `beyond problem noise` is no claim about other seeds. Even where nothing "
+            f"differs, some of {comparisons} such interval{'s' if comparisons > 1 else ''} may miss 0, with a chance of up to "
+            f"{min(1, 0.05 * comparisons):.0%}."
+        )
+    return said
+
+
+def print_table(plan: Plan, table: Sequence[Row]) -> None:
+    """To the terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=FILE_WIDTH)
+    drawn = Table(box=box.SIMPLE_HEAD, title=plan.name, title_justify="left", title_style="bold")
+    for number, heading in enumerate(headings(plan)):
+        drawn.add_column(heading, justify="left" if number in (0, 7) else "right", no_wrap=number == 0)
+    for row in table:
+        drawn.add_row(*cells(plan, row))
+    console.print(drawn, markup=False, highlight=False)
+    for note in notes(plan, table):
+        console.print(note, markup=False, highlight=False, style="dim")
+
+
+def to_markdown(plan: Plan, table: Sequence[Row]) -> str:
+    """The same, with the picture."""
+
+    def line(texts: Sequence[str]) -> str:
+        return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
+
+    rule = line(["---" if number in (0, 7) else "---:" for number in range(len(headings(plan)))])
+    body = [line(headings(plan)), rule, *(line(cells(plan, row)) for row in table)]
+    listed = [f"* {note}" for note in notes(plan, table)]
+    return "\n".join([f"# {plan.name}", "", *body, "", *listed, "", "![Curves and accuracies](ablation.png)", ""])
+
+
+def to_json(plan: Plan, table: Sequence[Row]) -> dict[str, Any]:
+    """Every figure, unrounded. Accuracies and differences are shares, not percent."""
+    return {
+        "name": plan.name,
+        "baseline": plan.baseline,
+        "seeds": list(plan.seeds),
+        "notes": notes(plan, table),
+        "rows": [_record(plan, row) for row in table],
+    }
+
+
+def _record(plan: Plan, row: Row) -> Mapping[str, Any]:
+    record = dataclasses.asdict(row)
+    if row.difference is not None:
+        record["difference"]["interval_95"] = row.difference.interval
+    return record | {"verdict": verdict(plan, row)}
+
+
+def _keys(tree: Mapping[str, Any]) -> str:
+    """{a: {b: 1}} as "a.b=1"."""
+    flat = []
+    for key, value in tree.items():
+        flat += [f"{key}.{rest}" for rest in _keys(value).split(" ")] if isinstance(value, dict) else [f"{key}={value}"]
+    return " ".join(flat)
+
+
+def with_error(estimate: Estimate) -> str:
+    """Percent ± standard error."""
+    error = "" if estimate.standard_error is None else f" ± {100 * estimate.standard_error:.1f}"
+    return f"{100 * estimate.mean:.1f}{error}"
+
+
+def with_interval(estimate: Estimate) -> str:
+    """Percentage points with their 95 % interval."""
+    interval = estimate.interval
+    bounds = "" if interval is None else f" [{100 * interval[0]:+z.1f}, {100 * interval[1]:+z.1f}]"
+    return f"{100 * estimate.mean:+z.1f}{bounds}"
+
+
+def _span(estimate: Estimate, sign: str) -> str:
+    low, high = (f"{100 * value:{sign}z.1f}" for value in (min(estimate.by_seed.values()), max(estimate.by_seed.values())))
+    return low if len(estimate.by_seed) == 1 else f"{low} … {high}"
+
+
+def _last_line(text: str) -> str:
+    """Of a traceback, what was raised."""
+    return text.strip().splitlines()[-1].strip()

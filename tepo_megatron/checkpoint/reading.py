@@ -1,0 +1,97 @@
+"""Reading boxes out of a checkpoint of Megatron's distributed format, however it was cut when it was written."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from tepo_megatron.checkpoint.state import Box
+from tepo_megatron.checkpoint.tensors import METADATA, chunk
+from tepo_megatron.errors import CheckpointError
+
+
+class Reader:
+    """Reads any boxes out of a checkpoint, however it was cut."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError."""
+        self._reader = FileSystemReader(folder)
+        try:
+            self._metadata = self._reader.read_metadata()
+        except (OSError, pickle.UnpicklingError, AttributeError) as e:
+            raise CheckpointError(f"{folder / METADATA}: cannot be read ({e})") from None
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+        self._folder = folder
+
+    @property
+    def names(self) -> set[str]:
+        """Of all tensors."""
+        return {n for n, m in self._metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+
+    def plan(self, boxes: Sequence[Box]) -> list[list[ReadItem]]:
+        """What must be read for each box. Raises CheckpointError for a tensor that is missing or has another shape or dtype."""
+        return [self._items(box, i) for i, box in enumerate(boxes)]
+
+    def read(self, boxes: Sequence[Box], items: Sequence[Sequence[ReadItem]]) -> None:
+        """Fill the boxes' data. Raises OSError."""
+        for box in boxes:
+            if box.flexible:
+                box.data.zero_()
+        everything = [item for of_box in items for item in of_box]
+        self._reader.read_data(LoadPlan(everything), _Targets(boxes)).wait()
+
+    def read_bytes(self, name: str) -> bytes:
+        """A byte string. Raises OSError."""
+        index, targets = MetadataIndex(name), _Targets(())
+        zero = torch.Size((0,))
+        item = ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
+        self._reader.read_data(LoadPlan([item]), targets).wait()
+        return targets.bytes[name]
+
+    def _items(self, box: Box, place: int) -> list[ReadItem]:
+        stored = self._metadata.state_dict_metadata.get(box.name)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CheckpointError(f"{self._folder}: has no tensor {box.name}; resume with the model that it was saved from")
+        if stored.properties.dtype != box.data.dtype:
+            raise CheckpointError(
+                f"{self._folder}: {box.name} is {stored.properties.dtype}, and {box.data.dtype} here; resume with the "
+                "model.precision that it was saved with"
+            )
+        if tuple(stored.size) != box.shape and not box.flexible:
+            raise CheckpointError(
+                f"{self._folder}: {box.name} has the shape {tuple(stored.size)}, and {box.shape} here; resume with the model "
+                "that it was saved from"
+            )
+        items = create_read_items_for_chunk_list(box.name, stored, [chunk(box)])
+        # the place of the box in the list is what `_Targets` finds it by: two may have one name and one offset
+        return [replace(item, dest_index=MetadataIndex(str(place))) for item in items]
+
+
+class _Targets:
+    """What `FileSystemReader.read_data` asks of a planner: where to put each item."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._boxes = boxes
+        self.bytes: dict[str, bytes] = {}
+
+    def resolve_tensor(self, item: ReadItem) -> Tensor:
+        target = self._boxes[int(item.dest_index.fqn)].data
+        for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            target = target.narrow(dim, start, length)
+        return target
+
+    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
+        """It is in place already."""
+
+    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+        self.bytes[item.dest_index.fqn] = value.getvalue()

@@ -1,0 +1,43 @@
+"""Histograms of signed numbers over many decades: counts add up over ranks, microbatches and updates; quantiles come last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_PER_DECADE = 32  # bins: a quantile is exact to half a bin, 3.7 %
+_SMALLEST, _DECADES = 1e-9, 11  # magnitudes below 1e-9 count as 0, above 100 as 100
+_SIDE = _PER_DECADE * _DECADES
+BINS = 2 * _SIDE + 1  # negative, largest first; zero; positive, smallest first
+
+
+def counts(x: Tensor, where: Tensor | None = None) -> Tensor:
+    """int64 [BINS]: how many entries of x (of those that the bool mask `where` marks) fall into each bin, NaN into that of 0.
+
+    No gradient, no synchronisation.
+    """
+    x = x.detach().double()
+    step = (x.abs() / _SMALLEST).log10().mul(_PER_DECADE).floor().clamp(-1, _SIDE - 1) + 1  # 0 below _SMALLEST
+    index = (step * x.sign()).nan_to_num().long().flatten() + _SIDE
+    weight = torch.ones_like(index) if where is None else where.long()
+    return torch.zeros(BINS, dtype=torch.int64, device=x.device).index_add_(0, index, weight)
+
+
+def quantiles(bins: Tensor, shares: Sequence[float]) -> list[float | None]:
+    """For each share in [0, 1], the middle of the bin that holds it (None throughout for an empty histogram)."""
+    through = bins.cumsum(0)
+    total = int(through[-1])
+    if total == 0:
+        return [None] * len(shares)
+    wanted = torch.tensor([max(1, round(share * total)) for share in shares])
+    return [_middle(int(i) - _SIDE) for i in torch.searchsorted(through.cpu(), wanted)]
+
+
+def _middle(step: int) -> float:
+    """Geometric middle of a bin; step: its distance from the zero bin."""
+    if step == 0:
+        return 0.0
+    magnitude = _SMALLEST * 10 ** ((abs(step) - 0.5) / _PER_DECADE)
+    return magnitude if step > 0 else -magnitude

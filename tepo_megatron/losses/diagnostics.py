@@ -1,0 +1,79 @@
+"""What a loss reports of one microbatch: (numerator, denominator) pairs and histograms, all without gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tepo_megatron.histogram import counts
+
+# Known on ranks that compute no loss too. A metric whose denominators add up to 0 was not measured.
+METRICS = (
+    "loss/total", "loss/kl", "loss/ref_kl", "loss/clip_fraction", "loss/clip_fraction_low", "loss/clip_fraction_high",
+    "tepo/kl_mask_share", "tepo/mask_below_noise", "weighting/affected_share", "correction/weight_mean",
+)  # fmt: skip
+# dH of tokens with A > 0 and with A < 0
+HISTOGRAMS = ("tepo/dH_up", "tepo/dH_down")
+
+Pairs = dict[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The parts of a loss, per response row (_R).
+
+    loss: scalar; aggregate_R: the weight of each row; penalty_R: KL to the old policy, masked, before its coefficient;
+    ref_penalty_R: the same to the reference policy, None without one; affected_R: bool, rows that the weighting
+    changes by 1 % or more, None without one; correction_R: None without one.
+    """
+
+    loss: Tensor
+    advantage_R: Tensor
+    ratio_R: Tensor
+    clipped_R: Tensor
+    entropy_change_R: Tensor
+    mask_R: Tensor
+    aggregate_R: Tensor
+    penalty_R: Tensor
+    ref_penalty_R: Tensor | None
+    affected_R: Tensor | None
+    correction_R: Tensor | None
+
+
+def metrics(terms: Terms, whole_tokens: Tensor, noise_floor: float | None) -> Pairs:
+    """Pairs by name in METRICS; the denominators of the losses add up to 1 over the minibatch.
+
+    whole_tokens: N of the minibatch; noise_floor: nats, |dH| below it is rounding; None while unknown.
+    """
+    t = terms
+    tokens = t.loss.new_full((), float(t.mask_R.numel()))
+    nothing = tokens.new_zeros(())
+    share = tokens / whole_tokens
+    pairs: Pairs = {
+        "loss/total": (t.loss.detach(), share),
+        "loss/kl": ((t.aggregate_R * t.penalty_R.detach()).sum(), share),
+        "loss/clip_fraction": (t.clipped_R.sum(), tokens),
+        "loss/clip_fraction_low": ((t.clipped_R & (t.ratio_R < 1)).sum(), tokens),
+        "loss/clip_fraction_high": ((t.clipped_R & (t.ratio_R > 1)).sum(), tokens),
+        "tepo/kl_mask_share": (t.mask_R.sum(), tokens),
+        "tepo/mask_below_noise": (nothing, nothing),
+        "loss/ref_kl": (nothing, nothing),
+        "weighting/affected_share": (nothing, nothing),
+        "correction/weight_mean": (nothing, nothing),
+    }
+    if noise_floor is not None:
+        pairs["tepo/mask_below_noise"] = ((t.mask_R & (t.entropy_change_R.abs() < noise_floor)).sum(), t.mask_R.sum())
+    if t.ref_penalty_R is not None:
+        pairs["loss/ref_kl"] = ((t.aggregate_R * t.ref_penalty_R.detach()).sum(), share)
+    if t.affected_R is not None:
+        pairs["weighting/affected_share"] = (t.affected_R.sum(), tokens)
+    if t.correction_R is not None:
+        pairs["correction/weight_mean"] = (t.correction_R.sum(), tokens)
+    return pairs
+
+
+def histograms(terms: Terms) -> dict[str, Tensor]:
+    """Counts by name in HISTOGRAMS."""
+    sides = (terms.advantage_R > 0, terms.advantage_R < 0)
+    return {name: counts(terms.entropy_change_R, side_R) for name, side_R in zip(HISTOGRAMS, sides, strict=True)}

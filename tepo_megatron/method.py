@@ -1,0 +1,85 @@
+"""What the objective asks of sampling and grading: the nulls of the config, resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tepo_megatron.config import Config
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.losses import Objective, build_objective
+from tepo_megatron.rewards.overlong import OverlongShaping
+
+# DAPO's public recipe gives up after 10 generation batches (verl, recipe/dapo/run_dapo_qwen2.5_32b.sh: max_num_gen_batches=10).
+# Its batches hold 3 times the prompts of a step and too few groups end the run; here a refill asks for what is missing, and
+# the step trains on the groups that were found.
+DYNAMIC_SAMPLING_REFILLS = 9
+# DAPO, Section 4.1: the last 4096 of 20480 tokens.
+OVERLONG_BUFFER_SHARE = 5
+
+
+@dataclass(frozen=True)
+class Method:
+    """objective: the loss; max_refills: further rounds of prompts in a step; overlong: the shaping of rewards, or None."""
+
+    objective: Objective
+    max_refills: int
+    overlong: OverlongShaping | None
+
+
+def resolve(cfg: Config) -> Method:
+    """The method that `cfg` describes. Pure; raises ConfigError when its keys contradict each other."""
+    objective = build_objective(cfg.objective)
+    _check_reward_penalty(cfg, objective)
+    return Method(objective, _max_refills(cfg, objective), _overlong(cfg, objective))
+
+
+def _check_reward_penalty(cfg: Config, objective: Objective) -> None:
+    in_reward = objective.ref_beta > 0 and objective.ref_kl_in == "reward"
+    if in_reward and objective.advantage == "std" and not cfg.rollout.filter_uniform_groups:
+        raise ConfigError(
+            "objective.ref_kl_in=reward with objective.advantage=std and rollout.filter_uniform_groups=false: in a group of "
+            "equal verdicts the KL is all that differs, and dividing it by its standard deviation makes full-size advantages "
+            "of it; use objective.advantage=mean, or filter those groups"
+        )
+
+
+def _max_refills(cfg: Config, objective: Objective) -> int:
+    given = cfg.rollout.max_refills
+    if objective.dynamic_sampling:
+        cause = f"objective {cfg.objective.name} samples dynamically (objective.dynamic_sampling)"
+        if not cfg.rollout.filter_uniform_groups:
+            raise ConfigError(
+                f"{cause}: it replaces the groups that rollout.filter_uniform_groups=false keeps; set that to true, or "
+                f"objective.dynamic_sampling=false"
+            )
+        if given == 0:
+            raise ConfigError(
+                f"{cause}, which rollout.max_refills=0 forbids; raise that (null: {DYNAMIC_SAMPLING_REFILLS}), or set "
+                f"objective.dynamic_sampling=false"
+            )
+    if given and not cfg.rollout.filter_uniform_groups:
+        raise ConfigError(
+            f"rollout.max_refills={given} has no effect with rollout.filter_uniform_groups=false, which drops no group; "
+            f"change one of them"
+        )
+    if given is None:
+        return DYNAMIC_SAMPLING_REFILLS if objective.dynamic_sampling else 0
+    return given
+
+
+def _overlong(cfg: Config, objective: Objective) -> OverlongShaping | None:
+    max_tokens, buffer = cfg.rollout.max_response_tokens, cfg.reward.overlong_buffer_tokens
+    if objective.overlong_shaping and buffer == 0:
+        raise ConfigError(
+            f"objective {cfg.objective.name} shapes the reward of long responses (objective.overlong_shaping), which "
+            f"reward.overlong_buffer_tokens=0 forbids; raise that (null: a fifth of rollout.max_response_tokens), or set "
+            f"objective.overlong_shaping=false"
+        )
+    if buffer and cfg.objective.overlong_shaping is False:
+        raise ConfigError(
+            f"reward.overlong_buffer_tokens={buffer} shapes the reward, which objective.overlong_shaping=false forbids; "
+            f"remove one of them"
+        )
+    if buffer is None:
+        buffer = max(1, max_tokens // OVERLONG_BUFFER_SHARE) if objective.overlong_shaping else 0
+    return OverlongShaping(max_tokens, buffer, cfg.reward.overlong_penalty) if buffer else None

@@ -1,0 +1,169 @@
+"""From hidden states to log-prob and entropy without ever holding all logits.
+
+The output layer and the token statistics run together on chunks of rows. Logits that fit a budget wait for backward, where
+their gradient takes their place; the others are computed again. What a chunk adds to the weight's gradient goes straight into
+fp32.
+
+Layout: R rows (those whose label is a response token); V local vocabulary columns, padding included; H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tepo_megatron.ops.token_statistics import RowKernels, row_kernels
+from tepo_megatron.ops.token_statistics.shard import (
+    Normalizer,
+    Shard,
+    coefficients,
+    combine,
+    gather,
+    local_statistics,
+    write_gradient,
+)
+from tepo_megatron.types import TokenStats
+
+# Rows at a time: enough for a matrix product to run at full speed.
+CHUNK_ROWS = 1024
+
+# Vocabulary columns at a time when a product of bf16 is added in fp32: bounds the fp32 temporaries.
+CHUNK_COLUMNS = 4096
+
+
+def output_layer_stats(
+    hidden_R: Tensor,
+    weight: Tensor,
+    labels_R: Tensor,
+    temperature: float,
+    group: dist.ProcessGroup | None,
+    vocab_size: int | None = None,
+    *,
+    logits_budget: int = 0,
+    sum_hidden_gradient: bool = True,
+    backend: str | None = None,
+) -> TokenStats:
+    """`token_stats(hidden_R @ weight.T, ...)` without the logits.
+
+    Args:
+        hidden_R: [R, H], the same on every rank of `group`; under sequence parallelism after the gather.
+        weight: [V, H] this rank's rows of the output layer's weight, in the type of `hidden_R`.
+        labels_R, temperature, group, vocab_size, backend: as for `token_stats`.
+        logits_budget: bytes of logits that may be kept for backward; the rest cost one more product each.
+        sum_hidden_gradient: backward sums the gradient of `hidden_R` over `group`. False under sequence parallelism, where
+            the gather's own backward, a reduce-scatter, does it.
+
+    Gradients: to `hidden_R` in its type. To `weight`: added in fp32 to `weight.main_grad` where it has one, and autograd then
+    sees none, so that `.grad` holds what other uses (a tied embedding) give, and Megatron's hook adds that. Without a
+    `main_grad`, summed in fp32 and returned in the weight's type. Megatron's `overlap_grad_reduce` waits for `.grad` and does
+    not go with `main_grad` here.
+
+    Memory beyond inputs and gradients: `logits_budget`, one chunk of logits, and for bf16 two fp32 pieces of CHUNK_COLUMNS rows
+    of `weight`. Collectives: forward one all-gather of [R, 4]; backward one all-reduce of [R, H] if `sum_hidden_gradient`.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    if hidden_R.dim() != 2 or hidden_R.size(1) != weight.size(1) or labels_R.shape != hidden_R.shape[:1]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (hidden_R, weight, labels_R))
+        raise ValueError(f"expected hidden [R, H], weight [V, H] and labels [R], got {shapes}")
+    summed_over = group if sum_hidden_gradient and group is not None and group.size() > 1 else None
+    kernels = row_kernels(backend, hidden_R.device)
+    logprob_R, entropy_R = _OutputLayerStats.apply(
+        hidden_R, weight, labels_R, temperature, group, vocab_size, logits_budget, summed_over, kernels
+    )
+    return TokenStats(logprob_R, entropy_R)
+
+
+class _OutputLayerStats(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_R: Tensor,
+        weight: Tensor,
+        labels_R: Tensor,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+        vocab_size: int | None,
+        logits_budget: int,
+        summed_over: dist.ProcessGroup | None,
+        kernels: RowKernels,
+    ) -> tuple[Tensor, Tensor]:
+        shard = Shard.of(weight.size(0), labels_R, group, vocab_size)
+        budget = logits_budget if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else 0
+        kept: dict[int, Tensor] = {}  # by first row
+        parts = []
+        for rows, logits in _logits(hidden_R, weight, kept, budget):
+            parts.append(local_statistics(kernels, logits, shard.rows(rows), temperature))
+        logprob_R, entropy_R, normalizer = combine(gather(torch.cat(parts), group), temperature)
+        ctx.save_for_backward(hidden_R, weight, shard.owned_R, shard.column_R, *normalizer)
+        ctx.set_materialize_grads(False)
+        ctx.columns, ctx.temperature, ctx.kept = shard.columns, temperature, kept
+        ctx.summed_over, ctx.kernels = summed_over, kernels
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        return logprob_R, entropy_R
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprob_R: Tensor | None, grad_entropy_R: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_logprob_R is None and grad_entropy_R is None:
+            return (None,) * 9
+        hidden_R, weight, owned_R, column_R, *normalizer = ctx.saved_tensors
+        shard = Shard(ctx.columns, owned_R, column_R)
+        row = coefficients(Normalizer(*normalizer), shard, grad_logprob_R, grad_entropy_R, ctx.temperature)
+        kept, ctx.kept = ctx.kept, {}  # overwritten here; a second backward computes all logits again
+        grad_hidden = torch.empty_like(hidden_R) if ctx.needs_input_grad[0] else None
+        total = ctx.main_grad if ctx.needs_input_grad[1] else None
+        if total is None and ctx.needs_input_grad[1]:
+            total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        for rows, logits in _logits(hidden_R, weight, kept, 0):
+            write_gradient(ctx.kernels, logits, shard.rows(rows), ctx.temperature, row.rows(rows), logits)
+            if grad_hidden is not None:
+                torch.mm(logits, weight, out=grad_hidden[rows])
+            if total is not None:
+                _add_product(total, logits, hidden_R[rows])
+            kept.pop(rows.start, None)
+        if grad_hidden is not None and ctx.summed_over is not None and grad_hidden.numel():
+            dist.all_reduce(grad_hidden, group=ctx.summed_over)
+        grad_weight = None if total is None or ctx.main_grad is not None else total.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+
+
+def _logits(hidden_R: Tensor, weight: Tensor, kept: dict[int, Tensor], budget: int) -> Iterator[tuple[slice, Tensor]]:
+    """Chunks of rows with their logits: those in `kept`, else computed, and then kept while they fit the budget (in bytes).
+
+    The others share one buffer: each is gone when the next one comes.
+    """
+    rows, buffer = hidden_R.size(0), None
+    for at in range(0, max(rows, 1), CHUNK_ROWS):
+        chunk = slice(at, min(rows, at + CHUNK_ROWS))
+        logits = kept.get(at)
+        if logits is None:
+            size = (chunk.stop - at, weight.size(0))
+            budget -= size[0] * size[1] * hidden_R.element_size()
+            if budget >= 0:
+                logits = kept[at] = hidden_R.new_empty(size)
+            else:
+                buffer = hidden_R.new_empty(size) if buffer is None else buffer  # the last chunk alone may be smaller
+                logits = buffer[: size[0]]
+            torch.mm(hidden_R[chunk], weight.t(), out=logits)
+        yield chunk, logits
+
+
+def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    """total [V, H] += gradient [r, V] transposed @ hidden [r, H], in the type of `total`."""
+    if gradient.dtype == total.dtype:
+        total.addmm_(gradient.t(), hidden)
+        return
+    on_gpu = total.device.type == "cuda"
+    wide = hidden if on_gpu else hidden.to(total.dtype)
+    for at in range(0, total.size(0), CHUNK_COLUMNS):
+        piece = gradient[:, at : at + CHUNK_COLUMNS].t()
+        if on_gpu:  # tensor cores multiply bf16 and add in fp32; only CUDA has this form of the product
+            total[at : at + CHUNK_COLUMNS].add_(torch.mm(piece, wide, out_dtype=total.dtype))
+        else:
+            total[at : at + CHUNK_COLUMNS].addmm_(piece.to(total.dtype), wide)

@@ -1,0 +1,68 @@
+"""What is done to the logits themselves, row by row: two passes, each in two back ends with one contract.
+
+A row's numbers are taken of d = (x - top) / temperature, where x are the logits: a difference first, so that logits far from
+zero lose nothing. `pytorch` runs anywhere; `triton_kernels` on CUDA, and on a CPU in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+BACKENDS = {"torch": "pytorch", "triton": "triton_kernels"}
+
+# The maximum of a rank whose columns are all padding: finite, so that its weight exp(m - max) is 0 and never nan.
+NO_COLUMNS = -1e30
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Of each row: its gradient at column j is (constant + slope d) exp(d) + label [j = label], d = (x_j - top) / temperature.
+
+    All [R], in the type of the arithmetic. slope: None where nothing depends on the entropy.
+    """
+
+    top: Tensor
+    constant: Tensor
+    slope: Tensor | None
+    label: Tensor
+
+    def rows(self, rows: slice) -> Coefficients:
+        """The same of some rows."""
+        slope = None if self.slope is None else self.slope[rows]
+        return Coefficients(self.top[rows], self.constant[rows], slope, self.label[rows])
+
+
+class RowKernels(Protocol):
+    """The two passes over logits [R, C] with C > 0 real columns, each row contiguous; they must be finite."""
+
+    def statistics(self, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """[R] each, fp32 at least: top = max x; sum exp(d); sum d exp(d), with d = (x - top) / temperature."""
+
+    def gradient(self, logits: Tensor, column_R: Tensor, temperature: float, row: Coefficients, out: Tensor) -> None:
+        """Write the gradient into `out` [R, C], which may be `logits`. column_R: the label's; any where `row.label` is 0."""
+
+
+def row_kernels(backend: str | None, device: torch.device) -> RowKernels:
+    """The back end called `backend`; None: Triton on CUDA where it is installed, else PyTorch.
+
+    Raises ValueError for a name that is none, and for Triton where it can neither compile nor interpret.
+    """
+    if backend is None:
+        backend = "triton" if device.type == "cuda" and importlib.util.find_spec("triton") is not None else "torch"
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown back end {backend!r} of the token statistics; choose from {', '.join(BACKENDS)}")
+    if backend == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"Triton does not compile for {device.type}; choose torch, or set TRITON_INTERPRET=1 before the start")
+    return cast(RowKernels, importlib.import_module(f"{__name__}.{BACKENDS[backend]}"))
+
+
+def compute_dtype(logits: Tensor) -> torch.dtype:
+    """fp32 at least; fp64 passes through."""
+    return torch.promote_types(logits.dtype, torch.float32)

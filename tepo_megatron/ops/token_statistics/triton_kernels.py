@@ -1,0 +1,90 @@
+"""The two passes in Triton: one program a row reads the logits once; the gradient is one pass that may overwrite them.
+
+Without a GPU the kernels run in Triton's interpreter: set TRITON_INTERPRET=1 before anything imports triton.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tepo_megatron.ops.token_statistics import NO_COLUMNS, Coefficients, compute_dtype
+
+# Columns that a program works on at a time.
+BLOCK = 4096
+WARPS = 8
+
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_LN_2 = tl.constexpr(math.log(2))
+_NO_COLUMNS = tl.constexpr(NO_COLUMNS)
+
+
+def statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """See RowKernels."""
+    rows, columns = logits.shape
+    top, total, moment = logits.new_empty(3, rows, dtype=compute_dtype(logits)).unbind(0)
+    block = min(BLOCK, triton.next_power_of_2(columns))
+    _statistics[(rows,)](logits, logits.stride(0), columns, top, total, moment, temperature, block, num_warps=WARPS)
+    return top, total, moment
+
+
+def gradient(logits: Tensor, column_R: Tensor, temperature: float, row: Coefficients, out: Tensor) -> None:
+    """See RowKernels."""
+    rows, columns = logits.shape
+    block = min(BLOCK, triton.next_power_of_2(columns))
+    slope = row.constant if row.slope is None else row.slope
+    _gradient[(rows, triton.cdiv(columns, block))](
+        logits, logits.stride(0), out, out.stride(0), columns, column_R,
+        row.top, row.constant, slope, row.label, temperature, row.slope is not None, block, num_warps=WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _statistics(x_ptr, stride, columns, top_ptr, total_ptr, moment_ptr, temperature: tl.constexpr, block: tl.constexpr):
+    """One row. The running sums are kept per lane and shrunk when the maximum grows; they meet only at the end."""
+    row = tl.program_id(0).to(tl.int64)
+    dtype = top_ptr.dtype.element_ty
+    lane = tl.arange(0, block)
+    factor: tl.constexpr = _LOG2_E / temperature
+    top = tl.full((), _NO_COLUMNS, dtype)
+    total = tl.zeros((block,), dtype)
+    moment = tl.zeros((block,), dtype)  # of d in base 2
+    for at in range(0, columns, block):
+        real = at + lane < columns
+        x = tl.load(x_ptr + row * stride + at + lane, mask=real, other=0).to(dtype)
+        new_top = tl.maximum(top, tl.max(tl.where(real, x, _NO_COLUMNS), 0))
+        move = (top - new_top) * factor
+        shrink = tl.exp2(move)
+        d = tl.where(real, x - new_top, 0) * factor
+        e = tl.where(real, tl.exp2(d), 0)
+        moment = (moment + total * move) * shrink + d * e
+        total = total * shrink + e
+        top = new_top
+    tl.store(top_ptr + row, top)
+    tl.store(total_ptr + row, tl.sum(total, 0))
+    tl.store(moment_ptr + row, tl.sum(moment, 0) * _LN_2)
+
+
+@triton.jit
+def _gradient(
+    x_ptr, x_stride, out_ptr, out_stride, columns, column_ptr,
+    top_ptr, constant_ptr, slope_ptr, label_ptr,
+    temperature: tl.constexpr, with_slope: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """`block` columns of one row: every logit is read and overwritten by the same lane."""
+    row = tl.program_id(0).to(tl.int64)
+    dtype = top_ptr.dtype.element_ty
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    real = column < columns
+    factor: tl.constexpr = _LOG2_E / temperature
+    x = tl.load(x_ptr + row * x_stride + column, mask=real, other=0).to(dtype)
+    d = (x - tl.load(top_ptr + row)) * factor
+    weight = tl.load(constant_ptr + row)
+    if with_slope:
+        weight += tl.load(slope_ptr + row) * _LN_2 * d
+    g = weight * tl.exp2(tl.where(real, d, 0))
+    g += tl.where(column == tl.load(column_ptr + row), tl.load(label_ptr + row), 0)
+    tl.store(out_ptr + row * out_stride + column, g.to(out_ptr.dtype.element_ty), mask=real)

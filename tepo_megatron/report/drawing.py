@@ -1,0 +1,114 @@
+"""What all panels share: the records as arrays, colours and style, and the few ways in which a curve is drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.gridspec import SubplotSpec
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from tepo_megatron.sinks import Value
+
+INK, MUTED, GREY, GRID = "#1f2933", "#6b7785", "#c3cad3", "#e6e9ee"
+BLUE, ORANGE, GREEN, PURPLE, RED = "#2f6fde", "#e8833a", "#2a9d78", "#8a63d2", "#d64550"
+STYLE = {
+    "font.size": 10,
+    "text.color": INK,
+    "axes.titlesize": 11.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 22,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.formatter.useoffset": False,
+    "grid.color": GRID,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "savefig.facecolor": "white",
+}
+PERCENT = FuncFormatter(lambda share, _: f"{100 * share:.3g}%")
+SMALL = FuncFormatter(lambda value, _: f"{value:.1e}" if value else "0")
+
+
+class Curves:
+    """The records of a run as arrays by name; NaN (a gap in the line) where a step has no value."""
+
+    def __init__(self, records: Sequence[dict[str, Value]]) -> None:
+        self._records = records
+        self.steps = self["step"]
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        values = [record.get(key) for record in self._records]
+        return np.array([math.nan if v is None else float(v) for v in values])
+
+    def __contains__(self, key: str) -> bool:
+        """Whether some step has a value."""
+        return any(record.get(key) is not None for record in self._records)
+
+    def between(self, key: str) -> np.ndarray:
+        """What is measured at some steps only, on straight lines between them; NaN throughout when at none."""
+        values = self[key]
+        known = np.isfinite(values)
+        return np.interp(self.steps, self.steps[known], values[known]) if known.any() else values
+
+
+def stacked(figure: Figure, cell: SubplotSpec, title: str, rows: int) -> list[Any]:
+    """`rows` axes one above the other in one cell of the grid, under one title."""
+    grid = cell.subgridspec(rows, 1, hspace=0.38)
+    axes = [figure.add_subplot(grid[row]) for row in range(rows)]
+    axes[0].set_title(title)
+    for axis in axes[:-1]:
+        axis.tick_params(labelbottom=False)
+    return axes
+
+
+def line(axis: Any, curves: Curves, values: np.ndarray, color: str, label: str) -> None:
+    """A line, with its points marked while they are few."""
+    axis.plot(curves.steps, values, color=color, marker="o" if len(values) <= 60 else "", ms=3, label=label)
+
+
+def band(axis: Any, curves: Curves, low: np.ndarray, high: np.ndarray, color: str, label: str) -> None:
+    """The area between two curves."""
+    axis.fill_between(curves.steps, low, high, color=color, alpha=0.2, lw=0, label=label)
+
+
+def from_zero(axis: Any, at_least: float = 0.0) -> None:
+    """The vertical axis from 0 to a little above the data, or to `at_least`."""
+    top = axis.dataLim.ymax
+    top = 1.1 * top if math.isfinite(top) and top > 0 else 0.0
+    axis.set_ylim(0, max(top, at_least) or 1)
+
+
+def symmetric_log(axes: Sequence[Any], linear: float, extreme: float) -> None:
+    """One scale for all `axes`: linear within +-`linear`, logarithmic beyond, up to +-`extreme`; at most two ticks a side."""
+    least, most = math.ceil(math.log10(linear) - 1e-9), math.floor(math.log10(extreme) + 1e-9)
+    powers = [10.0**power for power in range(most, least - 1, -max(1, math.ceil((most - least + 1) / 2)))]
+    for axis in axes:
+        axis.set_yscale("symlog", linthresh=linear, linscale=0.5)
+        axis.set_ylim(-1.3 * extreme, 1.3 * extreme)
+        axis.yaxis.set_major_locator(FixedLocator([-p for p in powers] + [0.0] + powers[::-1]))
+        axis.yaxis.set_minor_locator(NullLocator())
+        axis.yaxis.set_major_formatter(FuncFormatter(_power_of_ten))
+
+
+def legend(axis: Any) -> None:
+    """One row between title and axes, where it never hides data."""
+    axis.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=6, borderpad=0, borderaxespad=0.3, handlelength=1.4, columnspacing=1.3
+    )  # fmt: skip
+
+
+def _power_of_ten(value: float, _: int) -> str:
+    return "0" if value == 0 else f"${'-' if value < 0 else ''}10^{{{round(math.log10(abs(value)))}}}$"

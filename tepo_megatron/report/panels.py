@@ -1,0 +1,192 @@
+"""The panels of the picture, each a function of the cell it fills and the curves. What no step measured takes no room."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.gridspec import SubplotSpec
+
+from tepo_megatron.report.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    MUTED,
+    ORANGE,
+    PERCENT,
+    PURPLE,
+    RED,
+    SMALL,
+    Curves,
+    band,
+    from_zero,
+    legend,
+    line,
+    stacked,
+    symmetric_log,
+)
+
+# rollout/train log-prob difference that fp32 on the CPU platform stays under when the engine serves the actor's weights
+FP32_MEAN_GATE = 1e-5
+FP32_MAX_GATE = 1e-3
+
+PHASES = (
+    ("rollout", BLUE),
+    ("reward", ORANGE),
+    ("old_stats", PURPLE),
+    ("update", GREEN),
+    ("sync", RED),
+)
+
+
+def learning(figure: Figure, cell: SubplotSpec, curves: Curves, evaluations: Sequence[tuple[float, float, float]]) -> None:
+    """evaluations: (step, accuracy, standard error) of each."""
+    (axis,) = stacked(figure, cell, "Reward and accuracy", 1)
+    reward, accuracy = curves["reward/mean"], curves["accuracy/mean"]
+    if np.array_equal(reward, accuracy, equal_nan=True):
+        line(axis, curves, accuracy, BLUE, "rollouts: reward = accuracy")
+    else:
+        line(axis, curves, reward, ORANGE, "rollouts: reward")
+        line(axis, curves, accuracy, BLUE, "accuracy")
+    if evaluations:
+        steps, means, errors = zip(*evaluations, strict=True)
+        axis.errorbar(steps, means, errors, fmt="D", color=INK, ms=6, capsize=4, lw=1.5, zorder=5, label="evaluation")
+    axis.yaxis.set_major_formatter(PERCENT)
+    legend(axis)
+
+
+def entropy(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
+    """And, where there is a reference policy, how far it is: per token in the loss, per response in the reward."""
+    units = {"loss/ref_kl": "nats per token", "reward/ref_kl": "nats per response"}
+    measured = [key for key in units if key in curves]
+    title = "Entropy and KL to the reference" if measured else "Entropy"
+    top, *rest = stacked(figure, cell, title, 1 + len(measured))
+    line(top, curves, curves["actor/entropy"], PURPLE, "mean over response tokens, nats")
+    from_zero(top)
+    legend(top)
+    for axis, key in zip(rest, measured, strict=True):
+        line(axis, curves, curves[key], BLUE, f"KL to the reference, {units[key]}")
+        legend(axis)
+
+
+def ratio(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
+    """The sequence's mean importance ratio."""
+    (axis,) = stacked(figure, cell, "Ratio w to the old policy", 1)
+    line(axis, curves, curves["tepo/ratio_p50"], GREEN, "median")
+    band(axis, curves, curves["tepo/ratio_p01"], curves["tepo/ratio_p99"], GREEN, "1st to 99th percentile")
+    axis.axhline(1, color=MUTED, lw=1, ls=":")
+    legend(axis)
+
+
+def entropy_change(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
+    """dH = H - H_old where A > 0 above, where A < 0 below, on one scale; within the grey it is rounding."""
+    axes = stacked(figure, cell, "Entropy change dH by sign of A, nats", 2)
+    floor = curves.between("tepo/entropy_noise_floor")
+    magnitudes = [0.0]
+    for axis, side, color, label in zip(axes, ("up", "down"), (BLUE, ORANGE), ("A > 0: median", "A < 0: median"), strict=True):
+        low, middle, high = (curves[f"tepo/dH_{side}_p{q}"] for q in ("05", "50", "95"))
+        magnitudes += [float(v) for v in np.abs(np.concatenate((low, high))) if math.isfinite(v)]
+        line(axis, curves, middle, color, label)
+        band(axis, curves, low, high, color, "5th to 95th percentile")
+        if "tepo/entropy_noise_floor" in curves:
+            axis.fill_between(curves.steps, -floor, floor, color=GREY, alpha=0.6, lw=0, zorder=0.5, label="noise floor")
+        axis.axhline(0, color=MUTED, lw=1, ls=":")
+        legend(axis)
+    extreme = max(magnitudes) or 1.0
+    measured = floor[floor > 0]
+    linear = float(np.median(measured)) if measured.size else extreme / 100
+    symmetric_log(axes, linear, max(extreme, 10 * linear))
+
+
+def token_shares(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
+    """Tokens that bear the KL penalty and, where there is a weighting, those on which that acts."""
+    weighted = "weighting/affected_share" in curves
+    top, *rest = stacked(figure, cell, "KL mask and weighting" if weighted else "KL mask", 2 if weighted else 1)
+    share = curves["tepo/kl_mask_share"]
+    line(top, curves, share, GREEN, "tokens under the mask")
+    if "tepo/mask_below_noise" in curves:
+        noise = share * curves.between("tepo/mask_below_noise")
+        top.fill_between(curves.steps, 0, noise, color=GREY, alpha=0.8, lw=0, label="of these, dH below the noise floor")
+    for axis in rest:
+        line(axis, curves, curves["weighting/affected_share"], PURPLE, "tokens that the weighting acts on")
+    for axis, at_least in zip((top, *rest), (1e-2, 1e-4), strict=False):
+        axis.yaxis.set_major_formatter(PERCENT)
+        from_zero(axis, at_least)
+        legend(axis)
+
+
+def constraints(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
+    """Tokens on which a bound of the ratio acts, and what the KL penalty comes to."""
+    top, bottom = stacked(figure, cell, "Clipping and KL term", 2)
+    line(top, curves, curves["loss/clip_fraction_high"], RED, "tokens clipped: upper bound")
+    line(top, curves, curves["loss/clip_fraction_low"], BLUE, "lower bound")
+    top.yaxis.set_major_formatter(PERCENT)
+    from_zero(top, at_least=1e-3)
+    kl = curves["loss/kl"]
+    line(bottom, curves, kl, GREEN, "KL term, nats per token")
+    if not (kl < 0).any():  # k1 alone can be negative
+        from_zero(bottom, at_least=1e-6)
+    bottom.yaxis.set_major_formatter(SMALL)
+    legend(top)
+    legend(bottom)
+
+
+def updates(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
+    """Gradient norm and response length."""
+    top, bottom = stacked(figure, cell, "Gradient norm and response length", 2)
+    line(top, curves, curves["actor/grad_norm"], ORANGE, "gradient norm before clipping")
+    from_zero(top)
+    line(bottom, curves, curves["rollout/response_tokens_mean"], BLUE, "mean response, tokens")
+    legend(top)
+    legend(bottom)
+
+
+def sampling(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
+    """What was sampled for the groups that a step trains on, and how many responses hit the limit."""
+    top, bottom = stacked(figure, cell, "Groups and truncated responses", 2)
+    if "rollout/sampled_groups" in curves:
+        line(top, curves, curves["rollout/sampled_groups"], MUTED, "groups sampled")
+    line(top, curves, curves["rollout/kept_groups"], GREEN, "trained on")
+    from_zero(top)
+    line(bottom, curves, curves["rollout/truncated"], RED, "responses at the length limit")
+    bottom.yaxis.set_major_formatter(PERCENT)
+    from_zero(bottom, at_least=0.01)
+    legend(top)
+    legend(bottom)
+
+
+def mismatch(figure: Figure, cell: SubplotSpec, curves: Curves, gated: bool) -> None:
+    """Engine against actor, with the limits of fp32 where `gated`, and the weight that corrects for it where there is one."""
+    corrected = "correction/weight_mean" in curves
+    axis, *rest = stacked(figure, cell, "Rollout/train log-prob difference, nats", 2 if corrected else 1)
+    for name, color, gate in (("max", ORANGE, FP32_MAX_GATE), ("mean", BLUE, FP32_MEAN_GATE)):
+        values = curves[f"rollout/logprob_diff_{name}"]
+        line(axis, curves, np.where(values > 0, values, math.nan), color, name)  # 0 has no place on a log scale
+        if gated:
+            axis.axhline(gate, color=color, lw=1.2, ls="--", label=f"limit {gate:g}")
+    axis.set_yscale("log")
+    legend(axis)
+    for below in rest:
+        line(below, curves, curves["correction/weight_mean"], PURPLE, "mean correction weight")
+        below.axhline(1, color=MUTED, lw=1, ls=":")
+        legend(below)
+
+
+def seconds(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
+    """Bars by phase."""
+    axis: Any = stacked(figure, cell, "Seconds per step", 1)[0]
+    width = 0.85 if len(curves.steps) <= 150 else 1.0  # gaps between many bars only flicker
+    bottom = np.zeros_like(curves.steps)
+    for phase, color in PHASES:
+        height = np.nan_to_num(curves[f"seconds/{phase}"])
+        axis.bar(curves.steps, height, width, bottom, color=color, label=phase.replace("_", " "))
+        bottom = bottom + height
+    rest = np.clip(np.nan_to_num(curves["seconds/total"]) - bottom, 0, None)
+    axis.bar(curves.steps, rest, width, bottom, color=GREY, label="other")
+    axis.grid(axis="x", visible=False)
+    axis.set_xlabel("step")
+    legend(axis)

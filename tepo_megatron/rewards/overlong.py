@@ -1,0 +1,42 @@
+"""Overlong shaping: a penalty that grows as a response comes near the length limit (DAPO, arXiv 2503.14476, Eq. 13)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.types import Rollout
+
+
+@dataclass(frozen=True)
+class OverlongShaping:
+    """Adds min(0, -(|y| - (max_tokens - buffer_tokens)) / buffer_tokens * penalty) to the reward of a response of |y| tokens.
+
+    So nothing up to max_tokens - buffer_tokens, then a straight line down to -penalty at max_tokens. A response that was cut
+    off at the limit is treated like one that ends there.
+
+    penalty: in units of the reward. DAPO has 1 beside verdicts of 1 and -1, which is 0.5 beside ours of 1 and 0.
+    Raises ConfigError unless 0 < buffer_tokens < max_tokens.
+    """
+
+    max_tokens: int
+    buffer_tokens: int
+    penalty: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.buffer_tokens < self.max_tokens:
+            raise ConfigError(
+                f"reward.overlong_buffer_tokens={self.buffer_tokens} must be below rollout.max_response_tokens="
+                f"{self.max_tokens}, or every response is penalized; lower the first or raise the second"
+            )
+
+    def term(self, response_tokens: int) -> float:
+        """What the reward of a response of that many tokens changes by: at most 0."""
+        excess = response_tokens - (self.max_tokens - self.buffer_tokens)
+        return min(0.0, -excess / self.buffer_tokens * self.penalty)
+
+    def shape(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The graded rollouts in the same order, with another `reward`; `score`, which filters and accuracies use, stays."""
+        return [dataclasses.replace(r, reward=r.reward + self.term(r.response_length)) for r in rollouts]

@@ -1,0 +1,80 @@
+"""Rollouts on disk: what each step sampled and graded, kept for another run to train on without an engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tepo_megatron.errors import DataError
+from tepo_megatron.metrics import Metrics
+from tepo_megatron.types import Rollout
+
+FOLDER = "rollouts"
+_STRINGS = ("stop_reason", "answer", "status")
+_NUMBERS = {"prompt_id": torch.int64, "policy_version": torch.int64, "reward": torch.float64, "score": torch.float64}
+_SUM = "crc32"
+_TOKENS = ("token_ids_L", "response_mask_L", "rollout_logprobs_L")
+
+
+def file_of(folder: Path, step: int) -> Path:
+    """Where the rollouts of a step are kept."""
+    return folder / f"step-{step:06d}.safetensors"
+
+
+def write(folder: Path, step: int, rollouts: Sequence[Rollout], metrics: Metrics) -> None:
+    """Keep the rollouts that a step learns from, and the metrics of all that it sampled. A file appears whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {"length": torch.tensor([r.token_ids_L.numel() for r in rollouts])}
+    for name in _TOKENS:
+        tensors[name] = torch.cat([getattr(r, name) for r in rollouts]) if rollouts else torch.empty(0)
+    for name, dtype in _NUMBERS.items():
+        tensors[name] = torch.tensor([getattr(r, name) for r in rollouts], dtype=dtype)
+    text = {name: json.dumps([getattr(r, name) for r in rollouts]) for name in _STRINGS}
+    text["metrics"] = json.dumps(metrics.pairs())
+    path = file_of(folder, step)
+    unfinished = path.with_suffix(".partial")
+    save_file(tensors, unfinished, {**text, _SUM: _sum_of(tensors, text)})
+    os.replace(unfinished, path)
+
+
+def set_aside(folder: Path, after: int) -> None:
+    """Rename the recordings of later steps, which the run takes again: whoever replays must not get steps of two courses."""
+    for path in folder.glob("step-*.safetensors"):
+        if int(path.stem.removeprefix("step-")) > after:
+            path.replace(path.with_suffix(".lost"))
+
+
+def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
+    """What `write` kept, bit for bit. Raises DataError naming the file that is missing or damaged."""
+    path = file_of(folder, step)
+    try:
+        with safe_open(path, framework="pt") as f:
+            tensors, text = {name: f.get_tensor(name) for name in f.keys()}, dict(f.metadata())  # noqa: SIM118
+        if text.pop(_SUM) != _sum_of(tensors, text):
+            raise ValueError("its checksum differs")
+        lengths = tensors.pop("length").tolist()
+        per_token = {name: tensors.pop(name).split(lengths) for name in _TOKENS}
+        columns = {name: tensors[name].tolist() for name in _NUMBERS} | {name: json.loads(text[name]) for name in _STRINGS}
+        metrics = Metrics(json.loads(text["metrics"]))
+    except FileNotFoundError:
+        raise DataError(f"{path}: no rollouts of step {step} were recorded; lower training.steps or record more") from None
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as e:
+        raise DataError(f"{path}: not the recorded rollouts of a step ({e!r}); record them again") from None
+    fields = {**per_token, **columns}
+    return [Rollout(**{name: values[i] for name, values in fields.items()}) for i in range(len(lengths))], metrics
+
+
+def _sum_of(tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> str:
+    """CRC-32 of all that a file holds, in hexadecimal."""
+    crc = zlib.crc32(json.dumps(sorted(text.items())).encode())
+    for name in sorted(tensors):
+        crc = zlib.crc32(tensors[name].numpy(), zlib.crc32(name.encode(), crc))
+    return f"{crc:08x}"

@@ -1,0 +1,164 @@
+"""From a Megatron-Core checkpoint, whatever layout wrote it, to a Hugging Face directory."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
+
+from tepo_megatron.errors import ConversionError
+from tepo_megatron.parallel import Groups
+from tepo_megatron.weights import fp8
+from tepo_megatron.weights.convert.dist_reader import Reader, read_common
+from tepo_megatron.weights.convert.importing import check_finite
+from tepo_megatron.weights.convert.output import new_directory
+from tepo_megatron.weights.convert.places import carried_folder
+from tepo_megatron.weights.convert.plan import Plan, Slot, make_plan
+from tepo_megatron.weights.convert.progress import Advance, progress_bar
+from tepo_megatron.weights.convert.safetensors_writer import SafetensorsWriter
+from tepo_megatron.weights.convert.world import world_of_one
+from tepo_megatron.weights.families import read_config
+from tepo_megatron.weights.hf_io import carry_over, set_config
+from tepo_megatron.weights.ops import Replicated, Vocabulary
+
+
+@dataclass(frozen=True)
+class Format:
+    """dtype: of all tensors; None: as they are stored. fp8_blockwise: linear layers of the decoder as weights/fp8.py has it."""
+
+    dtype: torch.dtype | None = None
+    fp8_blockwise: bool = False
+
+    def convert(self, slot: Slot, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """What is written of one HF tensor. Raises ConversionError when it overflows."""
+        if self.fp8_blockwise and is_quantized(slot, tensor):
+            return list(zip((name, name + fp8.SCALE_SUFFIX), fp8.quantize(tensor), strict=True))
+        cast = tensor if self.dtype is None else tensor.to(self.dtype)
+        if cast.dtype != tensor.dtype and not cast.is_meta:
+            check_finite(cast, f"{name} in {str(self.dtype).removeprefix('torch.')} (give another --dtype, or none) would")
+        return [(name, cast)]
+
+
+def export_hf(checkpoint: Path, out: Path, form: Format = Format(), base: Path | None = None) -> int:  # noqa: B008
+    """Write the model of a Megatron checkpoint to `out` as a HF directory; returns the bytes of tensors written.
+
+    base: a HF directory with config and tokenizer, for a checkpoint that carries none. Memory: as importing.
+    Raises ConversionError and CheckpointError naming file and tensor; `out` is then absent.
+    """
+    folder = carried_folder(checkpoint, base)
+    hf_config = read_config(folder)
+    with world_of_one() as groups:
+        reader = Reader(checkpoint)
+        plan = plan_of(checkpoint, hf_config, reader, groups)
+        announced = _announced(plan, reader, form)
+        total = sum(t.nbytes for t in announced.values())
+        with new_directory(out, total) as partial, progress_bar("export", total) as advance:
+            writer = SafetensorsWriter(partial, announced)
+            try:
+                for slot, tensors in hf_tensors(plan, reader):
+                    _write(slot, tensors, form, writer, advance)
+                    del tensors
+                writer.finish()
+            finally:
+                writer.close()
+            carry_over(folder, partial)
+            set_config(partial, _config_changes(plan, announced, hf_config))
+    return total
+
+
+def _write(slot: Slot, tensors: list[Tensor], form: Format, writer: SafetensorsWriter, advance: Advance) -> None:
+    for name, tensor in zip(slot.hf_names, tensors, strict=True):
+        for part, data in form.convert(slot, name, tensor):
+            writer.write(part, data)
+            advance(data.nbytes)
+
+
+def plan_of(checkpoint: Path, hf_config: Mapping[str, Any], reader: Reader, groups: Groups) -> Plan:
+    """The plan of a Megatron checkpoint, once its tensors are those of config.json. Raises ConversionError."""
+    content = read_common(checkpoint).get("content_metadata")
+    plan = make_plan(hf_config, groups, content)
+    expected = {p.key: p for slot in plan.slots for p in slot.pieces(slot.binding.parameter.detach())}
+    for key, piece in expected.items():
+        if key not in reader.tensors:
+            raise ConversionError(f"{checkpoint}: tensor {key} is missing; the checkpoint does not belong to config.json")
+        stored = reader.tensors[key].size
+        fits = stored == torch.Size(piece.global_shape)
+        if piece.allow_shape_mismatch:  # the vocabulary, padded for another number of ranks
+            fits = stored[0] >= plan.arch.vocab_size and stored[1:] == torch.Size(piece.global_shape[1:])
+        if not fits:
+            raise ConversionError(
+                f"{checkpoint}: tensor {key} has the shape {tuple(stored)}, "
+                f"but config.json asks for {tuple(piece.global_shape)}"
+            )
+    roots = {key.split(".")[0] for key in expected}  # the optimizer's state has others
+    if extra := {key for key in reader.tensors if key.split(".")[0] in roots} - expected.keys():
+        raise ConversionError(
+            f"{checkpoint}: tensor {min(extra)} (and {len(extra) - 1} more) has no place in a model of this config.json"
+        )
+    return plan
+
+
+def hf_tensors(plan: Plan, reader: Reader) -> Iterator[tuple[Slot, list[Tensor]]]:
+    """Each parameter's HF tensors in their stored dtype, checked to be finite; valid until the next is taken."""
+    for slot in plan.slots:
+        parameter = read_parameter(slot, reader)
+        check_finite(parameter, f"{reader.directory}: {slot.binding.name}")
+        yield slot, slot.to_hf(parameter)
+        del parameter
+        reader.release()
+
+
+def read_parameter(slot: Slot, reader: Reader) -> Tensor:
+    """A whole Megatron parameter."""
+    announced = slot.pieces(slot.binding.parameter.detach())
+    if len(announced) == 1:
+        return _read(announced[0], reader)
+    parameter = torch.empty(slot.shape, dtype=reader.tensors[announced[0].key].properties.dtype)
+    pieces = slot.pieces(parameter)
+    for piece in pieces:
+        piece.data.copy_(_read(piece, reader))
+    return slot.merged(parameter, pieces)
+
+
+def _read(piece: ShardedTensor, reader: Reader) -> Tensor:
+    shape = (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
+    return reader.region(piece.key, piece.global_offset, shape).view(piece.local_shape)
+
+
+def _announced(plan: Plan, reader: Reader, form: Format) -> dict[str, Tensor]:
+    """The HF tensors that will be written, on the meta device."""
+    announced: dict[str, Tensor] = {}
+    for slot in plan.slots:
+        parameter = slot.binding.parameter.detach()
+        stored = reader.tensors[slot.pieces(parameter)[0].key].properties.dtype
+        for name, tensor in zip(slot.hf_names, slot.to_hf(parameter), strict=True):
+            announced.update(form.convert(slot, name, tensor.to(stored)))
+    return announced
+
+
+def is_quantized(slot: Slot, tensor: Tensor) -> bool:
+    """Linear layers of the decoder: not the vocabulary's matrices, not routers and norms (which no rank splits), no biases."""
+    return tensor.ndim == 2 and not isinstance(slot.binding.row.op, Vocabulary | Replicated)
+
+
+def _config_changes(plan: Plan, announced: Mapping[str, Tensor], hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of config.json that the written tensors change."""
+    sizes: Counter[torch.dtype] = Counter()
+    for name, tensor in announced.items():
+        if tensor.dtype != torch.float8_e4m3fn and not name.endswith(fp8.SCALE_SUFFIX):
+            sizes[tensor.dtype] += math.prod(tensor.shape)
+    field = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
+    changes: dict[str, Any] = {field: str(sizes.most_common(1)[0][0]).removeprefix("torch.")}
+    if any(name.endswith(fp8.SCALE_SUFFIX) for name in announced):
+        whole = [
+            n.removesuffix(".weight") for n in announced if n.endswith(".weight") and n + fp8.SCALE_SUFFIX not in announced
+        ]
+        changes["quantization_config"] = fp8.config([*whole, *(["lm_head"] if plan.arch.tied_embeddings else [])])
+    return changes

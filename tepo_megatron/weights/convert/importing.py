@@ -1,0 +1,100 @@
+"""From a Hugging Face directory to a Megatron-Core checkpoint that loads on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.errors import ConversionError
+from tepo_megatron.weights.convert import HF_FOLDER
+from tepo_megatron.weights.convert.dist_writer import Writer
+from tepo_megatron.weights.convert.output import new_directory
+from tepo_megatron.weights.convert.plan import Plan, Slot, make_plan
+from tepo_megatron.weights.convert.progress import progress_bar
+from tepo_megatron.weights.convert.world import world_of_one
+from tepo_megatron.weights.families import check_tokenizer, read_config
+from tepo_megatron.weights.hf_io import HfReader, carry_over
+
+
+def import_hf(source: Path, out: Path) -> int:
+    """Write the model in `source` to `out` as a torch_dist checkpoint, every tensor in its dtype; returns the bytes of tensors.
+
+    Memory: the tensors of one parameter (HF's, and Megatron's where it is not the same), beside the program itself.
+    Raises ConversionError and CheckpointError naming file and tensor; `out` is then absent.
+    """
+    hf_config = read_config(source)
+    with world_of_one() as groups:
+        reader = HfReader(source)
+        plan = read_plan(source, hf_config, reader, groups)
+        tensors = reader.shapes()
+        for slot in plan.slots:
+            slot.from_hf(
+                [tensors[n] for n in slot.hf_names]
+            )  # on the meta device: shapes and dtypes, before anything is written
+        total = sum(tensors[n].nbytes for slot in plan.slots for n in slot.hf_names)
+        with new_directory(out, total) as partial, progress_bar("import", total) as advance:
+            (partial / HF_FOLDER).mkdir()
+            carry_over(source, partial / HF_FOLDER)
+            writer = Writer(partial)
+            try:
+                for slot in plan.slots:
+                    _write(slot, [reader.get(n) for n in slot.hf_names], source, writer)
+                    advance(sum(tensors[n].nbytes for n in slot.hf_names))
+                for kept in plan.objects:
+                    writer.add_object(kept)
+                writer.finish({})
+            finally:
+                writer.close(sync=False)
+    return total
+
+
+def _write(slot: Slot, tensors: list[Tensor], source: Path, writer: Writer) -> None:
+    parameter = slot.from_hf(tensors)
+    check_finite(parameter, f"{source}: {', '.join(slot.hf_names)}")
+    for piece in slot.pieces(parameter):
+        writer.add(piece)
+
+
+def read_plan(source: Path, hf_config: Mapping[str, Any], reader: HfReader, groups: Any) -> Plan:
+    """The plan of a HF directory, once its tensors are those of its config.json and its tokenizer fits.
+
+    Raises ConversionError.
+    """
+    if "quantization_config" in hf_config:
+        raise ConversionError(
+            f"{source / 'config.json'}: the weights are quantized (quantization_config), which is not read; "
+            "give the checkpoint from which they were made"
+        )
+    plan = make_plan(hf_config, groups)
+    check_tokenizer(source, plan.arch.vocab_size)
+    expected = plan.family.tensor_names(plan.arch)
+    if missing := expected - reader.names():
+        raise ConversionError(
+            f"{source}: tensor {min(missing)} (and {len(missing) - 1} more) is missing; the weights do not belong to this "
+            "config.json, or a file was not copied"
+        )
+    extra = {n for n in reader.names() - expected if not plan.family.ignores(n)}
+    if plan.arch.tied_embeddings and "lm_head.weight" in extra:
+        if not torch.equal(reader.get("lm_head.weight"), reader.get("model.embed_tokens.weight")):
+            raise ConversionError(
+                f"{source}: lm_head.weight differs from model.embed_tokens.weight, but config.json has "
+                "tie_word_embeddings=true; set it to false, or remove lm_head.weight"
+            )
+        extra.remove("lm_head.weight")
+    if extra:
+        raise ConversionError(
+            f"{source}: tensor {min(extra)} (and {len(extra) - 1} more) is in no row of family {plan.family.name}; the weights "
+            "do not belong to this config.json"
+        )
+    return plan
+
+
+def check_finite(tensor: Tensor, what: str) -> None:
+    """Raise ConversionError when a value is infinite or not a number."""
+    # The sum is several times faster than looking at each value, and not finite if one of them is not; it may also overflow.
+    if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
+        raise ConversionError(f"{what} hold values that are not finite; the file is damaged, or the model has diverged")

@@ -1,0 +1,97 @@
+"""A sharded Hugging Face checkpoint written tensor by tensor: no file is ever whole in memory.
+
+A safetensors file is the length of its header (8 bytes, little endian), the header (JSON: dtype, shape and place of each
+tensor) and the data. Names and shapes are known beforehand, so the header goes first and each tensor to its place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.weights import hf_io
+from tepo_megatron.weights.convert.sink import Sink
+
+_FILE_BYTES = 4 * 2**30
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+@dataclass
+class _File:
+    name: str
+    header: bytes
+    starts: dict[str, int]  # of each tensor, in bytes from the beginning of the file
+    left: set[str]  # tensors not written so far
+    sink: Sink | None = None
+
+
+class SafetensorsWriter:
+    """Writes the tensors that were announced, in any order; `finish` writes the index.
+
+    tensors: of the announced names, shapes and dtypes (on the meta device). A file takes at most `limit` bytes, or one tensor.
+    """
+
+    def __init__(self, directory: Path, tensors: Mapping[str, Tensor], limit: int = _FILE_BYTES) -> None:
+        self._directory, self._tensors = directory, tensors
+        self.total_bytes = sum(t.nbytes for t in tensors.values())
+        groups: list[list[str]] = []
+        size = 0
+        for name, t in tensors.items():
+            if not groups or size + t.nbytes > limit:
+                groups.append([])
+                size = 0
+            groups[-1].append(name)
+            size += t.nbytes
+        self._files = [
+            self._layout(f"model-{i:05d}-of-{len(groups):05d}.safetensors", names) for i, names in enumerate(groups, start=1)
+        ]
+        self._file_of = {name: file for file in self._files for name in file.starts}
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor to its place. Raises ValueError when it is not as announced (a mistake of the calling code)."""
+        file, announced = self._file_of[name], self._tensors[name]
+        if tensor.shape != announced.shape or tensor.dtype != announced.dtype or name not in file.left:
+            raise ValueError(
+                f"{name}: {tensor.dtype} {tuple(tensor.shape)} was announced as {announced.dtype} {announced.shape}"
+            )
+        if file.sink is None:
+            file.sink = Sink(self._directory / file.name)
+            file.sink.write(file.header)
+        file.sink.write_at(tensor.contiguous().view(-1).view(torch.uint8).numpy().data, file.starts[name])
+        file.left.remove(name)
+        if not file.left:
+            file.sink.close()
+
+    def finish(self) -> None:
+        """Write the index. Raises ValueError when a tensor is missing."""
+        if missing := [name for file in self._files for name in file.left]:
+            raise ValueError(f"{missing[0]} (and {len(missing) - 1} more) was never written")
+        hf_io.write_index(self._directory, {f.name: list(f.starts) for f in self._files}, self.total_bytes)
+
+    def close(self) -> None:
+        """Give up: close the files that are not complete, without a sync."""
+        for file in self._files:
+            if file.sink is not None:
+                file.sink.close(sync=False)
+
+    def _layout(self, name: str, tensors: list[str]) -> _File:
+        """Wider elements first: then each tensor starts at a multiple of its element's size, as readers that map it expect."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        places, end = {}, 0
+        for tensor in sorted(tensors, key=lambda n: -self._tensors[n].element_size()):
+            t = self._tensors[tensor]
+            header[tensor] = {"dtype": _DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [end, end + t.nbytes]}
+            places[tensor], end = end, end + t.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        start = 8 + len(text)
+        return _File(name, len(text).to_bytes(8, "little") + text, {n: start + p for n, p in places.items()}, set(tensors))

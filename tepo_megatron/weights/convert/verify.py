@@ -1,0 +1,166 @@
+"""Is a Megatron checkpoint the Hugging Face model? Bit by bit, and by what both compute."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.config import ModelConfig, ParallelConfig
+from tepo_megatron.errors import ConversionError
+from tepo_megatron.parallel import Groups
+from tepo_megatron.weights.convert import HF_FOLDER
+from tepo_megatron.weights.convert.dist_reader import Reader, read_common
+from tepo_megatron.weights.convert.exporting import hf_tensors, plan_of
+from tepo_megatron.weights.convert.importing import read_plan
+from tepo_megatron.weights.convert.progress import progress_bar
+from tepo_megatron.weights.convert.world import world_of_one
+from tepo_megatron.weights.families import read_config
+from tepo_megatron.weights.hf_io import HfReader
+from tepo_megatron.weights.ops import Architecture
+
+TEXT = "Find all real x with x^2 - 5x + 6 = 0. Since (x - 2)(x - 3) = 0, the answer is \\boxed{2, 3}."
+# ||megatron - hf|| / ||hf|| of hidden states and logits. fp32: some ten times what rounding gives in models of 1 to 14 billion
+# parameters; a wrong layer is off by 1e-2 and more. bf16: roundings of 2^-9 each.
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """differing: HF tensors that are not bitwise equal; errors: of each layer's output and of the logits, in the order of
+    computation; tokens: compared; agreement: share of tokens whose most likely successor is the same."""
+
+    tensors: int
+    differing: tuple[str, ...]
+    errors: tuple[tuple[str, float], ...]
+    tokens: int
+    agreement: float
+    tolerance: float
+
+    @property
+    def first_wrong_layer(self) -> str | None:
+        """The first whose output is off by more than the tolerance (or not finite)."""
+        return next((name for name, error in self.errors if not error <= self.tolerance), None)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all tensors and all outputs agree."""
+        return not self.differing and self.first_wrong_layer is None
+
+
+def verify(source: Path, checkpoint: Path, text: str = TEXT, precision: str = "fp32") -> Verdict:
+    """Compare every tensor, then load one model after the other (each whole in memory) and compare what `text` gives.
+
+    Raises ConversionError and CheckpointError where either is damaged or they are not of one architecture.
+    """
+    carried = checkpoint / HF_FOLDER if (checkpoint / HF_FOLDER / "config.json").exists() else source
+    with world_of_one() as groups:
+        source_reader, reader = HfReader(source), Reader(checkpoint)
+        read_plan(source, read_config(source), source_reader, groups)
+        plan = plan_of(checkpoint, read_config(carried), reader, groups)
+        count, differing = 0, []
+        sizes = source_reader.shapes()
+        with progress_bar("compare", sum(t.nbytes for t in sizes.values())) as advance:
+            for slot, tensors in hf_tensors(plan, reader):
+                for name, tensor in zip(slot.hf_names, tensors, strict=True):
+                    if name not in sizes:
+                        raise ConversionError(
+                            f"{source}: tensor {name} of {checkpoint} is not in it; they are different models"
+                        )
+                    count += 1
+                    if not _bitwise_equal(tensor, source_reader.get(name)):
+                        differing.append(name)
+                    advance(sizes[name].nbytes)
+        tokens = _tokens(source, text, plan.arch.vocab_size, plan.arch.max_positions)
+        theirs = _hf_outputs(source, tokens, _DTYPES[precision])
+        gc.collect()
+        ours = _megatron_outputs(checkpoint, plan.arch, groups, tokens, precision)
+    if ours.keys() != theirs.keys() or any(ours[name].shape != theirs[name].shape for name in theirs):
+        raise ConversionError(f"{checkpoint} and {source} differ in layers or sizes; they are different models")
+    errors = [(name, _error(ours[name], expected)) for name, expected in theirs.items()]
+    same = (ours["logits"].argmax(-1) == theirs["logits"].argmax(-1)).double().mean().item()
+    return Verdict(count, tuple(differing), tuple(errors), tokens.numel(), same, TOLERANCE[precision])
+
+
+def _bitwise_equal(a: Tensor, b: Tensor) -> bool:
+    """Also tells 0.0 from -0.0."""
+    integers = {2: torch.int16, 4: torch.int32}.get(a.element_size(), torch.uint8)
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(integers), b.view(integers))
+
+
+def _tokens(source: Path, text: str, vocab_size: int, max_positions: int) -> Tensor:
+    """int64 [1, S]: the text in the model's tokens; without a tokenizer, ids spread over the vocabulary."""
+    ids: Sequence[int] = []
+    if (source / "tokenizer_config.json").exists() or (source / "tokenizer.json").exists():
+        from transformers import AutoTokenizer
+
+        ids = AutoTokenizer.from_pretrained(source)(text)["input_ids"]
+    if not ids:
+        ids = torch.linspace(0, vocab_size - 1, 64).long().tolist()
+    return torch.tensor([ids[:max_positions]])
+
+
+@torch.no_grad()
+def _hf_outputs(source: Path, tokens: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa").eval()
+    except (OSError, ValueError, RuntimeError, KeyError) as e:
+        raise ConversionError(f"{source}: transformers cannot load the model ({e})") from None
+    outputs: dict[str, Tensor] = {}
+    _keep(model.get_input_embeddings(), "embedding", outputs)
+    for i, layer in enumerate(model.get_decoder().layers):
+        _keep(layer, f"layer {i}", outputs)
+    outputs["logits"] = model(tokens).logits[0].float()
+    return outputs
+
+
+@torch.no_grad()
+def _megatron_outputs(
+    checkpoint: Path, arch: Architecture, groups: Groups, tokens: Tensor, precision: str
+) -> dict[str, Tensor]:
+    from megatron.core import dist_checkpointing
+
+    from tepo_megatron.actor import build
+
+    model = ModelConfig(path="", precision=precision)  # type: ignore[arg-type]
+    config = build.transformer_config(arch, model, ParallelConfig(), groups.device)
+    (chunk,) = build.build_chunks(config, arch, model, groups)
+    # as a trainer loads it: the reading side of this package has no part in it
+    content = read_common(checkpoint).get("content_metadata")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)  # Megatron-Core calls what PyTorch is about to rename
+        loaded = dist_checkpointing.load({"model": chunk.sharded_state_dict(metadata=content)}, str(checkpoint))
+    chunk.load_state_dict(loaded["model"])
+    chunk.eval()
+    outputs: dict[str, Tensor] = {}
+    _keep(chunk.embedding, "embedding", outputs, sequence_first=True)
+    for i, layer in enumerate(chunk.decoder.layers):
+        _keep(layer, f"layer {i}", outputs, sequence_first=True)
+    positions = torch.arange(tokens.size(1))[None]
+    outputs["logits"] = chunk(tokens, positions, None)[0, :, : arch.vocab_size].float()
+    return outputs
+
+
+def _keep(module: torch.nn.Module, name: str, outputs: dict[str, Tensor], sequence_first: bool = False) -> None:
+    """Keep the module's output, [S, hidden], under `name` when it has run."""
+
+    def hook(_: torch.nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        outputs[name] = (hidden[:, 0] if sequence_first else hidden[0]).detach().float()
+
+    module.register_forward_hook(hook)
+
+
+def _error(a: Tensor, b: Tensor) -> float:
+    """||a - b|| / ||b||, 2-norms in fp64."""
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()

@@ -1,0 +1,87 @@
+"""RoPE and its scalings, from a HF config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tepo_megatron.errors import ConversionError
+from tepo_megatron.weights.ops import RotaryTable
+
+# type -> what it needs, what it may have besides
+_FIELDS: Mapping[str, tuple[set[str], set[str]]] = {
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
+    "yarn": (
+        {"factor"},
+        {
+            "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+            "truncate",
+        },
+    ),
+}  # fmt: skip
+_OF_ALL = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+
+
+def read_rope(
+    hf: Mapping[str, Any], family: str, default_theta: float | None, head_dim: int, max_positions: int
+) -> tuple[float, RotaryTable | None]:
+    """theta, and the frequencies where a scaling changes them. default_theta: where the config names none.
+
+    transformers 5 keeps everything in `rope_parameters`; earlier files have `rope_theta` at the top and the rest in
+    `rope_scaling`. Raises ConversionError for a type or a field that is not known, or for two that contradict each other.
+    """
+    where, rope = _parameters(hf)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _FIELDS:
+        raise ConversionError(
+            f"config.json: {where}.rope_type={kind!r} is not supported for {family}; only {', '.join(_FIELDS)} are"
+        )
+    needed, optional = _FIELDS[kind]
+    given = {k for k, v in rope.items() if v is not None}
+    if missing := sorted(needed - given):
+        raise ConversionError(f"config.json: {where}.{missing[0]} is missing; rope_type={kind} needs it")
+    if unknown := sorted(given - needed - optional - _OF_ALL):
+        raise ConversionError(f"config.json: field {where}.{unknown[0]} is not known for rope_type={kind}")
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        raise ConversionError(
+            f"config.json: {where}.partial_rotary_factor={rope['partial_rotary_factor']}: only 1 is supported"
+        )
+    theta = _theta(hf, rope, where, default_theta)
+    return theta, None if kind == "default" else _table(
+        {**rope, "rope_type": kind, "rope_theta": theta}, head_dim, max_positions
+    )
+
+
+def _parameters(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Where the parameters stand, and they."""
+    new, old = hf.get("rope_parameters"), hf.get("rope_scaling")
+    if new and old and new != old:
+        raise ConversionError("config.json: rope_parameters and rope_scaling differ; remove one of them")
+    where = "rope_scaling" if old and not new else "rope_parameters"
+    return where, new or old or {}
+
+
+def _theta(hf: Mapping[str, Any], rope: Mapping[str, Any], where: str, default: float | None) -> float:
+    given = {x for x in (rope.get("rope_theta"), hf.get("rope_theta")) if x is not None}
+    if not given and default is not None:
+        return default
+    if not given:
+        raise ConversionError(f"config.json: neither rope_theta nor {where}.rope_theta is given")
+    if len(given) > 1:
+        raise ConversionError(
+            f"config.json: rope_theta={hf['rope_theta']} and {where}.rope_theta={rope['rope_theta']} differ; remove one of them"
+        )
+    return float(given.pop())
+
+
+def _table(rope: dict[str, Any], head_dim: int, max_positions: int) -> RotaryTable:
+    """transformers' own formulas, so that the frequencies are its frequencies to the bit."""
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    # any config class does: the formulas read only these fields
+    config = Qwen3Config(head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=rope)
+    inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+    return RotaryTable(tuple(inv_freq.tolist()), float(attention_factor))

@@ -1,0 +1,62 @@
+"""Blockwise FP8: weights in e4m3 with one fp32 scale for each block of 128 x 128, as DeepSeek-V3 publishes them
+(arXiv 2412.19437, section 3.3) and vLLM and SGLang load them.
+
+A weight [n, k] becomes `weight` [n, k] in e4m3 and `weight_scale_inv` [ceil(n / 128), ceil(k / 128)] in fp32, with
+w ~ weight * weight_scale_inv of its block. e4m3 has three mantissa bits: a value is off by at most 2^-4 of itself (half a unit
+in the last place), or, below the smallest normal value 2^-6, by 2^-10 of the block's scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.errors import ConversionError
+
+BLOCK = 128
+SCALE_SUFFIX = "_scale_inv"
+MAX = 448.0  # the largest value of e4m3 (there is no infinity)
+# Scales stay normal numbers: a subnormal one has too few bits to divide by. Blocks below 448 times this lose precision to it.
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight: [n, k], bf16, fp16 or fp32 -> e4m3 [n, k], fp32 [ceil(n / 128), ceil(k / 128)]. On the meta device: shapes only.
+
+    A block of zeros gets the scale 1. Raises ConversionError for values that are not finite.
+    """
+    rows, columns = (-(-n // BLOCK) for n in weight.shape)
+    if weight.is_meta:
+        return weight.to(torch.float8_e4m3fn), torch.empty(rows, columns, device=weight.device)
+    quantized = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.ones(rows, columns)
+    for i in range(rows):  # one row of blocks at a time bounds the memory of the fp32 copy
+        band = slice(i * BLOCK, (i + 1) * BLOCK)
+        part = weight[band].float()
+        maximum = torch.nn.functional.pad(part.abs().amax(0), (0, columns * BLOCK - part.size(1))).view(columns, BLOCK).amax(1)
+        if not bool(torch.isfinite(maximum).all()):
+            raise ConversionError("a weight that is infinite or not a number has no place in FP8; the model has diverged")
+        scales[i] = torch.where(maximum > 0, (maximum / MAX).clamp(min=_SMALLEST_SCALE), 1.0)
+        each = scales[i].repeat_interleave(BLOCK)[: part.size(1)]
+        quantized[band] = (part / each).clamp(-MAX, MAX).to(torch.float8_e4m3fn)
+    return quantized, scales
+
+
+def dequantize(weight: Tensor, scale_inv: Tensor) -> Tensor:
+    """fp32 [n, k]: the values that an engine computes with."""
+    each = scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return weight.float() * each[: weight.size(0), : weight.size(1)]
+
+
+def config(whole_modules: Sequence[str]) -> dict[str, Any]:
+    """`quantization_config` of config.json. whole_modules: those whose weights are not in FP8."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": list(whole_modules),
+    }

@@ -1,0 +1,105 @@
+"""`tepo train --resume true` after kills from outside; the places of a kill are in tests/parallel/test_resume.py."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.test_faults import SHORT, refused, whole_lines
+from tests.parallel.resume_worlds import records, weights
+from tests.tiny import tiny_qwen3
+
+pytestmark = pytest.mark.e2e
+RUN: dict[str, Any] = SHORT | {
+    "training__steps": 10, "checkpoint__every": 2, "optimizer__lr": "1e-4", "parallel__tp": 2,
+}  # fmt: skip
+STEPS = RUN["training__steps"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a dataset that the run goes through twice."""
+    path = tmp_path_factory.mktemp("model")
+    tiny_qwen3(path, layers=2)
+    rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
+    for name in ("train.jsonl", "eval.jsonl"):
+        (path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+def complete(run: Path) -> list[str]:
+    return sorted(p.name for p in run.glob("checkpoints/step-????????"))
+
+
+def finished(command: Any) -> str:
+    assert command.wait(120) == 0, command.output
+    command.assert_nothing_left()
+    return command.output
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return {k: v for k, v in json.loads((run / "summary.json").read_text()).items() if k != "seconds"}
+
+
+def test_a_run_survives_the_kill_of_its_launcher_and_of_a_rank(tepo, arguments, model: Path, tmp_path: Path) -> None:
+    straight, run = tmp_path / "runs" / "straight", tmp_path / "runs" / "killed"
+    finished(tepo(*arguments(model, **RUN | {"checkpoint__every": 0}, name="straight"), engine="good"))
+
+    command = tepo(*arguments(model, **RUN, name="killed"), engine="slow")
+    command.until(lambda: bool(complete(run)) and len(whole_lines(run)) >= 3, timeout=60)
+    os.kill(command.process.pid, signal.SIGKILL)
+    command.assert_nothing_left()
+    assert tepo("report", run).wait(60) == 0 and (run / "report.png").exists()
+    refused(tepo(*arguments(model, **RUN, name="killed")), "holds a run already; go on with it with --resume true")
+
+    again = arguments(model, **RUN, name="killed", resume="true")
+    command = tepo(*again, engine="slow")
+    command.until(lambda: "resume: from the checkpoint of step " in command.output, timeout=60)
+    command.until(lambda: len(whole_lines(run)) >= 6, timeout=60)
+    ranks = [int(line.split()[0]) for line in command.left_over() if "scripted_worker" in line]
+    assert len(ranks) == RUN["parallel__tp"]
+    os.kill(max(ranks), signal.SIGKILL)
+    refused(command, "was ended by SIGKILL")
+
+    assert "resume: from the checkpoint of step " in finished(tepo(*again, engine="good"))
+    assert [r["step"] for r in records(run)] == list(range(1, STEPS + 1))
+    assert records(run) == records(straight) and summary(run) == summary(straight)
+    first, last = weights(straight), weights(run)
+    assert first.keys() == last.keys() and all(torch.equal(last[name], first[name]) for name in first)
+
+
+def test_resume_with_other_settings_data_and_damage(tepo, arguments, model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "again"
+    finished(tepo(*arguments(model, **RUN, name="again"), engine="good"))
+    before = records(run)
+
+    again = RUN | {"name": "again", "resume": "true"}
+    refused(tepo(*arguments(model, **again, overwrite="true")), "resume=true and overwrite=true contradict each other")
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("".join((model / "train.jsonl").read_text().splitlines(keepends=True)[1:]))
+    refused(
+        tepo(*arguments(model, **again, data__train=fewer), engine="good"),
+        "the checkpoint's place in the dataset is not one of this dataset: count was 40 and is 39",
+    )
+    assert records(run) == before
+
+    newest = run / "checkpoints" / complete(run)[-1]
+    (newest / "run.json").write_text("{}")
+    more = again | {"parallel__tp": 1, "training__steps": STEPS + 1}
+    output = finished(tepo(*arguments(model, **more), engine="good"))
+    for told in (
+        str(newest / "run.json"),
+        f"resume: from the checkpoint of step {STEPS - 2}",
+        "resume: parallel.tp was 2 and is 1",
+        f"resume: training.steps was {STEPS} and is {STEPS + 1}",
+        "resume: 2 recorded steps are taken again",
+    ):
+        assert told in output
+    assert f"resume: from the checkpoint of step {STEPS - 2}" in (run / "log.txt").read_text()
+    assert [r["step"] for r in records(run)] == list(range(1, STEPS + 2))
+    for here, there in zip(records(run), before, strict=False):
+        assert here["loss/total"] == pytest.approx(there["loss/total"], rel=1e-3, abs=1e-5), here["step"]

@@ -1,0 +1,245 @@
+"""Runs that are killed and go on: real loop, real grading, real checkpoints, an engine that follows the weights it was sent."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import io
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tepo_megatron import run_dir
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import validate
+from tepo_megatron.quiet import quiet_upstream
+from tepo_megatron.rollout.engine import INITIAL_VERSION
+from tepo_megatron.seeding import derive_seed
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tests.e2e.scripted_worker import ScriptedEngine
+from tests.tiny import tiny_qwen3
+from tests.worlds import run_world
+
+STEPS, PROMPTS = 5, 13  # an epoch ends in the middle of a step
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL for one rank in the `call`-th call of a function since step `step` began (0: since the start of the attempt).
+
+    where: "module:name", as the caller looks it up. after: when the call has returned, instead of before it begins.
+    """
+
+    where: str
+    step: int = 0
+    call: int = 1
+    after: bool = False
+    rank: int = 0
+
+    def __str__(self) -> str:
+        when = f"{'after' if self.after else 'before'} {self.where.partition(':')[2]}"
+        return f"{when}, call {self.call} from step {self.step} on, rank {self.rank}"
+
+    def arm(self, journal: Path) -> None:
+        """In the process that is to die; it tells the journal."""
+        from tepo_megatron.driver import Driver, MainDriver
+
+        now, calls = 0, 0
+
+        def note_step(original: Callable[..., Any]) -> Callable[..., Any]:
+            def collect(driver: Any, step: int, clock: Any) -> Any:
+                nonlocal now
+                now = step
+                return original(driver, step, clock)
+
+            return collect
+
+        for driver in (Driver, MainDriver):
+            driver.collect = note_step(driver.collect)  # type: ignore[method-assign]
+        module, _, path = self.where.partition(":")
+        *owners, name = path.split(".")
+        owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def deadly(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += now >= self.step
+            due = now >= self.step and calls == self.call
+            if due and not self.after:
+                self.die(journal, *args)
+            out = original(*args, **kwargs)
+            if due:
+                self.die(journal, *args)
+            return out
+
+        setattr(owner, name, deadly)
+
+    def die(self, journal: Path, *args: Any) -> None:
+        """End this process as a power cut would."""
+        with journal.open("a") as f:
+            f.write(json.dumps({"killed": str(self)}) + "\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class HalfALine(Kill):
+    """The kill comes when half of a record is in metrics.jsonl."""
+
+    def die(self, journal: Path, log: Any, step: int, *_: Any) -> None:  # type: ignore[override]
+        os.write(log._metrics, b'{"step": ')
+        super().die(journal)
+
+
+class FollowingEngine(ScriptedEngine):
+    """Tells the journal what it is asked, and answers by (prompt, seed) and, if `exact`, every bit of the weights received."""
+
+    exact = True
+
+    def __init__(self, cfg: Config, journal: Path, attempt: int) -> None:
+        os.environ["TEPO_TEST_ENGINE"] = "good"
+        super().__init__(cfg)
+        self._journal, self._attempt = journal, attempt
+        self.update_weights(sorted(Path(cfg.model.path).glob("*.safetensors")), INITIAL_VERSION)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
+        asked = {"attempt": self._attempt, "version": self.version, "seed": seed, "prompts": [p.id for p in prompts]}
+        with self._journal.open("a") as f:
+            f.write(json.dumps(asked) + "\n")
+        return [self._answer(p, seed, i) for p in prompts for i in range(sampling.samples)]
+
+    def _answer(self, prompt: Prompt, seed: int, i: int) -> Rollout:
+        right = self._sample(prompt, right=True)
+        dice = random.Random(f"{seed}/{prompt.id}/{i}/{right.rollout_logprobs_L.tolist() if self.exact else ''}")
+        return right if dice.random() < 0.5 else self._sample(prompt, right=False)
+
+
+def write_inputs(folder: Path) -> Path:
+    """A model directory with its datasets."""
+    tiny_qwen3(folder, layers=2)
+    for name, count in (("train", PROMPTS), ("eval", 4)):
+        rows = [{"prompt": f"{i}+{len(name)}=", "answer": str(i + len(name))} for i in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return folder
+
+
+def run_config(model: Path, output: Path, **sections: Any) -> Config:
+    """A run of STEPS steps with two updates each, rounds of refill, evaluations in between, and a rate that changes."""
+    tree: dict[str, Any] = {
+        "name": "run", "output": str(output), "platform": "cpu", "seed": 3,
+        "model": {"path": str(model), "precision": "fp32"},
+        "data": {"train": str(model / "train.jsonl"), "eval": str(model / "eval.jsonl"), "max_prompt_tokens": 16},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 16, "max_refills": 1},
+        "reward": {"workers": 1, "hard_seconds": 30.0},
+        "objective": {"name": "tepo", "beta": 0.1},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 3},
+        "training": {"steps": STEPS, "epochs": 1, "minibatch_prompts": 2, "max_tokens_per_microbatch": 64},
+        "evaluation": {"every": 2},
+        "logging": {"noise_floor_every": 2},
+    }  # fmt: skip
+    for name, value in sections.items():
+        tree[name] = {**tree.get(name, {}), **value} if isinstance(value, dict) else value
+    return validate(tree)
+
+
+def attempt(cfg: Config, journal: Path, number: int = 0, kill: Kill | None = None) -> None:
+    """What `tepo train` does, in forked ranks. Raises AssertionError when a rank ends before its time."""
+    run_dir.prepare(cfg)
+    run_world(cfg.parallel.world_size, _rank, cfg, journal, number, kill, timeout=90.0)
+
+
+def _rank(rank: int, cfg: Config, journal: Path, number: int, kill: Kill | None) -> None:
+    from tepo_megatron import driver
+    from tepo_megatron.platform import activate
+    from tepo_megatron.train import train
+
+    quiet_upstream()
+    if kill is None or not kill.where.endswith("write_report"):  # half of the seconds of such a run
+        driver.write_report = lambda folder: folder / "report.png"
+    if kill is not None and kill.rank == rank:
+        kill.arm(journal)
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(cfg, activate("cpu"), functools.partial(FollowingEngine, journal=journal, attempt=number))
+
+
+def lineage(cfg: Config, journal: Path, *kills: Kill) -> None:
+    """The run, killed as `kills` say and resumed after each, to its end. No record may vanish in between."""
+    recorded: list[str] = []
+    for number, kill in enumerate(kills):
+        with pytest.raises(AssertionError):
+            attempt(replace(cfg, resume=number > 0), journal, number, kill)
+        killed = [row["killed"] for row in journal_rows(journal) if "killed" in row]
+        assert len(killed) == number + 1, f"it did not come to the kill {kill}"
+        recorded += _lines(cfg.run_dir / "metrics.jsonl")
+    attempt(replace(cfg, resume=bool(kills)), journal, len(kills))
+    kept = set(_lines(cfg.run_dir / "metrics.jsonl")) | set(_lines(cfg.run_dir / "metrics.lost.jsonl"))
+    assert set(recorded) <= kept
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run leaves, without its seconds.
+
+    prompts: by step, what the engine was asked in the attempt that took the step for good: seed and prompt ids of each round.
+    """
+
+    records: list[dict[str, Any]]
+    summary: dict[str, Any]
+    evaluation: str
+    weights: dict[str, torch.Tensor]
+    prompts: dict[int, list[Any]]
+
+
+def outcome(cfg: Config, journal: Path) -> Outcome:
+    """Of a run that has ended."""
+    evaluations = derive_seed(cfg.seed, "evaluation")
+    asked = [row for row in journal_rows(journal) if "seed" in row and row["seed"] != evaluations]
+    last = {row["version"]: row["attempt"] for row in asked}
+    prompts: dict[int, list[Any]] = {}
+    for row in asked:
+        if row["attempt"] == last[row["version"]]:
+            prompts.setdefault(row["version"] + 1, []).append([row["seed"], row["prompts"]])
+    summary = json.loads((cfg.run_dir / "summary.json").read_text())
+    seconds = summary.pop("seconds")
+    assert seconds >= sum(json.loads(line)["seconds/total"] for line in _lines(cfg.run_dir / "metrics.jsonl"))
+    evaluation = (cfg.run_dir / "evaluation.jsonl").read_text()
+    return Outcome(records(cfg.run_dir), summary, evaluation, weights(cfg.run_dir), prompts)
+
+
+def assert_same(run: Outcome, straight: Outcome) -> None:
+    """Bit for bit."""
+    assert run.prompts == straight.prompts
+    assert run.records == straight.records
+    assert run.summary == straight.summary and run.evaluation == straight.evaluation
+    assert run.weights.keys() == straight.weights.keys()
+    for name, weight in straight.weights.items():
+        assert torch.equal(run.weights[name], weight), name
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Of metrics.jsonl, without what is measured with a clock."""
+    rows = [json.loads(line) for line in _lines(folder / "metrics.jsonl")]
+    return [{k: v for k, v in row.items() if not k.startswith("seconds/") and k != "tokens_per_second"} for row in rows]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of the exported model."""
+    return {name: t for file in sorted((folder / "hf").glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def journal_rows(journal: Path) -> list[dict[str, Any]]:
+    """What engines were asked, and who was killed."""
+    return [json.loads(line) for line in _lines(journal)]

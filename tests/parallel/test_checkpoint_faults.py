@@ -1,0 +1,320 @@
+"""What can go wrong with a checkpoint: damaged files, full disks, killed and hanging ranks, another model."""
+
+import hashlib
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tepo_megatron.errors import CheckpointError
+from tests.parallel import cases
+from tests.parallel import checkpoint_worlds as w
+from tests.tiny import tiny_qwen3
+from tests.worlds import run_world
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
+    return cases.make_case(tmp_path_factory.mktemp("case"), tied=True)
+
+
+def refused(action: Callable[[], Any]) -> str:
+    """The message of the CheckpointError that `action` raises."""
+    with pytest.raises(CheckpointError) as caught:
+        action()
+    return str(caught.value)
+
+
+def flip(path: Path, dice: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    path.write_bytes(data)
+
+
+def truncate(path: Path, dice: random.Random) -> None:
+    os.truncate(path, dice.randrange(path.stat().st_size))
+
+
+def remove(path: Path, dice: random.Random) -> None:
+    path.unlink()
+
+
+def damage_everything(rank: int, cfg: Any, folder: Path) -> list[tuple[str, str, int | None, tuple[str, ...]]]:
+    """Two checkpoints; every file of the newer one is damaged in three ways, one at a time, and mended again."""
+    actor, dice, out = w.start(cfg), random.Random(0), []
+    with w.checkpoints(folder, actor) as checkpoints, w.warnings_of_the_room():
+        for step in (1, 2):
+            checkpoints.save(step, actor, {"step": step})
+        checkpoints.wait()
+        newer = folder / "step-00000002"
+        for path in sorted(p for p in newer.iterdir()):
+            for damage in (flip, truncate, remove):
+                kept = path.read_bytes()
+                dist.barrier()
+                if rank == 0:
+                    damage(path, dice)
+                dist.barrier()
+                found = checkpoints.newest()
+                out.append((path.name, damage.__name__, found.run_state["step"], found.passed_over))
+                dist.barrier()
+                if rank == 0:
+                    path.write_bytes(kept)
+                dist.barrier()
+        assert checkpoints.newest().step == 2
+    return out
+
+
+def test_any_damaged_file_is_found_and_the_former_checkpoint_taken(case: cases.Case, tmp_path: Path) -> None:
+    first, second = run_world(2, damage_everything, w.run_config(case.model, {"dp": 2}), tmp_path)
+    assert first == second
+    names = {"__0_0.distcp", "__1_0.distcp", ".metadata", "common.pt", "metadata.json", "run.json", "manifest.txt"}
+    assert {name for name, *_ in first} == names and len(first) == 3 * len(names)
+    for name, damage, step, passed_over in first:
+        assert step == 1, (name, damage)
+        assert len(passed_over) == 1 and str(tmp_path / "step-00000002" / name) in passed_over[0], (name, damage)
+
+
+def all_damaged(rank: int, cfg: Any, folder: Path) -> Any:
+    actor = w.start(cfg)
+    with w.checkpoints(folder, actor) as checkpoints, w.warnings_of_the_room():
+        nothing = checkpoints.newest()
+        for step in (1, 2):
+            checkpoints.save(step, actor, {})
+        checkpoints.wait()
+        if rank == 0:
+            (folder / "step-00000001" / "__1_0.distcp").unlink()
+            truncate(folder / "step-00000002" / "run.json", random.Random(0))
+        dist.barrier()
+        return nothing, refused(checkpoints.newest)
+
+
+def test_when_none_is_valid_each_is_named(case: cases.Case, tmp_path: Path) -> None:
+    ranks = run_world(2, all_damaged, w.run_config(case.model, {"dp": 2}), tmp_path)
+    assert ranks[0] == ranks[1]
+    nothing, message = ranks[0]
+    assert nothing is None
+    assert str(tmp_path / "step-00000001" / "__1_0.distcp") in message and "cannot be read (No such file" in message
+    assert str(tmp_path / "step-00000002" / "run.json") in message and "bytes, not" in message
+
+
+def fill_the_disk(rank: int, cfg: Any, batch: Any, folder: Path, victim: int) -> Any:
+    """The kernel refuses what rank `victim` writes beyond 1 MB, in the midst of its file."""
+    actor = w.start(cfg)
+    with w.checkpoints(folder, actor) as checkpoints:
+        checkpoints.save(1, actor, {})
+        checkpoints.wait()
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank == victim:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, hard))
+        checkpoints.save(2, actor, {})
+        w.update(actor, 2, batch)  # training goes on meanwhile
+        message = refused(checkpoints.wait)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        dist.barrier()
+        names = sorted(p.name for p in folder.iterdir())
+        found = checkpoints.newest()
+        checkpoints.save(3, actor, {})
+        return message, names, found.step, checkpoints.wait().step
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_the_former(
+    case: cases.Case, tmp_path: Path, victim: int
+) -> None:
+    cfg = w.run_config(case.model, {"dp": 2})
+    ranks = run_world(2, fill_the_disk, cfg, case.batches[0], tmp_path, victim)
+    assert ranks[0] == ranks[1]
+    message, names, found, next_one = ranks[0]
+    assert f"rank {victim}: " in message and f"__{victim}_0.distcp" in message and "File too large" in message
+    assert "MiB free" in message
+    assert names == ["step-00000001"] and found == 1 and next_one == 3
+
+
+def run_until_killed(rank: int, cfg: Any, batch: Any, folder: Path, digests: Path, delay: float | None) -> Any:
+    """Go on from the newest checkpoint, check that it is the state of its step, save the next; rank 1 is killed meanwhile."""
+    actor = w.start(cfg)
+
+    def digest(step: int) -> Path:
+        data = b"".join(x.numpy().tobytes() for x in w.raw_state(actor) if isinstance(x, torch.Tensor))
+        return digests / f"{step}-{rank}-{hashlib.sha256(data).hexdigest()}"
+
+    with w.checkpoints(folder, actor) as checkpoints, w.warnings_of_the_room() as warnings:
+        found = checkpoints.newest()
+        step = 1
+        if found is not None:
+            step = checkpoints.load(found, actor)["step"] + 1
+            assert digest(step - 1).exists() and not warnings, (step, warnings)
+        w.update(actor, step, batch)
+        digest(step).touch()
+        if rank == 1 and delay is not None:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        start = time.perf_counter()
+        checkpoints.save(step, actor, {"step": step})
+        checkpoints.wait()
+        if delay is not None:
+            time.sleep(60)
+        return time.perf_counter() - start, step, sorted(p.name for p in folder.iterdir())
+
+
+@pytest.mark.full
+def test_a_killed_rank_leaves_a_checkpoint_to_go_on_from(case: cases.Case, tmp_path: Path) -> None:
+    cfg = w.run_config(case.model, {"dp": 2})
+    folder, digests = tmp_path / "checkpoints", tmp_path / "digests"
+    digests.mkdir()
+    ((seconds, *_), _) = run_world(2, run_until_killed, cfg, case.batches[0], folder, digests, None)
+    dice = random.Random(0)
+    for part in range(8):
+        delay = seconds * (part + dice.random()) / 7
+        with pytest.raises(AssertionError, match=r"SIGKILL|gloo/transport"):
+            run_world(2, run_until_killed, cfg, case.batches[0], folder, digests, delay)
+    (_, step, names), _ = run_world(2, run_until_killed, cfg, case.batches[0], folder, digests, None)
+    assert 2 <= step <= 10 and names[-1] == f"step-{step:08d}" and len(names) == 2, names
+
+
+def hang(rank: int, cfg: Any, folder: Path) -> Any:
+    actor = w.start(cfg)
+    with pytest.raises(CheckpointError, match="no more"), w.checkpoints(folder, actor, timeout_seconds=2) as checkpoints:
+        checkpoints.save(1, actor, {})
+        checkpoints.wait()
+        if rank == 1:
+            w.hold_back_writing()  # for a minute
+        start = time.perf_counter()
+        checkpoints.save(2, actor, {})
+        message, seconds = refused(checkpoints.wait), time.perf_counter() - start
+        found = checkpoints.newest()
+        checkpoints.save(3, actor, {})
+    return message, seconds, found.step
+
+
+def test_a_rank_that_hangs_costs_the_checkpoint_and_not_the_run(case: cases.Case, tmp_path: Path) -> None:
+    ranks = run_world(2, hang, w.run_config(case.model, {"dp": 2}), tmp_path)
+    for message, seconds, found in ranks:
+        assert "rank" in message and seconds < 10 and found == 1
+    assert ranks[0][0] == ranks[1][0]
+
+
+def fail_in_training(rank: int, cfg: Any, folder: Path) -> list[str]:
+    actor = w.start(cfg)
+    go = w.hold_back_writing()
+    with pytest.raises(ZeroDivisionError), w.checkpoints(folder, actor) as checkpoints:
+        checkpoints.save(1, actor, {})
+        threading.Timer(0.3, go.set).start()
+        raise ZeroDivisionError
+    dist.barrier()
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_an_error_of_the_run_does_not_cost_the_checkpoint_under_way(case: cases.Case, tmp_path: Path) -> None:
+    assert run_world(2, fail_in_training, w.run_config(case.model, {"dp": 2}), tmp_path) == [["step-00000001"]] * 2
+
+
+def retain(rank: int, cfg: Any, folder: Path) -> Any:
+    actor = w.start(cfg)
+    names = []
+    with w.checkpoints(folder, actor, keep_last=2, keep_every=3, asynchronous=False) as checkpoints:
+        for step in range(1, 8):
+            if step == 6:
+                held = checkpoints.newest()  # 5, which keep_last would drop at 7
+            checkpoints.save(step, actor, {})
+            saved = checkpoints.poll()
+            assert saved.step == step and saved.blocked_seconds == saved.seconds > 0
+            names.append(sorted(int(p.name.removeprefix("step-")) for p in folder.iterdir()))
+        checkpoints.load(held, actor)
+        checkpoints.save(8, actor, {})
+        names.append(sorted(int(p.name.removeprefix("step-")) for p in folder.iterdir()))
+    return names
+
+
+def test_the_newest_and_every_third_stay_and_so_does_one_that_is_to_be_loaded(case: cases.Case, tmp_path: Path) -> None:
+    (names,) = run_world(1, retain, w.run_config(case.model, {}), tmp_path)
+    assert names == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [3, 5, 6], [3, 5, 6, 7], [3, 6, 7, 8]]
+
+
+def go_back(rank: int, cfg: Any, folder: Path) -> Any:
+    """Step 2 is damaged, so the run goes on from 1 and comes to 2 again."""
+    actor = w.start(cfg)
+    with w.checkpoints(folder, actor) as checkpoints, w.warnings_of_the_room() as warnings:
+        for step in (1, 2, 4):
+            checkpoints.save(step, actor, {"course": 1})
+        checkpoints.wait()
+        shutil.copytree(folder / "step-00000002", folder / "step-00000001")
+        for step in (2, 4):
+            flip(folder / f"step-{step:08d}" / "common.pt", random.Random(0))
+        (folder / "step-00000003.partial").mkdir()
+        found = checkpoints.newest()
+        checkpoints.save(2, actor, {"course": 2})
+        checkpoints.wait()
+        return found.path.name, checkpoints.newest().run_state, sorted(p.name for p in folder.iterdir()), warnings
+
+
+def test_a_run_that_went_back_does_not_return_to_its_former_course(case: cases.Case, tmp_path: Path) -> None:
+    ((found, newest, names, warnings),) = run_world(1, go_back, w.run_config(case.model, {}), tmp_path)
+    assert found == "step-00000001" and newest == {"course": 2}
+    assert names == ["step-00000001", "step-00000002", "step-00000002.abandoned", "step-00000004.abandoned"]
+    assert sum("set aside" in line for line in warnings) == 2
+
+
+def load_into_another(rank: int, cfg: Any, other: Any, folder: Path) -> Any:
+    from tepo_megatron.actor.actor import Actor
+
+    actor = w.start(cfg)
+    with w.checkpoints(folder, actor) as checkpoints:
+        checkpoints.save(1, actor, {})
+        checkpoints.wait()
+        another = Actor(other, actor.groups)
+        before = w.raw_state(another)
+        message = refused(lambda: checkpoints.load(checkpoints.newest(), another))
+        weights = [x for x in before if isinstance(x, torch.Tensor)]
+        after = [x for x in w.raw_state(another) if isinstance(x, torch.Tensor) and (x != 0).any()]
+        return message, w.same([x for x in weights if (x != 0).any()], after)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": 3}, r"holds decoder\.layers\.3\..*which this model lacks"),
+        ({"layers": 5}, r"has no tensor decoder\.layers\.4\..*resume with the model"),
+        ({"vocab_size": 72}, r"the vocabulary had 70 tokens and has 72"),
+        ({"precision": "bf16"}, r"is torch\.float32, and torch\.bfloat16 here.*model\.precision"),
+    ],
+    ids=str,
+)
+def test_the_checkpoint_of_another_model_is_refused_before_anything_changes(
+    case: cases.Case, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    cfg = w.run_config(case.model, {"tp": 2})
+    if "precision" in change:
+        other = replace(cfg, model=replace(cfg.model, **change))
+    else:
+        tiny_qwen3(tmp_path / "other", **({"layers": 4, "vocab_size": cases.VOCAB} | change))
+        other = replace(cfg, model=replace(cfg.model, path=str(tmp_path / "other")))
+    for text, unchanged in run_world(2, load_into_another, cfg, other, tmp_path / "checkpoints"):
+        assert re.search(message, text), text
+        assert unchanged
+
+
+def save_nonsense(rank: int, cfg: Any, folder: Path) -> str:
+    actor = w.start(cfg)
+    with w.checkpoints(folder, actor) as checkpoints:
+        message = refused(lambda: checkpoints.save(1, actor, {"stream": object()}))
+        checkpoints.save(1, actor, {})
+    return message
+
+
+def test_a_run_state_that_is_not_json_is_refused_on_all_ranks(case: cases.Case, tmp_path: Path) -> None:
+    ranks = run_world(2, save_nonsense, w.run_config(case.model, {"dp": 2}), tmp_path)
+    assert ranks[0] == ranks[1] and "not JSON serializable" in ranks[0]

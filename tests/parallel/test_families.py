@@ -1,0 +1,373 @@
+"""Every model family against transformers on every layout it must run on: weights bitwise, logits, greedy tokens, one step.
+
+The models are random, in fp32, at odd shapes: heads 8/2 or 7/1, head_dim != hidden / heads, a vocabulary that every layout pads
+differently, three layers (uneven over PP2), six experts. Logits are compared by max |a - b| / max |b|.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from tepo_megatron.types import Rollout, TrainBatch
+from tests.parallel import cases
+from tests.parallel.test_weights import Recorder, tensors
+from tests.tiny import tiny_model
+from tests.worlds import run_world
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-5
+NEW_TOKENS = 32
+VOCAB = 70
+
+EIGHT_HEADS = {"hidden_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 20, "intermediate_size": 136}
+SEVEN_HEADS = {"hidden_size": 112, "num_attention_heads": 7, "num_key_value_heads": 1, "intermediate_size": 150}
+TIED = {"tie_word_embeddings": True}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 56, "num_experts": 6}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def shaped(kind: Callable[..., PretrainedConfig], *shape: dict[str, Any], **fields: Any) -> PretrainedConfig:
+    merged = {
+        "vocab_size": VOCAB, "num_hidden_layers": 3, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2,
+    }  # fmt: skip
+    for part in (*shape, fields):
+        merged |= part
+    return kind(**merged)
+
+
+EIGHT = {  # every layout
+    "qwen2": lambda: shaped(Qwen2Config, EIGHT_HEADS, TIED, rope_parameters=YARN),
+    "qwen3": lambda: shaped(Qwen3Config, EIGHT_HEADS, rope_theta=1e6),
+    "llama": lambda: shaped(LlamaConfig, EIGHT_HEADS, TIED, rope_parameters=LLAMA3, rms_norm_eps=1e-5),
+    "mistral": lambda: shaped(MistralConfig, EIGHT_HEADS, sliding_window=None, rope_theta=3e4),
+    "qwen3_moe": lambda: shaped(Qwen3MoeConfig, EIGHT_HEADS, EXPERTS, norm_topk_prob=True, mlp_only_layers=[1]),
+    "mixtral": lambda: shaped(MixtralConfig, EIGHT_HEADS, num_local_experts=6, num_experts_per_tok=2),
+}
+SEVEN = {  # without tensor parallelism
+    "qwen2 7/1": lambda: shaped(Qwen2Config, SEVEN_HEADS),
+    "qwen3 7/1": lambda: shaped(Qwen3Config, SEVEN_HEADS, TIED, head_dim=24, rope_parameters=YARN | {"attention_factor": 1.5}),
+    "llama 7/1": lambda: shaped(
+        LlamaConfig, SEVEN_HEADS, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    ),
+    "mistral 7/1": lambda: shaped(MistralConfig, SEVEN_HEADS, TIED, head_dim=12, sliding_window=None, rope_parameters=YARN),
+    "qwen3_moe 7/1": lambda: shaped(Qwen3MoeConfig, SEVEN_HEADS, EXPERTS, TIED, head_dim=24, norm_topk_prob=False),
+    "mixtral 7/1": lambda: shaped(MixtralConfig, SEVEN_HEADS, TIED, num_local_experts=6, num_experts_per_tok=3, head_dim=24),
+}
+FOUR_LAYERS = {  # for pipelines with a middle, and virtual ones
+    "qwen2 deep": lambda: shaped(Qwen2Config, EIGHT_HEADS, num_hidden_layers=4),
+    "mixtral deep": lambda: shaped(MixtralConfig, EIGHT_HEADS, num_hidden_layers=4, num_local_experts=6, num_experts_per_tok=2),
+}
+MODELS = EIGHT | SEVEN | FOUR_LAYERS
+MOE = ("qwen3_moe", "mixtral")
+TP_SP = {"tp": 2, "sequence_parallel": True}
+EP2 = {"ep": 2, "dp": 2}
+DENSE_LAYOUTS = [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
+MOE_LAYOUTS = [{}, TP_SP, {"pp": 2}, EP2, {"ep": 2, "cp": 2}, EP2 | {"pp": 2}, EP2 | TP_SP, {"ep": 2, "dp": 4}]
+STEPS = [
+    ("qwen2", {}), ("qwen2", TP_SP), ("qwen2", {"pp": 2}), ("qwen2 deep", {"pp": 3}), ("qwen3_moe", {}), ("qwen3_moe", TP_SP),
+    ("qwen3_moe", EP2), ("qwen3_moe", {"ep": 2, "cp": 2}), ("qwen3_moe", EP2 | {"pp": 2}), ("qwen3_moe", EP2 | TP_SP),
+    ("qwen3_moe", {"ep": 2, "dp": 4}), ("mixtral", EP2), ("mixtral deep", {"pp": 2, "vpp": 2}),
+    ("mixtral deep", EP2 | {"pp": 2, "vpp": 2}),
+]  # fmt: skip
+
+
+def transformers_model(path: Path) -> torch.nn.Module:
+    """In fp32, with its plainest attention and experts (its grouped products take neither fp64 nor odd sizes)."""
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **plain).eval()
+
+
+@functools.cache
+def reference(name: str, folder: Path) -> tuple[Path, list[Tensor], list[Tensor], list[int]]:
+    """The model's directory; some sequences, transformers' logits [L, V] for each, and its greedy continuation of the first.
+
+    The last sequence is the first with its continuation, but for the last token.
+    """
+    path = folder / name.replace("/", "-")
+    tiny_model(path, MODELS[name](), seed=1, scale=8.0)
+    model = transformers_model(path)
+    generator = torch.Generator().manual_seed(3)
+    sequences = [torch.randint(3, VOCAB, (n,), generator=generator) for n in (5, 41, 19, 64)]
+    with torch.no_grad():
+        ids = sequences[0]
+        for _ in range(NEW_TOKENS):
+            ids = torch.cat((ids, model(ids[None]).logits[0, -1:].argmax(-1)))
+        sequences.append(ids[:-1])
+        logits = [model(ids[None]).logits[0] for ids in sequences]
+    return path, sequences, logits, ids[-NEW_TOKENS:].tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+def batch_of(sequences: list[Tensor], rows: int | None = None) -> TrainBatch:
+    """Sequences whose last `rows` positions (None: all) reach the output layer: a row's label is the next token."""
+    rollouts = []
+    for i, ids in enumerate(sequences):
+        ids = torch.cat((ids, ids[:1]))
+        mask = torch.arange(ids.numel()) >= (1 if rows is None else ids.numel() - rows)
+        rollouts.append(Rollout(i, ids, mask, torch.zeros(ids.numel()), 0, "stop"))
+    return TrainBatch.build(rollouts, torch.zeros(len(rollouts)))
+
+
+def gathered_logits(actor: Any, batch: TrainBatch) -> Tensor:
+    """[N, V] of all response rows, the same on every rank."""
+    import torch.distributed as dist
+
+    from tepo_megatron.weights.ops import padded_vocab_size
+
+    groups = actor.groups
+    logits_N = torch.zeros(batch.num_tokens, padded_vocab_size(VOCAB, groups.tp.size))
+
+    def visit(microbatch: Any, logits_R: Tensor) -> None:
+        parts = [torch.empty_like(logits_R) for _ in range(groups.tp.size)]
+        dist.all_gather(parts, logits_R.contiguous(), group=groups.tp.group)
+        logits_N[microbatch.token_R] = torch.cat(parts, dim=-1)
+
+    actor._schedule.forward(actor._microbatches(batch), visit)
+    if groups.is_last_stage:
+        dist.all_reduce(logits_N, group=groups.dp_cp.group)
+    return groups.broadcast_from_last_stage(logits_N)[:, :VOCAB]
+
+
+def visit_model(rank: int, cfg: Any, sequences: list[Tensor], out: Path) -> dict[str, Any]:
+    """In a forked rank: export, push to an engine, logits of all positions; on one rank also a continuation, token by token."""
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.platform import activate
+    from tepo_megatron.weights.sync import WeightSync
+
+    groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
+    actor = Actor(cfg, groups)
+    actor.export_hf(out)
+    receiver = Recorder() if rank == 0 else None
+    with WeightSync(cfg.sync, actor.bindings, actor.arch, groups, receiver) as sync:
+        sync.push(version=1)
+    logits = gathered_logits(actor, batch_of(sequences))
+    ids = sequences[0]
+    for _ in range(NEW_TOKENS if groups.world_size == 1 else 0):
+        ids = torch.cat((ids, gathered_logits(actor, batch_of([ids], rows=1)).argmax(-1)))
+    parallel.shutdown()
+    received = receiver.received if receiver else {}
+    return {"logits": logits, "token by token": ids[len(sequences[0]) :].tolist(), "received": received}
+
+
+def check(name: str, layout: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    path, sequences, expected, greedy = reference(name, folder)
+    cfg = cases.run_config(path, layout, max_tokens=80)
+    ranks = run_world(cfg.parallel.world_size, visit_model, cfg, sequences, tmp_path / "out")
+    before = tensors(path)
+    for after in (tensors(tmp_path / "out"), ranks[0]["received"]):
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+    scale = max(x.abs().max() for x in expected)
+    assert len(ranks) > 1 or ranks[0]["token by token"]
+    for rank in ranks:
+        difference = (rank["logits"] - torch.cat(expected)).abs().max() / scale
+        assert difference <= TOLERANCE, f"logits differ by {difference:.1e}"
+        # from the same prefix the same next token, at each of its positions: the same continuation
+        assert rank["logits"][-NEW_TOKENS:].argmax(-1).tolist() == greedy
+        assert rank["token by token"] in ([], greedy)
+
+
+def params(pairs: Iterable[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """Worlds of four ranks are slow."""
+
+    def ranks(layout: dict[str, Any]) -> int:
+        return math.prod(layout.get(axis, 1) for axis in ("tp", "pp", "cp", "dp"))
+
+    return [
+        pytest.param(name, layout, marks=[pytest.mark.full] if ranks(layout) > 2 else [], id=f"{name} {layout}")
+        for name, layout in pairs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    params(
+        [(name, layout) for name in EIGHT for layout in (MOE_LAYOUTS if name in MOE else DENSE_LAYOUTS)]
+        + [(name, layout) for name in SEVEN for layout in ({}, {"pp": 2})]
+        + [("mixtral deep", {"pp": 2, "vpp": 2}), ("qwen2 deep", {"pp": 3})]
+    ),
+)
+def test_the_model_is_that_of_transformers(folder: Path, tmp_path: Path, name: str, layout: dict[str, Any]) -> None:
+    check(name, layout, folder, tmp_path)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_models_are_far_from_uniform(folder: Path, name: str) -> None:
+    """So that a wrong weight shows, and greedy tokens are not all the same."""
+    _, _, logits, greedy = reference(name, folder)
+    entropy = torch.distributions.Categorical(logits=torch.cat(logits)).entropy().mean()
+    assert entropy < 0.8 * torch.tensor(float(VOCAB)).log() and len(set(greedy)) >= 4
+
+
+def test_fields_of_earlier_files_mean_the_same(folder: Path, tmp_path: Path) -> None:
+    """rope_theta at the top and rope_scaling with `type`, as transformers 4 wrote them."""
+    path, sequences, expected, _ = reference("llama", folder)
+    fields = json.loads((path / "config.json").read_text())
+    rope = fields.pop("rope_parameters")
+    rope["type"], fields["rope_theta"] = rope.pop("rope_type"), rope.pop("rope_theta")
+    for file in path.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"rope_scaling": rope}))
+    (logits,) = run_world(1, logits_only, cases.run_config(tmp_path, {}), sequences)
+    assert (logits - torch.cat(expected)).abs().max() <= TOLERANCE * max(x.abs().max() for x in expected)
+
+
+def logits_only(rank: int, cfg: Any, sequences: list[Tensor]) -> Tensor:
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.platform import activate
+
+    return gathered_logits(Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0)), batch_of(sequences))
+
+
+def rewarded_batch() -> TrainBatch:
+    generator = torch.Generator().manual_seed(5)
+    rollouts = []
+    for i, (prompt, response) in enumerate([(4, 20), (3, 1), (6, 33), (5, 12), (3, 27)]):
+        ids = torch.randint(3, VOCAB, (prompt + response,), generator=generator)
+        mask = torch.arange(ids.numel()) >= prompt
+        rollouts.append(Rollout(i, ids, mask, torch.zeros(ids.numel()), 0, "stop"))
+    old_N = torch.zeros(sum(r.response_length for r in rollouts))  # of no use to the policy gradient
+    return TrainBatch(tuple(rollouts), torch.tensor([1.0, -0.7, 0.4, -1.3, 0.8]), old_N, old_N)
+
+
+@functools.cache
+def reference_step(name: str, folder: Path) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
+    """Policy gradient of -sum A log pi / N in fp64, its norm, and the weights after clipping and AdamW; in the file's names."""
+    path = reference(name, folder)[0]
+    model = transformers_model(path).double()
+    batch = rewarded_batch()
+    loss = torch.zeros((), dtype=torch.float64)
+    for rollout, advantage in zip(batch.rollouts, batch.advantages_B.double(), strict=True):
+        ids = rollout.token_ids_L
+        logp = torch.log_softmax(model(ids[None]).logits[0, :-1] / cases.TEMPERATURE, dim=-1)
+        loss = loss - advantage * logp.gather(1, ids[1:, None])[rollout.response_mask_L[1:]].sum() / batch.num_tokens
+    loss.backward()
+    gradients = in_file_names(name, {n: p.grad.clone() for n, p in model.named_parameters()})
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    decay, none = {"weight_decay": cases.ADAM["weight_decay"]}, {"weight_decay": 0.0}
+    settings = {k: cases.ADAM[k] for k in ("lr", "eps", "betas")}
+    optimizer = torch.optim.AdamW([{"params": matrices} | decay, {"params": vectors} | none], **settings)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cases.ADAM["clip"])
+    optimizer.step()
+    weights = in_file_names(name, {n: p.detach().clone() for n, p in model.named_parameters()})
+    return gradients, float(norm), weights
+
+
+def in_file_names(model: str, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """transformers holds the experts of a layer in one tensor; its files hold one per expert."""
+    mixtral = model.startswith("mixtral")
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    out = {}
+    for name, x in named.items():
+        name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+        prefix = name.rpartition(".")[0]
+        for i, expert in enumerate(x if ".experts." in name else ()):
+            if name.endswith("gate_up_proj"):
+                out[f"{prefix}.{i}.{gate}.weight"], out[f"{prefix}.{i}.{up}.weight"] = expert.chunk(2)
+            else:
+                out[f"{prefix}.{i}.{down}.weight"] = expert
+        if ".experts." not in name:
+            out[name] = x
+    return out
+
+
+def train_once(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.losses import build_objective
+    from tepo_megatron.platform import activate
+
+    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor.start_step(1)
+    gradients: dict[str, Tensor] = {}
+    step = actor.optimizer.step
+
+    def capture_then_step() -> Any:
+        gradients.update(sent(actor, whole_gradients(actor)))
+        return step()
+
+    actor.optimizer.step = capture_then_step
+    result = actor.update(batch, build_objective(cfg.objective))
+    weights = sent(actor, [b.parameter for b in actor.bindings])
+    parallel.shutdown()
+    return {"gradients": gradients, "weights": weights, "grad_norm": result.metrics["actor/grad_norm"][0]}
+
+
+def whole_gradients(actor: Any) -> list[Tensor]:
+    """Reduced gradients, one per binding: the distributed optimizer leaves each rank of a bucket's group a shard."""
+    import torch.distributed as dist
+    from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+
+    kept = []
+    for chunk in actor.chunks:
+        for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            group = bucket_group.intra_distributed_optimizer_instance_group
+            for bucket in bucket_group.buckets:
+                kept.append((bucket.grad_data, bucket.grad_data.clone()))
+                shard = shard_buffer(bucket.grad_data, group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    whole = [b.parameter.main_grad.clone() for b in actor.bindings]
+    for data, original in kept:
+        data.copy_(original)
+    return whole
+
+
+def sent(actor: Any, values: list[Tensor]) -> dict[str, Tensor]:
+    """What this rank would send of `values` (one per binding), in HF layout."""
+    from dataclasses import replace
+
+    from tepo_megatron.weights.gather import iterate_hf, sent_by
+
+    bindings = [replace(b, parameter=t) for b, t in zip(actor.bindings, values, strict=True)]
+    return {n: t.detach().clone() for n, t in iterate_hf(sent_by(bindings, actor.groups), actor.arch, actor.groups.tp)}
+
+
+@pytest.mark.parametrize(("name", "layout"), params(STEPS))
+def test_a_training_step(folder: Path, name: str, layout: dict[str, Any]) -> None:
+    """Gradients and weights per tensor, by ||a - b|| / ||b||, and the gradient norm."""
+    gradients, norm, weights = reference_step(name, folder)
+    cfg = cases.run_config(reference(name, folder)[0], layout, max_tokens=50, objective={"name": "reinforce"})
+    ranks = run_world(cfg.parallel.world_size, train_once, cfg, rewarded_batch())
+    for kind, expected in (("gradients", gradients), ("weights", weights)):
+        merged = {n: t for rank in ranks for n, t in rank[kind].items()}
+        assert merged.keys() == expected.keys()
+        assert sum(len(rank[kind]) for rank in ranks) == len(expected)  # each leaves through one rank
+        assert all(x.norm() > 0 for x in expected.values())
+        worst = max(expected, key=lambda n: cases.distance(merged[n], expected[n]))
+        found = cases.distance(merged[worst], expected[worst])
+        assert found <= TOLERANCE, f"{kind} of {worst} differ by {found:.1e}"
+    for rank in ranks:
+        assert rank["grad_norm"] == pytest.approx(norm, rel=TOLERANCE)

@@ -1,0 +1,48 @@
+"""What an update says about its plan is what its ranks computed."""
+
+from typing import Any
+
+import pytest
+
+from tests.parallel import cases
+from tests.worlds import run_world
+
+
+def update(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
+    """In a forked rank: one update; its metrics, and the tokens of the microbatches that this rank ran."""
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.losses import build_objective
+    from tepo_megatron.platform import activate
+
+    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    tokens: list[int] = []
+    run = actor._schedule.forward_backward
+
+    def counted(microbatches: Any, *args: Any) -> None:
+        tokens.extend(m.tokens_S.numel() for m in microbatches)
+        run(microbatches, *args)
+
+    actor._schedule.forward_backward = counted  # type: ignore[method-assign]
+    actor.start_step(1)
+    result = actor.update(batch, build_objective(cfg.objective))
+    parallel.shutdown()
+    return {"metrics": result.metrics, "tokens": tokens}
+
+
+@pytest.mark.parametrize(
+    ("layout", "copies"),  # of each token: stages that compute it
+    [({"dp": 2, "cp": 2}, 1), ({"pp": 2, "tp": 2, "sequence_parallel": True}, 4), ({"pp": 2, "vpp": 2}, 2)],
+    ids=str,
+)
+def test_an_update_reports_its_plan(tmp_path: Any, layout: dict, copies: int) -> None:
+    case = cases.make_case(tmp_path, tied=True)
+    cfg = cases.run_config(case.model, layout, max_tokens=90)
+    ranks = run_world(cfg.parallel.world_size, update, cfg, case.batches[0])
+    computed = sum(sum(rank["tokens"]) for rank in ranks) / copies
+    for rank in ranks:
+        found = {name: n / d for name, (n, d) in rank["metrics"].items() if name.startswith("packing/")}
+        assert found["packing/microbatches"] == len(rank["tokens"]) > 1
+        assert found["packing/padding_share"] == pytest.approx(1 - sum(case.batches[0].lengths) / computed)
+        assert 0.5 < found["packing/balance"] <= 1.0
+        assert (found["packing/bubble_share"] > 0) == ("pp" in layout)

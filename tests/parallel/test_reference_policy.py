@@ -1,0 +1,150 @@
+"""The reference policy, the noise floor of dH, and the pass that a weighting costs, on the actor and several layouts."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel import cases
+from tests.reference import tepo as reference
+from tests.worlds import run_world
+
+LAYOUTS = [{}, {"cp": 2}, {"tp": 2, "pp": 2}]
+BETA = 0.5
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
+    return cases.make_case(tmp_path_factory.mktemp("case"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def other(case: cases.Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A second model of the same architecture: the reference policy."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("other") / "model"
+    shutil.copytree(case.model, folder)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(11)
+    moved = {n: w + 0.1 * w.abs().mean() * torch.randn(w.shape, generator=generator) for n, w in weights.items()}
+    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def build(cfg: Any) -> Any:
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.platform import activate
+
+    return Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
+
+
+def with_reference(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
+    """What the reference policy gives, and whether the policy came through it unchanged."""
+    from tepo_megatron import parallel
+    from tepo_megatron.losses import build_objective
+
+    actor = build(cfg)
+    before = [b.parameter.detach().clone() for b in actor.bindings]
+    actor.keep_reference()
+    batch = actor.attach_ref_logprobs(batch)
+    unchanged = all(torch.equal(b.parameter, old) for b, old in zip(actor.bindings, before, strict=True))
+    result = actor.backward(batch, build_objective(cfg.objective)).reduce(actor.groups, batch.update)
+    out = {
+        "unchanged": unchanged,
+        "ref_logprobs_N": batch.ref_logprobs_N if actor.groups.is_last_stage else None,
+        "divergence_B": actor.reference_divergence(batch, "k1"),
+        "ref_kl": result.metrics["loss/ref_kl"],
+        "loss": result.metrics["loss/total"][0],
+        "gradients": cases.full_gradients(actor),
+    }
+    parallel.shutdown()
+    return out
+
+
+@pytest.fixture(scope="module")
+def outs(case: cases.Case, other: Path) -> list[list[dict[str, Any]]]:
+    out = []
+    for layout in LAYOUTS:
+        cfg = cases.run_config(case.model, layout, 100, {"name": "grpo", "ref_beta": BETA})
+        cfg = replace(cfg, model=replace(cfg.model, reference=str(other)))
+        out.append(run_world(cfg.parallel.world_size, with_reference, cfg, case.batches[0]))
+    return out
+
+
+def test_reference_logprobs_are_those_of_the_other_model(case: cases.Case, other: Path, outs: list) -> None:
+    model = reference.load(other)
+    with torch.no_grad():
+        expected = [
+            reference.statistics(model, r.token_ids_L, r.response_mask_L, cases.TEMPERATURE)[0]
+            for r in case.batches[0].rollouts
+        ]
+    old = case.batches[0].old_logprobs_N.double().split(case.batches[0].response_lengths)
+    for ranks in outs:
+        for rank in ranks:
+            assert rank["unchanged"]
+            if rank["ref_logprobs_N"] is not None:
+                assert cases.distance(rank["ref_logprobs_N"], torch.cat(expected)) <= 1e-5
+            sums = torch.stack([(o - e).sum() for o, e in zip(old, expected, strict=True)])
+            assert cases.distance(rank["divergence_B"], sums) <= 1e-5
+
+
+def test_the_penalty_is_in_the_loss_on_every_layout(case: cases.Case, outs: list) -> None:
+    alone = outs[0][0]
+    numerator, denominator = alone["ref_kl"]
+    assert denominator == pytest.approx(1.0, rel=1e-6) and numerator > 0.005
+    plain = run_world(1, plain_step, cases.run_config(case.model, {}, 100, {"name": "grpo"}), case.batches[0])[0]
+    assert alone["loss"] == pytest.approx(plain + BETA * numerator, rel=1e-5)
+    for ranks in outs[1:]:
+        merged = {n: g for rank in ranks for n, g in rank["gradients"].items()}
+        assert ranks[0]["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert max(cases.distance(merged[n], g) for n, g in alone["gradients"].items()) <= 1e-5
+
+
+def plain_step(rank: int, cfg: Any, batch: Any) -> float:
+    from tepo_megatron import parallel
+    from tepo_megatron.losses import build_objective
+
+    actor = build(cfg)
+    result = actor.backward(batch, build_objective(cfg.objective)).reduce(actor.groups, batch.update)
+    parallel.shutdown()
+    return result.metrics["loss/total"][0]
+
+
+def noise_and_passes(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
+    """The noise floor, and how many forward passes each update's statistics take."""
+    from tepo_megatron import parallel
+    from tepo_megatron.losses import OBJECTIVES
+
+    actor = build(cfg)
+    batch = replace(actor.attach_old_stats(batch), update=0)
+    floor = actor.measure_noise(batch)
+    passes = []
+    run = actor._schedule.forward
+    actor._schedule.forward = lambda microbatches, visit: (passes.append(len(microbatches)), run(microbatches, visit))
+    counted, losses = {}, {}
+    for name in ("tepo", "steer"):
+        for update in (0, 1):
+            passes.clear()
+            result = actor.backward(replace(batch, update=update), OBJECTIVES[name]).reduce(actor.groups, update)
+            counted[name, update] = len(passes)
+            losses[name, update] = result.metrics["loss/total"][0]
+    parallel.shutdown()
+    return {"floor": floor, "passes": counted, "losses": losses}
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp": 2}, {"pp": 2}])
+def test_noise_floor_and_the_pass_of_a_weighting(case: cases.Case, layout: dict) -> None:
+    cfg = cases.run_config(case.model, layout, 100)
+    ranks = run_world(cfg.parallel.world_size, noise_and_passes, cfg, case.batches[0])
+    for rank in ranks:
+        assert 0 < rank["floor"] < 1e-5  # fp32: entropies of some nats, rounded differently under another packing
+        assert rank["floor"] == ranks[0]["floor"]
+        # a weighting costs one pass, and none where the old statistics are those of the current weights
+        assert rank["passes"] == {("tepo", 0): 0, ("tepo", 1): 0, ("steer", 0): 0, ("steer", 1): 1}
+        assert rank["losses"]["steer", 0] == pytest.approx(rank["losses"]["steer", 1], rel=1e-5)

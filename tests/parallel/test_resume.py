@@ -1,0 +1,242 @@
+"""Exactly once: a run that was killed anywhere and resumed ends as the run that nobody killed, bit for bit."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.config import Config
+from tests.parallel import resume_worlds as w
+from tests.parallel.resume_worlds import HalfALine, Kill, Outcome
+
+pytestmark = pytest.mark.slow
+
+ENGINE, CHECKPOINT = "tests.parallel.resume_worlds:FollowingEngine.", "tepo_megatron.checkpoint."
+# where it can be hit in a step, and whether ranks other than 0 come there
+PLACES = {
+    "tepo_megatron.rollout.collector:Collector.collect": False,
+    ENGINE + "generate": False,
+    "tepo_megatron.rewards.math:MathReward.score": False,
+    "tepo_megatron.actor.actor:Actor.attach_old_stats": True,
+    "tepo_megatron.actor.actor:Actor.update": True,
+    "tepo_megatron.platform.adam:HostAdam._update": True,  # one parameter of an optimizer step
+    "tepo_megatron.weights.sync:WeightSync.push": True,
+    ENGINE + "update_weights": False,
+    "tepo_megatron.sinks:RunLog.write": False,
+    CHECKPOINT + "checkpoints:Checkpoints.save": True,
+    CHECKPOINT + "tensors:HostCopy.take": True,
+    CHECKPOINT + "saving:write_items": True,
+    CHECKPOINT + "saving:write_metadata": False,
+    CHECKPOINT + "saving:write_manifest": False,
+    CHECKPOINT + "folder:publish": False,
+    CHECKPOINT + "folder:_to_deleted": False,
+    "os:rmdir": False,  # the last call of a deletion
+    "tepo_megatron.driver:evaluate": False,
+}
+AT_THE_END = {
+    "tepo_megatron.actor.actor:Actor.export_hf": True,
+    "tepo_megatron.weights.hf_io:publish": False,
+    "tepo_megatron.driver:evaluate": False,
+    "tepo_megatron.driver:write_evaluation": False,
+    "tepo_megatron.driver:replace_file": False,  # of the summary
+    "tepo_megatron.driver:write_report": False,
+    "tepo_megatron.driver:MainDriver.finish": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return w.write_inputs(tmp_path_factory.mktemp("inputs") / "model")
+
+
+@pytest.fixture(scope="module")
+def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcome]:
+    """What the run makes that nobody kills and that writes no checkpoints, by tp."""
+    made: dict[int, Outcome] = {}
+
+    def run(tp: int) -> Outcome:
+        if tp not in made:
+            folder = tmp_path_factory.mktemp("straight")
+            cfg = w.run_config(model, folder, parallel={"tp": tp})
+            w.attempt(cfg, folder / "journal")
+            made[tp] = w.outcome(cfg, folder / "journal")
+        return made[tp]
+
+    return run
+
+
+def test_the_run_that_nobody_kills_takes_every_prompt_once_an_epoch(straight: Callable[[int], Outcome]) -> None:
+    steps = straight(1).prompts
+    assert sorted(steps) == list(range(1, w.STEPS + 1))
+    assert any(len(rounds) > 1 for rounds in steps.values()), "no refill was needed"
+    taken = [prompt for rounds in steps.values() for _, prompts in rounds for prompt in prompts]
+    assert len(taken) > w.PROMPTS and sorted(taken[: w.PROMPTS]) == list(range(w.PROMPTS))
+
+
+def test_kills_in_one_run(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
+    cfg = w.run_config(model, tmp_path, checkpoint={"every": 1, "asynchronous": False})
+    w.lineage(
+        cfg,
+        tmp_path / "journal",
+        Kill(ENGINE + "generate", step=1, after=True),  # before the first checkpoint
+        Kill("tepo_megatron.actor.actor:Actor.update", step=2, call=2),
+        HalfALine("tepo_megatron.sinks:RunLog.write", step=2),
+        Kill(CHECKPOINT + "saving:write_manifest", step=3),
+        Kill(CHECKPOINT + "folder:_to_deleted", step=3, call=2, after=True),
+        Kill("tepo_megatron.weights.hf_io:publish"),
+    )
+    w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(1))
+    lost = (tmp_path / "run" / "metrics.lost.jsonl").read_text()
+    assert [lost.count(f'{{"step": {step}') for step in ("\n", "2,", "3,", "4,", "5,")] == [1, 0, 1, 0, 0]
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000004", "step-00000005"]
+
+
+def test_the_kill_of_one_of_two_ranks(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
+    cfg = w.run_config(model, tmp_path, parallel={"tp": 2}, checkpoint={"every": 2})
+    w.lineage(
+        cfg,
+        tmp_path / "journal",
+        Kill(CHECKPOINT + "saving:write_items", step=4, after=True, rank=1),
+    )
+    w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(2))
+
+
+@pytest.mark.full
+def test_more_kills_in_one_run(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
+    cfg = w.run_config(model, tmp_path, parallel={"tp": 2}, checkpoint={"every": 1, "asynchronous": False})
+    w.lineage(
+        cfg,
+        tmp_path / "journal",
+        Kill("tepo_megatron.sinks:RunLog.write", step=1, after=True),
+        Kill("tepo_megatron.sinks:RunLog.rewind"),
+        Kill("tepo_megatron.sinks:os.ftruncate"),  # the lost records are written, and not yet cut off
+        Kill("tepo_megatron.weights.sync:WeightSync.push", step=1, after=True),
+        Kill("tepo_megatron.rewards.math:MathReward.score", step=2, after=True),
+        Kill("tepo_megatron.platform.adam:HostAdam._update", step=2, call=9, rank=1),
+        Kill(CHECKPOINT + "restoring:restore", after=True, rank=1),
+        Kill(ENGINE + "update_weights", step=2),
+        Kill(CHECKPOINT + "tensors:HostCopy.take", step=3, after=True, rank=1),
+        Kill("tepo_megatron.driver:evaluate", step=4, after=True),
+        Kill("tepo_megatron.actor.actor:Actor.export_hf", rank=1, after=True),
+        Kill("tepo_megatron.driver:write_report"),
+    )
+    w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("tp", "checkpoint"), [(1, {"every": 1}), (2, {"every": 2}), (2, {"every": 1, "hf": True, "asynchronous": False})], ids=str
+)
+@pytest.mark.parametrize("where", [*PLACES, *AT_THE_END])
+def test_a_kill_in_every_place(
+    straight: Callable[[int], Outcome],
+    model: Path,
+    tmp_path: Path,
+    where: str,
+    tp: int,
+    checkpoint: dict[str, Any],
+    after: bool,
+) -> None:
+    cfg = w.run_config(model, tmp_path, parallel={"tp": tp}, checkpoint=checkpoint)
+    rank = tp - 1 if (PLACES | AT_THE_END)[where] else 0
+    w.lineage(cfg, tmp_path / "journal", Kill(where, w.STEPS if where in AT_THE_END else 3, after=after, rank=rank))
+    w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(tp))
+
+
+kills = st.builds(
+    lambda where, step, after, rank: Kill(where, step, after=after, rank=rank * PLACES[where]),
+    st.sampled_from(sorted(PLACES)), st.integers(1, w.STEPS), st.booleans(), st.integers(0, 1),
+)  # fmt: skip
+
+
+@pytest.mark.full
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(kills, min_size=1, max_size=2), st.sampled_from([1, 2]), st.booleans())
+def test_kills_at_random(
+    straight: Callable[[int], Outcome],
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    of: list[Kill],
+    every: int,
+    asynchronous: bool,
+) -> None:
+    folder = tmp_path_factory.mktemp("random")
+    of = sorted(of, key=lambda kill: kill.step)  # else the second would not come
+    cfg = w.run_config(model, folder, parallel={"tp": 2}, checkpoint={"every": every, "asynchronous": asynchronous})
+    w.lineage(cfg, folder / "journal", *of)
+    w.assert_same(w.outcome(cfg, folder / "journal"), straight(2))
+
+
+def made(model: Path, tmp_path: Path, **sections: Any) -> Config:
+    """A finished run of three steps, with a checkpoint of each of the last two."""
+    cfg = w.run_config(model, tmp_path, **{"training": {"steps": 3}, "checkpoint": {"every": 1}} | sections)
+    w.attempt(cfg, tmp_path / "journal")
+    return cfg
+
+
+def log_of(cfg: Config) -> str:
+    return (cfg.run_dir / "log.txt").read_text()
+
+
+def test_a_finished_run_stays_as_it_is_or_goes_on_to_more_steps(
+    straight: Callable[[int], Outcome], model: Path, tmp_path: Path
+) -> None:
+    cfg = made(model, tmp_path)
+    before = w.outcome(cfg, tmp_path / "journal")
+    with pytest.raises(AssertionError, match=r"training\.steps=2: the newest checkpoint is of step 3 already"):
+        w.attempt(replace(cfg, resume=True, training=replace(cfg.training, steps=2)), tmp_path / "journal", 1)
+    w.attempt(replace(cfg, resume=True), tmp_path / "journal", 2)
+    w.assert_same(w.outcome(cfg, tmp_path / "journal"), before)
+
+    former = (cfg.run_dir / "summary.json").read_text()
+    w.attempt(w.run_config(model, tmp_path, checkpoint={"every": 1}, resume=True), tmp_path / "journal", 3)
+    w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(1))
+    assert (cfg.run_dir / "summary.former.json").read_text() == former
+    told = [line for line in log_of(cfg).splitlines() if line.startswith("resume: ")]
+    assert told[-2:] == ["resume: from the checkpoint of step 3", "resume: training.steps was 3 and is 5"]
+
+
+def test_damage_other_data_and_other_problems(model: Path, tmp_path: Path) -> None:
+    """A damaged checkpoint is passed over; one of other prompts is refused before a record moves."""
+    cfg = made(model, tmp_path)
+    before = w.outcome(cfg, tmp_path / "journal")
+    newest = cfg.run_dir / "checkpoints" / "step-00000003" / "__0_0.distcp"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("".join(Path(cfg.data.train).read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(AssertionError, match=r"DataError: the checkpoint's place in the dataset.*count was 13 and is 12"):
+        w.attempt(replace(cfg, resume=True, data=replace(cfg.data, train=str(fewer))), tmp_path / "journal", 1)
+    assert w.records(cfg.run_dir) == before.records
+
+    other = replace(cfg, resume=True, evaluation=replace(cfg.evaluation, max_problems=3))
+    w.attempt(other, tmp_path / "journal", 2)
+    assert w.records(cfg.run_dir) == before.records and str(newest) in log_of(cfg)
+    assert "resume: from the checkpoint of step 2" in log_of(cfg) and "1 recorded steps are taken again" in log_of(cfg)
+    assert "resume: evaluation.max_problems was None and is 3" in log_of(cfg)
+    summary = json.loads((cfg.run_dir / "summary.json").read_text())
+    assert summary["accuracy_before"] is None and summary["accuracy_after"] is not None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_layout_goes_on_almost_alike(model: Path, tmp_path: Path, before: int, after: int) -> None:
+    w.FollowingEngine.exact = False  # rounding differs between layouts: the answers must not follow it
+    try:
+        cfg = made(model, tmp_path, parallel={"tp": before}, optimizer={"lr": 1e-4})
+        more = {"parallel": {"tp": after}, "optimizer": {"lr": 1e-4}, "checkpoint": {"every": 1}}
+        w.attempt(w.run_config(model, tmp_path, resume=True, **more), tmp_path / "journal", 1)
+        alone = w.run_config(model, tmp_path / "alone", **more)
+        w.attempt(alone, tmp_path / "other journal")
+    finally:
+        w.FollowingEngine.exact = True
+    assert f"resume: parallel.tp was {before} and is {after}" in log_of(cfg)
+    assert w.outcome(cfg, tmp_path / "journal").prompts == w.outcome(alone, tmp_path / "other journal").prompts
+    for here, there in zip(w.records(cfg.run_dir), w.records(alone.run_dir), strict=True):
+        for key in ("loss/total", "actor/entropy", "actor/grad_norm", "reward/mean", "rollout/kept_groups"):
+            assert here[key] == pytest.approx(there[key], rel=1e-4, abs=1e-5), (here["step"], key)

@@ -1,0 +1,80 @@
+"""The methods by name, spelled out from their papers: only what each is made of. See `parts.Method`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Eq. 4 of TEPO with PPO's pessimistic clip; the paper gives no clip range, 0.2 is this project's. beta: Section 4.1.
+TEPO: dict[str, Any] = {
+    "ratio": "sequence",
+    "surrogate": "clip",
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "aggregate": "token_mean",
+    "advantage": "std",
+    "kl": "k3",
+    "kl_mask": "falling_entropy",
+    "kl_entropy_tolerance": 0.0,
+    "beta": 0.001,
+}
+NO_KL = {k: v for k, v in TEPO.items() if "kl" not in k and k != "beta"} | {"kl_mask": "none", "beta": 0.0}
+# Section 4.1 of TEPO: GRPO/DAPO with clip-higher.
+GRPO: dict[str, Any] = {
+    "ratio": "token",
+    "surrogate": "clip",
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "aggregate": "token_mean",
+    "advantage": "std",
+    "beta": 0.0,
+    "ref_beta": 0.0,
+}
+REINFORCE: dict[str, Any] = {
+    "ratio": "none",
+    "surrogate": "reinforce",
+    "aggregate": "token_mean",
+    "advantage": "std",
+    "beta": 0.0,
+}
+
+
+def without_bounds(method: dict[str, Any]) -> dict[str, Any]:
+    """The method where nothing reads the clip bounds."""
+    return {k: v for k, v in method.items() if not k.startswith("clip_")}
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "tepo": TEPO,
+    "tepo_no_kl": NO_KL,
+    "tepo_eq4": TEPO | {"surrogate": "clip_eq4"},
+    "tepo_alg1": without_bounds(NO_KL) | {"surrogate": "unclipped"},
+    "kl_undifferentiated": TEPO | {"kl_mask": "all"},
+    "tepo_kl_rising": TEPO | {"kl_mask": "rising_entropy"},
+    "tepo_kl_both": TEPO | {"kl_mask": "both"},
+    "max_entropy": NO_KL | {"entropy_coefficient": 0.001},
+    "min_entropy": NO_KL | {"entropy_coefficient": -0.001},
+    "sequence_mean_token_mean": NO_KL | {"aggregate": "sequence_mean_token_mean"},
+    "sequence_mean_token_sum": NO_KL | {"aggregate": "sequence_mean_token_sum"},
+    "grpo": GRPO | {"dynamic_sampling": False, "overlong_shaping": False},
+    "dapo": GRPO | {"dynamic_sampling": True, "overlong_shaping": True},  # arXiv 2503.14476
+    # arXiv 2503.20783: no division by the length nor by the group's deviation; PPO's own clip
+    "dr_grpo": GRPO | {"clip_high": 0.2, "aggregate": "sequence_mean_token_sum", "advantage": "mean"},
+    # arXiv 2507.18071, Section 5.1: 3e-4 and 4e-4
+    "gspo": GRPO | {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "sequence_mean_token_mean"},
+    # arXiv 2506.13585: bounded from above only; no upper bound is named there
+    "cispo": GRPO | {"surrogate": "stop_gradient", "clip_low": 1.0, "clip_high": 0.28},
+    "gpg": REINFORCE | {"advantage": "gpg"},  # arXiv 2504.02546
+    "reinforce": REINFORCE,
+    "rloo": REINFORCE | {"advantage": "leave_one_out"},  # arXiv 2402.14740
+    "prefix_is": GRPO | {"ratio": "prefix"},
+    # arXiv 2505.22617: r = 2e-4, covariances in (1, 5), clip range 1 (its public scripts); k = 2e-3, beta = 1
+    "clip_cov": GRPO
+    | {"clip_low": 1.0, "clip_high": 1.0, "weighting": "clip_cov", "cov_share": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
+    "kl_cov": without_bounds(GRPO) | {"surrogate": "unclipped", "weighting": "kl_cov", "cov_share": 2e-3, "cov_beta": 1.0},
+    # arXiv 2506.14758 with alpha and kappa of TEPO's Section 4.1
+    "entropy_advantage": GRPO | {"advantage_alpha": 4e-4, "advantage_kappa": 2.0},
+    "steer": GRPO | {"weighting": "steer", "steer_lambda_min": 0.8},
+}
+
+# (low, high) where a correction is given none; 0: it has no lower bound
+CORRECTION_BOUNDS = {"none": (0.0, 1.0), "tis": (0.0, 2.0), "mis": (0.99, 1.01), "icepop": (0.5, 5.0)}

@@ -1,0 +1,100 @@
+"""What the reference's objectives work with: methods, responses, tokens, and comparisons that remember how close they were."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+LIMIT = 20.0  # of a log-ratio, before exp
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a method is made of. Bounds of a correction have no default here."""
+
+    ratio: str
+    surrogate: str = "clip"
+    clip_low: float = 0.0
+    clip_high: float = 0.0
+    dual_clip: float | None = None
+    aggregate: str = "token_mean"
+    advantage: str = "std"
+    kl: str = "k3"
+    kl_mask: str = "none"
+    kl_entropy_tolerance: float = 0.0
+    beta: float = 0.0
+    ref_kl: str = "k3"
+    ref_beta: float = 0.0
+    ref_kl_in: str = "loss"
+    entropy_coefficient: float = 0.0
+    advantage_alpha: float = 0.0
+    advantage_kappa: float = 1.0
+    weighting: str = "none"
+    cov_share: float = 0.0
+    cov_low: float = 0.0
+    cov_high: float = 0.0
+    cov_beta: float = 0.0
+    steer_lambda_min: float = 1.0
+    correction: str = "none"
+    correction_low: float = 0.0
+    correction_high: float = math.inf
+    dynamic_sampling: bool = False
+    overlong_shaping: bool = False
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response of |y| >= 0 tokens: its advantage; of each token, nats under the other policies and a random key."""
+
+    advantage: float
+    old: list[float]
+    old_entropy: list[float]
+    rollout: list[float]
+    ref: list[float]
+    keys: list[int]
+
+
+@dataclass
+class Conditions:
+    """Strict comparisons, and the narrowest of them so far. Exactly equal numbers are exactly equal in fp32 too."""
+
+    margin: float = math.inf
+
+    def above(self, a: float, b: float) -> bool:
+        """a > b."""
+        if a != b:
+            self.margin = min(self.margin, abs(a - b))
+        return a > b
+
+
+@dataclass
+class Token:
+    """A response token on its way: a: advantage with its entropy term; x: l - l_old; y: the log of the ratio, clamped."""
+
+    a: float
+    logprob: Tensor
+    entropy: Tensor
+    x: Tensor
+    y: Tensor
+    old_entropy: float
+    ref: float
+    key: int
+    correction: float
+    share: float  # its aggregation weight
+    surrogate: Tensor = field(default_factory=lambda: number(0.0))
+    clipped: bool = False
+
+
+def number(value: float) -> Tensor:
+    """A constant."""
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def clamped(x: Tensor, conditions: Conditions) -> Tensor:
+    """x within the limit; beyond it a constant."""
+    if conditions.above(abs(x.item()), LIMIT):
+        return number(math.copysign(LIMIT, x.item()))
+    return x

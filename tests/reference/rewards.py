@@ -1,0 +1,45 @@
+"""What becomes of rewards before the loss: group advantages, DAPO's overlong penalty, a reference KL in the reward."""
+
+from __future__ import annotations
+
+import math
+
+from tests.reference.objectives import divergence
+from tests.reference.parts import Conditions, Method, Response, number
+
+
+def group_advantages(kind: str, groups: list[list[float]]) -> list[float]:
+    """One advantage for each reward, group after group. A group of one, or of equal rewards, gets zeros."""
+    samples = sum(len(g) for g in groups)
+    silent = sum(len(g) for g in groups if max(g) == min(g))
+    out = []
+    for g in groups:
+        for i, r in enumerate(g):
+            if max(g) == min(g):
+                out.append(0.0)
+                continue
+            others = [s for j, s in enumerate(g) if j != i]
+            mean = sum(g) / len(g)
+            std = math.sqrt(sum((s - mean) ** 2 for s in g) / (len(g) - 1))
+            out.append({
+                "std": (r - mean) / (std + 1e-6),
+                "mean": r - mean,
+                "leave_one_out": r - sum(others) / len(others),
+                "gpg": samples / (samples - silent) * (r - mean),
+            }[kind])  # fmt: skip
+    return out
+
+
+def overlong_penalty(tokens: int, max_tokens: int, buffer: int, penalty: float = 1.0) -> float:
+    """What DAPO (Eq. 13, arXiv 2503.14476) adds to the reward: 0 up to max - buffer, then down to -penalty at max."""
+    if tokens <= max_tokens - buffer:
+        return 0.0
+    if tokens <= max_tokens:
+        return penalty * (max_tokens - buffer - tokens) / buffer
+    return -penalty
+
+
+def reward_towards_reference(method: Method, reward: float, response: Response) -> float:
+    """The reward less ref_beta times the response's summed KL(l_old - l_ref)."""
+    kl = (divergence(method.ref_kl, number(o - r), Conditions()) for o, r in zip(response.old, response.ref, strict=True))
+    return reward - method.ref_beta * sum(k.item() for k in kl)

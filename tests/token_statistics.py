@@ -1,0 +1,31 @@
+"""What the tests of the token statistics share: the back ends that can run in this process, and the fp64 reference."""
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = find_spec("triton") is not None
+# In the interpreter, tests/unit/test_triton_interpreter.py starts a process of its own: triton must see it when first imported.
+BACKENDS = ["torch"] + (["triton"] if HAS_TRITON and (INTERPRETED or torch.cuda.is_available()) else [])
+
+
+def device_of(backend: str) -> torch.device:
+    """Where a back end is tested."""
+    return torch.device("cuda" if backend == "triton" and not INTERPRETED else "cpu")
+
+
+def reference(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob and entropy in fp64, by autograd."""
+    logp = torch.log_softmax(logits.double()[:, :vocab_size] / temperature, dim=-1)
+    return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def to_bf16(x: torch.Tensor, backend: str) -> torch.Tensor:
+    """fp32 to bf16 as that back end stores it: to nearest, but Triton's interpreter (3.9) cuts the low bits off."""
+    if backend == "triton" and INTERPRETED:
+        return (x.view(torch.int32) & -(1 << 16)).view(torch.float32).bfloat16()
+    return x.bfloat16()

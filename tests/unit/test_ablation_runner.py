@@ -1,0 +1,159 @@
+"""Which runs are made and which are kept, what is said of those that fail, and what is written in the end.
+
+Runs are stood in for by the files that a run leaves; the end-to-end test makes real ones.
+"""
+
+import json
+import signal
+from pathlib import Path
+
+import matplotlib
+import pytest
+import yaml
+
+from tepo_megatron import run_dir
+from tepo_megatron.ablation import ablate
+from tepo_megatron.ablation.picture import draw
+from tepo_megatron.ablation.plan import read_plan
+from tepo_megatron.ablation.results import read_outcome, rows
+from tepo_megatron.config import Config
+from tepo_megatron.errors import ConfigError, RolloutError
+from tepo_megatron.evaluation import Accuracy, write_evaluation
+from tepo_megatron.method import resolve
+from tepo_megatron.report import STYLE
+
+BASE = {"name": "b", "platform": "cpu", "model": {"path": "m"}, "data": {"train": "t.jsonl", "eval": "e.jsonl"}}
+PROBLEMS = 4
+LIFT = {"tepo": 1, "grpo": 0}  # problems that a run solves beyond its seed's
+
+
+def check(cfg: Config) -> None:
+    resolve(cfg)
+
+
+def accuracy(solved: int) -> Accuracy:
+    scores = {p: float(p < solved) for p in range(PROBLEMS)}
+    return Accuracy(solved / PROBLEMS, 0.1, PROBLEMS, 1, scores)
+
+
+class Trainer:
+    """Leaves the files of a run; `fails`: names of runs and what they raise."""
+
+    def __init__(self, **fails: BaseException) -> None:
+        self.started: list[str] = []
+        self._fails = fails
+
+    def __call__(self, cfg: Config) -> None:
+        self.started.append(cfg.name)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # as torch's agent does
+        run_dir.prepare(cfg)
+        name = cfg.name.replace("-", "_")
+        records = [
+            {"step": s, "accuracy/mean": 0.1 * s, "actor/entropy": 1 / s, "loss/clip_fraction_low": 0.0}
+            | {"tepo/kl_mask_share": 0.3 if cfg.objective.name == "tepo" else 0.0}
+            for s in range(1, cfg.training.steps + 1)
+        ]
+        (cfg.run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        if name in self._fails:
+            raise self._fails[name]
+        write_evaluation(cfg.run_dir, accuracy(1), accuracy(2 + LIFT[cfg.objective.name]))
+        (cfg.run_dir / "summary.json").write_text("{}")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
+    path = tmp_path / "ab.yaml"
+    tree = {"name": "ab", "base": "base.yaml", "runs": ["tepo", "grpo"], "baseline": "grpo", "output": str(tmp_path)}
+    path.write_text(yaml.safe_dump(tree | {"overrides": {"training": {"steps": 10}}}))
+    return path
+
+
+def results(file: Path) -> dict[str, dict]:
+    return {row["name"]: row for row in json.loads((file.parent / "ab" / "ablation.json").read_text())["rows"]}
+
+
+ALL = ["tepo-seed0", "tepo-seed1", "grpo-seed0", "grpo-seed1"]
+
+
+def test_every_run_is_made_once_and_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer, handler = Trainer(), signal.getsignal(signal.SIGTERM)
+    assert ablate(file, [], check, trainer) == 0
+    assert trainer.started == ALL
+    assert signal.getsignal(signal.SIGTERM) is handler
+    tepo, grpo = results(file)["tepo"], results(file)["grpo"]
+    assert (tepo["after"]["mean"], grpo["after"]["mean"]) == (0.75, 0.5)
+    assert tepo["difference"]["mean"] == 0.25 and grpo["difference"] is None
+    assert tepo["difference"]["standard_error"] == pytest.approx(0.25)  # differences 0, 0, 1, 0
+    assert (tepo["verdict"], grpo["verdict"]) == ("within noise", "baseline")
+    assert tepo["steps_to_best"] == 10  # trailing means up to 0.8; 0.72 is reached with it alone, 0.7 comes before
+    printed, markdown = capsys.readouterr().out, (file.parent / "ab" / "ablation.md").read_text()
+    for phrase in ("75.0 ± 25.0", "+25.0 [-24.0, +74.0]", "within noise", "objective.name=grpo"):
+        assert phrase in printed and phrase in markdown
+    assert (file.parent / "ab" / "ablation.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_finished_runs_are_kept_and_unfinished_ones_start_anew(file: Path) -> None:
+    assert ablate(file, [], check, Trainer()) == 0
+    first = results(file)
+    (file.parent / "ab" / "grpo-seed0" / "summary.json").unlink()
+    again = Trainer()
+    assert ablate(file, [], check, again) == 0
+    assert again.started == ["grpo-seed0"] and results(file) == first
+
+
+def test_finished_runs_of_another_config_are_replaced_only_when_asked(file: Path) -> None:
+    ablate(file, [], check, Trainer())
+    other = Trainer()
+    with pytest.raises(ConfigError, match=r"tepo-seed0 holds a finished run of another config.*--overwrite true"):
+        ablate(file, ["--optimizer.lr", "1e-3"], check, other)
+    assert other.started == []
+    assert ablate(file, ["--optimizer.lr", "1e-3", "--overwrite", "true"], check, other) == 0
+    assert other.started == ALL
+
+
+def test_a_failing_run_is_reported_and_the_others_go_on(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failing = Trainer(grpo_seed0=RolloutError("rank 0: a traceback\nthe server | died"))
+    assert ablate(file, [], check, failing) == 1
+    assert failing.started == ALL
+    assert "seed 0 failed: the server | died" in " ".join(capsys.readouterr().out.split())
+    assert "seed 0 failed: the server \\| died" in (file.parent / "ab" / "ablation.md").read_text()
+    tepo, grpo = results(file)["tepo"], results(file)["grpo"]
+    assert list(grpo["after"]["by_seed"]) == ["1"] and list(tepo["difference"]["by_seed"]) == ["1"]
+    assert grpo["errors"] == {"0": "rank 0: a traceback\nthe server | died"}
+    mended = Trainer()
+    assert ablate(file, [], check, mended) == 0
+    assert mended.started == ["grpo-seed0"]
+
+
+def test_a_baseline_that_never_ended_leaves_nothing_to_compare(file: Path) -> None:
+    died = RolloutError("died")
+    assert ablate(file, [], check, Trainer(grpo_seed0=died, grpo_seed1=died)) == 1
+    assert results(file)["tepo"]["verdict"] == "no comparison" and results(file)["grpo"]["after"] is None
+
+
+def test_nothing_but_failures_still_makes_a_table(file: Path) -> None:
+    died = RolloutError("died")
+    fails = {name.replace("-", "_"): died for name in ALL}
+    assert ablate(file, [], check, Trainer(**fails)) == 1
+    assert all(row["errors"] == {"0": "died", "1": "died"} for row in results(file).values())
+    assert not (file.parent / "ab" / "ablation.png").exists()
+
+
+def test_ctrl_c_ends_it_and_leaves_what_is_finished(file: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        ablate(file, [], check, Trainer(tepo_seed1=KeyboardInterrupt()))
+    again = Trainer()
+    assert ablate(file, [], check, again) == 0
+    assert again.started == ALL[1:]
+
+
+def test_a_quantity_is_drawn_for_the_runs_that_have_it(file: Path) -> None:
+    ablate(file, [], check, Trainer())
+    plan = read_plan(file, [], check)
+    outcomes = {n: {s: read_outcome(cfg.run_dir) for s, cfg in by_seed.items()} for n, by_seed in plan.runs.items()}
+    with matplotlib.rc_context(STYLE):
+        figure = draw(plan, rows(outcomes, {name: {} for name in plan.runs}, "grpo"), outcomes)
+    panels = {axis.get_title("left"): axis for axis in figure.axes}
+    assert len(panels["Accuracy of the rollouts"].lines) == 6  # two runs: two seeds and their mean
+    assert len(panels["Tokens under the KL mask"].lines) == 3 and "Tokens clipped" not in panels

@@ -1,0 +1,176 @@
+"""Files, manifests and folders of checkpoints, without ranks."""
+
+import multiprocessing
+import os
+import resource
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tepo_megatron.checkpoint import folder as folders
+from tepo_megatron.checkpoint.files import (
+    MANIFEST,
+    FileSum,
+    SummedFile,
+    check,
+    files_below,
+    read_manifest,
+    read_sum,
+    shares,
+    write,
+    write_manifest,
+)
+from tepo_megatron.errors import CheckpointError
+
+
+def test_the_sum_is_that_of_the_file(tmp_path: Path) -> None:
+    with SummedFile(tmp_path / "a") as f:
+        torch.save(torch.arange(3_000_000), f)
+        place = f.tell()
+        f.write(b"end")
+    data = (tmp_path / "a").read_bytes()
+    assert f.sum == FileSum(len(data), zlib.crc32(data)) == read_sum(tmp_path / "a")
+    assert data[place:] == b"end" and torch.equal(torch.load(tmp_path / "a"), torch.arange(3_000_000))
+
+
+def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    write(tmp_path / "a", b"1")
+    with pytest.raises(FileExistsError):
+        write(tmp_path / "a", b"2")
+    assert (tmp_path / "a").read_bytes() == b"1"
+
+
+def test_a_write_that_the_kernel_refuses_is_told_by_its_own_error(tmp_path: Path) -> None:
+    """torch.save alone would say `unexpected pos`."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"), SummedFile(tmp_path / "a") as f:
+            torch.save(torch.zeros(10_000_000), f)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_any_change_of_a_manifest_is_found(tmp_path: Path) -> None:
+    sums = {"b": FileSum(3, 1), "hf/a": FileSum(2**40, 2**32 - 1)}
+    write_manifest(tmp_path, sums)
+    path = tmp_path / MANIFEST
+    data = path.read_bytes()
+    assert read_manifest(tmp_path) == sums
+    for i in range(len(data)):
+        for changed in (data[:i], data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :], data[:i] + b" " + data[i:]):
+            path.write_bytes(changed)
+            with pytest.raises(CheckpointError, match=r"manifest\.txt: not as it was written"):
+                read_manifest(tmp_path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.txt: cannot be read \(No such file"):
+        read_manifest(tmp_path)
+
+
+def test_what_is_wrong_with_files(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    sums = {name: write(tmp_path / name, name.encode() * 1000) for name in ("same", "flipped", "short", "gone", "hf/same")}
+    assert list(files_below(tmp_path)) == sorted(sums) and check(tmp_path, sums, sums) == []
+    (tmp_path / "flipped").write_bytes((tmp_path / "flipped").read_bytes().replace(b"f", b"g"))
+    os.truncate(tmp_path / "short", 4999)
+    (tmp_path / "gone").unlink()
+    flipped, short, gone = check(tmp_path, sums, sums)
+    assert "flipped: not as it was written (CRC-32" in flipped
+    assert short.endswith("short: 4999 bytes, not 5000") and "gone: cannot be read (No such file" in gone
+    assert check(tmp_path, sums, ["same", "hf/same"]) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_each_file_is_read_by_one_rank(ranks: int) -> None:
+    sums = {str(i): FileSum(size, 0) for i, size in enumerate((5, 100, 30, 30, 30, 10))}
+    dealt = shares(sums, ranks)
+    assert sorted(n for names in dealt for n in names) == sorted(sums) and len(dealt) == ranks
+    assert max(sum(sums[n].size for n in names) for names in dealt) <= max(100, 205 // ranks + 5)
+
+
+def make(folder: Path, step: int, content: str = "x") -> None:
+    (folders.prepare(folder, step) / "file").write_text(content)
+    folders.publish(folder, step)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_what_is_left_unfinished_is_no_checkpoint_and_goes(tmp_path: Path) -> None:
+    make(tmp_path, 3)
+    for name in ("step-00000004.partial", "step-00000005.deleted-0a", "step-00000001.partial", "notes", "step-00000002.mine"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000007").touch()  # not a folder
+    assert folders.steps(tmp_path) == [3] and folders.steps(tmp_path / "missing") == []
+    folders.sweep(tmp_path, writing=4)
+    assert names(tmp_path) == [
+        "notes", "step-00000002.mine", "step-00000003", "step-00000004.partial", "step-00000007",
+    ]  # fmt: skip
+
+
+def test_what_an_earlier_save_left_is_no_part_of_the_next(tmp_path: Path) -> None:
+    (folders.prepare(tmp_path, 1) / "old").touch()
+    assert names(folders.prepare(tmp_path, 1)) == []
+
+
+def test_retention(tmp_path: Path) -> None:
+    for step in (100_000_000, 5, 6, 7, 9, 12):
+        shutil.copytree(folders.prepare(tmp_path, step), folders.complete(tmp_path, step))
+    folders.prune(tmp_path, keep_last=2, keep_every=3)
+    assert names(tmp_path) == ["step-00000006", "step-00000009", "step-00000012", "step-100000000"]
+    folders.prune(tmp_path, keep_last=3, keep_every=None)
+    assert folders.steps(tmp_path) == [9, 12, 100_000_000]
+
+
+def test_a_deletion_that_is_interrupted_leaves_nothing_that_looks_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        make(tmp_path, step)
+    monkeypatch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))  # killed as it begins
+    with pytest.raises(KeyboardInterrupt):
+        folders.prune(tmp_path, keep_last=1, keep_every=None)
+    assert folders.steps(tmp_path) == [2] and len(names(tmp_path)) == 2
+    monkeypatch.undo()
+    folders.sweep(tmp_path)
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def hold_for_a_while(path: Path, held: object, done: object) -> None:
+    with folders.hold(path):
+        held.set()  # type: ignore[attr-defined]
+        done.wait(30)  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_that_another_process_reads_is_not_pruned(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    context = multiprocessing.get_context("fork")
+    held, done = context.Event(), context.Event()
+    reader = context.Process(target=hold_for_a_while, args=(folders.complete(tmp_path, 1), held, done))
+    reader.start()
+    assert held.wait(30)
+    folders.prune(tmp_path, keep_last=1, keep_every=None)
+    assert folders.steps(tmp_path) == [1, 3]
+    reader.kill()  # the lock goes with its holder
+    reader.join()
+    folders.prune(tmp_path, keep_last=1, keep_every=None)
+    assert folders.steps(tmp_path) == [3]
+    with pytest.raises(FileNotFoundError), folders.hold(folders.complete(tmp_path, 1)):
+        pass
+
+
+def test_later_checkpoints_of_a_former_course_are_set_aside(tmp_path: Path) -> None:
+    for step, content in ((1, "a"), (2, "a"), (3, "a"), (4, "a")):
+        make(tmp_path, step, content)
+    make(tmp_path, 2, "b")
+    assert names(tmp_path) == [
+        "step-00000001", "step-00000002", "step-00000002.abandoned", "step-00000003.abandoned", "step-00000004.abandoned",
+    ]  # fmt: skip
+    assert (folders.complete(tmp_path, 2) / "file").read_text() == "b"
+    make(tmp_path, 2, "c")
+    assert (tmp_path / "step-00000002.abandoned" / "file").read_text() == "b"

@@ -1,0 +1,335 @@
+"""tools/convert.py: round trips, every layout, what training writes, FP8, and what `verify` and `inspect` say.
+
+The command runs in forked worlds of one rank: the pytest process itself never joins a mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.tiny import tiny_model, tiny_qwen3
+from tests.worlds import run_world
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+VOCAB = 70  # not a multiple of 16 tp: every layout pads it differently
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _once() -> None:
+    importlib.import_module("torch._dynamo")  # which every fork would import
+
+
+def command(rank: int, words: Sequence[str]) -> tuple[int, str, str]:
+    from tools.convert import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main([str(word) for word in words])
+    return status, out.getvalue(), err.getvalue()
+
+
+def convert(*words: object) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of `tools/convert.py WORDS`."""
+    return run_world(1, command, [str(word) for word in words])[0]
+
+
+def succeed(*words: object) -> str:
+    status, out, err = convert(*words)
+    assert status == 0, err
+    return out
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    return {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """Bit for bit, dtypes included."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
+
+
+def in_bf16(path: Path) -> None:
+    """The same model in bf16, in two files with an index."""
+    weights = {k: v.bfloat16() for k, v in tensors(path).items()}
+    (path / "model.safetensors").unlink()
+    names = sorted(weights)
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in files.items():
+        save_file({n: weights[n] for n in part}, path / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {n: file for file, part in files.items() for n in part}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_there_and_back_is_bitwise(tmp_path: Path, tied: bool, dtype: str) -> None:
+    hf, megatron, back = (tmp_path / name for name in ("hf", "megatron", "back"))
+    tiny_qwen3(hf, tied=tied, vocab_size=VOCAB)
+    if dtype == "bf16":
+        in_bf16(hf)
+    succeed("import", "--hf", hf, "--out", megatron)
+    succeed("export", "--megatron", megatron, "--out", back)
+    assert_same(tensors(back), tensors(hf))
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (back / name).read_bytes() == (megatron / "hf" / name).read_bytes() == (hf / name).read_bytes()
+    stated = json.loads((back / "config.json").read_text())
+    assert stated == json.loads((hf / "config.json").read_text()) | {"dtype": "bfloat16" if dtype == "bf16" else "float32"}
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors(back).keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(back).values())
+    assert {p.name for p in tmp_path.iterdir()} == {"hf", "megatron", "back"}
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "mistral", "qwen3_moe", "mixtral"])
+def test_other_families_need_nothing_of_their_own(tmp_path: Path, name: str) -> None:
+    from tests.parallel.test_families import EIGHT
+
+    tiny_model(tmp_path / "hf", EIGHT[name](), scale=8.0)
+    succeed("import", "--hf", tmp_path / "hf", "--out", tmp_path / "megatron")
+    succeed("export", "--megatron", tmp_path / "megatron", "--out", tmp_path / "back")
+    assert_same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
+    assert "passed" in succeed("verify", "--hf", tmp_path / "hf", "--megatron", tmp_path / "megatron")
+
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "1 rank": {},
+    "TP2": {"tp": 2},
+    "PP2": {"pp": 2},
+    "PP2 VPP2": {"pp": 2, "vpp": 2},
+    "TP2 PP2": {"tp": 2, "pp": 2},
+    "CP2 DP2": {"cp": 2, "dp": 2},
+}
+
+
+def chunks_of(layout: dict[str, int], model: Path) -> tuple[Any, list[Any], Any, Any]:
+    """The mesh, this rank's empty model chunks, and what the config says."""
+    from tepo_megatron import parallel
+    from tepo_megatron.actor import build
+    from tepo_megatron.config import ModelConfig, ParallelConfig
+    from tepo_megatron.platform import activate
+    from tepo_megatron.weights.families import find_family, read_config
+
+    cfg = ParallelConfig(**layout)
+    groups = parallel.initialize(cfg, activate("cpu"), 0)
+    family = find_family(read_config(model))
+    arch = family.architecture(read_config(model))
+    model_cfg = ModelConfig(path=str(model), precision="fp32")
+    config = build.transformer_config(arch, model_cfg, cfg, groups.device)
+    return groups, build.build_chunks(config, arch, model_cfg, groups), family, arch
+
+
+def state_of(chunks: list[Any], metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+
+
+def load_both_ways(rank: int, layout: dict[str, int], hf: Path, megatron: Path) -> int:
+    """Megatron-Core's load of the checkpoint against this package's of the HF directory; the number of parameters."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    from tepo_megatron.weights.gather import bind, load_hf
+    from tepo_megatron.weights.hf_io import HfReader
+
+    groups, chunks, family, arch = chunks_of(layout, hf)
+    bindings = bind(chunks, family, arch)
+    load_hf(bindings, HfReader(hf), family, arch, groups.tp)
+    expected = [b.parameter.detach().clone() for b in bindings]
+    with torch.no_grad():
+        for b in bindings:
+            b.parameter.fill_(float("nan"))
+    loaded = dist_checkpointing.load(state_of(chunks), str(megatron), strict=StrictHandling.RAISE_ALL)
+    for i, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{i}"])
+    for b, wanted in zip(bindings, expected, strict=True):
+        assert torch.equal(b.parameter, wanted), b.name
+    return len(bindings)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_megatron_core_loads_it_on_every_layout(tmp_path: Path, name: str, tied: bool) -> None:
+    """RAISE_ALL: no key of any layout is missing, and none is left over."""
+    tiny_qwen3(tmp_path / "hf", tied=tied, layers=4, vocab_size=VOCAB)
+    succeed("import", "--hf", tmp_path / "hf", "--out", tmp_path / "megatron")
+    layout = LAYOUTS[name]
+    size = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1) * layout.get("dp", 1)
+    assert all(run_world(size, load_both_ways, layout, tmp_path / "hf", tmp_path / "megatron"))
+
+
+def save_with_megatron(rank: int, layout: dict[str, int], hf: Path, out: Path, metadata: dict[str, Any] | None) -> None:
+    from megatron.core import dist_checkpointing
+
+    from tepo_megatron.weights.gather import bind, load_hf
+    from tepo_megatron.weights.hf_io import HfReader
+
+    groups, chunks, family, arch = chunks_of(layout, hf)
+    load_hf(bind(chunks, family, arch), HfReader(hf), family, arch, groups.tp)
+    state = state_of(chunks, metadata) | {"iteration": 12}
+    dist_checkpointing.save(state, str(out), content_metadata=metadata)
+
+
+@pytest.mark.full  # Megatron-Core's writer starts processes
+@pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"tp": 4}], ids=["TP2 PP2", "TP4"])
+@pytest.mark.parametrize("metadata", [None, {"non_homogeneous_layers": True}], ids=["stacked", "by layer"])
+def test_what_megatron_core_saves_is_exported(tmp_path: Path, layout: dict[str, int], metadata: dict[str, Any] | None) -> None:
+    """By its own writer, cut over ranks, with the vocabulary padded for them; config and tokenizer come from --hf."""
+    hf, run = tmp_path / "hf", tmp_path / "run"
+    tiny_model(hf, four_heads(), scale=4.0)
+    (run / "iter_0000012").mkdir(parents=True)
+    (run / "latest_checkpointed_iteration.txt").write_text("12")
+    size = layout["tp"] * layout.get("pp", 1)
+    run_world(size, save_with_megatron, layout, hf, run / "iter_0000012", metadata)
+    status, _, err = convert("export", "--megatron", run, "--out", tmp_path / "back")
+    assert status == 1 and "hf/config.json: not found; give the model's Hugging Face directory with --hf" in err
+    succeed("export", "--megatron", run, "--out", tmp_path / "back", "--hf", hf)
+    assert_same(tensors(tmp_path / "back"), tensors(hf))
+    assert "iteration: 12" in succeed("inspect", run)
+
+
+def four_heads() -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=16, max_position_embeddings=128, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def train_and_save(rank: int, cfg: Any, folder: Path) -> None:
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.checkpoint.checkpoints import Checkpoints
+    from tepo_megatron.config import CheckpointConfig
+    from tepo_megatron.platform import activate
+
+    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
+    with Checkpoints(folder, CheckpointConfig(hf=False), actor.groups) as checkpoints:
+        checkpoints.save(7, actor, {"policy_version": 7, "data": {}, "config": ""})
+        checkpoints.wait()
+
+
+def test_a_checkpoint_of_a_run_is_exported_without_its_optimizer(tmp_path: Path) -> None:
+    from tests.parallel import cases
+
+    hf = tmp_path / "hf"
+    tiny_qwen3(hf, layers=4, vocab_size=VOCAB)
+    run_world(4, train_and_save, cases.run_config(hf, {"tp": 2, "dp": 2}), tmp_path / "checkpoints")
+    succeed("export", "--megatron", tmp_path / "checkpoints", "--out", tmp_path / "back", "--hf", hf)
+    assert_same(tensors(tmp_path / "back"), tensors(hf))
+    told = succeed("inspect", tmp_path / "checkpoints")
+    assert "iteration: 7" in told and "(optimizer state)" in told
+
+
+def test_fp8_export(tmp_path: Path) -> None:
+    """The layout that engines load: e4m3 weights, fp32 scales beside them, the rest as it was, and what config.json says."""
+    from tepo_megatron.weights import fp8
+
+    hf = tmp_path / "hf"
+    tiny_qwen3(hf, tied=False, vocab_size=VOCAB)
+    in_bf16(hf)
+    succeed("import", "--hf", hf, "--out", tmp_path / "megatron")
+    succeed("export", "--megatron", tmp_path / "megatron", "--out", tmp_path / "fp8", "--fp8-blockwise")
+    before, after = tensors(hf), tensors(tmp_path / "fp8")
+    linear = {n for n in before if "_proj.weight" in n}
+    assert after.keys() == before.keys() | {n + "_scale_inv" for n in linear} and len(linear) == 7 * 3
+    assert_same({n: after[n] for n in before.keys() - linear}, {n: before[n] for n in before.keys() - linear})
+    for name in linear:
+        quantized, scale = fp8.quantize(before[name])
+        assert_same({"w": after[name], "s": after[name + "_scale_inv"]}, {"w": quantized, "s": scale})
+    config = json.loads((tmp_path / "fp8/config.json").read_text())
+    told = config["quantization_config"]
+    whole = told.pop("modules_to_not_convert")
+    assert told == {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    assert {"lm_head", "model.embed_tokens", "model.norm"} <= set(whole) and config["dtype"] == "bfloat16"
+    assert not {n.removesuffix(".weight") for n in linear} & set(whole)
+    parameters = sum(t.numel() for t in before.values())
+    told_of_it = succeed("inspect", tmp_path / "fp8")
+    assert f"parameters: {parameters:,} (" in told_of_it and "in float8_e4m3fn" in told_of_it and "quantized: fp8" in told_of_it
+    status, _, err = convert("import", "--hf", tmp_path / "fp8", "--out", tmp_path / "again")
+    assert status == 1 and "the weights are quantized (quantization_config)" in err
+
+
+def test_dtype(tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    tiny_qwen3(hf, tied=False)
+    succeed("import", "--hf", hf, "--out", tmp_path / "megatron")
+    succeed("export", "--megatron", tmp_path / "megatron", "--out", tmp_path / "bf16", "--dtype", "bf16")
+    assert_same(tensors(tmp_path / "bf16"), {n: t.bfloat16() for n, t in tensors(hf).items()})
+    assert json.loads((tmp_path / "bf16/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_verify_names_what_differs(tmp_path: Path) -> None:
+    hf, megatron = tmp_path / "hf", tmp_path / "megatron"
+    tiny_qwen3(hf, tied=False)
+    succeed("import", "--hf", hf, "--out", megatron)
+    told = succeed("verify", "--hf", hf, "--megatron", megatron, "--text", "1+2=")
+    assert "36 of 36 bitwise equal" in told and "over 4 tokens in fp32" in told and told.endswith("passed\n")
+    weights = tensors(hf)
+    name = "model.layers.1.mlp.up_proj.weight"
+    changed = weights | {name: weights[name] * 1.05}
+    save_file(changed, hf / "model.safetensors", {"format": "pt"})
+    status, told, _ = convert("verify", "--hf", hf, "--megatron", megatron)
+    assert status == 1 and f"differs: {name}" in told and "35 of 36" in told
+    assert "first that differs (above 0.0001): layer 1" in told and told.endswith("FAILED\n")
+
+
+def test_verify_sees_what_no_tensor_shows(tmp_path: Path) -> None:
+    """Equal tensors under another config."""
+    hf, megatron = tmp_path / "hf", tmp_path / "megatron"
+    tiny_qwen3(hf)
+    succeed("import", "--hf", hf, "--out", megatron)
+    config = json.loads((hf / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 500.0
+    (hf / "config.json").write_text(json.dumps(config))
+    status, told, _ = convert("verify", "--hf", hf, "--megatron", megatron)
+    assert status == 1 and "35 of 35 bitwise equal" in told and "layer 0" in told
+
+
+def test_inspect(tmp_path: Path) -> None:
+    hf, megatron = tmp_path / "hf", tmp_path / "megatron"
+    model = tiny_qwen3(hf, tied=False)
+    succeed("import", "--hf", hf, "--out", megatron)
+    numbers = f"{model.num_parameters():,}"
+    for path, kind in ((hf, "Hugging Face model"), (megatron, "Megatron checkpoint (torch_dist)")):
+        told = succeed("inspect", path)
+        assert kind in told and "family: qwen3" in told and "num_layers=3" in told
+        assert f"parameters: {numbers} ({numbers} in float32)" in told and "iteration" not in told
+    listed = succeed("inspect", megatron, "--tensors")
+    assert "decoder.layers.mlp.linear_fc1.weight  [3, 768, 128]  float32" in listed
+
+
+@pytest.mark.full
+def test_the_command_itself(tmp_path: Path) -> None:
+    """As a user starts it: a process of its own, without torchrun and from anywhere."""
+    tiny_qwen3(tmp_path / "hf")
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        command_line = [sys.executable, str(ROOT / "tools/convert.py"), *map(str, words)]
+        return subprocess.run(command_line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+
+    done = run("import", "--hf", "hf", "--out", "megatron")
+    assert done.returncode == 0 and "GB/s" in done.stdout and done.stderr == ""
+    done = run("verify", "--hf", "hf", "--megatron", "megatron")
+    assert done.returncode == 0 and done.stdout.endswith("passed\n") and done.stderr == ""
+    done = run("import", "--hf", "hf", "--out", "megatron")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == "error: megatron: exists already; remove it, or give another --out\n"

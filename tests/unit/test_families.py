@@ -1,0 +1,287 @@
+"""The families' tables: every config field mapped, required or without effect; rope; tensor names; how a model fits a mesh."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tepo_megatron.actor.layout import check_layout, stage_layers
+from tepo_megatron.config import ParallelConfig
+from tepo_megatron.errors import CheckpointError, ConfigError, ConversionError
+from tepo_megatron.weights.families import FAMILIES, check_tokenizer, find_family
+from tepo_megatron.weights.gather import _place
+from tepo_megatron.weights.ops import Architecture, Experts, FusedGateUp, FusedQKV, Replicated, Split, Vocabulary
+
+_COMMON = {
+    "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "initializer_range": 0.02,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True,
+}  # fmt: skip
+
+
+def published(name: str, model_type: str, sizes: tuple[int, ...], eps: float, positions: int, **fields: Any) -> dict[str, Any]:
+    hidden, ffn, layers, heads, groups, vocab = sizes
+    return _COMMON | {
+        "architectures": [name], "model_type": model_type, "hidden_size": hidden, "intermediate_size": ffn,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups, "vocab_size": vocab,
+        "rms_norm_eps": eps, "max_position_embeddings": positions,
+    } | fields  # fmt: skip
+
+
+_WINDOW = {"sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 28}
+_LLAMA3 = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}  # fmt: skip
+# as the config.json of published models say, transformers 4 style
+PUBLISHED = {
+    "Qwen2.5-1.5B": published(
+        "Qwen2ForCausalLM", "qwen2", (1536, 8960, 28, 12, 2, 151936), 1e-6, 131072,
+        rope_theta=1000000.0, tie_word_embeddings=True, use_mrope=False, **_WINDOW,
+    ),
+    "Qwen3-14B": published(
+        "Qwen3ForCausalLM", "qwen3", (5120, 17408, 40, 40, 8, 151936), 1e-6, 40960, attention_bias=False, head_dim=128,
+        rope_scaling=None, rope_theta=1000000, **(_WINDOW | {"sliding_window": None}),
+    ),
+    "Qwen3-30B-A3B": published(
+        "Qwen3MoeForCausalLM", "qwen3_moe", (2048, 6144, 48, 32, 4, 151936), 1e-6, 40960, attention_bias=False, head_dim=128,
+        decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_experts=128,
+        num_experts_per_tok=8, output_router_logits=False, router_aux_loss_coef=0.001, rope_scaling=None,
+        rope_theta=1000000.0, **(_WINDOW | {"sliding_window": None}),
+    ),
+    "Llama-2-7b": published(
+        "LlamaForCausalLM", "llama", (4096, 11008, 32, 32, 32, 32000), 1e-5, 4096, pretraining_tp=1, rope_scaling=None,
+    ),
+    "Llama-3.1-8B": published(
+        "LlamaForCausalLM", "llama", (4096, 14336, 32, 32, 8, 128256), 1e-5, 131072, attention_bias=False, mlp_bias=False,
+        pretraining_tp=1, rope_scaling=_LLAMA3, rope_theta=500000.0,
+    ),
+    "Mistral-7B-v0.3": published(
+        "MistralForCausalLM", "mistral", (4096, 14336, 32, 32, 8, 32768), 1e-5, 32768, rope_theta=1000000.0,
+        sliding_window=None,
+    ),
+    "Mixtral-8x7B": published(
+        "MixtralForCausalLM", "mixtral", (4096, 14336, 32, 32, 8, 32000), 1e-5, 32768, rope_theta=1000000.0,
+        sliding_window=None, num_experts_per_tok=2, num_local_experts=8, output_router_logits=False,
+        router_aux_loss_coef=0.02,
+    ),
+}  # fmt: skip
+
+
+def read(config: dict[str, Any]) -> Architecture:
+    return find_family(config).architecture(config)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name: str) -> None:
+    config = PUBLISHED[name]
+    arch = read(config)
+    assert (arch.hidden_size, arch.num_layers, arch.vocab_size) == tuple(
+        config[k] for k in ("hidden_size", "num_hidden_layers", "vocab_size")
+    )
+    assert arch.head_dim == 128 and arch.tied_embeddings == (name == "Qwen2.5-1.5B")
+    assert arch.qkv_bias == name.startswith("Qwen2") and arch.qk_norm == name.startswith("Qwen3")
+    assert arch.rotary_base == config.get("rope_theta", 10000.0) and (arch.rotary_table is None) == (name != "Llama-3.1-8B")
+    assert (arch.experts is None) == (name not in ("Qwen3-30B-A3B", "Mixtral-8x7B"))
+
+
+def test_experts_are_read() -> None:
+    assert read(PUBLISHED["Mixtral-8x7B"]).experts == Experts(8, 2, 14336, True, tuple(range(32)))
+    config = PUBLISHED["Qwen3-30B-A3B"] | {"decoder_sparse_step": 2, "mlp_only_layers": [3, 5], "norm_topk_prob": False}
+    found = read(config).experts
+    assert found is not None and not found.normalized
+    assert found.sparse_layers == (1, *range(7, 48, 2))
+    assert read(config | {"mlp_only_layers": list(range(48))}).experts is None
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_made_up_field_is_refused(name: str) -> None:
+    family = find_family(PUBLISHED[name]).name
+    with pytest.raises(ConversionError, match=f"config.json: field attention_sink_tokens is not known for the {family} family"):
+        read(PUBLISHED[name] | {"attention_sink_tokens": 4})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("Qwen2.5-1.5B", {"use_sliding_window": True}, "use_sliding_window=True .* only false is; full attention is the same"),
+        ("Qwen2.5-1.5B", {"use_mrope": True}, "use_mrope=True"),
+        ("Qwen2.5-1.5B", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types='sliding_attention'"),
+        ("Qwen3-14B", {"attention_bias": True}, "attention_bias=True is not supported for qwen3; only false is"),
+        ("Qwen3-14B", {"hidden_act": "gelu"}, "hidden_act='gelu' .* only \"silu\" is"),
+        ("Qwen3-14B", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ("Qwen3-14B", {"rms_norm_eps": ...}, "rms_norm_eps is missing; the qwen3 family needs it"),
+        ("Qwen3-14B", {"vocab_size": "151936"}, "vocab_size='151936' is not a positive integer"),
+        ("Qwen3-14B", {"quantization_config": {"bits": 4}}, "field quantization_config is not known"),
+        ("Llama-3.1-8B", {"mlp_bias": True}, "mlp_bias=True"),
+        ("Llama-3.1-8B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("Mistral-7B-v0.3", {"sliding_window": 4096}, "sliding_window=4096 is not .* only null is; full attention is the same"),
+        ("Mistral-7B-v0.3", {"sliding_window": ...}, r"sliding_window=4096 \(what transformers takes when it is absent\)"),
+        ("Mixtral-8x7B", {"router_jitter_noise": 0.01}, "router_jitter_noise=0.01"),
+        ("Mixtral-8x7B", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with normalized weights"),
+        ("Mixtral-8x7B", {"num_local_experts": ...}, "num_local_experts is missing"),
+        ("Qwen3-30B-A3B", {"num_local_experts": 64}, "num_experts=128 and num_local_experts=64 differ"),
+        ("Qwen3-30B-A3B", {"shared_expert_intermediate_size": 64}, "field shared_expert_intermediate_size is not known"),
+        ("Llama-3.1-8B", {"architectures": ["FalconForCausalLM"]}, "architecture FalconForCausalLM is not supported"),
+        # rope
+        ("Qwen3-14B", {"rope_theta": ...}, "neither rope_theta nor rope_parameters.rope_theta"),
+        (
+            "Qwen3-14B",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_scaling.rope_type='dynamic' is not supported",
+        ),
+        ("Qwen3-14B", {"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type='longrope' is not supported"),
+        ("Qwen3-14B", {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing; rope_type=linear needs it"),
+        ("Qwen3-14B", {"rope_scaling": {"type": "default", "mrope_section": [1]}}, "field rope_scaling.mrope_section is not"),
+        ("Qwen3-14B", {"rope_parameters": {"rope_theta": 5.0}}, "rope_theta=1000000 and rope_parameters.rope_theta=5.0 differ"),
+        ("Llama-3.1-8B", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters and rope_scaling differ"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(name: str, change: dict[str, Any], message: str) -> None:
+    config = {k: v for k, v in (PUBLISHED[name] | change).items() if v is not ...}
+    with pytest.raises(ConversionError, match=f"config.json: .*{message}"):
+        read(config)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "llama3", **_LLAMA3},
+        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, "attention_factor": 1.25},
+        {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 0.5,
+         "beta_fast": 16, "beta_slow": 2, "truncate": False},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_frequencies_are_those_of_transformers(rope: dict[str, Any]) -> None:
+    config = PUBLISHED["Llama-3.1-8B"] | {"rope_scaling": rope}
+    table = read(config).rotary_table
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    kind = type(model.model.rotary_emb)
+    theirs = kind(model.config)
+    assert table is not None and torch.equal(torch.tensor(table.inv_freq), theirs.inv_freq)
+    assert table.attention_factor == theirs.attention_scaling
+
+
+TINY = {
+    "hidden_size": 24, "intermediate_size": 10, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "head_dim": 10, "vocab_size": 70,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_table_names_the_tensors_that_transformers_writes(tmp_path: Path, name: str, tied: bool) -> None:
+    config = PUBLISHED[name] | TINY | {"tie_word_embeddings": tied}
+    config |= {"num_experts": 4, "moe_intermediate_size": 6, "mlp_only_layers": [1]} if name == "Qwen3-30B-A3B" else {}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(tmp_path)
+    from safetensors import safe_open
+
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert read(written) == read(config)  # whichever version's names the fields have
+    with safe_open(tmp_path / "model.safetensors", "pt") as f:
+        assert set(f.keys()) == find_family(written).tensor_names(read(written))
+
+
+def test_no_field_stands_in_two_tables() -> None:
+    for family in FAMILIES.values():
+        assert not family.mapped & family.no_effect and not family.no_effect & family.required.keys()
+        assert {r.megatron for r in family.rows if "{expert}" in r.megatron} == {
+            r.megatron for r in family.rows if "{expert}" in r.hf[0]
+        }
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("op", [Replicated(), Split(1), Vocabulary(), FusedQKV(), FusedGateUp()], ids=str)
+def test_each_operation_undoes_itself(op: Any, size: int) -> None:
+    arch = read(PUBLISHED["Llama-3.1-8B"] | TINY)
+    shapes = {
+        Replicated: [(24,)], Split: [(24, 60)], Vocabulary: [(70, 24)], FusedQKV: [(60, 24), (20, 24), (20, 24)],
+        FusedGateUp: [(10, 24), (10, 24)],
+    }  # fmt: skip
+    whole = [torch.randn(shape) for shape in shapes[type(op)]]
+    shards = [op.shard(whole, arch, size, rank) for rank in range(size)]
+    assert all(torch.equal(a, b) for a, b in zip(op.unshard(shards, arch), whole, strict=True))
+    if isinstance(op, FusedQKV):  # biases too
+        whole = [x[:, 0].clone() for x in whole]
+        shards = [op.shard(whole, arch, size, rank) for rank in range(size)]
+        assert all(torch.equal(a, b) for a, b in zip(op.unshard(shards, arch), whole, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("local", "name", "expert"),
+    [
+        ("mlp.experts.local_experts.1.linear_fc2.weight", "mlp.experts.{expert}.linear_fc2.weight", 4),
+        ("mlp.experts.linear_fc1.weight2", "mlp.experts.{expert}.linear_fc1.weight", 5),  # Transformer Engine's grouped one
+        ("mlp.linear_fc1.weight", "mlp.linear_fc1.weight", 0),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight", 0),
+    ],
+)
+def test_where_a_parameter_stands_in_the_whole_model(local: str, name: str, expert: int) -> None:
+    layer = SimpleNamespace(layer_number=8, mlp=SimpleNamespace(local_expert_indices=[3, 4, 5]))
+    chunk: Any = SimpleNamespace(decoder=SimpleNamespace(layers=[None, layer]))
+    assert _place(chunk, f"decoder.layers.1.{local}") == (f"decoder.layers.{{layer}}.{name}", 7, expert)
+
+
+@pytest.mark.parametrize("kind", ["dict", "unigram", "added"])
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path, kind: str) -> None:
+    vocab: Any = {"a": 0, "b": 1, "<big>": 2}
+    content = {"model": {"vocab": vocab}, "added_tokens": []}
+    if kind == "unigram":
+        content["model"]["vocab"] = [["a", 0.0], ["b", -1.0], ["<big>", -2.0]]
+    elif kind == "added":
+        del vocab["<big>"]
+        content["added_tokens"] = [{"id": 2, "content": "<big>"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    check_tokenizer(tmp_path, 3)
+    with pytest.raises(ConversionError, match=r"tokenizer.json: token '<big>' has id 2, but config.json's vocab_size=2"):
+        check_tokenizer(tmp_path, 2)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused_and_none_is_not(tmp_path: Path) -> None:
+    check_tokenizer(tmp_path, 1)
+    (tmp_path / "tokenizer.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer"):
+        check_tokenizer(tmp_path, 1)
+
+
+@pytest.mark.parametrize("pp", range(1, 9))
+@pytest.mark.parametrize("layers", [8, 11, 28, 61])
+def test_every_pipeline_gets_all_layers(layers: int, pp: int) -> None:
+    stages = stage_layers(layers, pp)
+    assert sum(stages) == layers and len(stages) == pp and min(stages) >= 1
+    assert len(set(stages[1:-1])) <= 1 and stages[-1] <= max(stages[0], layers // pp)
+    assert max(stages) <= -(-layers // pp) + 1
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"tp": 3}, "parallel.tp=3 does not divide num_query_groups=4; use 1, 2 or 4"),
+        ({"tp": 2}, "parallel.tp=2 with experts needs parallel.sequence_parallel=true"),
+        ({"ep": 3, "dp": 3}, "parallel.ep=3 does not divide the model's 128 experts; use 1, 2, 4, 8"),
+        ({"pp": 49}, "parallel.pp=49 exceeds num_layers=48; use at most 48"),
+        ({"pp": 5, "vpp": 2}, r"parallel.pp \* parallel.vpp=10 does not divide num_layers=48; use 1, 2, .* or 48, or vpp=1"),
+    ],
+)
+def test_layouts_that_do_not_fit_experts(parallel: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_layout(read(PUBLISHED["Qwen3-30B-A3B"]), ParallelConfig(**parallel))
+
+
+def test_layouts_that_fit() -> None:
+    arch = read(PUBLISHED["Qwen3-30B-A3B"])
+    check_layout(arch, ParallelConfig(tp=4, sequence_parallel=True, ep=8, dp=8, pp=5))
+    odd = read(PUBLISHED["Qwen3-30B-A3B"] | {"intermediate_size": 6145})  # of no layer: all are sparse
+    check_layout(odd, ParallelConfig(tp=2, sequence_parallel=True))
+    with pytest.raises(ConfigError, match=r"parallel.tp=2 does not divide the experts' ffn_size=767; use 1$"):
+        odd = read(PUBLISHED["Qwen3-30B-A3B"] | {"moe_intermediate_size": 767})
+        check_layout(odd, ParallelConfig(tp=2, sequence_parallel=True))

@@ -1,0 +1,127 @@
+"""Every row of the table is the method of its name: the numbers of its paper, and the reference's loss and gradients."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tepo_megatron.advantages import group_advantages, penalized
+from tepo_megatron.losses import OBJECTIVES
+from tepo_megatron.losses.kl import ESTIMATORS
+from tepo_megatron.rewards.overlong import OverlongShaping
+from tepo_megatron.types import Rollout
+from tests.objective_cases import Batch, compare, draw, fair_cases
+from tests.reference import rewards as reference
+from tests.reference.methods import METHODS
+from tests.reference.parts import Method
+
+# instead of a row's own coefficients and shares, so that no part drowns in another and more than one token is chosen
+LARGER = {"beta": 0.5, "entropy_coefficient": 0.1, "advantage_alpha": 0.4, "cov_share": 0.2}
+
+
+def larger(parts: dict[str, Any]) -> dict[str, Any]:
+    """The parts with larger coefficients where they have any."""
+    return parts | {k: math.copysign(v, parts[k]) for k, v in LARGER.items() if parts.get(k)}
+
+
+def moving(seed: int) -> Batch:
+    """Some responses move by less than GSPO's bounds; every third batch holds extreme log-ratios."""
+    return draw(seed, tiny=True, extreme=seed % 3 == 2)
+
+
+def test_every_row_has_a_method_spelled_out() -> None:
+    assert OBJECTIVES.keys() == METHODS.keys()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_numbers_of_a_row(name: str) -> None:
+    assert {k: getattr(OBJECTIVES[name], k) for k in METHODS[name]} == METHODS[name]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_row_computes_its_method(name: str) -> None:
+    """The method is built from the reference's table alone, so that a part that the row has beside it shows."""
+    for batch, theirs in fair_cases(Method(**METHODS[name]), 6, moving):
+        compare(OBJECTIVES[name], batch, theirs)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_row_with_larger_coefficients(name: str) -> None:
+    parts = larger(METHODS[name])
+    objective = OBJECTIVES[name].replace(**{k: v for k, v in parts.items() if k in LARGER and v})
+    for batch, theirs in fair_cases(Method(**parts), 6, moving):
+        compare(objective, batch, theirs)
+
+
+def share(parts: dict[str, Any], name: str) -> float:
+    """The mean share of tokens that a condition touches in the cases of these tests."""
+    cases = list(fair_cases(Method(**parts), 6, moving))
+    return sum(theirs[0].shares[name] for _, theirs in cases) / len(cases)
+
+
+CLIPPED = {n: (0.005 if n == "clip_cov" else 0.1) for n, m in METHODS.items() if "clip_high" in m}
+MASKED = {n: 0.1 for n, m in METHODS.items() if m.get("kl_mask", "none") not in ("none", "all")}
+WEIGHTED = {"clip_cov": 0.03, "kl_cov": 0.15, "steer": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("condition", "name", "least"),
+    [("clipped", *x) for x in CLIPPED.items()]
+    + [("masked", *x) for x in MASKED.items()]
+    + [("weighted", *x) for x in WEIGHTED.items()],
+)
+def test_the_cases_put_a_row_to_the_test(condition: str, name: str, least: float) -> None:
+    """Clipping, the KL mask and the weights each act on some tokens (at least that share) and not on others (a tenth)."""
+    assert least <= share(larger(METHODS[name]), condition) <= 0.9
+
+
+def test_the_cases_hold_advantages_of_both_signs_and_zero_and_odd_lengths() -> None:
+    responses = [r for seed in range(6) for r in moving(seed).responses]
+    signs = [(r.advantage > 0) - (r.advantage < 0) for r in responses]
+    assert min(signs.count(s) for s in (-1, 0, 1)) >= len(signs) / 10
+    assert {0, 1} <= {len(r.old) for r in responses}
+
+
+REWARDS = [[1.0, 0.0, 0.0, 0.5], [0.25, 0.25, 0.25], [1.0], [0.0, 1.0], [-0.5, 1.0, 0.3, 0.2, 0.9]]
+
+
+def rollouts(rewards: list[list[float]]) -> list[Rollout]:
+    """A group of each list, one token each."""
+    ids, mask = torch.tensor([1, 2]), torch.tensor([False, True])
+    return [Rollout(p, ids, mask, torch.zeros(2), 0, "stop", reward=r, score=r) for p, g in enumerate(rewards) for r in g]
+
+
+@pytest.mark.parametrize("kind", ["std", "mean", "leave_one_out", "gpg"])
+@pytest.mark.parametrize("rewards", [REWARDS, REWARDS[1:3]], ids=["mixed", "silent"])
+def test_group_advantages(kind: str, rewards: list[list[float]]) -> None:
+    got = group_advantages(rollouts(rewards), kind).tolist()
+    assert got == pytest.approx(reference.group_advantages(kind, rewards), rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("extreme", [False, True])
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_advantages_after_a_reference_kl_in_the_reward(kind: str, extreme: bool) -> None:
+    """r - ref_beta sum KL(l_old - l_ref), before the groups are compared."""
+    responses = draw(3, (3, 1, 12, 5, 2, 7), extreme=extreme).responses
+    rewards = [1.0, 0.0, 0.5, 0.0, 1.0, 1.0]
+    method = Method("token", ref_kl=kind, ref_beta=0.1, ref_kl_in="reward")
+    shaped = [reference.reward_towards_reference(method, r, s) for r, s in zip(rewards, responses, strict=True)]
+    expected = reference.group_advantages("std", [shaped[:3], shaped[3:]])
+    penalty = [0.1 * ESTIMATORS[kind](torch.tensor(s.old).double() - torch.tensor(s.ref).double()).sum() for s in responses]
+    got = group_advantages(penalized(rollouts([rewards[:3], rewards[3:]]), torch.stack(penalty)), "std")
+    assert got.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+def test_the_rows_name_the_advantages_of_their_papers() -> None:
+    named = {name: m["advantage"] for name, m in METHODS.items() if m["advantage"] != "std"}
+    assert named == {"dr_grpo": "mean", "gpg": "gpg", "rloo": "leave_one_out"}
+
+
+@pytest.mark.parametrize("penalty", [1.0, 0.5])
+def test_overlong_penalty(penalty: float) -> None:
+    """DAPO's own numbers: a limit of 20480 tokens, of which the last 4096 cost."""
+    shaping = OverlongShaping(20480, 4096, penalty)
+    for tokens in (0, 1, 16383, 16384, 16385, 18432, 20479, 20480):
+        assert shaping.term(tokens) == pytest.approx(reference.overlong_penalty(tokens, 20480, 4096, penalty), rel=1e-12)
+    assert shaping.term(18432) == -penalty / 2 and shaping.term(20480) == -penalty

@@ -1,0 +1,43 @@
+"""What README.md and docs/ say of the code that can be counted or looked up."""
+
+import dataclasses
+import re
+import typing
+from pathlib import Path
+
+import pytest
+
+from tepo_megatron.config import Config
+from tepo_megatron.losses import OBJECTIVES
+
+README = Path("README.md").read_text()
+PAGES = {page: Path(page).read_text() for page in ("README.md", "docs/comparison.md", "examples/paper/README.md")}
+
+
+def leaves(cls: type) -> int:
+    """Settings of a config section, those of the sections in it included."""
+    hints = typing.get_type_hints(cls)
+    return sum(leaves(hints[f.name]) if dataclasses.is_dataclass(hints[f.name]) else 1 for f in dataclasses.fields(cls))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/comparison.md"])
+def test_the_number_of_settings(page: str) -> None:
+    row = next(line for line in PAGES[page].splitlines() if line.startswith("| Settings"))
+    assert re.search(r"\d+", row.split("|")[2]).group() == str(leaves(Config))
+
+
+def test_every_method_is_named() -> None:
+    assert f"names {len(OBJECTIVES)} methods" in README
+    assert all(f"`{name}`" in README for name in OBJECTIVES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_exist(page: str) -> None:
+    """Links, and what stands in backticks with a folder and an ending: files of this repository."""
+    roots = (Path(), Path("tepo_megatron"), Path(page).parent)
+    named = set(re.findall(r"`([\w.-]+/[\w./-]*\.(?:py|md|yaml|csv))`", PAGES[page]))
+    linked = {target.partition("#")[0] for target in re.findall(r"\]\((?!https?:)([^)]+)\)", PAGES[page])}
+    elsewhere = ("recipe/", "verl/")  # in other projects
+    names = [name for name in sorted(named | linked) if not name.startswith(elsewhere)]
+    assert len(names) > 5 or page == "docs/comparison.md"
+    assert [name for name in names if not any((root / name).exists() for root in roots)] == []

@@ -1,0 +1,251 @@
+"""The recipes of the paper's tables: each is the row that it says, and the README tells of all of them."""
+
+import csv
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from examples.paper.dapo_math import convert
+from tepo_megatron.cli import preflight
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import load_config
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.method import resolve
+from tepo_megatron.not_yet import not_yet
+
+PAPER = Path("examples/paper")
+README = (PAPER / "README.md").read_text()
+QWEN, LARGE = "Qwen2.5-7B", "Qwen3-14B"
+LLAMA, MISTRAL, DISTILLED = "DeepSeek-R1-Distill-Llama-8B", "Mistral-7B-Instruct-v0.2", "DeepSeek-R1-Distill-Qwen-7B"
+
+# file -> model, objective, beta, steps, seed, published average
+ROWS: dict[str, tuple[str, str, float, int, int, str]] = {
+    "table1/qwen2.5-7b-grpo": (QWEN, "grpo", 0, 72, 2, "30.85"),
+    "table1/qwen2.5-7b-clip_cov": (QWEN, "clip_cov", 0, 72, 2, "31.64"),
+    "table1/qwen2.5-7b-kl_cov": (QWEN, "kl_cov", 0, 72, 2, "31.60"),
+    "table1/qwen2.5-7b-entropy_advantage": (QWEN, "entropy_advantage", 0, 72, 2, "31.62"),
+    "table1/qwen2.5-7b-gpg": (QWEN, "gpg", 0, 72, 2, "31.91"),
+    "table1/qwen2.5-7b-gspo": (QWEN, "gspo", 0, 72, 2, "31.33"),
+    "table1/qwen2.5-7b-tepo": (QWEN, "tepo", 0.001, 72, 2, "32.59"),
+    "table1/qwen3-14b-grpo": (LARGE, "grpo", 0, 72, 2, "41.51"),
+    "table1/qwen3-14b-clip_cov": (LARGE, "clip_cov", 0, 72, 2, "41.29"),
+    "table1/qwen3-14b-kl_cov": (LARGE, "kl_cov", 0, 72, 2, "41.85"),
+    "table1/qwen3-14b-entropy_advantage": (LARGE, "entropy_advantage", 0, 72, 2, "41.56"),
+    "table1/qwen3-14b-gpg": (LARGE, "gpg", 0, 72, 2, "42.16"),
+    "table1/qwen3-14b-gspo": (LARGE, "gspo", 0, 72, 2, "42.28"),
+    "table1/qwen3-14b-tepo": (LARGE, "tepo", 1.0, 72, 2, "44.02"),
+    "table2/r1-llama-8b-grpo": (LLAMA, "grpo", 0, 72, 2, "42.23"),
+    "table2/r1-llama-8b-tepo": (LLAMA, "tepo", 0.001, 72, 2, "42.76"),
+    "table2/mistral-7b-grpo": (MISTRAL, "grpo", 0, 72, 2, "3.37"),
+    "table2/mistral-7b-tepo": (MISTRAL, "tepo", 0.001, 72, 2, "3.65"),
+    "table2/r1-qwen-7b-grpo": (DISTILLED, "grpo", 0, 72, 2, "45.99"),
+    "table2/r1-qwen-7b-tepo": (DISTILLED, "tepo", 0.001, 72, 2, "48.60"),
+    "table3/tepo_no_kl": (QWEN, "tepo_no_kl", 0, 72, 2, "32.21"),
+    "table3/panel_a_beta_1": (QWEN, "kl_undifferentiated", 1.0, 72, 2, "0.00"),
+    "table3/panel_a_beta_0.1": (QWEN, "kl_undifferentiated", 0.1, 72, 2, "26.25"),
+    "table3/panel_a_beta_0.01": (QWEN, "kl_undifferentiated", 0.01, 72, 2, "31.64"),
+    "table3/panel_a_beta_0.001": (QWEN, "kl_undifferentiated", 0.001, 72, 2, "31.81"),
+    "table3/panel_a_beta_0.0001": (QWEN, "kl_undifferentiated", 0.0001, 72, 2, "31.61"),
+    "table3/panel_b_max_entropy": (QWEN, "max_entropy", 0, 72, 2, "31.65"),
+    "table3/panel_b_min_entropy": (QWEN, "min_entropy", 0, 72, 2, "30.68"),
+    "table3/panel_b_steer": (QWEN, "steer", 0, 72, 2, "31.30"),
+    "table3/panel_b_clip_cov": (QWEN, "clip_cov", 0, 72, 2, "31.64"),
+    "table3/panel_b_kl_cov": (QWEN, "kl_cov", 0, 72, 2, "31.60"),
+    "table3/panel_b_entropy_advantage": (QWEN, "entropy_advantage", 0, 72, 2, "31.62"),
+    "table3/panel_c_grpo": (QWEN, "grpo", 0, 72, 2, "30.85"),
+    "table3/panel_c_gpg": (QWEN, "gpg", 0, 72, 2, "31.91"),
+    "table3/panel_c_cispo": (QWEN, "cispo", 0, 72, 2, "31.58"),
+    "table3/panel_c_prefix_is": (QWEN, "prefix_is", 0, 72, 2, "30.95"),
+    "table3/panel_d_sequence_mean_token_mean": (QWEN, "sequence_mean_token_mean", 0, 72, 2, "31.33"),
+    "table3/panel_d_sequence_mean_token_sum": (QWEN, "sequence_mean_token_sum", 0, 72, 2, "31.80"),
+    "table3/panel_e_tepo_no_kl": (QWEN, "tepo_no_kl", 0, 72, 2, "32.21"),
+    "table3/panel_e_tepo_kl_rising": (QWEN, "tepo_kl_rising", 0.001, 72, 2, "31.47"),
+    "table3/panel_e_tepo_kl_both": (QWEN, "tepo_kl_both", 0.001, 72, 2, "32.03"),
+    "table3/panel_e_tepo": (QWEN, "tepo", 0.001, 72, 2, "32.59"),
+    "table4/grpo_72_seed1": (QWEN, "grpo", 0, 72, 1, "30.30"),
+    "table4/grpo_72_seed2": (QWEN, "grpo", 0, 72, 2, "30.85"),
+    "table4/grpo_132_seed1": (QWEN, "grpo", 0, 132, 1, "31.73"),
+    "table4/grpo_132_seed2": (QWEN, "grpo", 0, 132, 2, "31.69"),
+    "table4/tepo_72_seed1": (QWEN, "tepo", 0.001, 72, 1, "32.62"),
+    "table4/tepo_72_seed2": (QWEN, "tepo", 0.001, 72, 2, "32.59"),
+}
+# objective -> what the paper, or the paper that it cites, says of it
+NUMBERS: dict[str, dict[str, object]] = {
+    "grpo": {"ratio": "token", "clip_low": 0.2, "clip_high": 0.28, "aggregate": "token_mean"},
+    "clip_cov": {"weighting": "clip_cov", "cov_share": 2e-4, "cov_low": 1, "cov_high": 5},
+    "kl_cov": {"weighting": "kl_cov", "cov_share": 2e-3, "cov_beta": 1},
+    "entropy_advantage": {"advantage_alpha": 4e-4, "advantage_kappa": 2},
+    "gpg": {"ratio": "none", "surrogate": "reinforce", "advantage": "gpg"},
+    "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "sequence_mean_token_mean"},
+    "cispo": {"ratio": "token", "surrogate": "stop_gradient", "clip_low": 1},
+    "prefix_is": {"ratio": "prefix"},
+    "steer": {"weighting": "steer", "steer_lambda_min": 0.8},
+    "tepo": {"ratio": "sequence", "aggregate": "token_mean", "kl_mask": "falling_entropy"},
+    "tepo_no_kl": {"ratio": "sequence", "aggregate": "token_mean", "kl_mask": "none"},
+    "kl_undifferentiated": {"ratio": "sequence", "kl_mask": "all"},
+    "tepo_kl_rising": {"ratio": "sequence", "kl_mask": "rising_entropy"},
+    "tepo_kl_both": {"ratio": "sequence", "kl_mask": "both"},
+    "max_entropy": {"ratio": "sequence", "kl_mask": "none"},
+    "min_entropy": {"ratio": "sequence", "kl_mask": "none"},
+    "sequence_mean_token_mean": {"ratio": "sequence", "aggregate": "sequence_mean_token_mean"},
+    "sequence_mean_token_sum": {"ratio": "sequence", "aggregate": "sequence_mean_token_sum"},
+}
+# samples of each benchmark behind an average: the README's inference
+SAMPLES = {
+    **{"aime24": 960, "aime25": 960, "amc": 2656, "math500": 500},
+    **{"omni_math": 2800, "olympiad_bench": 675, "minerva": 272},
+}
+
+
+def files() -> dict[str, Path]:
+    """Every YAML file under examples/paper, by its path without the suffix."""
+    return {str(p.relative_to(PAPER).with_suffix("")): p for p in sorted(PAPER.rglob("*.yaml"))}
+
+
+def published() -> dict[str, dict[str, str]]:
+    with (PAPER / "published.csv").open() as file:
+        return {row.pop("recipe"): row for row in csv.DictReader(file)}
+
+
+def test_there_is_one_file_for_each_row() -> None:
+    assert {name for name in files() if name.startswith("table")} == set(ROWS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_what_the_paper_says(name: str) -> None:
+    model, objective_name, beta, steps, seed, _ = ROWS[name]
+    cfg = load_config(PAPER / f"{name}.yaml")
+    objective = resolve(cfg).objective
+    assert (cfg.model.path, cfg.objective.name, objective.beta) == (f"models/{model}", objective_name, beta)
+    assert (cfg.training.steps, cfg.seed, cfg.name) == (steps, seed, name.replace("/", "-"))
+    assert {part: getattr(objective, part) for part in NUMBERS[objective_name]} == NUMBERS[objective_name]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_section_4_1_fixes_holds_in_every_row(name: str) -> None:
+    cfg = load_config(PAPER / f"{name}.yaml")
+    assert (cfg.optimizer.lr, cfg.rollout.temperature, cfg.rollout.filter_uniform_groups) == (5e-7, 1.0, True)
+    assert (cfg.rollout.prompts_per_step, cfg.rollout.samples_per_prompt, cfg.training.minibatch_prompts) == (64, 8, 16)
+    assert (cfg.data.max_prompt_tokens, cfg.rollout.max_response_tokens) == (2048, 8192)
+    assert 64 // 16 * cfg.training.epochs == 8  # "updated 8 times"
+    assert (cfg.platform, cfg.model.precision, cfg.parallel.world_size) == ("cuda", "bf16", 8)
+    assert resolve(cfg).max_refills == 9 and resolve(cfg).overlong is None
+
+
+def test_entropy_rows_differ_in_sign_alone() -> None:
+    high, low = (load_config(PAPER / f"table3/panel_b_{x}_entropy.yaml").objective for x in ("max", "min"))
+    assert high.entropy_coefficient is not None and low.entropy_coefficient is not None
+    assert high.entropy_coefficient == -low.entropy_coefficient > 0
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_short(name: str) -> None:
+    lines = [line for line in files()[name].read_text().splitlines() if line.strip() and not line.startswith("#")]
+    assert len(lines) <= 12
+
+
+def test_rows_that_are_another_row_print_its_figures() -> None:
+    figures = published()
+    same = {}
+    for name in ROWS:
+        tree = yaml.safe_load(files()[name].read_text())
+        if tree.keys() == {"base", "name"}:
+            same[name] = str((files()[name].parent / tree["base"]).resolve().relative_to(PAPER.resolve()).with_suffix(""))
+    assert len(same) == 9
+    for name, other in same.items():
+        assert figures[name] == figures[other]
+        assert f"`{name}.yaml` = `{other}.yaml`" in README
+
+
+def test_the_readme_lists_every_file_and_no_other() -> None:
+    listed = re.findall(r"`((?:table\d/|models/|_base)[\w./-]*?)\.yaml`", README)
+    assert set(listed) == set(files())
+
+
+def test_published_figures() -> None:
+    assert {name: row["average"] for name, row in published().items()} == {name: row[-1] for name, row in ROWS.items()}
+    in_readme = re.findall(r"\| `([\w./-]+)\.yaml`(?: = `[^`]+`)? \| ([\d.]+) \|", README)
+    assert in_readme == [(name, row[-1]) for name, row in ROWS.items()]
+
+
+def test_which_averages_do_not_add_up() -> None:
+    """What the README says of the paper's averages."""
+    off, exact = [], 0
+    for name, row in published().items():
+        scores = {key: float(row[key] or 0) for key in SAMPLES}
+        mean = sum(SAMPLES[key] * score for key, score in scores.items()) / sum(SAMPLES.values())
+        distance = abs(mean - float(row["average"]))
+        assert name == "table3/panel_a_beta_1" or abs(sum(scores.values()) / 7 - float(row["average"])) > 0.2
+        exact += distance < 0.0101
+        if distance > 0.1:
+            off.append((name, row["average"], f"{mean:.2f}"))
+    assert re.findall(r"\| `([\w./-]+)` \| ([\d.]+) \| ([\d.]+) \|", README) == off
+    assert f"{len(ROWS) - len(off)} of the {len(ROWS)} averages are within 0.1, {exact} of these within 0.01" in README
+
+
+@pytest.mark.parametrize("where", ["_base", "models/qwen2.5-7b"])
+def test_a_changed_number_of_the_base_reaches_its_rows(tmp_path: Path, where: str) -> None:
+    copy = tmp_path / "paper"
+    shutil.copytree(PAPER, copy)
+    changed = copy / f"{where}.yaml"
+    tree = yaml.safe_load(changed.read_text())
+    tree["optimizer"] = {**tree.get("optimizer", {}), "lr": 3e-6}
+    changed.write_text(yaml.safe_dump(tree))
+    reached = {name for name in ROWS if load_config(copy / f"{name}.yaml").optimizer.lr == 3e-6}
+    assert reached == {name for name, row in ROWS.items() if where == "_base" or row[0] == QWEN}
+
+
+@pytest.mark.parametrize("path", sorted(Path("examples").glob("*.yaml")), ids=str)
+def test_the_other_examples_have_a_method(path: Path) -> None:
+    if "runs" not in yaml.safe_load(path.read_text()):  # an ablation is no training config
+        assert resolve(load_config(path)).objective
+
+
+def test_benchmarks_are_refused_before_anything_starts() -> None:
+    path = PAPER / "table1/qwen3-14b-tepo.yaml"
+    with pytest.raises(ConfigError, match=r"evaluation\.benchmarks=\[aime24, .*cannot run benchmarks yet"):
+        preflight(load_config(path))
+    without = load_config(path, ["--evaluation.benchmarks", "null"])
+    assert without.evaluation.benchmarks == []
+    not_yet(without)
+    not_yet(load_config("examples/demo.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("[aime26]", r"evaluation\.benchmarks\.0: .*'aime24'"), ("[amc, amc]", r"benchmarks=.* names one twice")],
+)
+def test_benchmarks_that_are_none(value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(PAPER / "table1/qwen3-14b-tepo.yaml", ["--evaluation.benchmarks", value])
+
+
+def test_the_other_reading_of_cispo_in_the_readme() -> None:
+    words = re.search(r"`(--objective\.name reinforce [^`]+)`", README)
+    assert words
+    cfg: Config = load_config(PAPER / "table3/panel_c_cispo.yaml", words[1].split())
+    assert resolve(cfg).objective.surrogate == "reinforce"
+
+
+def record(problem: str, answer: str) -> dict[str, object]:
+    """A row as the dataset has it."""
+    asks = "The last line of your response should be of the form Answer: $Answer (without quotes) where $Answer is the answer"
+    content = (
+        f"Solve the following math problem step by step. {asks} to the problem.\n\n{problem}\n\n"
+        'Remember to put your answer on its own line after "Answer:".'
+    )
+    return {"prompt": [{"role": "user", "content": content}], "reward_model": {"ground_truth": answer}}
+
+
+def test_dapo_math_becomes_rows() -> None:
+    problem = "Find $n$.\n\nIt is even."
+    rows = list(convert([record(problem, "34"), record("What is $1+1$?", "2"), record(problem, "34")]))
+    assert [row["answer"] for row in rows] == ["34", "2"]
+    (message,) = rows[0]["prompt"]
+    assert message["role"] == "user" and message["content"].startswith(problem) and "\\boxed{}" in message["content"]
+    assert "Answer:" not in message["content"]
+    with pytest.raises(ValueError, match="record 0: not worded as"):
+        list(convert([{"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2"}}]))

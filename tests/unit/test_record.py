@@ -1,0 +1,52 @@
+"""Recorded rollouts come back bit for bit."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tepo_megatron.errors import DataError
+from tepo_megatron.metrics import Metrics
+from tepo_megatron.rollout import record
+from tepo_megatron.types import Rollout
+
+
+def rollouts() -> list[Rollout]:
+    generator = torch.Generator().manual_seed(0)
+    out = []
+    for i, n in enumerate((3, 9, 2)):
+        logprobs = torch.randn(n, generator=generator)
+        logprobs[0] = 0.0
+        mask = torch.arange(n) > 1
+        out.append(Rollout(i // 2, torch.arange(n) + i, mask, logprobs, 7, "stop", "1/3", 0.1 + i, float(i % 2), "exact"))
+    return out
+
+
+def same(a: Rollout, b: Rollout) -> bool:
+    return vars(a).keys() == vars(b).keys() and all(
+        torch.equal(x, vars(b)[k]) and x.dtype == vars(b)[k].dtype if isinstance(x, torch.Tensor) else x == vars(b)[k]
+        for k, x in vars(a).items()
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_rollouts_and_metrics_come_back_bit_for_bit(tmp_path: Path, count: int) -> None:
+    metrics = Metrics()
+    metrics.add("reward/mean", 0.1, 3.0)
+    metrics.add("reward/mean", 0.2, 1.0)
+    record.write(tmp_path, 4, rollouts()[:count], metrics)
+    found, read_metrics = record.read(tmp_path, 4)
+    assert len(found) == count and all(same(a, b) for a, b in zip(found, rollouts(), strict=False))
+    assert read_metrics.pairs() == metrics.pairs() and math.isclose(read_metrics.means()["reward/mean"], 0.075)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000004.safetensors"]
+
+
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+    record.write(tmp_path, 1, rollouts(), Metrics())
+    with pytest.raises(DataError, match=r"step-000002\.safetensors: no rollouts of step 2 were recorded"):
+        record.read(tmp_path, 2)
+    path = record.file_of(tmp_path, 1)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(DataError, match=r"step-000001\.safetensors: not the recorded rollouts"):
+        record.read(tmp_path, 1)

@@ -1,0 +1,23 @@
+"""Random numbers that belong to a token, not to its place in a batch."""
+
+import torch
+
+from tepo_megatron.seeding import derive_seed, hash_rows
+
+
+def test_keys_follow_their_rows() -> None:
+    rows = torch.cartesian_prod(torch.arange(50), torch.arange(40))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(hash_rows(7, rows)[order], hash_rows(7, rows[order]))
+
+
+def test_keys_are_distinct_uniform_and_depend_on_the_seed() -> None:
+    rows = torch.cartesian_prod(torch.arange(512), torch.arange(128))
+    keys = hash_rows(derive_seed(0, "weighting", 1, 2), rows)
+    assert keys.min() >= 0 and keys.unique().numel() == len(rows)
+    unit = keys.double() / 2**63
+    assert abs(unit.mean() - 0.5) < 0.005 and abs(unit.var() - 1 / 12) < 0.002
+    # no trace of the order: neighbours in sequence or position are as far apart as any two
+    assert abs(torch.corrcoef(torch.stack((unit[1:], unit[:-1])))[0, 1]) < 0.02
+    assert abs(torch.corrcoef(torch.stack((unit[128:], unit[:-128])))[0, 1]) < 0.02
+    assert (hash_rows(1, rows) == hash_rows(2, rows)).sum() == 0
