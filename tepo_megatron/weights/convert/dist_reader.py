@@ -61,7 +61,7 @@ class Reader:
 
     def release(self) -> None:
         """Give back the memory of what was read; tensors that are still in use are read again where they are touched."""
-        for mapped in self._maps.values():
+        for mapped in list(self._maps.values()):  # another thread may be reading
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def _piece(self, index: MetadataIndex) -> Tensor:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.parallel import Groups
 from tepo_megatron.weights import fp8
+from tepo_megatron.weights.convert.ahead import Job, ahead
 from tepo_megatron.weights.convert.dist_reader import Reader, read_common
 from tepo_megatron.weights.convert.importing import check_finite
 from tepo_megatron.weights.convert.output import new_directory
@@ -59,8 +61,8 @@ def export_hf(checkpoint: Path, out: Path, form: Format = Format(), base: Path |
         plan = plan_of(checkpoint, hf_config, reader, groups)
         announced = _announced(plan, reader, form)
         total = sum(t.nbytes for t in announced.values())
-        with new_directory(out, total) as partial, progress_bar("export", total) as advance:
-            writer = SafetensorsWriter(partial, announced)
+        with new_directory(out, total) as filling, progress_bar("export", total) as advance:
+            writer = SafetensorsWriter(filling, announced)
             try:
                 for slot, tensors in hf_tensors(plan, reader):
                     _write(slot, tensors, form, writer, advance)
@@ -68,8 +70,8 @@ def export_hf(checkpoint: Path, out: Path, form: Format = Format(), base: Path |
                 writer.finish()
             finally:
                 writer.close()
-            carry_over(folder, partial)
-            set_config(partial, _config_changes(plan, announced, hf_config))
+            carry_over(folder, filling)
+            set_config(filling, _config_changes(plan, announced, hf_config))
     return total
 
 
@@ -106,12 +108,17 @@ def plan_of(checkpoint: Path, hf_config: Mapping[str, Any], reader: Reader, grou
 
 
 def hf_tensors(plan: Plan, reader: Reader) -> Iterator[tuple[Slot, list[Tensor]]]:
-    """Each parameter's HF tensors in their stored dtype, checked to be finite; valid until the next is taken."""
-    for slot in plan.slots:
+    """Each parameter's HF tensors in their stored dtype, contiguous, checked to be finite; to be let go before the next."""
+
+    def made(slot: Slot) -> tuple[Slot, list[Tensor]]:
         parameter = read_parameter(slot, reader)
         check_finite(parameter, f"{reader.directory}: {slot.binding.name}")
-        yield slot, slot.to_hf(parameter)
-        del parameter
+        return slot, [t.contiguous() for t in slot.to_hf(parameter)]
+
+    jobs = [Job(partial(made, slot), slot.binding.parameter.nbytes) for slot in plan.slots]
+    for pair in ahead(jobs):
+        yield pair
+        del pair
         reader.release()
 
 

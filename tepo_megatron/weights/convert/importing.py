@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.weights.convert import HF_FOLDER
+from tepo_megatron.weights.convert.ahead import Job, ahead
 from tepo_megatron.weights.convert.dist_writer import Writer
 from tepo_megatron.weights.convert.output import new_directory
 from tepo_megatron.weights.convert.plan import Plan, Slot, make_plan
@@ -36,13 +38,15 @@ def import_hf(source: Path, out: Path) -> int:
                 [tensors[n] for n in slot.hf_names]
             )  # on the meta device: shapes and dtypes, before anything is written
         total = sum(tensors[n].nbytes for slot in plan.slots for n in slot.hf_names)
-        with new_directory(out, total) as partial, progress_bar("import", total) as advance:
-            (partial / HF_FOLDER).mkdir()
-            carry_over(source, partial / HF_FOLDER)
-            writer = Writer(partial)
+        with new_directory(out, total) as filling, progress_bar("import", total) as advance:
+            (filling / HF_FOLDER).mkdir()
+            carry_over(source, filling / HF_FOLDER)
+            writer = Writer(filling)
             try:
-                for slot in plan.slots:
-                    _write(slot, [reader.get(n) for n in slot.hf_names], source, writer)
+                jobs = [Job(partial(_made, slot, reader, source), slot.binding.parameter.nbytes) for slot in plan.slots]
+                for slot, parameter in ahead(jobs):
+                    _write(slot, parameter, writer)
+                    del parameter
                     advance(sum(tensors[n].nbytes for n in slot.hf_names))
                 for kept in plan.objects:
                     writer.add_object(kept)
@@ -52,9 +56,13 @@ def import_hf(source: Path, out: Path) -> int:
     return total
 
 
-def _write(slot: Slot, tensors: list[Tensor], source: Path, writer: Writer) -> None:
-    parameter = slot.from_hf(tensors)
+def _made(slot: Slot, reader: HfReader, source: Path) -> tuple[Slot, Tensor]:
+    parameter = slot.from_hf([reader.get(n) for n in slot.hf_names])
     check_finite(parameter, f"{source}: {', '.join(slot.hf_names)}")
+    return slot, parameter
+
+
+def _write(slot: Slot, parameter: Tensor, writer: Writer) -> None:
     for piece in slot.pieces(parameter):
         writer.add(piece)
 

@@ -77,6 +77,7 @@ def verify(source: Path, checkpoint: Path, text: str = TEXT, precision: str = "f
                     if not _bitwise_equal(tensor, source_reader.get(name)):
                         differing.append(name)
                     advance(sizes[name].nbytes)
+                del tensors, tensor
         tokens = _tokens(source, text, plan.arch.vocab_size, plan.arch.max_positions)
         theirs = _hf_outputs(source, tokens, _DTYPES[precision])
         gc.collect()
