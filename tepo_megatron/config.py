@@ -190,6 +190,18 @@ class TrainingConfig:
     epochs: Positive = 2
     minibatch_prompts: Positive = 16
     max_tokens_per_microbatch: Positive = 16384  # packed tokens of one forward pass, over all context-parallel ranks
+    # the same of passes without gradient, which keep no activations (old, reference and noise); None: twice that
+    max_tokens_without_grad: Positive | None = None
+    # of several updates on a rollout batch. actor: a pass of its own; rollout: what the engine reported, which knows no entropy
+    old_logprobs: Literal["actor", "rollout"] = "actor"
+    # None: all logits of a microbatch at once. Else the output layer works in chunks of rows, fused with the token statistics,
+    # and logits beyond so many MiB are computed again in backward
+    logits_budget_mib: NonNegative | None = None
+
+    @property
+    def tokens_without_grad(self) -> int:
+        """`max_tokens_without_grad`, or its default."""
+        return self.max_tokens_without_grad or 2 * self.max_tokens_per_microbatch
 
 
 @config
@@ -285,11 +297,13 @@ class Config:
                 f"rollout.prompts_per_step={self.rollout.prompts_per_step}; lower the first or raise the second"
             )
         sequence = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-        if sequence > self.training.max_tokens_per_microbatch:
-            raise ValueError(
-                f"training.max_tokens_per_microbatch={self.training.max_tokens_per_microbatch} cannot hold one sequence of "
-                f"data.max_prompt_tokens + rollout.max_response_tokens = {sequence} tokens; raise it to at least that"
-            )
+        for key in ("max_tokens_per_microbatch", "max_tokens_without_grad"):
+            room = getattr(self.training, key)
+            if room is not None and sequence > room:
+                raise ValueError(
+                    f"training.{key}={room} cannot hold one sequence of "
+                    f"data.max_prompt_tokens + rollout.max_response_tokens = {sequence} tokens; raise it to at least that"
+                )
         if self.resume and self.overwrite:
             raise ValueError("resume=true and overwrite=true contradict each other; set one of them to false")
         if self.rollout.only:

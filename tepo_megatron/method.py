@@ -30,6 +30,7 @@ def resolve(cfg: Config) -> Method:
     """The method that `cfg` describes. Pure; raises ConfigError when its keys contradict each other."""
     objective = build_objective(cfg.objective)
     _check_reward_penalty(cfg, objective)
+    _check_old_logprobs(cfg, objective)
     return Method(objective, _max_refills(cfg, objective), _overlong(cfg, objective))
 
 
@@ -40,6 +41,21 @@ def _check_reward_penalty(cfg: Config, objective: Objective) -> None:
             "objective.ref_kl_in=reward with objective.advantage=std and rollout.filter_uniform_groups=false: in a group of "
             "equal verdicts the KL is all that differs, and dividing it by its standard deviation makes full-size advantages "
             "of it; use objective.advantage=mean, or filter those groups"
+        )
+
+
+def _check_old_logprobs(cfg: Config, objective: Objective) -> None:
+    if cfg.training.old_logprobs != "rollout":
+        return
+    if objective.kl_mask not in ("none", "all"):
+        raise ConfigError(
+            f"training.old_logprobs=rollout knows no old entropies, which objective.kl_mask={objective.kl_mask} compares with; "
+            f"use old_logprobs=actor, or objective.kl_mask=none with beta=0"
+        )
+    if objective.correction != "none":
+        raise ConfigError(
+            f"training.old_logprobs=rollout leaves objective.correction={objective.correction} nothing to correct (old over "
+            f"rollout is 1); remove one of them"
         )
 
 

@@ -59,14 +59,13 @@ class StepLog:
     def add(self, result: UpdateResult) -> None:
         """Record one optimizer step.
 
-        The first update of a rollout batch runs on the very weights that gave the old entropies: its dH is rounding noise, so
-        what depends on dH says nothing and is left out.
+        The first update of a rollout batch runs on the very weights that gave the old entropies: its dH is 0 or rounding noise,
+        so what depends on dH says nothing and is left out.
         """
-        first = result.update == 0
         for name, pair in result.metrics.items():
-            if not (first and name in _OF_ENTROPY_CHANGE):
+            if result.knows_entropy_change or name not in _OF_ENTROPY_CHANGE:
                 self._metrics.add(name, *pair)
-        if not first:
+        if result.knows_entropy_change:
             for name, counts in result.histograms.items():
                 self._histograms[name] = self._histograms.get(name, 0) + counts
         self._ratios.append(result.ratio_B)

@@ -59,15 +59,21 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
             if rollouts:
                 batch = TrainBatch.build(rollouts, group_advantages(rollouts, objective.advantage))
                 with clock.phase("old_stats"):
-                    batch = actor.attach_old_stats(batch)
-                    check_mismatch(log.mismatch(actor.mismatch(batch)), version=step - 1, cfg=cfg.sync)
+                    if cfg.training.old_logprobs == "rollout":
+                        batch = replace(batch, old_logprobs_N=batch.rollout_logprobs_N)
+                    elif _needs_old_pass(batch, objective, cfg):
+                        batch = actor.attach_old_stats(batch)
+                        check_mismatch(log.mismatch(actor.mismatch(batch)), version=step - 1, cfg=cfg.sync)
+                        if _is_due(step - 1, cfg.logging.noise_floor_every):
+                            log.note({"tepo/entropy_noise_floor": actor.measure_noise(batch)})
                     batch = _with_reference(batch, actor, objective, log)
-                    if _is_due(step - 1, cfg.logging.noise_floor_every):
-                        log.note({"tepo/entropy_noise_floor": actor.measure_noise(batch)})
                 with clock.phase("update"):
                     shuffle = derive_seed(cfg.seed, "minibatches", step)
                     for minibatch in batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, shuffle):
-                        log.add(actor.update(minibatch, objective))
+                        result = actor.update(minibatch, objective)
+                        log.add(result)
+                        if result.mismatch is not None:
+                            check_mismatch(log.mismatch(result.mismatch), version=step - 1, cfg=cfg.sync)
             with clock.phase("sync"):
                 sync.push(version=step)
             driver.log_step(step, log, clock)
@@ -120,6 +126,13 @@ def _open_sync(
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _needs_old_pass(batch: TrainBatch, objective: Objective, cfg: Config) -> bool:
+    """Not where the old statistics are those of the only update's own forward pass, and nothing asks for them earlier."""
+    in_reward = bool(objective.ref_beta) and objective.ref_kl_in == "reward"
+    several = batch.updates(cfg.training.epochs, cfg.training.minibatch_prompts) > 1
+    return several or objective.needs_batch_statistics or in_reward
 
 
 def _with_reference(batch: TrainBatch, actor: Actor, objective: Objective, log: StepLog) -> TrainBatch:

@@ -13,6 +13,7 @@ Layout suffixes of tensors:
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -174,6 +175,14 @@ class TrainBatch:
             update,
             (torch.arange(len(self)) if self.ids_B is None else self.ids_B)[list(indices)],
         )
+
+    def with_old_stats(self, stats_N: TokenStats) -> TrainBatch:
+        """The same batch with these old statistics."""
+        return dataclasses.replace(self, old_logprobs_N=stats_N.logprob_R, old_entropies_N=stats_N.entropy_R)
+
+    def updates(self, epochs: int, minibatch_prompts: int) -> int:
+        """How many minibatches `epochs` yields."""
+        return epochs * -(-len({r.prompt_id for r in self.rollouts}) // minibatch_prompts)
 
     def epochs(self, epochs: int, minibatch_prompts: int, seed: int) -> Iterator[TrainBatch]:
         """Minibatches of at most `minibatch_prompts` whole groups, of even size, reshuffled every epoch (by `seed` alone)."""

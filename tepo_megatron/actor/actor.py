@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
@@ -18,11 +17,13 @@ from tepo_megatron.actor.output_rows import OutputRows
 from tepo_megatron.actor.reference import HostWeights
 from tepo_megatron.actor.schedule import Schedule
 from tepo_megatron.actor.tally import Tally, UpdateResult
+from tepo_megatron.actor.whole_stats import WholeStats
 from tepo_megatron.config import Config
 from tepo_megatron.errors import NumericalError
 from tepo_megatron.losses.kl import ESTIMATORS
 from tepo_megatron.losses.objective import Objective
 from tepo_megatron.losses.weighting import BatchStatistics
+from tepo_megatron.ops.output_layer import output_layer_stats
 from tepo_megatron.ops.packing import Alignment, pack
 from tepo_megatron.ops.pipeline_time import Pipeline
 from tepo_megatron.ops.planning import Plan, another_plan, plan_metrics, plan_microbatches
@@ -49,12 +50,13 @@ class Actor:
         self.bindings = bind(chunks, self.family, self.arch)
         # before the optimizer, which copies its fp32 masters from the weights
         load_hf(self.bindings, HfReader(cfg.model.path), self.family, self.arch, groups.tp)
-        rows = OutputRows(chunks[-1].output_layer) if groups.is_last_stage else None
+        fused = cfg.training.logits_budget_mib is not None
+        rows = OutputRows(chunks[-1].output_layer, keep_hidden=fused) if groups.is_last_stage else None
         self.chunks = build.wrap_ddp(self.config, chunks)
         self.optimizer, self.scheduler = build.build_optimizer(cfg.optimizer, cfg.model, self.chunks)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
-        self._schedule = Schedule(self.chunks, rows, groups)
+        self._rows, self._schedule = rows, Schedule(self.chunks, rows, groups)
         self._step = 0
         self._reference: HostWeights | None = None
         self.noise_floor: float | None = None
@@ -64,10 +66,10 @@ class Actor:
     def attach_old_stats(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the log-probs and entropies of the current weights, valid on the last pipeline stage.
 
-        Collectives beyond the forward pass: those of `_whole_stats`.
+        Needed before the first of several updates on a rollout batch; a single one finds them in its own forward pass.
+        Collectives beyond the forward pass: those of `WholeStats`.
         """
-        stats_N = self._whole_stats(batch)
-        return replace(batch, old_logprobs_N=stats_N.logprob_R, old_entropies_N=stats_N.entropy_R)
+        return batch.with_old_stats(self._whole_stats(batch))
 
     def keep_reference(self) -> None:
         """Read the reference policy, `model.reference` or else `model.path`, into host memory (all ranks call it)."""
@@ -81,7 +83,7 @@ class Actor:
     def attach_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the log-probs of the reference policy, valid on the last pipeline stage. `keep_reference` comes first.
 
-        Collectives beyond the forward pass: those of `_whole_stats`.
+        Collectives beyond the forward pass: those of `WholeStats`.
         """
         assert self._reference is not None, "keep_reference comes first"
         with self._reference.in_place():
@@ -105,7 +107,7 @@ class Actor:
         stays, if the sequences can be packed in no other way.
         """
         assert batch.old_entropies_N is not None, "attach_old_stats comes first"
-        tokens = self.cfg.training.max_tokens_per_microbatch
+        tokens = self.cfg.training.tokens_without_grad
         plan = another_plan(partial(self._plan, batch), batch.lengths, self.groups.dp.size, tokens)
         if plan is None:
             return None
@@ -138,11 +140,14 @@ class Actor:
     def update(self, batch: TrainBatch, objective: Objective) -> UpdateResult:
         """One optimizer step on a minibatch.
 
+        Old statistics that the batch lacks are those of this very forward pass: ratio 1 and dH 0, exactly. Of the first update
+        of a rollout batch, they then also tell the engine's mismatch.
+
         Raises NumericalError, on every rank, for a loss (before the step) or a gradient norm that is not finite.
         """
         plan = self._plan(batch)
         tally = self.backward(batch, objective, plan)
-        result = tally.reduce(self.groups, batch.update)
+        result = tally.reduce(self.groups)
         loss, _ = result.metrics["loss/total"]
         if not math.isfinite(loss):
             raise NumericalError(
@@ -157,7 +162,9 @@ class Actor:
         result.metrics["actor/grad_norm"] = (float(grad_norm), 1.0)
         waste = plan_metrics(plan, batch.lengths, self._alignment, self._pipeline)
         result.metrics.update((name, (value, 1.0)) for name, value in waste.items())
-        return result
+        if tally.whole is None:
+            return result
+        return replace(result, mismatch=self.mismatch(batch.with_old_stats(tally.whole.gather())))
 
     def backward(self, batch: TrainBatch, objective: Objective, plan: Plan | None = None) -> Tally:
         """Gradients of the objective on a minibatch, reduced over all ranks, left in `main_grad`.
@@ -166,13 +173,15 @@ class Actor:
         """
         plan = plan or self._plan(batch)
         inputs = MinibatchInputs(batch, self.groups.device, self.noise_floor)
-        weights = self._batch_statistics(batch, inputs, objective, plan) if objective.needs_batch_statistics else None
-        tally = Tally(len(batch), self.groups.device)
+        weights = self._batch_statistics(batch, inputs, objective) if objective.needs_batch_statistics else None
+        unmeasured = batch.update == 0 and batch.old_entropies_N is None
+        tally = Tally(batch, self.groups.device, WholeStats(batch.num_tokens, self.groups) if unmeasured else None)
 
-        def loss(microbatch: PackedMicrobatch, logits: Tensor) -> Tensor:
+        def loss(microbatch: PackedMicrobatch, output: Tensor) -> Tensor:
             segments = Segments.of(microbatch, self.groups.cp.group)
-            out = objective(self._stats(microbatch, logits), inputs.rows(microbatch, segments, weights))
-            tally.add(out, microbatch, segments)
+            stats = self._stats(microbatch, output)
+            out = objective(stats, inputs.rows(microbatch, segments, stats, weights))
+            tally.add(out, microbatch, segments, stats)
             return out.loss
 
         for chunk in self.chunks:
@@ -181,36 +190,32 @@ class Actor:
         self._schedule.forward_backward(self._microbatches(batch, plan), loss, batch.num_tokens)
         return tally
 
-    def _batch_statistics(
-        self, batch: TrainBatch, inputs: MinibatchInputs, objective: Objective, plan: Plan
-    ) -> BatchStatistics | None:
+    def _batch_statistics(self, batch: TrainBatch, inputs: MinibatchInputs, objective: Objective) -> BatchStatistics | None:
         """The weights that an objective takes from the whole minibatch; None but on the last pipeline stage.
 
         Costs one pass without gradient, but for the first update of a rollout batch, whose weights are those of the old
         statistics.
         """
-        stats_N = inputs.old_stats if batch.update == 0 else self._whole_stats(batch, plan)
+        stats_N = inputs.old_stats if batch.update == 0 else None
+        stats_N = self._whole_stats(batch) if stats_N is None else stats_N
         if not self.groups.is_last_stage:
             return None
         keys_N = hash_rows(derive_seed(self.cfg.seed, "weighting", self._step, batch.update), batch.token_keys_N)
-        return objective.batch_statistics(stats_N, inputs.whole(), keys_N.to(self.groups.device))
+        return objective.batch_statistics(stats_N, inputs.whole(stats_N), keys_N.to(self.groups.device))
 
     def _whole_stats(self, batch: TrainBatch, plan: Plan | None = None) -> TokenStats:
         """Log-probs and entropies (fp32 _N) of the current weights, without gradient, valid on the last pipeline stage.
 
-        plan: of the microbatches, instead of the usual one. Collectives beyond the forward pass: one all-reduce of
-        [N, 2] over dp x cp on the last stage (each token is computed by one rank; the others add 0).
+        plan: of the microbatches, instead of the usual one. Collectives beyond the forward pass: those of `WholeStats`.
         """
-        stats_N = torch.zeros(batch.num_tokens, 2, device=self.groups.device)
+        whole = WholeStats(batch.num_tokens, self.groups)
 
-        def visit(microbatch: PackedMicrobatch, logits: Tensor) -> None:
-            stats = self._stats(microbatch, logits)
-            stats_N[microbatch.token_R] = torch.stack((stats.logprob_R, stats.entropy_R), dim=1)
+        def visit(microbatch: PackedMicrobatch, output: Tensor) -> None:
+            whole.add(microbatch, self._stats(microbatch, output))
 
+        plan = plan or self._plan(batch, self.cfg.training.tokens_without_grad)
         self._schedule.forward(self._microbatches(batch, plan), visit)
-        if self.groups.is_last_stage:
-            dist.all_reduce(stats_N, group=self.groups.dp_cp.group)
-        return TokenStats(stats_N[:, 0], stats_N[:, 1])
+        return whole.gather()
 
     def export_hf(self, out: Path) -> None:
         """Write the current weights as a Hugging Face directory (all ranks call it)."""
@@ -228,15 +233,29 @@ class Actor:
             pipeline=self._pipeline,
         )
 
-    def _microbatches(self, batch: TrainBatch, plan: Plan | None = None) -> list[PackedMicrobatch]:
+    def _microbatches(self, batch: TrainBatch, plan: Plan) -> list[PackedMicrobatch]:
         """This rank's packed microbatches."""
         ids = [r.token_ids_L for r in batch.rollouts]
         masks = [r.response_mask_L for r in batch.rollouts]
         return [
             pack(ids, masks, batch.first_tokens, indices, self._alignment, self.groups.cp.rank)
-            for indices in (plan or self._plan(batch))[self.groups.dp.rank]
+            for indices in plan[self.groups.dp.rank]
         ]
 
-    def _stats(self, microbatch: PackedMicrobatch, logits: Tensor) -> TokenStats:
-        temperature = self.cfg.rollout.temperature
-        return token_stats(logits, microbatch.labels_R, temperature, self.groups.tp.group, self.arch.vocab_size)
+    def _stats(self, microbatch: PackedMicrobatch, output: Tensor) -> TokenStats:
+        """Of what the output layer let through: logits [R, V / tp], or hidden states [R, H] under a budget for logits."""
+        labels_R, temperature = microbatch.labels_R, self.cfg.rollout.temperature
+        tp, vocab_size, budget_mib = self.groups.tp.group, self.arch.vocab_size, self.cfg.training.logits_budget_mib
+        if budget_mib is None:
+            return token_stats(output, labels_R, temperature, tp, vocab_size)
+        assert self._rows is not None
+        return output_layer_stats(
+            output,
+            self._rows.weight,
+            labels_R,
+            temperature,
+            tp,
+            vocab_size,
+            logits_budget=budget_mib * 2**20,
+            sum_hidden_gradient=not self.cfg.parallel.sequence_parallel,
+        )

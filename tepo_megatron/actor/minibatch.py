@@ -14,13 +14,13 @@ from tepo_megatron.types import Denominators, PackedMicrobatch, TokenStats, Trai
 class MinibatchInputs:
     """The `LossInputs` of any microbatch of a minibatch, and of all its tokens at once.
 
-    noise_floor: nats, for the metrics alone. Raises AssertionError before the old pass.
+    noise_floor: nats, for the metrics alone.
     """
 
     def __init__(self, batch: TrainBatch, device: torch.device, noise_floor: float | None) -> None:
-        assert batch.old_logprobs_N is not None and batch.old_entropies_N is not None, "attach_old_stats comes first"
         self._batch, self._device, self._noise_floor = batch, device, noise_floor
-        self.old_stats = TokenStats(batch.old_logprobs_N.to(device), batch.old_entropies_N.to(device))
+        self._old_logprobs_N = None if batch.old_logprobs_N is None else batch.old_logprobs_N.to(device)
+        self._old_entropies_N = None if batch.old_entropies_N is None else batch.old_entropies_N.to(device)
         self._advantages_B = batch.advantages_B.to(device)
         self._rollout_logprobs_N = batch.rollout_logprobs_N.to(device)
         self._ref_logprobs_N = None if batch.ref_logprobs_N is None else batch.ref_logprobs_N.to(device)
@@ -29,18 +29,28 @@ class MinibatchInputs:
             sequences=torch.tensor(float(len(batch)), device=device),
         )
 
-    def rows(self, microbatch: PackedMicrobatch, segments: Segments, weights: BatchStatistics | None) -> LossInputs:
-        """Of a microbatch's response rows."""
+    @property
+    def old_stats(self) -> TokenStats | None:
+        """Log-probs and entropies (_N) of an old pass, which alone knows the entropies; None without one."""
+        if self._old_logprobs_N is None or self._old_entropies_N is None:
+            return None
+        return TokenStats(self._old_logprobs_N, self._old_entropies_N)
+
+    def rows(
+        self, microbatch: PackedMicrobatch, segments: Segments, stats: TokenStats, weights: BatchStatistics | None
+    ) -> LossInputs:
+        """Of a microbatch's response rows. stats: the current ones, which stand for old ones that are not known."""
         token_R = microbatch.token_R
         return self._inputs(
             token_R,
             segments.spread(self._advantages_B[microbatch.sequences_G]),
             segments,
+            stats,
             None if weights is None else weights.rows(token_R),
         )
 
-    def whole(self) -> LossInputs:
-        """Of all N response tokens, as if one rank held them in one microbatch."""
+    def whole(self, stats_N: TokenStats) -> LossInputs:
+        """Of all N response tokens, as if one rank held them in one microbatch. stats_N: the current ones."""
         sequence_N = self._batch.sequence_N.to(self._device)
         segments = Segments(
             sequence_N,
@@ -49,15 +59,17 @@ class MinibatchInputs:
             chunk_R=torch.zeros_like(sequence_N),
         )
         return self._inputs(
-            torch.arange(sequence_N.numel(), device=self._device), self._advantages_B[sequence_N], segments, None
+            torch.arange(sequence_N.numel(), device=self._device), self._advantages_B[sequence_N], segments, stats_N, None
         )
 
-    def _inputs(self, token_R: Tensor, advantage_R: Tensor, segments: Segments, weights: TokenWeights | None) -> LossInputs:
-        ref = self._ref_logprobs_N
+    def _inputs(
+        self, token_R: Tensor, advantage_R: Tensor, segments: Segments, stats: TokenStats, weights: TokenWeights | None
+    ) -> LossInputs:
+        logprobs, entropies, ref = self._old_logprobs_N, self._old_entropies_N, self._ref_logprobs_N
         return LossInputs(
             advantage_R=advantage_R,
-            old_logprob_R=self.old_stats.logprob_R[token_R],
-            old_entropy_R=self.old_stats.entropy_R[token_R],
+            old_logprob_R=stats.logprob_R.detach() if logprobs is None else logprobs[token_R],
+            old_entropy_R=stats.entropy_R.detach() if entropies is None else entropies[token_R],
             rollout_logprob_R=self._rollout_logprobs_N[token_R],
             segments=segments,
             whole=self._whole,

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tepo_megatron.actor.whole_stats import WholeStats
 from tepo_megatron.histogram import BINS
 from tepo_megatron.losses.diagnostics import HISTOGRAMS, METRICS
 from tepo_megatron.metrics import Pair
 from tepo_megatron.ops.segments import Segments
 from tepo_megatron.parallel import Groups
-from tepo_megatron.types import LossOutput, PackedMicrobatch
+from tepo_megatron.types import LossOutput, PackedMicrobatch, TokenStats, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -21,32 +22,41 @@ class UpdateResult:
     """What one optimizer step reports, the same on every rank, on the host.
 
     metrics: name -> (numerator, denominator); histograms: name -> int64 counts; ratio_B: mean importance ratio of each
-    sequence; update: its place in the rollout batch.
+    sequence; knows_entropy_change: whether dH is that of earlier updates, not 0 or rounding; mismatch: `Actor.mismatch` of
+    these sequences, where this update measured it.
     """
 
     metrics: dict[str, Pair]
     histograms: dict[str, Tensor]
     ratio_B: Tensor
-    update: int
+    knows_entropy_change: bool
+    mismatch: dict[str, float] | None = None
 
 
 class Tally:
-    """Sums over the microbatches of one update, on the last stage; fp64, which holds the counts exactly."""
+    """Sums over the microbatches of one update, on the last stage; fp64, which holds the counts exactly.
 
-    def __init__(self, sequences: int, device: torch.device) -> None:
+    whole: takes the statistics of all tokens too.
+    """
+
+    def __init__(self, batch: TrainBatch, device: torch.device, whole: WholeStats | None) -> None:
+        self.whole = whole
+        self._knows_entropy_change = batch.update > 0 and batch.old_entropies_N is not None
         self._pairs = torch.zeros(len(METRICS), 2, dtype=torch.float64, device=device)
         self._counts = torch.zeros(len(HISTOGRAMS), BINS, dtype=torch.float64, device=device)
-        self._ratio_B = torch.zeros(sequences, dtype=torch.float64, device=device)
+        self._ratio_B = torch.zeros(len(batch), dtype=torch.float64, device=device)
 
-    def add(self, out: LossOutput, microbatch: PackedMicrobatch, segments: Segments) -> None:
+    def add(self, out: LossOutput, microbatch: PackedMicrobatch, segments: Segments, stats: TokenStats) -> None:
         """Add one microbatch."""
+        if self.whole is not None:
+            self.whole.add(microbatch, stats)
         pairs = [torch.stack((n.double(), d.double())) for n, d in (out.metrics[name] for name in METRICS)]
         self._pairs += torch.stack(pairs)
         self._counts += torch.stack([out.histograms[name] for name in HISTOGRAMS])
         mean_R = (out.ratio_R / segments.spread(microbatch.lengths_G)).double()
         self._ratio_B.index_add_(0, microbatch.sequences_G[microbatch.sequence_R], mean_R)
 
-    def reduce(self, groups: Groups, update: int) -> UpdateResult:
+    def reduce(self, groups: Groups) -> UpdateResult:
         """The sums over dp x cp, told to every stage. Collectives: one all-reduce, one broadcast over pp."""
         parts = (self._pairs, self._counts, self._ratio_B)
         flat = torch.cat([part.flatten() for part in parts])
@@ -57,5 +67,5 @@ class Tally:
             {name: (n, d) for name, (n, d) in zip(METRICS, pairs.view(-1, 2).tolist(), strict=True)},
             dict(zip(HISTOGRAMS, counts.view(-1, BINS).long(), strict=True)),
             ratio_B,
-            update,
+            self._knows_entropy_change,
         )

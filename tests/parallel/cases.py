@@ -98,16 +98,20 @@ def _batch(sequences: list[reference.Sequence], update: int) -> TrainBatch:
 
 
 def run_config(
-    model: Path, parallel: dict[str, Any], max_tokens: int = 4096, objective: dict[str, Any] | None = None
+    model: Path,
+    parallel: dict[str, Any],
+    max_tokens: int = 4096,
+    objective: dict[str, Any] | None = None,
+    **training: Any,
 ) -> Config:
-    """The run's config for a layout; objective: instead of the reference's tepo."""
+    """The run's config for a layout; objective: instead of the reference's tepo; training: more keys of that section."""
     return validate({
         "name": "layout",
         "platform": "cpu",
         "model": {"path": str(model), "precision": "fp32"},
         "data": {"train": "unused", "max_prompt_tokens": 8},
         "rollout": {"prompts_per_step": 16, "temperature": TEMPERATURE, "max_response_tokens": 30},
-        "training": {"max_tokens_per_microbatch": max_tokens, "minibatch_prompts": 16},
+        "training": {"max_tokens_per_microbatch": max_tokens, "minibatch_prompts": 16} | training,
         "parallel": parallel,
         "objective": objective or {"name": "tepo", "beta": BETA, "clip_low": EPS, "clip_high": EPS},
         "optimizer": {

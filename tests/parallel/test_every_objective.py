@@ -37,7 +37,7 @@ def all_gradients(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
             larger |= {"cov_share": 0.2, "cov_low": 0.1}
         parts = {k: math.copysign(v, getattr(objective, k)) for k, v in larger.items() if getattr(objective, k)}
         objective = objective.replace(**parts)
-        result = actor.backward(batch, objective).reduce(actor.groups, batch.update)
+        result = actor.backward(batch, objective).reduce(actor.groups)
         out[name] = (result.metrics["loss/total"][0], cases.full_gradients(actor))
     parallel.shutdown()
     return out

@@ -36,9 +36,11 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
     return cases.make_case(tmp_path_factory.mktemp("untied"), tied=False)
 
 
-def check(case: cases.Case, layout: dict, batches=None, max_tokens: int = 4096, objective: dict | None = None) -> None:
+def check(
+    case: cases.Case, layout: dict, batches=None, max_tokens: int = 4096, objective: dict | None = None, **training
+) -> None:
     """Run the steps on `layout` and compare loss, gradient norm, every gradient and every weight with the reference."""
-    cfg = cases.run_config(case.model, layout, max_tokens, objective)
+    cfg = cases.run_config(case.model, layout, max_tokens, objective, **training)
     ranks = run_world(cfg.parallel.world_size, cases.train_steps, cfg, batches or case.batches)
     for i, expected in enumerate(case.steps):
         for rank in ranks:
@@ -73,6 +75,13 @@ def test_layout_equals_reference(tied: cases.Case, name: str) -> None:
 @pytest.mark.parametrize("name", ["1 rank", "TP2+SP", "PP2", "CP2 TP2"])
 def test_untied_embeddings(untied: cases.Case, name: str) -> None:
     check(untied, LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", ["1 rank", "TP2", "CP2 TP2+SP", "TP2 PP2"])
+@pytest.mark.parametrize("embeddings", ["tied", "untied"])
+def test_output_layer_in_chunks(request: pytest.FixtureRequest, name: str, embeddings: str) -> None:
+    """Fused with the token statistics; in microbatches, and without room to keep logits."""
+    check(request.getfixturevalue(embeddings), LAYOUTS[name], max_tokens=80, logits_budget_mib=0)
 
 
 @pytest.mark.parametrize(("name", "max_tokens"), [("1 rank", 40), ("CP2", 64), ("PP2", 90), ("PP2 VPP2", 100), ("DP2", 50)])

@@ -54,7 +54,7 @@ def with_reference(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
     actor.keep_reference()
     batch = actor.attach_ref_logprobs(batch)
     unchanged = all(torch.equal(b.parameter, old) for b, old in zip(actor.bindings, before, strict=True))
-    result = actor.backward(batch, build_objective(cfg.objective)).reduce(actor.groups, batch.update)
+    result = actor.backward(batch, build_objective(cfg.objective)).reduce(actor.groups)
     out = {
         "unchanged": unchanged,
         "ref_logprobs_N": batch.ref_logprobs_N if actor.groups.is_last_stage else None,
@@ -111,7 +111,7 @@ def plain_step(rank: int, cfg: Any, batch: Any) -> float:
     from tepo_megatron.losses import build_objective
 
     actor = build(cfg)
-    result = actor.backward(batch, build_objective(cfg.objective)).reduce(actor.groups, batch.update)
+    result = actor.backward(batch, build_objective(cfg.objective)).reduce(actor.groups)
     parallel.shutdown()
     return result.metrics["loss/total"][0]
 
@@ -131,7 +131,7 @@ def noise_and_passes(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
     for name in ("tepo", "steer"):
         for update in (0, 1):
             passes.clear()
-            result = actor.backward(replace(batch, update=update), OBJECTIVES[name]).reduce(actor.groups, update)
+            result = actor.backward(replace(batch, update=update), OBJECTIVES[name]).reduce(actor.groups)
             counted[name, update] = len(passes)
             losses[name, update] = result.metrics["loss/total"][0]
     parallel.shutdown()

@@ -64,7 +64,7 @@ def result(update: int, mask: float, ratios: list[float]) -> UpdateResult:
         "actor/grad_norm": (2.0 + update, 1.0),
     }
     histograms = {"tepo/dH_up": counts(torch.tensor([1e-3, 1e-3, -1e-5]) if update else torch.ones(9))}
-    return UpdateResult(pairs, histograms, torch.tensor(ratios, dtype=torch.float64), update)
+    return UpdateResult(pairs, histograms, torch.tensor(ratios, dtype=torch.float64), knows_entropy_change=update > 0)
 
 
 def test_the_first_update_of_a_rollout_batch_reports_no_mask() -> None:

@@ -76,6 +76,14 @@ def test_numbers_in_the_config_hold_for_every_objective() -> None:
         ),
         ({"objective": SHAPED, "rollout": {"max_response_tokens": 1}}, r"overlong_buffer_tokens=1 must be below"),
         (
+            {"training": {"old_logprobs": "rollout"}},
+            r"old_logprobs=rollout knows no old entropies, which objective\.kl_mask=falling_entropy compares with",
+        ),
+        (
+            {"training": {"old_logprobs": "rollout"}, "objective": {"name": "grpo", "correction": "tis"}},
+            r"old_logprobs=rollout leaves objective\.correction=tis nothing to correct",
+        ),
+        (
             {"rollout": {"max_refills": 2, "filter_uniform_groups": False}},
             r"rollout\.max_refills=2 has no effect with rollout\.filter_uniform_groups=false",
         ),

@@ -1,0 +1,149 @@
+"""Passes that are not made: with one update on a rollout batch, and where the engine's log-probs are the old ones."""
+
+import functools
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parallel import cases
+from tests.parallel import resume_worlds as w
+from tests.worlds import run_world
+
+LAYOUTS = [{}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2}]
+ONE_UPDATE = {"epochs": 1, "minibatch_prompts": 4}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
+    return cases.make_case(tmp_path_factory.mktemp("case"), tied=True)
+
+
+def with_and_without(rank: int, cfg: Any, batch: Any) -> list[dict[str, Any]]:
+    """One update on a batch with the statistics of an old pass, and one without, from the same weights."""
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.losses import build_objective
+    from tepo_megatron.platform import activate
+
+    groups, out = parallel.initialize(cfg.parallel, activate("cpu"), 0), []
+    for old_pass in (True, False):
+        actor = Actor(cfg, groups)
+        given = actor.attach_old_stats(batch) if old_pass else batch
+        mismatch = actor.mismatch(given) if old_pass else None
+        result = actor.update(given, build_objective(cfg.objective))
+        weights = cases.owned_tensors(actor, [b.parameter for b in actor.bindings])
+        out.append({"mismatch": mismatch or result.mismatch, "result": result, "weights": weights})
+    return out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_single_update_needs_no_old_pass(case: cases.Case, layout: dict) -> None:
+    """Loss, weights and mismatch are those with the pass, and the ratio is 1."""
+    batch = replace(case.batches[0], old_logprobs_N=None, old_entropies_N=None, update=0)
+    cfg = cases.run_config(case.model, layout, max_tokens=60)
+    for with_pass, without in run_world(cfg.parallel.world_size, with_and_without, cfg, batch):
+        assert without["result"].mismatch is not None and with_pass["result"].mismatch is None
+        assert without["mismatch"] == pytest.approx(with_pass["mismatch"], rel=1e-5)
+        assert (without["result"].ratio_B - 1).abs().max() <= 1e-6  # a mean of ones
+        assert not without["result"].knows_entropy_change
+        loss, expected = (x["result"].metrics["loss/total"][0] for x in (without, with_pass))
+        assert loss == pytest.approx(expected, rel=1e-5)
+        for name, weight in with_pass["weights"].items():
+            assert cases.distance(without["weights"][name], weight) <= 1e-5, name
+
+
+class Count(w.Kill):
+    """Kills nobody: tells the journal of each call of any of `where`, separated by spaces."""
+
+    def arm(self, journal: Path) -> None:
+        import importlib
+
+        for place in self.where.split():
+            module, _, path = place.partition(":")
+            owner, name = path.split(".")
+            self._note(getattr(importlib.import_module(module), owner), name, journal)
+
+    @staticmethod
+    def _note(owner: Any, name: str, journal: Path) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            with journal.open("a") as f:
+                f.write(json.dumps({"called": name, "size": len(args[1])}) + "\n")
+            return original(*args, **kwargs)
+
+        setattr(owner, name, noted)
+
+
+CALLS = Count("tepo_megatron.actor.schedule:Schedule.forward tepo_megatron.actor.actor:Actor.update")
+
+
+def run(model: Path, folder: Path, **sections: Any) -> tuple[list[dict[str, Any]], Counter]:
+    """Records of a run, and how often it passed without gradient and updated."""
+    cfg = w.run_config(model, folder, **sections)
+    w.attempt(cfg, folder / "journal", kill=CALLS)
+    calls = Counter(row["called"] for row in w.journal_rows(folder / "journal") if "called" in row)
+    return w.records(cfg.run_dir), calls
+
+
+def updates_of(record: dict[str, Any], minibatch: int) -> int:
+    """How many a step made, from the groups that it kept."""
+    return -(-int(record["rollout/kept_groups"]) // minibatch)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return w.write_inputs(tmp_path_factory.mktemp("inputs") / "model")
+
+
+@pytest.mark.parametrize(
+    ("sections", "passes"),
+    [
+        ({"training": ONE_UPDATE}, 0),
+        ({"training": ONE_UPDATE, "objective": {"name": "clip_cov", "beta": None}}, w.STEPS),
+        ({"training": ONE_UPDATE, "objective": {"ref_beta": 0.1, "ref_kl_in": "reward"}}, 2 * w.STEPS),
+        ({"training": {"old_logprobs": "rollout"}, "objective": {"name": "grpo", "beta": None}}, 0),
+    ],
+    ids=["one update", "weights from the minibatch", "KL in the reward", "of the engine"],
+)
+def test_no_pass_is_wasted_and_the_engine_is_checked_all_the_same(
+    model: Path, tmp_path: Path, sections: dict, passes: int
+) -> None:
+    records, calls = run(model, tmp_path, logging={"noise_floor_every": 0}, **sections)
+    assert calls["forward"] == passes
+    assert calls["update"] == sum(updates_of(r, 4 if sections["training"] is ONE_UPDATE else 2) for r in records)
+    for record in records:
+        assert record["rollout/logprob_diff_mean"] < 1e-5 and record["rollout/logprob_diff_max"] < 1e-4
+        assert record["actor/entropy"] > 0 and record["tepo/kl_mask_share"] is None and record["tepo/dH_up_p50"] is None
+    spread = [r["tepo/ratio_p99"] - r["tepo/ratio_p01"] for r in records]
+    assert max(spread) <= 1e-5 if sections["training"] is ONE_UPDATE else max(spread) >= 1e-3
+
+
+def test_several_updates_have_their_pass(model: Path, tmp_path: Path) -> None:
+    """But for the step that kept few groups."""
+    records, calls = run(model, tmp_path, logging={"noise_floor_every": 0})
+    updates = [updates_of(r, 2) for r in records]
+    assert set(updates) == {1, 2}
+    assert calls["forward"] == updates.count(2) and calls["update"] == sum(updates)
+    assert [r["tepo/kl_mask_share"] is not None for r in records] == [n == 2 for n in updates]
+
+
+def test_passes_without_gradient_take_larger_microbatches(model: Path, tmp_path: Path) -> None:
+    """Their own bound, and the same numbers."""
+    records, microbatches = [], []
+    for bound in (32, None, 4096):
+        folder = tmp_path / str(bound)
+        records.append(
+            run(model, folder, training={"max_tokens_without_grad": bound, "steps": 1, "minibatch_prompts": 1})[0][0]
+        )
+        rows = w.journal_rows(folder / "journal")
+        microbatches.append(next(row["size"] for row in rows if row.get("called") == "forward"))
+    assert microbatches[0] > microbatches[1] and microbatches[2] == 1
+    for record in records[1:]:
+        assert record["actor/entropy"] == pytest.approx(records[0]["actor/entropy"], rel=1e-5)
+        assert record["actor/grad_norm"] == pytest.approx(records[0]["actor/grad_norm"], rel=1e-4)
