@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import sys
 import time
 from collections.abc import Sequence
@@ -122,18 +121,13 @@ def _start() -> None:
 def _start_streaming() -> None:
     """As `_start`, for work that waits for memory and disk.
 
-    One thread: others would only spin beside it. And glibc keeps freed memory for the next tensor: by default each large one
-    is new pages, zeroed by the kernel.
+    One thread: others would only spin beside it.
     """
     _start()
     import torch
     import torch._dynamo  # half a second, which PyTorch takes with the first operator on the meta device
 
     torch.set_num_threads(1)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(-4, 0)  # M_MMAP_MAX: all from the heap
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: which does not shrink
 
 
 def _tell(out: Path, nbytes: int, start: float) -> None:

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from tepo_megatron.actor.attention import SDPACoreAttention
 from tepo_megatron.actor.layout import stage_layers
 from tepo_megatron.actor.modules import RMSNorm
+from tepo_megatron.actor.rotary import lend_to_megatron
 from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.parallel import Groups
@@ -40,6 +41,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's config of this architecture on this mesh."""
     dtype = DTYPES[model.precision]
+    lend_to_megatron()
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -87,6 +89,7 @@ def transformer_config(
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
+        apply_rope_fusion=True,  # Transformer Engine's, or that of rotary.py
     )
 
 

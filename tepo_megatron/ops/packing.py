@@ -60,38 +60,41 @@ def pack(
     flat _N tensors. Labels are shifted per sequence before the context-parallel split, so no label is lost at a boundary.
     Without indices: one dummy token without response rows, so that an empty rank still joins every collective.
     """
-    lengths = alignment.padded([token_ids[i].numel() for i in indices] or [1])
-    starts = torch.tensor([0, *lengths]).cumsum(0)
+    sizes = [token_ids[i].numel() for i in indices] or [1]
+    lengths = alignment.padded(sizes)
+    length_G, size_G, first_G = (torch.tensor(x) for x in (lengths, sizes, [first_token[i] for i in indices] or [0]))
+    starts = torch.cat((length_G.new_zeros(1), length_G.cumsum(0)))
     total = int(starts[-1])
-    tokens_S, labels_S = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
-    is_row_S = torch.zeros(total, dtype=torch.bool)
-    sequence_S, place_S = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
-    position_S, chunk_S = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
-    for g, i in enumerate(indices):
-        ids, mask, at = token_ids[i], response_masks[i], int(starts[g])
-        n = ids.numel()
-        tokens_S[at : at + n] = ids
-        labels_S[at : at + n - 1] = ids[1:]
-        is_row_S[at : at + n - 1] = mask[1:]
-        sequence_S[at : at + n] = g
-        position_S[at : at + n - 1] = mask[1:].cumsum(0) - 1
-        place_S[at : at + n] = first_token[i] + position_S[at : at + n]
-        chunk_S[at : at + n] = torch.arange(n) // (lengths[g] // alignment.sequence)  # a multiple of its number of chunks
+    sequence_S = torch.arange(len(lengths)).repeat_interleave(length_G)
+    offset_S = torch.arange(total) - starts[sequence_S]
+    tokens_S, is_response_S = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.bool)
+    if indices:
+        is_token_S = offset_S < size_G[sequence_S]
+        tokens_S[is_token_S] = torch.cat([token_ids[i] for i in indices])
+        is_response_S[is_token_S] = torch.cat([response_masks[i] for i in indices])
+    # the row before each response token of the same sequence
+    is_row_S = (is_response_S & (offset_S > 0)).roll(-1)
+    labels_S = tokens_S.roll(-1)
+    seen_S = is_row_S.cumsum(0)
+    position_S = seen_S - 1 - (seen_S - is_row_S.long())[starts[:-1]][sequence_S]
+    rows_G = torch.bincount(sequence_S[is_row_S], minlength=len(lengths))
+    chunk_S = offset_S // (length_G // alignment.sequence)[sequence_S]  # a multiple of its number of chunks
 
     def local(x: Tensor) -> Tensor:
         return shard_zigzag_packed(x, starts, alignment.cp, cp_rank, dim=0)
 
     rows_R = local(is_row_S).nonzero().squeeze(1)
+    sequence_R, position_R = local(sequence_S)[rows_R], local(position_S)[rows_R]
     return PackedMicrobatch(
         tokens_S=local(tokens_S).unsqueeze(0),
         cu_seqlens=starts.to(torch.int32),
         max_seqlen=max(lengths),
         rows_R=rows_R,
         labels_R=local(labels_S)[rows_R],
-        sequence_R=local(sequence_S)[rows_R],
-        token_R=local(place_S)[rows_R],
-        position_R=local(position_S)[rows_R],
+        sequence_R=sequence_R,
+        token_R=first_G[sequence_R] + position_R,
+        position_R=position_R,
         chunk_R=local(chunk_S)[rows_R],
-        lengths_G=torch.tensor([max(1, int(response_masks[i].sum())) for i in indices], dtype=torch.float32),
+        lengths_G=rows_G[: len(indices)].clamp(min=1).float(),
         sequences_G=torch.tensor(list(indices), dtype=torch.int64),
     )

@@ -5,8 +5,9 @@ needs a GPU. Each redirection is one function with its reason, in the file of wh
 
     tensors.py    factories and tensor methods that ask for a CUDA device
     cuda_api.py   torch.cuda: current device, streams, events, memory, random state
-    gloo.py       the two collectives that gloo lacks
+    gloo.py       the two collectives that gloo lacks, and those of a rank alone
     adam.py       Adam in the form that the distributed optimizer expects of a fused one
+    memory.py     freed memory, which glibc would give back
     mcore.py      importing Megatron-Core, and its own slips where there is neither GPU nor Transformer Engine
 
 They last as long as the process and cover all of it: a process is a CPU process or a CUDA process.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import os
 
-from tepo_megatron.platform import cuda_api, gloo, mcore, tensors
+from tepo_megatron.platform import cuda_api, gloo, mcore, memory, tensors
 
 
 def install() -> None:
@@ -30,6 +31,7 @@ def install() -> None:
     cuda_api.redirect_random_state()
     cuda_api.silence_nvtx()
     gloo.add_uneven_collectives()
+    gloo.shorten_groups_of_one()
     mcore.hide_gpu_packages()
     mcore.lend_triton_to_paged_stash()
     with mcore.without_compilation(), mcore.without_import_warnings():
@@ -38,6 +40,7 @@ def install() -> None:
     mcore.mend_host_copy_of_splits()
     mcore.use_host_adam()
     mcore.silence_generator_warning()
+    memory.keep_freed_memory()
 
 
 def hide_gpus() -> None:

@@ -20,6 +20,46 @@ def add_uneven_collectives() -> None:
     dist.reduce_scatter = _uneven_reduce_scatter(dist.reduce_scatter)
 
 
+def shorten_groups_of_one() -> None:
+    """A rank that is alone in its group has what it would receive, and the distributed optimizer gives and takes views of one
+    buffer: gloo would copy it twice."""
+    dist.all_gather_into_tensor = _all_gather_into_tensor(dist.all_gather_into_tensor)
+    dist.reduce_scatter_tensor = _reduce_scatter_tensor(dist.reduce_scatter_tensor)
+
+
+def _all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def all_gather_into_tensor(
+        output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+    ) -> Any:
+        if async_op or dist.get_world_size(group) > 1:
+            return original(output_tensor, input_tensor, group=group, async_op=async_op)
+        return _copy(output_tensor, input_tensor)
+
+    return all_gather_into_tensor
+
+
+def _reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reduce_scatter_tensor(
+        output: Tensor,
+        input: Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        if async_op or dist.get_world_size(group) > 1:
+            return original(output, input, op=op, group=group, async_op=async_op)
+        return _copy(output, input)  # a sum, mean, least or largest of one
+
+    return reduce_scatter_tensor
+
+
+def _copy(output: Tensor, given: Tensor) -> None:
+    if output.data_ptr() != given.data_ptr():
+        output.copy_(given.view_as(output))
+
+
 def _are_equal(tensors: list[Tensor]) -> bool:
     return len({t.shape for t in tensors}) == 1
 

@@ -1,0 +1,89 @@
+"""Rotary embedding where there is no Transformer Engine.
+
+Megatron-Core's own form (0.16) cuts packed tokens into sequences and computes cosines and sines anew for the queries and keys
+of every layer. Here the tables are made once for a microbatch, and all its layers share them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+from torch import Tensor
+
+from tepo_megatron.ops.context_parallel import zigzag_rows
+
+
+def lend_to_megatron() -> None:
+    """Be what `TransformerConfig.apply_rope_fusion` calls, unless Transformer Engine is."""
+    if rope_utils.fused_apply_rotary_pos_emb_thd is None:
+        rope_utils.fused_apply_rotary_pos_emb_thd = PackedRotary()
+    if rope_utils.fused_apply_rotary_pos_emb is None:
+        rope_utils.fused_apply_rotary_pos_emb = rotate
+
+
+def rotate(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
+    """Of sequences that are not packed: t [S, B, heads, D]; freqs [S, 1, 1, D]. Otherwise as PackedRotary."""
+    assert not interleaved, "no family turns neighbours: rotary_interleaved is never set"
+    angle = freqs[..., : freqs.size(-1) // 2]
+    turned: Tensor = _Rotation.apply(t, angle.cos().to(t.dtype), angle.sin().to(t.dtype))
+    return turned
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """cos, sin: [S, 1, D / 2]; of whom: the tensors they were made from, and where."""
+
+    cu_seqlens: Tensor
+    freqs: Tensor
+    dtype: torch.dtype
+    cos: Tensor
+    sin: Tensor
+
+    def are_of(self, cu_seqlens: Tensor, freqs: Tensor, dtype: torch.dtype) -> bool:
+        return self.cu_seqlens is cu_seqlens and self.freqs is freqs and self.dtype == dtype
+
+
+class PackedRotary:
+    """Megatron's fused function for packed sequences; it keeps the tables of the last microbatch."""
+
+    def __init__(self) -> None:
+        self._last: _Tables | None = None
+
+    def __call__(self, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+        """Each head vector turned by its position in its sequence: pairs (x_j, x_{j + D/2}) by position * theta_j.
+
+        t: [S, heads, D], this context-parallel rank's tokens; cu_seqlens: [G + 1], over all of its ranks; freqs: [positions, 1,
+        1, D] fp32, angles of each position, twice the same D / 2. Returns [S, heads, D] in the type of `t`. Gradients: to `t`.
+        """
+        if self._last is None or not self._last.are_of(cu_seqlens, freqs, t.dtype):
+            rows = zigzag_rows(cu_seqlens, cp_size, cp_rank)
+            sequence = torch.searchsorted(cu_seqlens[1:].long(), rows, right=True)
+            angle = freqs[rows - cu_seqlens[sequence].long(), 0, :, : freqs.size(-1) // 2]
+            self._last = _Tables(cu_seqlens, freqs, t.dtype, angle.cos().to(t.dtype), angle.sin().to(t.dtype))
+        turned: Tensor = _Rotation.apply(t, self._last.cos, self._last.sin)
+        return turned
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(t, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grads[0], cos, sin, -1), None, None
+
+
+def _turned(t: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """By the angle (sign 1) or back (-1)."""
+    first, second = t.chunk(2, dim=-1)
+    out = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+    a, b = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=a).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=b).addcmul_(first, sin, value=sign)
+    return out
