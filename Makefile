@@ -4,11 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 SEED   ?= 0
+PEERS  := .cache/peers
 
 # torch: a wheel found through PIP_FIND_LINKS if there is one, else PyTorch's own CPU build
 UV_ENV := UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(if $(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))),,UV_TORCH_BACKEND=cpu)
 
-.PHONY: demo ablation test test-fast test-full check lint types format pins clean
+.PHONY: demo ablation bench test test-fast test-full test-gpu check lint types format pins clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
@@ -21,6 +22,16 @@ ablation: $(READY)
 	$(BIN)/python -m examples.arithmetic.base_model --seed 0 --out .cache/demo/seed-0
 	$(BIN)/tepo ablate examples/ablation.yaml
 
+# ours beside others', which are installed apart; a quiet machine, half an hour
+bench: $(READY)
+	@set -e; sum=$$(sha256sum < requirements/bench.txt); \
+	if [ "$$(cat $(PEERS)/.ready 2>/dev/null)" != "$$sum" ]; then \
+	  rm -rf $(PEERS); \
+	  $(UV_ENV) $(BIN)/uv pip install --no-config --python $(BIN)/python --no-deps --quiet --target $(PEERS) -r requirements/bench.txt; \
+	  echo "$$sum" > $(PEERS)/.ready; \
+	fi
+	$(BIN)/python -m benchmarks --peers $(PEERS)
+
 test: $(READY)
 	$(BIN)/python -m pytest -m "not full"
 
@@ -29,6 +40,10 @@ test-full: $(READY)
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not server and not e2e and not slow and not full"
+
+# on a machine with a GPU; apart, because the other tests hide it
+test-gpu: $(READY)
+	$(BIN)/python -m pytest tests/gpu --confcutdir=tests/gpu
 
 check: lint types test
 

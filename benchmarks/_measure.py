@@ -12,15 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
-
-COLLECTIVES = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "reduce_scatter_tensor",
-    "all_to_all", "all_to_all_single", "broadcast", "reduce", "gather", "scatter",
-)  # fmt: skip
 
 # Tensors up to this size are taken to stay in a CPU's last-level cache between operators.
 CACHE_BYTES = 16 * 2**20
@@ -38,22 +32,35 @@ class Times:
     cpu: float
 
 
+Call = Callable[[Any], Any]  # an alternative: takes what was prepared for it
+
+
+def on_host(call: Call, given: Any) -> tuple[float, float]:
+    """Seconds by the clock, and CPU seconds of this process."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    out = call(given)
+    took = (time.perf_counter() - wall, time.process_time() - cpu)
+    del out
+    return took
+
+
 def interleaved(
-    prepare: Callable[[], Any], alternatives: Mapping[str, Callable[[Any], Any]], repetitions: int
+    prepare: Callable[[], Any],
+    alternatives: Mapping[str, Call],
+    repetitions: int,
+    timed: Callable[[Call, Any], tuple[float, float]] = on_host,
 ) -> dict[str, Times]:
     """Times of each alternative, all of them once in each round, each round starting with another one; one round warms up.
 
-    prepare: makes what an alternative consumes; its time does not count.
+    prepare: makes what an alternative consumes; its time does not count. timed: as `on_host`.
     """
     names = list(alternatives)
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in range(repetitions + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             given = prepare()
-            wall, cpu = time.perf_counter(), time.process_time()
-            out = alternatives[name](given)
-            took = (time.perf_counter() - wall, time.process_time() - cpu)
-            del out
+            took = timed(alternatives[name], given)
+            del given
             if turn:
                 samples[name].append(took)
     return {name: _summary(taken) for name, taken in samples.items()}
@@ -135,24 +142,25 @@ def _tensors(x: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def counted_collectives() -> Iterator[Counter[str]]:
-    """Counts the calls of torch.distributed's collectives inside the block, by name."""
+    """Counts collectives, sends and receives inside the block, by the dispatcher's name for each.
+
+    However they are called: by torch.distributed, its functional form or Megatron-Core, in forward or in backward.
+    """
     counts: Counter[str] = Counter()
-    real = {name: getattr(dist, name) for name in COLLECTIVES}
-
-    def counting(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return real[name](*args, **kwargs)
-
-        return call
-
-    try:
-        for name in COLLECTIVES:
-            setattr(dist, name, counting(name))
+    with _Collectives(counts):
         yield counts
-    finally:
-        for name in COLLECTIVES:
-            setattr(dist, name, real[name])
+
+
+class _Collectives(TorchDispatchMode):
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd") and name != "wait_tensor":
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def load() -> str:

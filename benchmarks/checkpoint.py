@@ -1,6 +1,7 @@
 """How long training waits for a checkpoint, against a plain copy of the same state to host memory.
 
     python -m benchmarks.checkpoint [--model demo|100m|HF_DIRECTORY] [--saves 3] [--platform cpu] [--precision bf16] [--tp 1]
+                                    [--json FILE]
     torchrun --nproc-per-node 2 -m benchmarks.checkpoint --model 100m
 
 Prints one line per save: seconds that `save()` blocked rank 0, seconds of the plain copy made just before, their quotient, and
@@ -11,6 +12,7 @@ to check the last one and to load it.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 import time
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=None, help="where to write; default: a temporary one of rank 0")
+    parser.add_argument("--json", type=Path, help="write blocked, copying, complete of each save there too, in seconds")
     args = parser.parse_args()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29511")):
         os.environ.setdefault(name, value)
@@ -79,6 +82,7 @@ def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> No
     size = sum(box.data.nbytes for box in written(actor))
     if groups.is_main:
         print(f"{args.model}: {parameters / 1e6:.1f} M parameters and {size / 2**20:.0f} MiB of state on rank 0 of {world}")
+    saves: list[dict[str, float]] = []
     folder = from_main(args.folder or temporary / "checkpoints", groups.host)
     with Checkpoints(folder, CheckpointConfig(keep_last=1), groups) as checkpoints:
         for step in range(1, args.saves + 1):
@@ -86,6 +90,7 @@ def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> No
             checkpoints.save(step, actor, {"step": step})
             saved = checkpoints.wait()
             assert saved is not None
+            saves.append({"blocked": saved.blocked_seconds, "copying": copying, "complete": saved.seconds})
             if groups.is_main:
                 print(
                     f"save {step}: blocked {saved.blocked_seconds:.3f} s, plain copy {copying:.3f} s "
@@ -98,6 +103,8 @@ def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> No
         checkpoints.load(found, actor)
         if groups.is_main:
             print(f"checked in {checking:.3f} s, loaded in {time.perf_counter() - start - checking:.3f} s")
+            if args.json:
+                args.json.write_text(json.dumps(saves))
     parallel.shutdown()
 
 

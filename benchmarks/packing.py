@@ -1,6 +1,6 @@
 """How much of the mesh's time a plan of microbatches keeps busy, ours beside two others'.
 
-    python benchmarks/packing.py [--seeds 16]
+    python -m benchmarks.packing [--seeds 16]
 
 512 sequences of lognormal length (mean 6,100 tokens before the cap, sigma 0.9, cap 32,768), 32,768 tokens to a microbatch. A
 sequence of L tokens costs L (1 + L / 60,000). Efficiency: work / (ranks x time of the slowest rank), where the time is that of
@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from benchmarks.results import OURS, Measure, Target
 from tepo_megatron.ops.packing import Alignment
 from tepo_megatron.ops.pipeline_time import Pipeline
 from tepo_megatron.ops.planning import Plan, plan_metrics, plan_microbatches, sequence_costs
@@ -33,6 +34,9 @@ from tepo_megatron.ops.planning import Plan, plan_metrics, plan_microbatches, se
 MEAN, SIGMA, CAP, ROOM = 6100, 0.9, 32768, 32768
 MESHES = ((16, 2), (16, 1), (16, 4), (4, 2))  # dp, pp; the first is the one with a target
 TARGET = 0.90
+SEEDS = 16
+PADDED = 8  # sequences to a rectangle
+PADDING = Alignment(cp=2, total=2)  # as under CP 2, TP 2 and sequence parallelism
 Planner = Callable[[Sequence[int], int, int], Plan]  # (lengths, dp, pp)
 
 
@@ -98,6 +102,12 @@ def even(plan: Plan) -> Plan:
     return [[*rank, *([] for _ in range(most - len(rank)))] for rank in plan]
 
 
+KINDS = {
+    "train": "efficiency of training, mean of the seeds",
+    "train_worst": "efficiency of training, worst seed",
+    "forward": "efficiency of a forward pass, mean of the seeds",
+    "forward_worst": "efficiency of a forward pass, worst seed",
+}
 PLANNERS: dict[str, Planner] = {"ours": ours, "slime": slime, "longest first": longest_first}
 
 
@@ -114,10 +124,11 @@ def efficiency(plan: Plan, lengths: Sequence[int], pp: int) -> dict[str, float]:
     }
 
 
-def measure(dp: int, pp: int, seeds: int) -> dict[str, dict[str, float]]:
+def measure(dp: int, pp: int, seeds: int, planners: Sequence[str] = tuple(PLANNERS)) -> dict[str, dict[str, float]]:
     """Of each planner: mean and worst efficiencies over the seeds, and the mean number of microbatches."""
     out = {}
-    for name, planner in PLANNERS.items():
+    for name in planners:
+        planner = PLANNERS[name]
         runs = [efficiency(planner(lengths, dp, pp), lengths, pp) for lengths in map(lognormal, range(seeds))]
         train, forward = ([run[kind] for run in runs] for kind in ("train", "forward"))
         out[name] = {
@@ -126,6 +137,33 @@ def measure(dp: int, pp: int, seeds: int) -> dict[str, dict[str, float]]:
             "microbatches": statistics.fmean(run["microbatches"] for run in runs),
         }  # fmt: skip
     return out
+
+
+def measures(seeds: int = SEEDS, planners: Sequence[str] = tuple(PLANNERS)) -> list[Measure]:
+    """Efficiencies on every mesh, and what share of the computed tokens is padding. Counts: the same on every machine."""
+    out = []
+    for dp, pp in MESHES:
+        found = measure(dp, pp, seeds, planners)
+        for key, what in KINDS.items():
+            values = {name: row[key] for name, row in found.items()}
+            targets = (Target(OURS, ">=", TARGET),) if (dp, pp) == MESHES[0] and key != "forward_worst" else ()
+            out.append(_measure(f"{what}, DP{dp} PP{pp}", values, targets, higher_is_better=True))
+    lengths = [lognormal(seed) for seed in range(seeds)]
+    return [*out, _measure("padding, share of the computed tokens, CP2 TP2", padding_share(lengths), ())]
+
+
+def _measure(what: str, values: dict[str, float], targets: tuple[Target, ...], higher_is_better: bool = False) -> Measure:
+    peers = {name: value for name, value in values.items() if name != OURS}
+    return Measure(6, what, "", values[OURS], peers, targets, deterministic=True, higher_is_better=higher_is_better)
+
+
+def padding_share(batches: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Means of our plans for DP16, and of rectangles of PADDED sequences in the order in which they came."""
+    packed = [plan_metrics(plan_microbatches(b, 16, ROOM, PADDING), b, PADDING)["packing/padding_share"] for b in batches]
+    rectangles = [
+        1 - sum(b) / sum(len(r) * max(r) for r in (b[i : i + PADDED] for i in range(0, len(b), PADDED))) for b in batches
+    ]
+    return {OURS: statistics.fmean(packed), f"rectangles of {PADDED}": statistics.fmean(rectangles)}
 
 
 def planning_seconds(dp: int, pp: int, count: int = 4096) -> float:
@@ -140,7 +178,7 @@ def planning_seconds(dp: int, pp: int, count: int = 4096) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=16)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     args = parser.parse_args()
     print(f"{'mesh':<11}{'planner':<15}{'train':>7}{'worst':>8}{'forward':>9}{'worst':>8}{'microbatches':>14}")
     rows = {}

@@ -1,0 +1,74 @@
+"""What the benchmarks of whole jobs find, as measures: the training step, conversion, saving."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.results import OURS, ROOT, Measure, Target, load
+
+
+def step(quick: bool) -> list[Measure]:
+    """Row 7: the demo's training step beside the fastest plain form, by threads; TP2 without a target."""
+    from benchmarks import step as benchmark
+
+    found = benchmark.measure(quick=quick)
+    out = []
+    for name, ratio in found["ratio"].items():  # "tp1 2 threads": seconds over those of the fastest plain form
+        seconds = found["seconds"][name if name in found["seconds"] else name.replace("2 threads", "1 threads")]
+        targets = (Target("ours / plain", "<=", benchmark.TARGET),) if name.startswith("tp1") else ()
+        more = {"seconds": found["seconds"], "disagreement": found["disagreement"], "repetitions": found["repetitions"]}
+        peers = {"plain": seconds[0] / ratio}
+        what = name.replace("tp", "TP").replace(" ", ", ", 1).replace("1 threads", "1 thread")
+        out.append(Measure(7, f"demo, {what}", "s", seconds[0], peers, targets, more=more))
+    return out
+
+
+def convert(quick: bool, repetitions: int = 3) -> list[Measure]:
+    """Row 10: seconds of import and export beside those of copying the same files, and peak memory."""
+    from benchmarks import convert as benchmark
+
+    config = benchmark.QUICK if quick else benchmark.CONFIG
+    with tempfile.TemporaryDirectory(prefix="convert-") as name:
+        source = Path(name) / "hf"
+        again = [sys.executable, str(ROOT / "benchmarks/convert.py"), "--make", str(source), *(["--quick"] if quick else [])]
+        subprocess.run(again, check=True)  # in a process of its own: its memory would count as a child's
+        size = sum(path.stat().st_size for path in source.iterdir())
+        runs = benchmark.measure(source, Path(name), 1 if quick else repetitions)
+        bound = (benchmark.largest_group(source, config) + benchmark.TARGET_MEMORY) / 2**30
+    out = []
+    for job in ("import", "export"):
+        # round by round: the disk's mood changes between rounds
+        share = statistics.median(c.seconds / r.seconds for c, r in zip(runs["copy"], runs[job], strict=True))
+        what, more = f"{job} of {size / 1e9:.3g} GB", {"seconds": {k: [run.seconds for run in v] for k, v in runs.items()}}
+        speed = () if quick else (Target(OURS, ">=", benchmark.TARGET_SPEED),)
+        out.append(Measure(10, f"{what}, speed", "of copying", share, {}, speed, higher_is_better=True, more=more))
+        peak = max(run.peak for run in runs[job]) / 2**30
+        out.append(Measure(10, f"{what}, peak memory", "GiB", peak, {}, (Target(OURS, "<=", round(bound, 2)),)))
+    return out
+
+
+def checkpoint(quick: bool) -> list[Measure]:
+    """Row 11: seconds for which a save blocks training, beside a plain copy of the state to host memory."""
+    out = []
+    for model in ("demo",) if quick else ("demo", "100m"):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "saves.json"
+            words = ["--model", model, "--saves", "2" if quick else "6", "--json", str(path)]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.checkpoint", *words]
+            subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=sys.stderr)
+            saves = load(path)
+        # the first save allocates its host memory; it is reported with the others
+        blocked, copying, complete = (statistics.median(s[k] for s in saves[1:]) for k in ("blocked", "copying", "complete"))
+        # of a few megabytes what a save does once, whatever the size, is most
+        targets = (Target("ours / plain copy", "<=", 1.5),) if model == "100m" else ()
+        peers, more = {"plain copy": copying}, {"saves": saves, "complete": complete}
+        out.append(
+            Measure(11, f"training waits, {model} model, median after the first", "s", blocked, peers, targets, more=more)
+        )
+    return out

@@ -1,0 +1,124 @@
+"""The demo's training step in plain PyTorch and transformers, as one would write it for one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from tepo_megatron.config import Config
+from tepo_megatron.types import Rollout
+
+FORMS = ("padded", "bucketed", "packed")
+_PADDING = 1.25  # bucketed: the longest sequence of a rectangle over the shortest, at most
+
+
+class PlainStep:
+    """Old statistics of all sequences, then one AdamW update per minibatch of groups.
+
+    form: how a minibatch becomes the model's input. `padded`: one rectangle (causal attention never looks at padding on its
+    right, so there is no mask); `bucketed`: several, each of sequences of like length; `packed`: one row, with a mask that
+    keeps the sequences apart.
+    """
+
+    def __init__(self, cfg: Config, rollouts: list[Rollout], form: str) -> None:
+        self.cfg, self.rollouts, self.form, self.steps = cfg, rollouts, form, 0
+        self.model = Qwen3ForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation="sdpa")
+        o = cfg.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, fused=True
+        )
+
+    def __call__(self) -> list[tuple[float, float]]:
+        """Loss and gradient norm of each update."""
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.cfg.optimizer.lr * min(1.0, self.steps / self.cfg.optimizer.warmup_steps)
+        size, out = self.cfg.rollout.samples_per_prompt, []
+        rewards = torch.tensor([r.reward for r in self.rollouts], dtype=torch.float64).view(-1, size)
+        advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten().float()
+        everything = self.by_length(range(len(self.rollouts)))
+        with torch.no_grad():
+            old_logprob, old_entropy, _ = self.statistics(everything)
+        responses = [self.rollouts[i].response_length for i in everything]
+        parts = zip(old_logprob.split(responses), old_entropy.split(responses), strict=True)
+        old = dict(zip(everything, parts, strict=True))
+        order = torch.randperm(rewards.size(0), generator=torch.Generator().manual_seed(self.steps))
+        for groups in order.split(self.cfg.training.minibatch_prompts):
+            chosen = self.by_length((groups[:, None] * size + torch.arange(size)).flatten().tolist())
+            logprob, entropy, sequence = self.statistics(chosen)
+            loss = self.loss(
+                logprob,
+                entropy,
+                torch.cat([old[i][0] for i in chosen]),
+                torch.cat([old[i][1] for i in chosen]),
+                advantages[chosen],
+                sequence,
+            )
+            self.optimizer.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.optimizer.clip_grad)
+            self.optimizer.step()
+            out.append((loss.item(), float(norm)))
+        return out
+
+    def loss(
+        self, logprob: Tensor, entropy: Tensor, old_logprob: Tensor, old_entropy: Tensor, advantages: Tensor, sequence: Tensor
+    ) -> Tensor:
+        """`tepo`: clipped geometric-mean ratio, and k3 where A > 0 and the entropy falls; all per response token."""
+        eps, beta = 0.2, self.cfg.objective.beta
+        assert beta is not None
+        log_ratio = logprob - old_logprob
+        count = torch.bincount(sequence, minlength=advantages.numel())
+        ratio = (torch.zeros_like(advantages).index_add(0, sequence, log_ratio) / count).exp()[sequence]
+        advantage = advantages[sequence]
+        surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - eps, 1 + eps) * advantage)
+        masked = (advantage > 0) & (entropy - old_entropy < 0)
+        return -(surrogate - beta * masked * (torch.expm1(-log_ratio) + log_ratio)).mean()
+
+    def statistics(self, chosen: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob, entropy (a number, no function) and sequence of each response token of the sequences `chosen`."""
+        ids = [self.rollouts[i].token_ids_L for i in chosen]
+        masks = [self.rollouts[i].response_mask_L for i in chosen]
+        hidden, labels = [], torch.cat([x[m] for x, m in zip(ids, masks, strict=True)])
+        for part in self._rectangles(ids):
+            inputs, is_row = self._packed(ids, masks) if self.form == "packed" else self._padded(ids[part], masks[part])
+            hidden.append(self.model.model(**inputs, use_cache=False).last_hidden_state[is_row])
+        logits = self.model.lm_head(torch.cat(hidden)) / self.cfg.rollout.temperature
+        logp = torch.log_softmax(logits, dim=-1)
+        with torch.no_grad():
+            entropy = -(logp.exp() * logp).sum(-1)
+        sequence = torch.arange(len(ids)).repeat_interleave(torch.tensor([int(m.sum()) for m in masks]))
+        return logp.gather(1, labels[:, None]).squeeze(1), entropy, sequence
+
+    def by_length(self, chosen: Iterable[int]) -> list[int]:
+        """The longest first."""
+        return sorted(chosen, key=lambda i: -self.rollouts[i].token_ids_L.numel())
+
+    def _rectangles(self, ids: list[Tensor]) -> list[slice]:
+        """Runs of sequences, the longest first, that are computed together."""
+        starts = [0]
+        for i, x in enumerate(ids):
+            if self.form == "bucketed" and ids[starts[-1]].numel() > _PADDING * x.numel():
+                starts.append(i)
+        return [slice(a, b) for a, b in itertools.pairwise([*starts, len(ids)])]
+
+    def _padded(self, ids: list[Tensor], masks: list[Tensor]) -> tuple[dict[str, Any], Tensor]:
+        """The model's inputs, and where in [B, T] labels are response tokens."""
+        mask = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
+        is_row = torch.cat((mask[:, 1:], mask.new_zeros(len(ids), 1)), dim=1)
+        return {"input_ids": torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)}, is_row
+
+    def _packed(self, ids: list[Tensor], masks: list[Tensor]) -> tuple[dict[str, Any], Tensor]:
+        """The same with one row: [1, total]."""
+        tokens, mask = torch.cat(ids), torch.cat(masks)
+        lengths = torch.tensor([x.numel() for x in ids])
+        sequence = torch.arange(len(ids)).repeat_interleave(lengths)
+        position = torch.arange(tokens.numel()) - (lengths.cumsum(0) - lengths)[sequence]
+        visible = (sequence[:, None] == sequence) & (position[:, None] >= position)
+        is_row = torch.cat((mask[1:], mask.new_zeros(1)))[None]
+        return {"input_ids": tokens[None], "position_ids": position[None], "attention_mask": visible[None, None]}, is_row

@@ -1,0 +1,134 @@
+"""The sides of the benchmark of the training step, each in processes of its own that wait for their turn."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks import _step_cases as cases
+from benchmarks._plain_step import FORMS, PlainStep
+from tepo_megatron.config import Config
+from tepo_megatron.processes import die_with_parent
+from tepo_megatron.types import Rollout
+
+WORKERS = {**{f"plain {form}": 1 for form in FORMS}, "tp1": 1, "tp2": 2}  # processes of each
+STEP_SECONDS = 300.0  # a step that takes longer has failed
+Updates = list[tuple[float, float]]  # of one step: loss and gradient norm of each update
+
+
+class OurStep:
+    """The step through tepo_megatron's Actor, on this rank of the world that the environment describes."""
+
+    def __init__(self, cfg: Config, rollouts: list[Rollout]) -> None:
+        from tepo_megatron.platform import activate
+
+        platform = activate(cfg.platform)
+        from tepo_megatron import parallel
+        from tepo_megatron.actor.actor import Actor
+        from tepo_megatron.losses import build_objective
+
+        self.cfg, self.rollouts, self.steps = cfg, rollouts, 0
+        self.actor = Actor(cfg, parallel.initialize(cfg.parallel, platform, cfg.seed))
+        self.objective = build_objective(cfg.objective)
+
+    def __call__(self) -> Updates:
+        """As in `train.py`."""
+        from tepo_megatron.advantages import group_advantages
+        from tepo_megatron.step_log import StepLog
+        from tepo_megatron.types import TrainBatch
+
+        actor, log, out = self.actor, StepLog(), []
+        self.steps += 1
+        actor.start_step(self.steps)
+        batch = TrainBatch.build(self.rollouts, group_advantages(self.rollouts, self.objective.advantage))
+        batch = actor.attach_old_stats(batch)
+        log.mismatch(actor.mismatch(batch))
+        for minibatch in batch.epochs(self.cfg.training.epochs, self.cfg.training.minibatch_prompts, self.steps):
+            result = actor.update(minibatch, self.objective)
+            log.add(result)
+            out.append((result.metrics["loss/total"][0], result.metrics["actor/grad_norm"][0]))
+        return out
+
+
+def serve(name: str, case: str, model: Path, parent: int, environment: dict[str, str], pipe: Connection) -> None:
+    """A worker's process: for each number of threads that comes, one step; answers with (seconds, updates)."""
+    die_with_parent(parent)
+    os.environ |= environment
+    disable_progress_bar()
+    torch.set_num_threads(1)
+    cfg = cases.config(case, model, tp=WORKERS[name])
+    rollouts = cases.rollouts(case, cfg)
+    plain = name.startswith("plain")
+    step: Callable[[], Updates] = PlainStep(cfg, rollouts, name.split()[1]) if plain else OurStep(cfg, rollouts)
+    pipe.send("ready")
+    while (threads := pipe.recv()) is not None:
+        torch.set_num_threads(threads)
+        start = time.perf_counter()
+        updates = step()
+        pipe.send((time.perf_counter() - start, updates))
+
+
+@dataclass
+class Worker:
+    """One of WORKERS: its processes' pipes and what it has done so far."""
+
+    pipes: list[Connection]
+    updates: list[Updates]
+
+    def step(self, threads: int) -> float:
+        """Seconds of one step, of the slowest rank."""
+        for pipe in self.pipes:
+            pipe.send(threads)
+        answers = [self._answer(pipe) for pipe in self.pipes]
+        self.updates.append(answers[0][1])
+        return max(float(seconds) for seconds, _ in answers)
+
+    def ready(self) -> None:
+        """Wait until it is built."""
+        for pipe in self.pipes:
+            self._answer(pipe)
+
+    def _answer(self, pipe: Connection) -> Any:
+        if not pipe.poll(STEP_SECONDS):
+            raise TimeoutError(f"no answer within {STEP_SECONDS:g} s")
+        return pipe.recv()  # EOFError when the process has died: its traceback is on stderr
+
+
+def world(port: int, rank: int = 0, size: int = 1) -> dict[str, str]:
+    """What torchrun would tell a rank, of a store that the caller holds."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+
+
+@contextmanager
+def started(name: str, case: str, model: Path) -> Iterator[Worker]:
+    """The worker in processes of its own, which end with the block."""
+    context, size, pipes, processes = multiprocessing.get_context("spawn"), WORKERS[name], [], []
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # no port is guessed
+    try:
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            environment = world(store.port, rank, size)
+            process = context.Process(target=serve, args=(name, case, model, os.getpid(), environment, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        yield Worker(pipes, [])
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

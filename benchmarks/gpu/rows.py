@@ -1,0 +1,157 @@
+"""Rows 8 and 9: what is called, with what, and what of the machine's ceilings each call reaches.
+
+Of the peers: verl's unfused functions and its fused kernel; TRL's functions; Liger's cross-entropy, which gives log-probs
+without entropies. `copy pair`: to move the logits three times (forward reads them, backward reads and writes) at the measured
+bandwidth of a copy. `three GEMMs`: the products of logits, their gradient with the weight, and with the hidden states, in bf16.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from benchmarks._measure import Call
+from benchmarks._token_stats_peers import Statistics, alternatives, plain_formula
+from benchmarks.gpu import COPY, GEMMS, HIDDEN, ROWS, TARGETS, VOCAB, name_of
+from benchmarks.gpu._timing import copy_bandwidth, matmul_rate, peaks, seconds
+from benchmarks.results import OURS, Measure
+from benchmarks.token_stats import Inputs, forward_backward
+from tepo_megatron.ops.output_layer import output_layer_stats
+
+Layer = tuple[Tensor, Tensor, Tensor, Tensor]  # hidden [R, H], weight [V, H], labels [R], gradients [2, R]
+SQUARE = 8192  # of the matrices whose product is the ceiling
+
+
+def logits_of(rows: int, vocab: int, device: torch.device) -> Callable[[], Inputs]:
+    """Makes fresh bf16 logits, not a leaf, and their labels and gradients."""
+    torch.manual_seed(0)
+    source = torch.randn(rows, vocab, dtype=torch.bfloat16, device=device).mul_(3).requires_grad_()
+    labels = torch.randint(0, vocab, (rows,), device=device)
+    gradients = torch.randn(2, rows, device=device)
+    return lambda: (source.clone(), labels, gradients)
+
+
+def layer_of(rows: int, vocab: int, hidden: int, device: torch.device) -> Callable[[], Layer]:
+    """The inputs of an output layer whose weight has a `main_grad` in fp32, as under Megatron."""
+    torch.manual_seed(0)
+    states = torch.randn(rows, hidden, dtype=torch.bfloat16, device=device).requires_grad_()
+    weight = torch.randn(vocab, hidden, dtype=torch.bfloat16, device=device).mul_(3 * hidden**-0.5).requires_grad_()
+    weight.main_grad = torch.zeros(vocab, hidden, device=device)
+    labels = torch.randint(0, vocab, (rows,), device=device)
+    gradients = torch.randn(2, rows, device=device)
+    return lambda: (states, weight, labels, gradients)
+
+
+def liger_statistics(given: Inputs) -> tuple[Tensor, ...]:
+    """Log-prob alone, forward and backward."""
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    logits, labels, gradients = given
+    loss = liger_cross_entropy(logits, labels, reduction="none")
+    return torch.autograd.grad(loss, logits, -gradients[0].to(loss.dtype))
+
+
+def our_layer(given: Layer, budget: int) -> tuple[Tensor | None, ...]:
+    """budget: bytes of logits that may be kept; the weight's gradient goes into its `main_grad`."""
+    hidden, weight, labels, gradients = given
+    stats = output_layer_stats(hidden, weight, labels, 1.0, None, logits_budget=budget)
+    outputs = [stats.logprob_R, stats.entropy_R]
+    return torch.autograd.grad(outputs, [hidden, weight], list(gradients), allow_unused=True)
+
+
+def unfused_layer(given: Layer, statistics: Statistics) -> tuple[Tensor, ...]:
+    """A linear layer, then statistics of its logits."""
+    hidden, weight, labels, gradients = given
+    outputs = statistics(linear(hidden, weight), labels)
+    upstream = [g.to(x.dtype) for g, x in zip(gradients, outputs, strict=True)]
+    return torch.autograd.grad(outputs, [hidden, weight], upstream)
+
+
+def verl_fused_layer(given: Layer) -> tuple[Tensor, ...]:
+    """verl's Triton kernel."""
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    hidden, weight, labels, gradients = given
+    outputs = linear_cross_entropy(hidden, weight, labels, 1.0, "none", None)
+    return torch.autograd.grad(outputs, [hidden, weight], [g.to(x.dtype) for g, x in zip(gradients, outputs, strict=True)])
+
+
+def liger_layer(given: Layer) -> tuple[Tensor, ...]:
+    """Log-prob alone; the weight's gradient summed in fp32, as ours."""
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as fused
+
+    hidden, weight, labels, gradients = given
+    loss = fused(hidden, weight, labels, reduction="none", accum_dtype=torch.float32)
+    return torch.autograd.grad(loss, [hidden, weight], -gradients[0].to(loss.dtype))
+
+
+def gemms(given: Layer) -> tuple[Tensor, ...]:
+    """The least that the layer must do."""
+    hidden, weight, _, _ = given
+    hidden, weight = hidden.detach(), weight.detach()
+    logits = torch.mm(hidden, weight.t())
+    return torch.mm(logits, weight), torch.mm(logits.t(), hidden)
+
+
+def installed(calls: Mapping[str, Call], module_of: Mapping[str, str]) -> dict[str, Call]:
+    """Those whose module can be imported."""
+    found = dict(calls)
+    for name, module in module_of.items():
+        try:
+            __import__(module)
+        except ImportError as e:
+            print(f"{name} is left out: {e}", file=sys.stderr)
+            del found[name]
+    return found
+
+
+def measure(
+    peers: Path | None, device: torch.device, rows: int = ROWS, vocab: int = VOCAB, hidden: int = HIDDEN,
+    repetitions: int = 20, square: int = SQUARE,
+) -> list[Measure]:  # fmt: skip
+    """Both rows. Fused kernels of peers only on a GPU."""
+    statistics, on_gpu = alternatives(peers), device.type == "cuda"
+    size = 2 * rows * vocab
+    logit_calls: dict[str, Call] = {k: partial(forward_backward, s) for k, s in statistics.items()}
+    layer_calls: dict[str, Call] = {
+        OURS: partial(our_layer, budget=size), "ours, logits computed again": partial(our_layer, budget=0), GEMMS: gemms,
+        "plain": partial(unfused_layer, statistics=plain_formula),
+    }  # fmt: skip
+    if "verl" in statistics:
+        layer_calls["verl"] = partial(unfused_layer, statistics=statistics["verl"])
+    if on_gpu:
+        liger = "liger_kernel.transformers.functional"
+        logit_calls = installed(logit_calls | {"liger": liger_statistics}, {"liger": liger})
+        fused = {"liger": liger, "verl fused": "verl.utils.kernel.linear_cross_entropy"}
+        layer_calls = installed(layer_calls | {"liger": liger_layer, "verl fused": verl_fused_layer}, fused)
+
+    bandwidth, rate = copy_bandwidth(size, device, repetitions), matmul_rate(square, device, repetitions)
+    ceilings = {"copy_bytes_per_second": bandwidth, "matmul_operations_per_second": rate}
+    pair, products = 3 * size / bandwidth, 6 * rows * hidden * vocab / rate  # seconds at the ceilings
+    found = _rows(8, logits_of(rows, vocab, device), logit_calls, device, repetitions, pair, ceilings, (rows, vocab, hidden))
+    return found + _rows(
+        9, layer_of(rows, vocab, hidden, device), layer_calls, device, repetitions, products, ceilings, (rows, vocab, hidden)
+    )
+
+
+def _rows(row: int, prepare: Callable[[], Any], calls: Mapping[str, Call], device: torch.device, repetitions: int,
+          least: float, ceilings: dict[str, float], shape: tuple[int, int, int]) -> list[Measure]:  # fmt: skip
+    """Memory and time of a row's calls; least: seconds at the ceiling, of which each call's share is told."""
+    peak = peaks(prepare, calls, device)
+    taken = seconds(prepare, {name: calls[name] for name in peak}, device, repetitions)
+    more = {"ceilings": ceilings, "share_of_ceiling": {name: least / s for name, s in taken.items()}}
+    if row == 8:
+        taken[COPY] = least
+    others = {k: v for k, v in taken.items() if k != OURS}
+    gib = {k: v / 2**30 for k, v in peak.items()}
+    return [
+        Measure(row, name_of(row, "time", *shape), "s", taken[OURS], others, TARGETS[row], more=more),
+        Measure(row, name_of(row, "extra memory", *shape), "GiB", gib.pop(OURS), gib),
+    ]

@@ -1,0 +1,85 @@
+"""Which code measures which rows of the table. A suite runs in a process of its own: it may set threads, fork, use memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.results import ROWS, Measure
+
+
+@dataclass(frozen=True)
+class Options:
+    """peers: a folder with installed peers; quick: small and few, to see that it runs; rows: those wanted."""
+
+    peers: Path | None = None
+    quick: bool = False
+    rows: Set[int] = frozenset(ROWS)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """rows: of the table; run: measures them; environment: of its process, for what is read when torch is loaded."""
+
+    rows: tuple[int, ...]
+    run: Callable[[Options], list[Measure]]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def _token_stats(options: Options) -> list[Measure]:
+    from benchmarks import token_stats
+
+    return token_stats.measure(options.peers, options.quick, rows=options.rows)
+
+
+def _layouts(options: Options) -> list[Measure]:
+    from benchmarks import layouts
+
+    return layouts.measure(options.peers)
+
+
+def _packing(options: Options) -> list[Measure]:
+    from benchmarks import packing
+
+    return packing.measures(2 if options.quick else packing.SEEDS)
+
+
+def _step(options: Options) -> list[Measure]:
+    from benchmarks import _collected
+
+    return _collected.step(options.quick)
+
+
+def _gpu(options: Options) -> list[Measure]:
+    from benchmarks.gpu import not_measured
+
+    return not_measured()
+
+
+def _convert(options: Options) -> list[Measure]:
+    from benchmarks import _collected
+
+    return _collected.convert(options.quick)
+
+
+def _checkpoint(options: Options) -> list[Measure]:
+    from benchmarks import _collected
+
+    return _collected.checkpoint(options.quick)
+
+
+# threads that wait for each other sleep: on a busy machine, spinning ones would time the neighbours
+_PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KINETO_LOG_LEVEL": "99"}
+# one thread before and after a fork, as in tests/conftest.py; what verl compiles would be compiled in each rank
+_FORKS = _PASSIVE | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+SUITES = {
+    "token_stats": Suite((1, 2, 3), _token_stats, _PASSIVE),
+    "layouts": Suite((4, 5), _layouts, _FORKS),
+    "packing": Suite((6,), _packing),
+    "step": Suite((7,), _step, _PASSIVE),
+    "gpu": Suite((8, 9), _gpu),
+    "convert": Suite((10,), _convert),
+    "checkpoint": Suite((11,), _checkpoint, {"OMP_NUM_THREADS": "1"}),
+}

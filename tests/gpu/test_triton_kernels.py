@@ -1,0 +1,85 @@
+"""The Triton kernels on a GPU against fp64: values, gradients, the logits overwritten, more than 2^31 elements."""
+
+import pytest
+import torch
+
+from tepo_megatron.ops.output_layer import output_layer_stats
+from tepo_megatron.ops.vocab_parallel import token_stats
+from tests.token_statistics import reference
+
+DEVICE, VOCAB, PADDED = torch.device("cuda"), 151_936, 152_064
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def case(rows: int, dtype: torch.dtype, shift: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits whose columns from VOCAB on are padding, labels, and the gradients of both outputs."""
+    generator = torch.Generator(DEVICE).manual_seed(rows)
+    logits = torch.randn(rows, PADDED, device=DEVICE, generator=generator).mul_(3).add_(shift).to(dtype)
+    logits[:, VOCAB:] = 1e4
+    labels = torch.randint(0, VOCAB, (rows,), device=DEVICE, generator=generator)
+    return logits, labels, torch.randn(2, rows, device=DEVICE, generator=generator)
+
+
+@pytest.mark.parametrize("shift", [0.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_against_fp64(dtype: torch.dtype, shift: float) -> None:
+    source, labels, gradients = case(64, dtype, shift)
+    logits = source.clone().requires_grad_() * 1  # not a leaf, so that backward writes in its place
+    stats = token_stats(logits, labels, 1.0, None, VOCAB, backend="triton")
+    (gradient,) = torch.autograd.grad([stats.logprob_R, stats.entropy_R], logits, list(gradients))
+    exact = source.double().requires_grad_()
+    logprob, entropy = reference(exact, labels, 1.0, VOCAB)
+    (expected,) = torch.autograd.grad([logprob, entropy], exact, list(gradients.double()))
+    assert (stats.logprob_R - logprob).abs().max() <= max(2e-6, 1e-7 * logprob.abs().max().item())
+    assert (stats.entropy_R - entropy).abs().max() <= 2e-6
+    assert gradient.data_ptr() == logits.data_ptr() and gradient[:, VOCAB:].abs().max() == 0
+    if dtype == torch.float32:
+        assert relative(gradient, expected) <= 1e-5
+    else:  # rounded to bf16 once, and no more
+        assert relative(gradient, expected) <= 1.001 * relative(expected.to(dtype), expected)
+
+
+def test_more_elements_than_an_int32_counts() -> None:
+    """The last rows of many equal those rows alone, bit for bit."""
+    rows, last = 2**31 // PADDED + 64, 32
+    if torch.cuda.mem_get_info()[0] < 8 * rows * PADDED:
+        pytest.skip("the GPU's memory does not suffice")
+    source = torch.zeros(rows, PADDED, dtype=torch.bfloat16, device=DEVICE)
+    source[-last:], some_labels, some_gradients = case(last, torch.bfloat16)
+    labels = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    labels[-last:] = some_labels
+    gradients = torch.ones(2, rows, device=DEVICE)
+    gradients[:, -last:] = some_gradients
+
+    def run(x: torch.Tensor, y: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
+        z = x.clone().requires_grad_() * 1
+        stats = token_stats(z, y, 1.0, None, VOCAB, backend="triton")
+        (gradient,) = torch.autograd.grad([stats.logprob_R, stats.entropy_R], z, list(g))
+        return [stats.logprob_R[-last:], stats.entropy_R[-last:], gradient[-last:]]
+
+    alone = run(source[-last:], some_labels, some_gradients)
+    assert all(map(torch.equal, run(source, labels, gradients), alone))
+
+
+@pytest.mark.parametrize("budget", [0, 2**40], ids=["logits computed again", "logits kept"])
+def test_the_output_layer(budget: int) -> None:
+    """bf16 on tensor cores; against fp64 on the logits that it rounds to bf16, the weight's gradient summed in fp32."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    hidden = torch.randn(1500, 256, device=DEVICE, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(9000, 256, device=DEVICE, generator=generator).mul_(256**-0.5 * 3).bfloat16().requires_grad_()
+    weight.main_grad = torch.zeros(9000, 256, device=DEVICE)
+    labels = torch.randint(0, 9000, (1500,), device=DEVICE, generator=generator)
+    gradients = torch.randn(2, 1500, device=DEVICE, generator=generator)
+    stats = output_layer_stats(hidden, weight, labels, 1.0, None, logits_budget=budget, backend="triton")
+    torch.autograd.backward([stats.logprob_R, stats.entropy_R], list(gradients))
+    logits = (hidden @ weight.t()).detach().double().requires_grad_()
+    logprob, entropy = reference(logits, labels, 1.0, 9000)
+    (expected,) = torch.autograd.grad([logprob, entropy], logits, list(gradients.double()))
+    # the chunks' products may round some logits to the neighbouring bf16 number
+    assert relative(stats.logprob_R, logprob) <= 1e-3 and relative(stats.entropy_R, entropy) <= 1e-3
+    assert hidden.grad is not None and weight.grad is None
+    assert relative(hidden.grad, expected @ weight.double()) <= 0.01
+    assert relative(weight.main_grad, expected.t() @ hidden.double()) <= 0.005

@@ -1,0 +1,148 @@
+"""The committed figures: complete, consistent with themselves, and no better than what the code gives when measured anew."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import layouts, packing, token_stats
+from benchmarks.gpu.__main__ import main as gpu_command
+from benchmarks.results import OURS, ROWS, Measure, Object, Target, load, merged, save, table
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results/cpu.json"
+COMMITTED = load(RESULTS)
+ON_A_GPU = {8, 9}
+ROUNDING = 1e-6  # relative: sums in another order
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_is_measured_or_says_that_it_is_not(row: int) -> None:
+    found = [x for x in COMMITTED if x["row"] == row]
+    assert found
+    for x in found:
+        assert (x["ours"] is None) == x["why"].startswith("not measured")
+        assert (x["ours"] is None) == (row in ON_A_GPU)
+        assert x["ours"] is None or isinstance(x["ours"], int | float)
+    # a peer that a target speaks of, but nobody measured, leaves the row open
+    assert row in ON_A_GPU or all(x["met"] is not None for x in found if x["target"])
+
+
+@pytest.mark.parametrize("x", COMMITTED, ids=lambda x: x["id"])
+def test_a_row_says_where_it_was_measured_and_follows_from_its_figures(x: Object) -> None:
+    assert x["machine"].keys() >= {"cores", "cpu", "memory_gib", "load"}
+    assert x["versions"].keys() >= {"python", "torch", "megatron-core", "transformers", "triton", "trl", "verl"}
+    assert x["ours"] is None or "not installed" not in (x["versions"]["trl"], x["versions"]["verl"])
+    assert len(x["commit"].split()[0]) == 40
+    targets = tuple(map(Target.of, x["target"].split(" and "))) if x["target"] else ()
+    again = Measure(x["row"], x["title"], x["unit"], x["ours"], x["peers"], targets, x["deterministic"], x["higher_is_better"],
+                    x["why"]).as_object()  # fmt: skip
+    assert {k: x[k] for k in again} == again
+
+
+def test_the_readable_table_is_the_same() -> None:
+    assert len({x["id"] for x in COMMITTED}) == len(COMMITTED)
+    assert RESULTS.with_suffix(".md").read_text() == table(COMMITTED) + "\n"
+
+
+def worse(new: Object, old: Object) -> bool:
+    room = ROUNDING * abs(old["ours"])
+    return new["ours"] < old["ours"] - room if old["higher_is_better"] else new["ours"] > old["ours"] + room
+
+
+def check(measured: list[Measure], rows: set[int]) -> None:
+    """What is the same on every machine: all of it measured again, none of it worse than what is committed, targets met."""
+    fresh = {x["id"]: x for x in (m.as_object() for m in measured) if x["deterministic"]}
+    committed = {x["id"]: x for x in COMMITTED if x["deterministic"] and x["row"] in rows}
+    assert fresh.keys() == committed.keys() and committed
+    assert [(i, x["ours"], committed[i]["ours"]) for i, x in fresh.items() if worse(x, committed[i])] == []
+    assert [(i, x["ours"], x["target"]) for i, x in fresh.items() if x["met"] is False] == []
+
+
+def test_memory_and_bytes_moved() -> None:
+    assert torch.get_num_threads() == 1
+    check(token_stats.gates(), {1})
+
+
+def test_packing_and_padding() -> None:
+    check(packing.measures(planners=[OURS]), {6})
+
+
+@pytest.mark.full
+def test_collectives_and_output_rows() -> None:
+    check(layouts.measure(), {4, 5})
+
+
+def test_targets() -> None:
+    values = {OURS: 2.0, "trl": 3.0, "none": 0.0}
+    assert Target("trl / ours", ">=", 1.5).met(values) and not Target("trl / ours", ">=", 1.51).met(values)
+    assert Target(OURS, "<=", 2.0).met(values) and not Target(OURS, "<=", 1.9).met(values)
+    assert Target("verl / ours", ">=", 1.0).met(values) is None
+    assert not Target("ours / none", "<=", 1.3).met(values)
+    assert str(Target.of("ours / longest first <= 0.1")) == "ours / longest first <= 0.1"
+
+
+def test_ratio_says_how_many_times_better_ours_is() -> None:
+    assert Measure(1, "", "s", 2.0, {"trl": 3.0}).ratio == {"trl": 1.5}
+    assert Measure(6, "", "", 0.9, {"slime": 0.6}, higher_is_better=True).ratio == {"slime": 1.5}
+    assert Measure(4, "", "", 0.0, {"verl": 3.0}).ratio == {"verl": None}
+    assert Measure(8, "", "s", None, {}, (Target(OURS, "<=", 1),)).met is None
+
+
+def test_rows_measured_anew_replace_the_old_ones(tmp_path: Path) -> None:
+    """And only those; what is written is what is read."""
+    old = [Measure(row, name, "s", 1.0).as_object() for row, name in ((1, "a"), (1, "b"), (2, "a"))]
+    new = [Measure(1, "a", "s", 2.0).as_object()]
+    save(tmp_path / "sub/out.json", merged(old, new))
+    found = load(tmp_path / "sub/out.json")
+    assert [(x["id"], x["ours"]) for x in found] == [("1/a", 2.0), ("2/a", 1.0)]
+    assert "**2. " in (tmp_path / "sub/out.md").read_text()
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """A suite in its own process, the table on stdout, the objects in the file, with where they come from."""
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks", "--only", "8,9", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    objects = json.loads(out.read_text())
+    assert done.stdout == table(objects) + "\n" and {x["row"] for x in objects} == ON_A_GPU
+    assert all(x["machine"]["cores"] > 0 and x["versions"]["torch"] == torch.__version__ for x in objects)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.full
+def test_every_suite_of_the_command_runs(tmp_path: Path) -> None:
+    """At a small size, without peers: every row is there, and all but the GPU's are measured."""
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr[-4000:]
+    objects = load(out)
+    assert {x["row"] for x in objects} == set(ROWS)
+    assert {x["row"] for x in objects if x["ours"] is None} == ON_A_GPU
+
+
+def test_without_a_gpu_its_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu"])
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        gpu_command()
+
+
+def test_the_rows_of_the_gpu_compute_on_a_cpu() -> None:
+    """Inputs, calls, targets and table at a small size; the weight's gradient of both forms of ours is the plain one's."""
+    from benchmarks.gpu import TARGETS
+    from benchmarks.gpu.rows import layer_of, measure, our_layer, plain_formula, unfused_layer
+
+    found = measure(None, torch.device("cpu"), rows=8, vocab=40, hidden=16, repetitions=1, square=16)
+    assert [m.row for m in found] == [8, 8, 9, 9] and all(m.ours for m in found)
+    assert [m.targets for m in found] == [TARGETS[8], (), TARGETS[9], ()]
+    assert found[2].met is not None and "verl" not in found[0].peers
+    for budget in (0, 10**6):
+        given = layer_of(8, 40, 16, torch.device("cpu"))()
+        ours, plain = our_layer(given, budget), unfused_layer(given, plain_formula)
+        for x, y in ((ours[0], plain[0]), (given[1].main_grad, plain[1])):
+            assert (x.float() - y.float()).norm() <= 0.01 * y.float().norm()
