@@ -71,18 +71,36 @@ def train(config_path: str, overrides: list[str]) -> int:
     from tepo_megatron.launcher import inside_torchrun, run_rank
 
     cfg, layers = load_with_sources(config_path, overrides)
-    if not inside_torchrun() or os.environ["RANK"] == "0":
+    is_main = not inside_torchrun() or os.environ["RANK"] == "0"
+    if run_dir.finished(cfg):
+        if is_main:
+            _tell_results(cfg)
+        return 0
+    if is_main:
         try:
             preflight(cfg)
         except ConfigError as e:
             where = layers.sources((), str(e))
             raise ConfigError(f"{', '.join(where)}: {e}") if where else e from None
     if inside_torchrun():
-        if os.environ["RANK"] == "0":
+        if is_main:
             run_dir.prepare(cfg)
         return run_rank(cfg)
     start(cfg)
     return 0
+
+
+def _tell_results(cfg: Config) -> None:
+    """Of a finished run; its picture is drawn if a kill came before that."""
+    folder, names = cfg.run_dir, ("summary.json", "report.png", "hf")
+    summary, picture = folder / names[0], folder / names[1]
+    if not picture.exists() or picture.stat().st_mtime < summary.stat().st_mtime:
+        from tepo_megatron.report import write_report
+
+        write_report(folder)
+    results = ", ".join(name for name in names if (folder / name).exists())
+    print(f"{folder}: this run is finished, with {cfg.training.steps} steps; its results: {results}")
+    print("only a higher training.steps makes it go on")
 
 
 def start(cfg: Config) -> None:

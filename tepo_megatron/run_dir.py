@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 from pathlib import Path
@@ -63,6 +64,22 @@ def prepare(cfg: Config) -> Path:
     except OSError as e:
         raise ConfigError(f"output={cfg.output}: {cfg.run_dir} cannot be written ({e}); choose another directory") from None
     return resolved
+
+
+def finished(cfg: Config) -> bool:
+    """Whether `resume` has nothing left to do: the run took `training.steps` steps, and its model is exported if it shall be.
+
+    Raises ConfigError where it took more.
+    """
+    try:
+        steps = json.loads((cfg.run_dir / "summary.json").read_text())["steps"] if cfg.resume else None
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or not one of a run
+        return False
+    if isinstance(steps, int) and steps > cfg.training.steps:
+        raise ConfigError(
+            f"training.steps={cfg.training.steps}: the run in {cfg.run_dir} ended at step {steps}; set it to more to go on"
+        )
+    return steps == cfg.training.steps and ((cfg.run_dir / "hf").exists() or not cfg.export_hf)
 
 
 def lock(metrics: int, run_dir: Path) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,8 @@ METRICS_FILE = "metrics.jsonl"
 LOST_FILE = "metrics.lost.jsonl"
 LOG_FILE = "log.txt"
 HEADER_EVERY = 20  # progress lines
+_PACKAGE = "tepo_megatron"  # whose loggers are listened to
+_WANDB_ID = "wandb/run-id.txt"
 
 Value = float | int | None
 
@@ -74,8 +78,8 @@ class RunLog:
     """The open sinks of one run; a context manager.
 
     run_dir must exist. steps: of the whole run, for the progress line. Files are appended to, each line in one write:
-    a process that is killed hardly ever leaves half of one. Raises ConfigError when a configured sink is not installed, or
-    when another process has the log of this run open.
+    a process that is killed hardly ever leaves half of one. Within, what this process warns of is told like a message. Raises
+    ConfigError when a configured sink is not installed, or when another process has the log of this run open.
     """
 
     def __init__(self, run_dir: Path, cfg: LoggingConfig, steps: int) -> None:
@@ -88,11 +92,14 @@ class RunLog:
         self._console = Console()
         self._steps = steps
         self._lines = 0
+        self._warnings = _Warnings(self)
 
     def __enter__(self) -> RunLog:
+        logging.getLogger(_PACKAGE).addHandler(self._warnings)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        logging.getLogger(_PACKAGE).removeHandler(self._warnings)
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
@@ -160,6 +167,20 @@ class RunLog:
 
     def _print(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+class _Warnings(logging.Handler):
+    """Tells a run's log what the package warns of, from any thread of this process."""
+
+    def __init__(self, log: RunLog) -> None:
+        super().__init__(logging.WARNING)
+        self._to = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._to.message(f"warning: {record.getMessage()}")
+        except OSError:  # what is warned of must not fail for it
+            self.handleError(record)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
@@ -231,4 +252,14 @@ def _open_wandb(run_dir: Path, project: str) -> Any:
             f"logging.wandb_project={project}: the wandb package is not installed; "
             "install tepo-megatron[wandb] or remove the key"
         ) from None
-    return wandb.init(project=project, name=run_dir.name, dir=str(run_dir))
+    # a run that is resumed goes on in the same one; of steps that are taken again W&B keeps the former values
+    return wandb.init(project=project, name=run_dir.name, dir=str(run_dir), id=wandb_id(run_dir), resume="allow")
+
+
+def wandb_id(run_dir: Path) -> str:
+    """The id under which W&B knows this run, made at its first start and kept in its directory."""
+    path = run_dir / _WANDB_ID
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        replace_file(path, uuid.uuid4().hex.encode())
+    return path.read_text()

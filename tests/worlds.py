@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+import tepo_megatron.actor.actor  # noqa: F401  imported here, else by every rank anew
 from tepo_megatron.processes import die_with_parent
 
 _POLL_SECONDS = 0.003

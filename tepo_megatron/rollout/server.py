@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import httpx
 
@@ -26,6 +27,7 @@ GRACE_SECONDS = 10.0
 LOG_LINES = 20
 LOG_CAUSES = 3
 LOG_BYTES = 65536
+_START = b"=== start "
 _ERROR = re.compile(rb"(?<![^ ])[\w.]+(Error|Exception): .+")
 # What extension modules print while an interpreter that met an error goes down: it would push the error out of the tail.
 _NOISE = re.compile(rb"nanobind:|^ - (leaked |\.\.\. skipped)|resource_tracker|^\s*warnings\.warn\(|^See https://nanobind")
@@ -50,7 +52,8 @@ class ServerProcess:
     """A server under a guard (`guard.py`): it ends with `stop`, with this process however that ends, and as a whole.
 
     command: argv, free of secrets (anyone on the machine can read it); env: its whole environment; health_url: answers 200
-    once the server takes requests; log_path: gets its stdout and stderr, replaced at each start; ready_seconds: from `start`.
+    once the server takes requests; log_path: its stdout and stderr go there, each start below a line that numbers it;
+    ready_seconds: from `start`.
     """
 
     def __init__(
@@ -69,12 +72,14 @@ class ServerProcess:
         self._ready_seconds = ready_seconds
         self._guard: subprocess.Popen[bytes] | None = None
         self._deadline = 0.0
+        self._log_start = 0  # bytes that earlier starts left in the log
 
     def start(self) -> None:
         """Start the command; returns at once. Raises RolloutError if the log file cannot be written."""
         try:
             self._log_path.parent.mkdir(parents=True, exist_ok=True)
-            log = self._log_path.open("wb")
+            log = self._log_path.open("a+b")
+            self._log_start = _begin(log)
         except OSError as e:
             raise RolloutError(f"{self._log_path}: cannot write the log of the inference server ({e.strerror})") from None
         guarded = [sys.executable, "-P", "-m", guard.__name__, str(os.getpid()), str(GRACE_SECONDS)]
@@ -130,10 +135,10 @@ class ServerProcess:
         return RolloutError(f"the inference server {what}{ended}; {shown}")
 
     def log_tail(self) -> str:
-        """The last lines of the log, below the errors that were logged before them: the first cause is often far up."""
+        """The last lines of the log since `start`, below the errors logged before them: the first cause is often far up."""
         try:
             with self._log_path.open("rb") as log:
-                log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_BYTES))
+                log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - LOG_BYTES))
                 written = log.read().splitlines()
         except OSError:
             return ""
@@ -151,6 +156,18 @@ class ServerProcess:
         if not self.ends_within(GRACE_SECONDS + 2 * guard.KILLED_SECONDS):
             self._guard.kill()  # the kernel then tells the server to end
             self._guard.wait()
+
+
+def _begin(log: BinaryIO) -> int:
+    """Write the line that numbers a start; returns the size of the log then."""
+    log.seek(0)
+    number, last = 1, b"\n"
+    for last in log:
+        number += last.startswith(_START)
+    end = b"" if last.endswith(b"\n") else b"\n"  # of a line that a kill cut off
+    log.write(end + _START + f"{number} at {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n".encode())
+    log.flush()
+    return log.tell()
 
 
 def _how(status: int) -> str:

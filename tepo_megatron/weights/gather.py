@@ -6,6 +6,8 @@ virtual-pipeline and expert layouts need no rule of their own beyond the tensor-
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.errors import ConversionError
+from tepo_megatron.errors import CheckpointError, ConversionError
 from tepo_megatron.parallel import Axis, Groups
 from tepo_megatron.weights import hf_io
 from tepo_megatron.weights.families import Family, Row, check_tokenizer
@@ -125,26 +127,48 @@ def iterate_hf(bindings: Sequence[Binding], arch: Architecture, tp: Axis) -> Ite
 def export_hf(bindings: Sequence[Binding], arch: Architecture, groups: Groups, base: Path, out: Path) -> None:
     """Write the model as a HF directory: those who own tensors write their own shards, rank 0 config, tokenizer and index.
 
-    All ranks call it; `out` must be on a file system that they share. It appears complete or not at all.
+    All ranks call it; `out` must be on a file system that they share. It appears complete or not at all. Raises CheckpointError
+    on every rank, naming the rank and the file, when one of them cannot write.
     """
     temporary = out.with_name(out.name + ".partial")
-    if groups.is_main:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier()
+    with _agreed():
+        if groups.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
     mine: tuple[dict[str, list[str]], int] = ({}, 0)
-    if sent := sent_by(bindings, groups):
-        stream = _Counted(iterate_hf(sent, arch, groups.tp))
-        written = hf_io.write_shards(stream, temporary, f"model-{groups.owner}", limit=4 * 2**30)
-        mine = (written, stream.bytes)
+    with _agreed():
+        if sent := sent_by(bindings, groups):
+            tensors = iterate_hf(sent, arch, groups.tp)
+            stream = _Counted(tensors)
+            try:
+                written = hf_io.write_shards(stream, temporary, f"model-{groups.owner}", limit=4 * 2**30)
+            except (CheckpointError, OSError):
+                collections.deque(tensors, maxlen=0)  # its tensor-parallel group still gathers the rest
+                raise
+            mine = (written, stream.bytes)
     everything = [mine] * groups.world_size
     dist.all_gather_object(everything, mine)
-    if groups.is_main:
-        all_files = {file: names for files, _ in everything for file, names in files.items()}
-        hf_io.write_index(temporary, all_files, total_bytes=sum(size for _, size in everything))
-        hf_io.carry_over(base, temporary, next(iter(bindings)).parameter.dtype)
-        hf_io.publish(temporary, out)
-    dist.barrier()
+    with _agreed():
+        if groups.is_main:
+            all_files = {file: names for files, _ in everything for file, names in files.items()}
+            hf_io.write_index(temporary, all_files, total_bytes=sum(size for _, size in everything))
+            hf_io.carry_over(base, temporary, next(iter(bindings)).parameter.dtype)
+            hf_io.publish(temporary, out)
+
+
+@contextlib.contextmanager
+def _agreed() -> Iterator[None]:
+    """What cannot be written within, on any rank, is the same CheckpointError on all. Collectives: one all-gather."""
+    error = None
+    try:
+        yield
+    except (CheckpointError, OSError) as e:
+        error = f"rank {dist.get_rank()}: {e}"
+    errors = [error] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for error in errors:
+        if error is not None:
+            raise CheckpointError(error)
 
 
 class _Counted:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tests.tiny import tiny_qwen3
 
 pytestmark = pytest.mark.e2e
+ONE_PROMPT = '{"prompt": "1+1?", "answer": "2"}\n'
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +67,13 @@ def test_truncated_checkpoint(tepo, arguments, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "overrides", "phrase"),
     [
-        ("", {}, "train.jsonl"),
-        ('{"prompt": "1+1?", "answer": "2"}\n', {}, "fewer than rollout.prompts_per_step=32"),
-        ('{"prompt": "1+1?", "answer": "2"}\n{"prompt": ', {}, "train.jsonl:2"),
-        ('{"prompt": "1+1?", "answer": "2"}\n', {"data__max_prompt_tokens": 3}, "data.max_prompt_tokens=3"),
+        pytest.param("", {}, "train.jsonl", id="empty", marks=pytest.mark.full),
+        pytest.param(ONE_PROMPT, {}, "fewer than rollout.prompts_per_step=32", id="too few", marks=pytest.mark.full),
+        pytest.param(ONE_PROMPT + '{"prompt": ', {}, "train.jsonl:2", id="malformed"),
+        pytest.param(
+            ONE_PROMPT, {"data__max_prompt_tokens": 3}, "data.max_prompt_tokens=3", id="all over-long", marks=pytest.mark.full
+        ),
     ],
-    ids=["empty", "too few", "malformed", "all over-long"],
 )
 def test_datasets_without_a_usable_prompt(
     tepo, arguments, model: Path, tmp_path: Path, text: str, overrides: dict, phrase: str
@@ -81,6 +83,7 @@ def test_datasets_without_a_usable_prompt(
     refused(tepo(*arguments(model, data__train=data, **overrides)), phrase)
 
 
+@pytest.mark.full
 def test_busy_port(tepo, arguments, model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
@@ -112,6 +115,7 @@ def fault(command, run: Path, *phrases: str, steps: int) -> None:
     assert "error: rank" in (run / "log.txt").read_text()
 
 
+@pytest.mark.full
 def test_a_scripted_run_without_evaluation_data_ends_well(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT, parallel__tp=1, parallel__dp=2, data__eval="null", name="good"), engine="good")
     assert command.wait(120) == 0, command.output
@@ -133,6 +137,7 @@ def test_steps_without_an_informative_group_change_nothing_and_go_on(tepo, argum
     assert all(torch.equal(trained[name], base[name]) for name in base)
 
 
+@pytest.mark.full
 def test_a_loss_that_is_not_a_number(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT, optimizer__lr="1e30", name="nan"), engine="good")
     fault(command, tmp_path / "runs" / "nan", "is nan in step 1, update 1", "optimizer.lr", steps=0)
@@ -148,6 +153,7 @@ def test_a_server_that_dies_in_mid_run(tepo, arguments, model: Path, tmp_path: P
     fault(command, tmp_path / "runs" / "dies", "inference server was killed by SIGKILL", steps=1)
 
 
+@pytest.mark.full
 def test_a_rank_that_is_killed(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT | {"training__steps": 500}, name="killed"), engine="slow")
     run = tmp_path / "runs" / "killed"
@@ -169,6 +175,7 @@ def test_ctrl_c_in_mid_run(tepo, arguments, model: Path, tmp_path: Path) -> None
     assert "Traceback" not in command.output and "tepo: interrupted" in command.output
 
 
+@pytest.mark.full
 def test_a_start_that_was_refused_does_not_block_its_name(tepo, arguments, model: Path, tmp_path: Path) -> None:
     refused(tepo(*arguments(model, data__train=tmp_path / "missing.jsonl", name="again")), "missing.jsonl")
     command = tepo(*arguments(model, **SHORT | {"training__steps": 1}, name="again"), engine="good")

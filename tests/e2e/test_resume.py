@@ -71,7 +71,13 @@ def test_a_run_survives_the_kill_of_its_launcher_and_of_a_rank(tepo, arguments, 
     first, last = weights(straight), weights(run)
     assert first.keys() == last.keys() and all(torch.equal(last[name], first[name]) for name in first)
 
+    told = (run / "log.txt").read_text()
+    command = tepo(*again, engine="good")
+    assert f"this run is finished, with {STEPS} steps; its results: summary.json, report.png, hf" in finished(command)
+    assert (run / "log.txt").read_text() == told, "something was started"
 
+
+@pytest.mark.full
 def test_resume_with_other_settings_data_and_damage(tepo, arguments, model: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "again"
     finished(tepo(*arguments(model, **RUN, name="again"), engine="good"))
@@ -82,7 +88,7 @@ def test_resume_with_other_settings_data_and_damage(tepo, arguments, model: Path
     fewer = tmp_path / "fewer.jsonl"
     fewer.write_text("".join((model / "train.jsonl").read_text().splitlines(keepends=True)[1:]))
     refused(
-        tepo(*arguments(model, **again, data__train=fewer), engine="good"),
+        tepo(*arguments(model, **again | {"training__steps": STEPS + 1}, data__train=fewer), engine="good"),
         "the checkpoint's place in the dataset is not one of this dataset: count was 40 and is 39",
     )
     assert records(run) == before
@@ -99,6 +105,8 @@ def test_resume_with_other_settings_data_and_damage(tepo, arguments, model: Path
         "resume: 2 recorded steps are taken again",
     ):
         assert told in output
+    assert output.count(str(newest / "run.json")) == output.count("random generators start anew") == 1
+    assert (run / "log.txt").read_text().count("random generators start anew") == 1
     assert f"resume: from the checkpoint of step {STEPS - 2}" in (run / "log.txt").read_text()
     assert [r["step"] for r in records(run)] == list(range(1, STEPS + 2))
     for here, there in zip(records(run), before, strict=False):

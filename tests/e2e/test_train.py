@@ -59,6 +59,7 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
     assert "holds a run already" in again.output and len(metrics_of(run)) == STEPS
 
 
+@pytest.mark.full
 def test_a_server_killed_in_mid_run_on_three_stages(tepo, arguments, base: Path, tmp_path: Path) -> None:
     """Weights of every pipeline stage reach the server; its death ends every rank with one error and leaves whole lines."""
     command = tepo(*arguments(base, parallel__tp=1, parallel__pp=3, training__steps=500, name="killed"))

@@ -153,6 +153,8 @@ def run_config(model: Path, output: Path, **sections: Any) -> Config:
 
 def attempt(cfg: Config, journal: Path, number: int = 0, kill: Kill | None = None) -> None:
     """What `tepo train` does, in forked ranks. Raises AssertionError when a rank ends before its time."""
+    if run_dir.finished(cfg):
+        return
     run_dir.prepare(cfg)
     run_world(cfg.parallel.world_size, _rank, cfg, journal, number, kill, timeout=90.0)
 

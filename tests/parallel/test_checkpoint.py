@@ -22,11 +22,6 @@ MOE_FROM = {"dp": 2, "ep": 2}
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
-    return cases.make_case(tmp_path_factory.mktemp("case"), tied=True)
-
-
-@pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("moe") / "model"
     tiny_model(path, EIGHT["qwen3_moe"]())

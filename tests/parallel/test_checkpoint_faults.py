@@ -27,11 +27,6 @@ from tests.worlds import run_world
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
-    return cases.make_case(tmp_path_factory.mktemp("case"), tied=True)
-
-
 def refused(action: Callable[[], Any]) -> str:
     """The message of the CheckpointError that `action` raises."""
     with pytest.raises(CheckpointError) as caught:
@@ -142,6 +137,34 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_the_former(
     assert f"rank {victim}: " in message and f"__{victim}_0.distcp" in message and "File too large" in message
     assert "MiB free" in message
     assert names == ["step-00000001"] and found == 1 and next_one == 3
+
+
+def hf_on_a_full_disk(rank: int, cfg: Any, folder: Path, victim: int) -> tuple[str, float]:
+    """The kernel refuses what rank `victim` writes of the model for transformers beyond 0.1 MB; and how long it takes."""
+    from tepo_megatron.weights import hf_io
+
+    actor, write_shards = w.start(cfg), hf_io.write_shards
+    # small files, so that it comes in the midst of them
+    hf_io.write_shards = lambda *args, limit: write_shards(*args, limit=10**5)  # type: ignore[assignment]
+    with w.checkpoints(folder, actor, hf=True) as checkpoints:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank == victim:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, hard))
+        start = time.perf_counter()
+        message = refused(lambda: checkpoints.save(1, actor, {}))
+        return message, time.perf_counter() - start
+
+
+@pytest.mark.parametrize(("layout", "victim"), [({"pp": 2}, 1), ({"pp": 2}, 0), ({"tp": 2}, 0)], ids=str)
+def test_a_model_that_one_rank_cannot_write_fails_on_all_at_once(
+    case: cases.Case, tmp_path: Path, layout: dict[str, int], victim: int
+) -> None:
+    """Also where the others hold parts of its tensors, which they go on to send."""
+    ranks = run_world(2, hf_on_a_full_disk, w.run_config(case.model, layout), tmp_path, victim)
+    (message, _), (other, _) = ranks
+    assert message == other and all(seconds < 20 for _, seconds in ranks)
+    assert message.startswith(f"rank {victim}: {tmp_path}") and f"model-stage{victim * ('pp' in layout):02d}-0000" in message
+    assert "cannot be written" in message and "too large" in message.lower()
 
 
 def run_until_killed(rank: int, cfg: Any, batch: Any, folder: Path, digests: Path, delay: float | None) -> Any:

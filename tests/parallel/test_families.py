@@ -151,7 +151,7 @@ def gathered_logits(actor: Any, batch: TrainBatch) -> Tensor:
         dist.all_gather(parts, logits_R.contiguous(), group=groups.tp.group)
         logits_N[microbatch.token_R] = torch.cat(parts, dim=-1)
 
-    actor._schedule.forward(actor._microbatches(batch), visit)
+    actor._schedule.forward(actor._microbatches(batch, actor._plan(batch)), visit)
     if groups.is_last_stage:
         dist.all_reduce(logits_N, group=groups.dp_cp.group)
     return groups.broadcast_from_last_stage(logits_N)[:, :VOCAB]
@@ -198,13 +198,15 @@ def check(name: str, layout: dict[str, Any], folder: Path, tmp_path: Path) -> No
 
 
 def params(pairs: Iterable[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """Worlds of four ranks are slow."""
+    """Worlds of more than two ranks, and of two with seven heads, are only part of the full matrix."""
 
     def ranks(layout: dict[str, Any]) -> int:
         return math.prod(layout.get(axis, 1) for axis in ("tp", "pp", "cp", "dp"))
 
     return [
-        pytest.param(name, layout, marks=[pytest.mark.full] if ranks(layout) > 2 else [], id=f"{name} {layout}")
+        pytest.param(
+            name, layout, marks=[pytest.mark.full] if ranks(layout) > (1 if name in SEVEN else 2) else [], id=f"{name} {layout}"
+        )
         for name, layout in pairs
     ]
 

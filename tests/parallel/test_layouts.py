@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import marked, slow_but
 from tests.parallel import cases
 from tests.worlds import run_world
 
@@ -27,8 +28,8 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
-    return cases.make_case(tmp_path_factory.mktemp("tied"), tied=True)
+def tied(case: cases.Case) -> cases.Case:
+    return case
 
 
 @pytest.fixture(scope="module")
@@ -67,36 +68,42 @@ def test_the_case_tests_something(tied: cases.Case) -> None:
     assert sum(n > 8 for n in lengths) >= 6  # more than one token per half chunk at CP4: they straddle its ranks
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_but(["1 rank", "PP2 VPP2", "DP2", "CP2 TP2"], LAYOUTS))
 def test_layout_equals_reference(tied: cases.Case, name: str) -> None:
     check(tied, LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["1 rank", "TP2+SP", "PP2", "CP2 TP2"])
+@pytest.mark.slow
 def test_untied_embeddings(untied: cases.Case, name: str) -> None:
     check(untied, LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["1 rank", "TP2", "CP2 TP2+SP", "TP2 PP2"])
-@pytest.mark.parametrize("embeddings", ["tied", "untied"])
+@pytest.mark.parametrize("embeddings", ["tied", marked("untied", pytest.mark.full)])
+@pytest.mark.slow
 def test_output_layer_in_chunks(request: pytest.FixtureRequest, name: str, embeddings: str) -> None:
     """Fused with the token statistics; in microbatches, and without room to keep logits."""
     check(request.getfixturevalue(embeddings), LAYOUTS[name], max_tokens=80, logits_budget_mib=0)
 
 
-@pytest.mark.parametrize(("name", "max_tokens"), [("1 rank", 40), ("CP2", 64), ("PP2", 90), ("PP2 VPP2", 100), ("DP2", 50)])
+MICROBATCHES = [("1 rank", 40), ("CP2", 64), ("PP2", 90), ("PP2 VPP2", 100), ("DP2", 50)]
+
+
+@pytest.mark.parametrize(("name", "max_tokens"), slow_but([("PP2 VPP2", 100)], MICROBATCHES))
 def test_number_of_microbatches(tied: cases.Case, name: str, max_tokens: int) -> None:
     """Many small microbatches instead of one; under VPP their number is padded to a multiple of pp with empty ones."""
     check(tied, LAYOUTS[name], max_tokens=max_tokens)
 
 
-@pytest.mark.parametrize(("name", "seed"), [("1 rank", 1), ("CP2 TP2", 2), ("DP2", 3)])
+@pytest.mark.parametrize(("name", "seed"), slow_but([("DP2", 3)], [("1 rank", 1), ("CP2 TP2", 2), ("DP2", 3)]))
 def test_packing(tied: cases.Case, name: str, seed: int) -> None:
     """Other neighbours in the packed rows change nothing."""
     batches = tuple(cases.permuted(b, seed) for b in tied.batches)
     check(tied, LAYOUTS[name], batches=batches, max_tokens=80)
 
 
+@pytest.mark.slow
 def test_more_data_parallel_ranks_than_sequences(tied: cases.Case, tmp_path: Path) -> None:
     """A rank without a sequence computes a dummy token, joins every collective, and changes nothing."""
     batches = tuple(b.select([2], b.update) for b in tied.batches)
@@ -114,11 +121,13 @@ def test_more_data_parallel_ranks_than_sequences(tied: cases.Case, tmp_path: Pat
 @pytest.mark.parametrize(
     ("form", "objective"), [("eq4", {"name": "tepo_eq4", "beta": cases.BETA}), ("alg1", {"name": "tepo_alg1"})]
 )
+@pytest.mark.slow
 def test_other_forms_of_tepo(tmp_path: Path, form: str, objective: dict) -> None:
     case = cases.make_case(tmp_path, tied=True, form=form)
     check(case, LAYOUTS["CP2"], objective=objective)
 
 
+@pytest.mark.slow
 def test_fp32_runs_are_bit_identical(tied: cases.Case) -> None:
     import torch
 

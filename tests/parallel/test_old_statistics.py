@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 
+from tests.marks import slow_but
 from tests.parallel import cases
 from tests.parallel import resume_worlds as w
 from tests.worlds import run_world
 
 LAYOUTS = [{}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2}]
 ONE_UPDATE = {"epochs": 1, "minibatch_prompts": 4}
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
-    return cases.make_case(tmp_path_factory.mktemp("case"), tied=True)
 
 
 def with_and_without(rank: int, cfg: Any, batch: Any) -> list[dict[str, Any]]:
@@ -40,7 +36,7 @@ def with_and_without(rank: int, cfg: Any, batch: Any) -> list[dict[str, Any]]:
     return out
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", slow_but([{"tp": 2}], LAYOUTS), ids=str)
 def test_a_single_update_needs_no_old_pass(case: cases.Case, layout: dict) -> None:
     """Loss, weights and mismatch are those with the pass, and the ratio is 1."""
     batch = replace(case.batches[0], old_logprobs_N=None, old_entropies_N=None, update=0)
@@ -111,6 +107,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["one update", "weights from the minibatch", "KL in the reward", "of the engine"],
 )
+@pytest.mark.slow
 def test_no_pass_is_wasted_and_the_engine_is_checked_all_the_same(
     model: Path, tmp_path: Path, sections: dict, passes: int
 ) -> None:
@@ -124,6 +121,7 @@ def test_no_pass_is_wasted_and_the_engine_is_checked_all_the_same(
     assert max(spread) <= 1e-5 if sections["training"] is ONE_UPDATE else max(spread) >= 1e-3
 
 
+@pytest.mark.slow
 def test_several_updates_have_their_pass(model: Path, tmp_path: Path) -> None:
     """But for the step that kept few groups."""
     records, calls = run(model, tmp_path, logging={"noise_floor_every": 0})
@@ -133,6 +131,7 @@ def test_several_updates_have_their_pass(model: Path, tmp_path: Path) -> None:
     assert [r["tepo/kl_mask_share"] is not None for r in records] == [n == 2 for n in updates]
 
 
+@pytest.mark.slow
 def test_passes_without_gradient_take_larger_microbatches(model: Path, tmp_path: Path) -> None:
     """Their own bound, and the same numbers."""
     records, microbatches = [], []

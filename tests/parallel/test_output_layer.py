@@ -1,6 +1,9 @@
 """output_layer_stats against the whole logits in fp64: values, gradients, what is kept and what is computed again."""
 
+import functools
+import itertools
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -44,14 +47,23 @@ def expected(dtype: torch.dtype, tied: bool = False) -> list[torch.Tensor]:
     return [logprob.detach(), entropy.detach(), h.grad, w.grad]
 
 
-def on_rank(rank: int, size: int, dtype: torch.dtype, parallel: str, budget: int, main_grad: bool) -> dict[str, Any]:
-    from megatron.core import parallel_state, tensor_parallel
+def on_rank(
+    rank: int, size: int, dtype: torch.dtype, parallel: str, ways: Sequence[tuple[int, bool]]
+) -> dict[tuple[int, bool], dict[str, Any]]:
+    """In a forked rank: each way, a budget for logits in bytes and whether the weight has a main_grad."""
+    from megatron.core import parallel_state
 
     from tepo_megatron.platform import activate
 
     activate("cpu")
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    return {way: one_way(rank, size, dtype, parallel, *way) for way in ways}
+
+
+def one_way(rank: int, size: int, dtype: torch.dtype, parallel: str, budget: int, main_grad: bool) -> dict[str, Any]:
+    from megatron.core import tensor_parallel
+
     hidden, weight, labels, _ = inputs(dtype)
     sequence_parallel = parallel == "sequence"
     h = (hidden.chunk(size)[rank] if sequence_parallel else hidden).clone().requires_grad_()
@@ -83,11 +95,25 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.double() - b).norm() / b.norm()).item()
 
 
+@pytest.fixture(scope="module")
+def every_way() -> Callable[[int, str], list[dict[tuple[int, bool], dict[str, Any]]]]:
+    """What the ranks of a world give in each way; one world for all ways."""
+
+    @functools.cache
+    def run(size: int, parallel: str) -> list[Any]:
+        ways = tuple(itertools.product((0, SOME, ALL), (False, True)))
+        return run_world(size, on_rank, size, torch.float32, parallel, ways)
+
+    return run
+
+
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
 @pytest.mark.parametrize("budget", [0, SOME, ALL], ids=["none kept", "some kept", "all kept"])
 @pytest.mark.parametrize(("size", "parallel"), [(1, "tensor"), (2, "tensor"), (2, "sequence"), (4, "sequence")])
-def test_fp32_equals_the_whole_logits_in_fp64(size: int, parallel: str, budget: int, main_grad: bool) -> None:
-    ranks = run_world(size, on_rank, size, torch.float32, parallel, budget, main_grad)
+def test_fp32_equals_the_whole_logits_in_fp64(
+    every_way: Callable[[int, str], Any], size: int, parallel: str, budget: int, main_grad: bool
+) -> None:
+    ranks = [ways[budget, main_grad] for ways in every_way(size, parallel)]
     logprob, entropy, grad_hidden, grad_weight = expected(torch.float32)
     for r in ranks:
         assert torch.equal(r["values"][0], ranks[0]["values"][0]) and torch.equal(r["values"][1], ranks[0]["values"][1])
@@ -101,7 +127,7 @@ def test_fp32_equals_the_whole_logits_in_fp64(size: int, parallel: str, budget: 
 @pytest.mark.parametrize("budget", [0, ALL], ids=["none kept", "all kept"])
 def test_bf16_weight_gradient_is_summed_in_fp32(budget: int) -> None:
     """Exactly the bf16 gradients of bf16 logits, multiplied by the hidden states and added without rounding to bf16."""
-    logprob, _, _, grad_weight = run_world(1, on_rank, 1, torch.bfloat16, "tensor", budget, True)[0]["values"]
+    logprob, _, _, grad_weight = run_world(1, on_rank, 1, torch.bfloat16, "tensor", [(budget, True)])[0][budget, True]["values"]
     hidden, weight, labels, _ = inputs(torch.bfloat16)
     logits = torch.cat([h @ weight.t() for h in hidden[ROWS].split(CHUNK)]).requires_grad_()
     stats = token_stats(logits, labels, TEMPERATURE, None, VOCAB)

@@ -7,17 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import slow_but
 from tests.parallel import cases
 from tests.reference import tepo as reference
 from tests.worlds import run_world
 
 LAYOUTS = [{}, {"cp": 2}, {"tp": 2, "pp": 2}]
 BETA = 0.5
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
-    return cases.make_case(tmp_path_factory.mktemp("case"), tied=True)
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +73,7 @@ def outs(case: cases.Case, other: Path) -> list[list[dict[str, Any]]]:
     return out
 
 
+@pytest.mark.slow
 def test_reference_logprobs_are_those_of_the_other_model(case: cases.Case, other: Path, outs: list) -> None:
     model = reference.load(other)
     with torch.no_grad():
@@ -94,6 +91,7 @@ def test_reference_logprobs_are_those_of_the_other_model(case: cases.Case, other
             assert cases.distance(rank["divergence_B"], sums) <= 1e-5
 
 
+@pytest.mark.slow
 def test_the_penalty_is_in_the_loss_on_every_layout(case: cases.Case, outs: list) -> None:
     alone = outs[0][0]
     numerator, denominator = alone["ref_kl"]
@@ -138,7 +136,7 @@ def noise_and_passes(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
     return {"floor": floor, "passes": counted, "losses": losses}
 
 
-@pytest.mark.parametrize("layout", [{}, {"dp": 2}, {"pp": 2}])
+@pytest.mark.parametrize("layout", slow_but([{}], [{}, {"dp": 2}, {"pp": 2}]))
 def test_noise_floor_and_the_pass_of_a_weighting(case: cases.Case, layout: dict) -> None:
     cfg = cases.run_config(case.model, layout, 100)
     ranks = run_world(cfg.parallel.world_size, noise_and_passes, cfg, case.batches[0])

@@ -1,6 +1,7 @@
 """Exactly once: a run that was killed anywhere and resumed ends as the run that nobody killed, bit for bit."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config import Config
+from tepo_megatron.errors import ConfigError
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import HalfALine, Kill, Outcome
 
@@ -189,10 +191,19 @@ def test_a_finished_run_stays_as_it_is_or_goes_on_to_more_steps(
 ) -> None:
     cfg = made(model, tmp_path)
     before = w.outcome(cfg, tmp_path / "journal")
-    with pytest.raises(AssertionError, match=r"training\.steps=2: the newest checkpoint is of step 3 already"):
-        w.attempt(replace(cfg, resume=True, training=replace(cfg.training, steps=2)), tmp_path / "journal", 1)
+    fewer = replace(cfg, resume=True, training=replace(cfg.training, steps=2))
+    with pytest.raises(ConfigError, match=r"training\.steps=2: .* ended at step 3"):
+        w.attempt(fewer, tmp_path / "journal", 1)
+    asked = w.journal_rows(tmp_path / "journal")
+    w.attempt(replace(cfg, resume=True), tmp_path / "journal", 1)
+    assert w.journal_rows(tmp_path / "journal") == asked and "resume: " not in log_of(cfg)
+    shutil.rmtree(cfg.run_dir / "hf")
     w.attempt(replace(cfg, resume=True), tmp_path / "journal", 2)
     w.assert_same(w.outcome(cfg, tmp_path / "journal"), before)
+    (cfg.run_dir / "summary.json").rename(tmp_path / "summary.json")
+    with pytest.raises(AssertionError, match=r"training\.steps=2: the newest checkpoint is of step 3 already"):
+        w.attempt(fewer, tmp_path / "journal", 1)
+    (tmp_path / "summary.json").rename(cfg.run_dir / "summary.json")
 
     former = (cfg.run_dir / "summary.json").read_text()
     w.attempt(w.run_config(model, tmp_path, checkpoint={"every": 1}, resume=True), tmp_path / "journal", 3)
@@ -206,6 +217,7 @@ def test_damage_other_data_and_other_problems(model: Path, tmp_path: Path) -> No
     """A damaged checkpoint is passed over; one of other prompts is refused before a record moves."""
     cfg = made(model, tmp_path)
     before = w.outcome(cfg, tmp_path / "journal")
+    (cfg.run_dir / "summary.json").unlink()  # else there is nothing left to do
     newest = cfg.run_dir / "checkpoints" / "step-00000003" / "__0_0.distcp"
     newest.write_bytes(newest.read_bytes()[:-1])
     fewer = tmp_path / "fewer.jsonl"
@@ -216,7 +228,7 @@ def test_damage_other_data_and_other_problems(model: Path, tmp_path: Path) -> No
 
     other = replace(cfg, resume=True, evaluation=replace(cfg.evaluation, max_problems=3))
     w.attempt(other, tmp_path / "journal", 2)
-    assert w.records(cfg.run_dir) == before.records and str(newest) in log_of(cfg)
+    assert w.records(cfg.run_dir) == before.records and log_of(cfg).count(str(newest)) == 2  # once in each attempt
     assert "resume: from the checkpoint of step 2" in log_of(cfg) and "1 recorded steps are taken again" in log_of(cfg)
     assert "resume: evaluation.max_problems was None and is 3" in log_of(cfg)
     summary = json.loads((cfg.run_dir / "summary.json").read_text())

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.marks import slow_but
 from tests.parallel import cases
 from tests.tiny import tiny_qwen3
 from tests.worlds import run_world
@@ -64,7 +65,7 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_but(["1 rank", "TP2 PP2"], LAYOUTS))
 def test_round_trip_is_bitwise(tmp_path: Path, name: str, tied: bool) -> None:
     model = tiny_qwen3(tmp_path / "base", tied=tied, layers=4, vocab_size=cases.VOCAB)
     cfg = cases.run_config(tmp_path / "base", LAYOUTS[name])

@@ -102,6 +102,7 @@ def test_finished_runs_are_kept_and_unfinished_ones_start_anew(file: Path) -> No
     assert again.started == ["grpo-seed0"] and results(file) == first
 
 
+@pytest.mark.slow
 def test_finished_runs_of_another_config_are_replaced_only_when_asked(file: Path) -> None:
     ablate(file, [], check, Trainer())
     other = Trainer()
@@ -132,6 +133,7 @@ def test_a_baseline_that_never_ended_leaves_nothing_to_compare(file: Path) -> No
     assert results(file)["tepo"]["verdict"] == "no comparison" and results(file)["grpo"]["after"] is None
 
 
+@pytest.mark.slow
 def test_nothing_but_failures_still_makes_a_table(file: Path) -> None:
     died = RolloutError("died")
     fails = {name.replace("-", "_"): died for name in ALL}

@@ -117,6 +117,7 @@ def test_the_folder_loads_and_its_problems_are_disjoint(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.slow
 def test_the_seed_alone_decides(tmp_path: Path) -> None:
     other = Settings(**{**vars(TINY), "seed": 1})
     for name, settings in (("a", TINY), ("b", TINY), ("c", other)):
@@ -130,6 +131,7 @@ def test_the_seed_alone_decides(tmp_path: Path) -> None:
     assert content("a", "eval.jsonl") == content("c", "eval.jsonl")  # runs of all seeds are compared on it
 
 
+@pytest.mark.slow
 def test_a_complete_folder_is_re_used_and_another_setting_rebuilds_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +148,7 @@ def test_a_complete_folder_is_re_used_and_another_setting_rebuilds_it(
 
 
 @pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.slow
 def test_an_interrupted_build_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool) -> None:
     folder = tmp_path / "model"
     if existing:

@@ -1,12 +1,13 @@
 """What the command refuses before it starts anything, and what it may and may not remove."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tepo_megatron import cli, run_dir
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import load_config, validate
+from tepo_megatron.config_io import load_config, to_yaml, validate
 from tepo_megatron.errors import ConfigError
 
 
@@ -86,3 +87,23 @@ def test_what_contradicts_itself_names_the_file_that_says_it(tmp_path: Path) -> 
     (tmp_path / "mine.yaml").write_text("base: below.yaml\n")
     with pytest.raises(ConfigError, match=r"below\.yaml: objective\.clip_low=0\.1 has no effect on objective gpg: .* \(null\)"):
         cli.train(str(tmp_path / "mine.yaml"), ["--objective.name", "gpg"])
+
+
+def test_the_resume_of_a_finished_run_tells_its_results_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "a"
+    (run / "hf").mkdir(parents=True)
+    (run / "config.yaml").write_text(to_yaml(config(tmp_path, training={"steps": 3})))
+    (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    monkeypatch.setattr(cli, "start", lambda cfg: pytest.fail("it was started"))
+    monkeypatch.setattr(cli, "preflight", lambda cfg: pytest.fail("it was about to start"))
+    words = ["train", str(run / "config.yaml"), "--resume", "true"]
+    summary = {"accuracy_before": None, "accuracy_after": None, "standard_error": {"before": None, "after": None}}
+    (run / "summary.json").write_text(json.dumps(summary | {"steps": 3, "seconds": 1.0}))
+    assert cli.main(words) == 0
+    told = capsys.readouterr().out
+    assert f"{run}: this run is finished, with 3 steps; its results: summary.json, report.png, hf" in told
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG"), "a kill came before the picture"
+    assert cli.main([*words, "--training.steps", "2"]) == 1
+    assert "ended at step 3" in capsys.readouterr().err

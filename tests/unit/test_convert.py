@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.marks import marked
 from tests.tiny import tiny_model, tiny_qwen3
 from tests.worlds import run_world
 
@@ -98,7 +99,9 @@ def test_there_and_back_is_bitwise(tmp_path: Path, tied: bool, dtype: str) -> No
     assert {p.name for p in tmp_path.iterdir()} == {"hf", "megatron", "back"}
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama", "mistral", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3_moe", *(marked(n, pytest.mark.full) for n in ("qwen2", "mistral", "mixtral"))]
+)
 def test_other_families_need_nothing_of_their_own(tmp_path: Path, name: str) -> None:
     from tests.parallel.test_families import EIGHT
 
@@ -163,8 +166,12 @@ def load_both_ways(rank: int, layout: dict[str, int], hf: Path, megatron: Path) 
     return len(bindings)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [(name, True) for name in LAYOUTS]
+    + [("TP2 PP2", False)]
+    + [marked((name, False), pytest.mark.full) for name in LAYOUTS if name != "TP2 PP2"],
+)
 def test_megatron_core_loads_it_on_every_layout(tmp_path: Path, name: str, tied: bool) -> None:
     """RAISE_ALL: no key of any layout is missing, and none is left over."""
     tiny_qwen3(tmp_path / "hf", tied=tied, layers=4, vocab_size=VOCAB)

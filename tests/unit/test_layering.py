@@ -1,6 +1,7 @@
 """Rooms import downwards only, and each foreign package has the owners that the design gives it. Read from the syntax trees."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,7 @@ def room_of(path: Path) -> str:
     return f"{first}.{rest[0]}" if first == "weights" else first
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Modules that a file imports, at the top or inside functions."""
     found = set()

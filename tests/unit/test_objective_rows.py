@@ -71,6 +71,7 @@ WEIGHTED = {"clip_cov": 0.03, "kl_cov": 0.15, "steer": 0.1}
     + [("masked", *x) for x in MASKED.items()]
     + [("weighted", *x) for x in WEIGHTED.items()],
 )
+@pytest.mark.slow
 def test_the_cases_put_a_row_to_the_test(condition: str, name: str, least: float) -> None:
     """Clipping, the KL mask and the weights each act on some tokens (at least that share) and not on others (a tenth)."""
     assert least <= share(larger(METHODS[name]), condition) <= 0.9

@@ -37,6 +37,7 @@ def replaying(cfg: Config, output: Path, **changes: Any) -> Config:
     return replace(cfg, output=str(output), rollout=rollouts, **changes)
 
 
+@pytest.mark.slow
 def test_a_replay_makes_the_same_records_and_weights_without_an_engine(recorded: Config, tmp_path: Path) -> None:
     cfg = replaying(recorded, tmp_path)
     w.attempt(cfg, tmp_path / "journal")
@@ -46,6 +47,7 @@ def test_a_replay_makes_the_same_records_and_weights_without_an_engine(recorded:
     assert again.keys() == first.keys() and all(torch.equal(again[name], first[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_what_a_kill_undid_is_set_aside(recorded: Config) -> None:
     names = sorted(p.name for p in (recorded.run_dir / record.FOLDER).iterdir())
     assert names == sorted(["step-000003.lost", *(f"step-{step:06d}.safetensors" for step in range(1, w.STEPS + 1))])
@@ -58,6 +60,7 @@ def test_a_replay_that_was_killed_goes_on(recorded: Config, tmp_path: Path) -> N
     assert w.records(cfg.run_dir) == w.records(recorded.run_dir)
 
 
+@pytest.mark.slow
 def test_recordings_of_sampling_alone_can_be_trained_on(model: Path, tmp_path: Path) -> None:
     """Only the first step is on the policy that sampled: the later ones need a looser gate."""
     only = w.run_config(model, tmp_path, rollout={"only": True, "filter_uniform_groups": False, "max_refills": 0})

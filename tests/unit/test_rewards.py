@@ -154,6 +154,7 @@ def test_no_rollouts(reward: MathReward) -> None:
     assert reward.score([]) == []
 
 
+@pytest.mark.slow
 def test_hostile_answers_end_in_time(reward: MathReward) -> None:
     hostile = [
         ENDLESS,
@@ -187,6 +188,7 @@ def test_equal_pairs_are_graded_once_and_remembered(reward: MathReward) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_worker_that_hangs_is_replaced() -> None:
     with math_reward(soft_seconds=0.5, hard_seconds=1.0) as reward:
         assert statuses(reward, [r"\boxed{7.0}"]) == ["equal"]
@@ -211,6 +213,7 @@ def test_worker_killed_at_work_costs_only_its_sample() -> None:
         killer.join()
 
 
+@pytest.mark.slow
 def test_worker_killed_between_batches_costs_nothing() -> None:
     with math_reward(workers=2) as reward:
         assert statuses(reward, [r"\boxed{7.0}", r"\boxed{8.0}"]) == ["equal", "wrong"]
@@ -233,6 +236,7 @@ def test_close_leaves_no_worker() -> None:
         reward.score([rollout(r"\boxed{8}")])
 
 
+@pytest.mark.slow
 def test_interrupt_leaves_no_worker() -> None:
     with math_reward(workers=2, soft_seconds=20, hard_seconds=30) as reward:
         statuses(reward, [r"\boxed{8}"])
@@ -250,6 +254,7 @@ def test_workers_are_light_and_out_of_reach_of_the_terminal(reward: MathReward) 
         assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
 
 
+@pytest.mark.slow
 def test_worker_dies_with_its_parent() -> None:
     # the worker is at an endless answer, so that it cannot notice a closed stdin
     script = (
@@ -297,6 +302,7 @@ def test_broken_math_verify_is_an_error(module: str, last_words: str, tmp_path: 
         statuses(reward, [r"\boxed{7.0}"])
 
 
+@pytest.mark.slow
 def test_worker_killed_at_its_start_is_started_again() -> None:
     with math_reward() as reward:
         os.kill(reward.worker_pids[0], signal.SIGKILL)

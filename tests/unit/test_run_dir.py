@@ -1,6 +1,7 @@
 """The folder of a run: what resume and overwrite find, keep, refuse and remove."""
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +47,21 @@ def test_resume_of_a_finished_run_keeps_its_outcome_under_another_name(tmp_path:
         run_dir.prepare(config(tmp_path, resume=True))
         assert files(run) == {*RUN, "config.yaml", "summary.former.json", "evaluation.former.jsonl", "report.png"}
     assert (run / "summary.former.json").read_text() == "summary.json\n"
+
+
+def test_a_run_is_finished_when_nothing_is_left_to_do(tmp_path: Path) -> None:
+    def ask(steps: int, **change: object) -> bool:
+        return run_dir.finished(config(tmp_path, **{"resume": True, "training": {"steps": steps}} | change))
+
+    assert not ask(3)
+    run = write_run(tmp_path, *RUN, *END)
+    assert not ask(3), "not a summary"
+    (run / "summary.json").write_text('{"steps": 3}')
+    assert ask(3) and not ask(4) and not ask(3, resume=False)
+    with pytest.raises(ConfigError, match=r"training\.steps=2: the run in .* ended at step 3; set it to more"):
+        ask(2)
+    shutil.rmtree(run / "hf")
+    assert not ask(3) and ask(3, export_hf=False)
 
 
 def test_resume_keeps_the_log_of_a_start_that_failed(tmp_path: Path) -> None:

@@ -132,6 +132,19 @@ def test_the_first_cause_is_shown_even_from_far_up_the_log(start: Start) -> None
     assert lines[-1] == "RuntimeError: see above"
 
 
+def test_every_start_adds_to_the_log_and_errors_show_the_last_one(start: Start, tmp_path: Path) -> None:
+    for word in ("first", "second"):
+        server = start(f"print('{word} line'); print('x.CutOffError: of the {word}', end=''); raise SystemExit(3)")
+        with pytest.raises(RolloutError) as caught:
+            server.wait_ready()
+        assert str(caught.value).splitlines()[1:] == [f"{word} line", f"x.CutOffError: of the {word}"]
+    headers = [line for line in (tmp_path / "logs" / "server.log").read_text().splitlines() if line.startswith("=== ")]
+    assert [h.partition(" at ")[0] for h in headers] == ["=== start 1", "=== start 2"]
+    silent = start("raise SystemExit(3)")
+    with pytest.raises(RolloutError, match=r"server\.log, is empty"):
+        silent.wait_ready()
+
+
 def test_a_command_that_is_never_ready_names_the_key(start: Start) -> None:
     server = start("print('loading', flush=True); import time; time.sleep(60)", ready_seconds=0.6)
     started = time.monotonic()
@@ -168,12 +181,14 @@ def test_the_death_of_the_first_process_ends_the_others(healthy: Callable) -> No
     assert "it has ended by SIGKILL" in str(server.failure("is gone"))
 
 
+@pytest.mark.slow
 def test_the_death_of_the_guard_ends_the_server(healthy: Callable) -> None:
     _, processes = healthy()
     os.kill(processes[0].pid, signal.SIGKILL)
     assert_gone(processes)
 
 
+@pytest.mark.slow
 def test_the_end_of_the_thread_that_started_it_is_not_the_end_of_the_server(healthy: Callable) -> None:
     found: list[tuple[ServerProcess, list[psutil.Process]]] = []
     thread = threading.Thread(target=lambda: found.append(healthy()))
@@ -201,6 +216,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     command = [sys.executable, "-c", OWNER, str(choose_port(0)), HEALTHY, str(pids)]

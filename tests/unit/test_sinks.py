@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -98,7 +100,10 @@ def test_a_narrow_terminal_gets_the_columns_that_fit(tmp_path: Path, monkeypatch
         with RunLog(tmp_path, LoggingConfig(), steps=9) as log:
             log.write(1, RECORD)
         monkeypatch.undo()
-        shown = os.read(reader, 4096).decode()
+        shown = ""
+        while shown.count("\n") < 2:  # a terminal may hand out the lines one by one
+            assert select.select([reader], [], [], 10.0)[0], shown
+            shown += os.read(reader, 4096).decode()
     os.close(reader)
     header, row = shown.splitlines()
     assert header.startswith("\x1b[1m") and "\x1b" not in row
@@ -129,6 +134,36 @@ def test_a_sink_that_is_not_installed_is_named(
     monkeypatch.setitem(sys.modules, module, None)  # importing it now raises ImportError
     with pytest.raises(ConfigError, match=r"logging\..*not installed; install tepo-megatron\["):
         RunLog(tmp_path, cfg, steps=1)
+
+
+def test_what_the_package_warns_of_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("tepo_megatron.checkpoint.restoring")
+    with RunLog(tmp_path, LoggingConfig(), steps=1):
+        logger.warning("%s start anew", "generators")
+        logger.info("not this")
+    with RunLog(tmp_path, LoggingConfig(), steps=1):
+        logger.warning("again")
+    captured = capfd.readouterr()
+    lines = ["warning: generators start anew", "warning: again"]
+    assert captured.out.splitlines() == (tmp_path / "log.txt").read_text().splitlines() == lines
+    assert captured.err == ""
+
+
+def test_a_warning_on_a_full_disk_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    with RunLog(tmp_path, LoggingConfig(), steps=1):
+        monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:3]))
+        logging.getLogger("tepo_megatron.checkpoint").warning("cannot be told")
+        monkeypatch.undo()
+    assert (tmp_path / "log.txt").read_text() == ""
+
+
+def test_a_run_keeps_its_id_at_wandb(tmp_path: Path) -> None:
+    first = sinks.wandb_id(tmp_path)
+    assert sinks.wandb_id(tmp_path) == first and len(first) == 32
+    (tmp_path / "other").mkdir()
+    assert sinks.wandb_id(tmp_path / "other") != first
+    assert [p.name for p in (tmp_path / "wandb").iterdir()] == ["run-id.txt"]
 
 
 def test_malformed_metrics_are_named_by_file_and_line(tmp_path: Path) -> None:

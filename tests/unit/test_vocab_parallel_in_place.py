@@ -158,6 +158,7 @@ def test_an_earlier_use_that_saved_the_logits_is_refused(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.slow
 def test_extra_memory_is_under_a_tenth_of_the_bf16_logits(dtype: torch.dtype) -> None:
     """Every allocation of PyTorch's CPU allocator during forward and backward, temporaries of operators included."""
     rows, columns = 8192, 18992

@@ -1,0 +1,19 @@
+"""Marks for parts of a parametrisation."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_but(fast: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """The cases, all marked slow but those named in `fast`. Raises ValueError for a name that is no case."""
+    fast, cases = list(fast), list(cases)
+    if unknown := [case for case in fast if case not in cases]:
+        raise ValueError(f"{unknown} are not among the cases")
+    return [case if case in fast else marked(case, pytest.mark.slow) for case in cases]
+
+
+def marked(case: Any, mark: Any) -> Any:
+    """One case, a tuple for several arguments, with a mark."""
+    return pytest.param(*case, marks=mark) if isinstance(case, tuple) else pytest.param(case, marks=mark)
