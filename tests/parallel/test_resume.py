@@ -124,8 +124,7 @@ def test_more_kills_in_one_run(straight: Callable[[int], Outcome], model: Path, 
         Kill(ENGINE + "update_weights", step=2),
         Kill(CHECKPOINT + "tensors:HostCopy.take", step=3, after=True, rank=1),
         Kill("tepo_megatron.driver:evaluate", step=4, after=True),
-        Kill("tepo_megatron.actor.actor:Actor.export_hf", rank=1, after=True),
-        Kill("tepo_megatron.driver:write_report"),
+        Kill("tepo_megatron.actor.actor:Actor.export_hf", rank=1, after=True),  # rank 0 may still finish the run
     )
     w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(2))
 
