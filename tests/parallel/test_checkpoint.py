@@ -145,8 +145,9 @@ def test_on_another_layout_it_goes_on_from_the_same_state(
     common = weights.keys() & reference.keys()  # a rank returns its own experts only
     assert len(common) >= len(case.batches) and (run == "moe" or weights.keys() == reference.keys())
     assert max(cases.distance(weights[n], reference[n]) for n in common) <= tolerance
-    # A mean of terms of either sign and a size of about one, which leave 0.05: twenty times their relative rounding.
-    assert after[0]["loss"] == pytest.approx(before[0]["loss"], rel=20 * tolerance)
+    # A mean of terms of either sign and a size of about one, which leave 0.05: in fp32 twenty times their relative rounding.
+    of_loss = 2e-5 if precision == "fp32" else tolerance
+    assert after[0]["loss"] == pytest.approx(before[0]["loss"], rel=of_loss)
 
 
 def read_by_megatron(rank: int, cfg: Any, folder: Path) -> list[bool]:
