@@ -3,9 +3,12 @@
     python benchmarks/convert.py [--quick] [--repetitions 5] [--folder DIR]
 
 Makes a random Qwen3 of one billion parameters (bf16, 2 GB in five files), then repeats, in turn: copy the directory and sync
-each file, import it, export it. All files are in the page cache when they are read (warm) and on the disk when a time ends. A
-conversion's time is the one that the tool prints: from the checks of the input to the finished directory, without the start
-of Python, torch and Megatron-Core (given apart). Memory is the peak resident set of the converting process, with mapped files.
+each file, import it, export it. All files are in the page cache when they are read (warm) and on the disk when a time ends.
+Before each run, what the same kind wrote in the round before is removed and synced, and as much time passes as a conversion's
+process takes to start: so every kind fills as many pages that were free for as long. (The host of a virtual machine takes back
+pages that are free for some seconds, and the next use of one takes up to five times as long.) A conversion's time is the one
+that the tool prints: from the checks of the input to the finished directory, without the start of Python, torch and
+Megatron-Core (given apart). Memory is the peak resident set of the converting process, with mapped files.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,20 +117,24 @@ def largest_group(source: Path, config: dict[str, object]) -> int:
 
 def measure(source: Path, folder: Path, repetitions: int) -> dict[str, list[Run]]:
     """Runs of each kind, in turn; the first round warms up and is not counted."""
-    runs: dict[str, list[Run]] = {"copy": [], "import": [], "export": []}
+    copied, megatron, exported = (folder / name for name in ("copied", "megatron", "exported"))
+    kinds: dict[str, tuple[Path, Callable[[], Run]]] = {
+        "copy": (copied, lambda: copy(source, copied)),
+        "import": (megatron, lambda: convert("import", "--hf", str(source), "--out", str(megatron))),
+        "export": (exported, lambda: convert("export", "--megatron", str(megatron), "--out", str(exported))),
+    }
+    runs: dict[str, list[Run]] = {kind: [] for kind in kinds}
+    startup = 0.0  # of the last conversion
     for repetition in range(repetitions + 1):
-        for name in ("copied", "megatron", "exported"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-        os.sync()
-        round_ = {"copy": copy(source, folder / "copied")}
-        shutil.rmtree(folder / "copied")
-        os.sync()
-        round_["import"] = convert("import", "--hf", str(source), "--out", str(folder / "megatron"))
-        os.sync()
-        round_["export"] = convert("export", "--megatron", str(folder / "megatron"), "--out", str(folder / "exported"))
-        if repetition or not repetitions:
-            for name, run in round_.items():
-                runs[name].append(run)
+        for kind, (out, run) in kinds.items():
+            shutil.rmtree(out, ignore_errors=True)
+            os.sync()
+            if kind == "copy":
+                time.sleep(startup)
+            done = run()
+            startup = done.startup
+            if repetition or not repetitions:
+                runs[kind].append(done)
     return runs
 
 

@@ -152,7 +152,7 @@ def overwrite(path: Path, fraction: float, value: bytes) -> None:
 def garbled_archive(path: Path) -> None:
     metadata = pickle.loads((path / ".metadata").read_bytes())
     (place,) = (p for i, p in metadata.storage_data.items() if i.fqn == "decoder.final_layernorm.weight")
-    with (path / "__0_0.distcp").open("r+b") as f:
+    with (path / place.relative_path).open("r+b") as f:
         f.seek(place.offset)
         f.write(bytes(place.length))
 
@@ -168,7 +168,7 @@ BAD_MEGATRON: dict[str, tuple[Callable[[Path], object], str]] = {
     "lost key": (lost_key, "tensor decoder.layers.mlp.linear_fc2.weight is missing"),
     "stray key": (stray_key, "tensor decoder.layers.mlp.linear_fc2.bias (and 0 more) has no place"),
     "lost piece": (lost_piece, "lists no data for a part of decoder.layers.mlp.linear_fc2.weight"),
-    "garbled": (garbled_archive, "__0_0.distcp: the piece of decoder.final_layernorm.weight at byte"),
+    "garbled": (garbled_archive, ".distcp: the piece of decoder.final_layernorm.weight at byte"),
     "nan": (lambda p: overwrite(p, 0.5, b"\x00\x00\xc0\x7f" * 16), "hold values that are not finite"),
     "no hf": (lambda p: shutil.rmtree(p / "hf"), "give the model's Hugging Face directory with --hf"),
     "other config": (lambda p: change_config(p / "hf", hidden_size=256), "but config.json asks for"),

@@ -23,7 +23,7 @@ _COMMON = "common.pt"
 
 
 class Reader:
-    """The tensors of a checkpoint, whatever layout wrote it.
+    """The tensors of a checkpoint, whatever layout wrote it. Several threads may read at a time.
 
     Raises CheckpointError for a file that is missing, truncated or not what `.metadata` says.
     """
@@ -33,11 +33,13 @@ class Reader:
         metadata = read_metadata(directory)
         self.tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
         self._places: dict[MetadataIndex, Any] = metadata.storage_data
-        self._maps: dict[str, mmap.mmap] = {}
         self._check_files()
 
     def region(self, key: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The part of a global tensor from `offsets` on; where the tensor ends before, zeros. Not to be changed in place."""
+        """The part of a global tensor from `offsets` on; where the tensor ends before, zeros. Not to be changed in place.
+
+        A stored piece is a map of its place in the file: it takes memory where it is touched, until the tensor is let go.
+        """
         exact = MetadataIndex(key, torch.Size(offsets))
         if exact in self._places and (part := self._piece(exact)).shape == torch.Size(shape):
             return part
@@ -59,11 +61,6 @@ class Reader:
             raise CheckpointError(f"{self.directory}: .metadata lists no data for a part of {key}; save the checkpoint again")
         return whole
 
-    def release(self) -> None:
-        """Give back the memory of what was read; tensors that are still in use are read again where they are touched."""
-        for mapped in list(self._maps.values()):  # another thread may be reading
-            mapped.madvise(mmap.MADV_DONTNEED)
-
     def _piece(self, index: MetadataIndex) -> Tensor:
         """One stored piece: a map of its file where the archive tells its place, else a copy."""
         place = self._places[index]
@@ -78,10 +75,11 @@ class Reader:
                     archive.seek(0)
                     copied: Tensor = torch.load(archive, map_location="cpu", weights_only=True)
                     return copied
-                if path.name not in self._maps:
-                    self._maps[path.name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            start = place.offset + inside
-            raw = torch.frombuffer(self._maps[path.name], dtype=torch.uint8, count=storage.nbytes(), offset=start)
+                start = place.offset + inside
+                before = start % mmap.ALLOCATIONGRANULARITY  # a map begins with a page
+                length = before + storage.nbytes()
+                mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start - before)
+            raw = torch.frombuffer(mapped, dtype=torch.uint8, count=storage.nbytes(), offset=before)
         except (RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as e:
             raise CheckpointError(
                 f"{path}: the piece of {index.fqn} at byte {place.offset} is corrupt ({e}); copy the checkpoint again"

@@ -7,8 +7,10 @@ lies where. DCP's own writer is not used: it keeps the last piece of every key i
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,44 +38,73 @@ _ALIGNMENT = 64  # of each archive in its file, so that mapped tensors are align
 
 
 class Writer:
-    """Writes a checkpoint piece by piece; it can be read once `finish` has returned."""
+    """Writes a checkpoint piece by piece, through its `streams`; it can be read once `finish` has returned.
 
-    def __init__(self, directory: Path) -> None:
+    streams: their number. Each has files of its own, so that a thread each may use them. What is written does not depend on the
+    order of their work among each other.
+    """
+
+    def __init__(self, directory: Path, streams: int = 1) -> None:
         self._directory = directory
-        self._tensors: dict[str, Any] = {}
-        self._results: list[WriteResult] = []
-        self._files = 0
+        self.streams = tuple(Stream(directory, i, streams) for i in range(streams))
+
+    def finish(self, common: Mapping[str, Any]) -> None:
+        """Write the rest. common: what is not sharded (the iteration and the like)."""
+        self.close()
+        torch.save(dict(common), self._directory / COMMON_STATE_FNAME)
+        tensors: dict[str, Any] = {}
+        results = []
+        for w in sorted((w for s in self.streams for w in s.written), key=lambda w: (w.key, w.offsets)):
+            if w.properties is None:
+                tensors[w.key], index = BytesStorageMetadata(), MetadataIndex(w.key)
+            else:
+                entry = tensors.setdefault(w.key, TensorStorageMetadata(w.properties, w.size, []))
+                index = MetadataIndex(w.key, w.offsets, len(entry.chunks))
+                entry.chunks.append(ChunkStorageMetadata(w.offsets, w.shape))
+            results.append(WriteResult(index, w.place.length, w.place))
+        FileSystemWriter(self._directory).finish(Metadata(tensors), [results])
+        save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
+
+    def close(self, sync: bool = True) -> None:
+        """Close the files that are being written."""
+        for stream in self.streams:
+            stream.close(sync)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """One archive: a piece of a tensor (size: of the whole one), or, without properties, an object."""
+
+    key: str
+    place: _StorageInfo
+    properties: TensorProperties | None = None
+    size: torch.Size = torch.Size()  # noqa: RUF009  immutable
+    offsets: torch.Size = torch.Size()  # noqa: RUF009
+    shape: torch.Size = torch.Size()  # noqa: RUF009
+
+
+class Stream:
+    """Writes archives one after the other, to `__0_N.distcp`, then `__0_{N + step}.distcp` and so on. For one thread."""
+
+    def __init__(self, directory: Path, first: int, step: int) -> None:
+        self.written: list[_Written] = []
+        self._directory = directory
+        self._next, self._step = first, step
         self._sink: Sink | None = None
 
     def add(self, piece: ShardedTensor) -> None:
         """Write one piece with its data. Its memory is free again when this returns."""
         assert piece.data is not None
         data = _alone(piece.data).view((1,) * piece.prepend_axis_num + tuple(piece.local_shape))
-        properties = TensorProperties(dtype=data.dtype)
-        entry = self._tensors.setdefault(piece.key, TensorStorageMetadata(properties, torch.Size(piece.global_shape), []))
-        offsets = torch.Size(piece.global_offset)
-        index = MetadataIndex(piece.key, offsets, len(entry.chunks))
-        entry.chunks.append(ChunkStorageMetadata(offsets, data.shape))
-        checked = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)  # torch.load does not look at it, and it takes six times the writing
-        try:
-            self._write(index, lambda sink: torch.save(data, sink))
-        finally:
-            torch.serialization.set_crc32_options(checked)
+        place = self._write(lambda sink: torch.save(data, sink))
+        size, offsets = torch.Size(piece.global_shape), torch.Size(piece.global_offset)
+        self.written.append(_Written(piece.key, place, TensorProperties(dtype=data.dtype), size, offsets, data.shape))
 
     def add_object(self, piece: ShardedObject) -> None:
         """Write what a module keeps beside its parameters."""
         archive = io.BytesIO()
         torch.save([piece.data], archive)
-        self._tensors[piece.unique_key] = BytesStorageMetadata()
-        self._write(MetadataIndex(piece.unique_key), lambda sink: sink.write(archive.getbuffer()))
-
-    def finish(self, common: Mapping[str, Any]) -> None:
-        """Write the rest. common: what is not sharded (the iteration and the like)."""
-        self.close()
-        torch.save(dict(common), self._directory / COMMON_STATE_FNAME)
-        FileSystemWriter(self._directory).finish(Metadata(self._tensors), [self._results])
-        save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
+        self.written.append(_Written(piece.unique_key, self._write(lambda sink: sink.write(archive.getbuffer()))))
 
     def close(self, sync: bool = True) -> None:
         """Close the file that is being written."""
@@ -81,13 +112,13 @@ class Writer:
             self._sink.close(sync)
             self._sink = None
 
-    def _write(self, index: MetadataIndex, write: Callable[[Any], object]) -> None:
+    def _write(self, write: Callable[[Any], object]) -> _StorageInfo:
         if self._sink is not None and self._sink.tell() >= _FILE_BYTES:
             self.close()
         if self._sink is None:
-            self._name = f"__0_{self._files}.distcp"
+            self._name = f"__0_{self._next}.distcp"
             self._sink = Sink(self._directory / self._name)
-            self._files += 1
+            self._next += self._step
         self._sink.write(bytes(-self._sink.tell() % _ALIGNMENT))
         start = self._sink.tell()
         try:
@@ -96,8 +127,21 @@ class Writer:
             if self._sink.failure is None:
                 raise
             raise self._sink.failure from None
-        length = self._sink.tell() - start
-        self._results.append(WriteResult(index, length, _StorageInfo(self._name, start, length)))
+        return _StorageInfo(self._name, start, self._sink.tell() - start)
+
+
+@contextlib.contextmanager
+def without_checksums() -> Iterator[None]:
+    """torch.save computes none in this block: torch.load does not look at them, and they take six times the writing.
+
+    The option belongs to the process, or (PyTorch 2.13) to the context of a thread: other threads must run in a copy of it.
+    """
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from torch import Tensor
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.parallel import Groups
 from tepo_megatron.weights import fp8
-from tepo_megatron.weights.convert.ahead import Job, ahead
 from tepo_megatron.weights.convert.dist_reader import Reader, read_common
 from tepo_megatron.weights.convert.importing import check_finite
 from tepo_megatron.weights.convert.output import new_directory
@@ -25,10 +24,14 @@ from tepo_megatron.weights.convert.places import carried_folder
 from tepo_megatron.weights.convert.plan import Plan, Slot, make_plan
 from tepo_megatron.weights.convert.progress import Advance, progress_bar
 from tepo_megatron.weights.convert.safetensors_writer import SafetensorsWriter
+from tepo_megatron.weights.convert.streams import Job, work
 from tepo_megatron.weights.convert.world import world_of_one
 from tepo_megatron.weights.families import read_config
 from tepo_megatron.weights.hf_io import carry_over, set_config
 from tepo_megatron.weights.ops import Replicated, Vocabulary
+
+_LARGEST_FILE, _SMALLEST_FILE = 4 * 2**30, 512 * 2**20  # bytes
+_FILES = 8  # of a model that is neither small nor large: enough for the streams to end at about the same time
 
 
 @dataclass(frozen=True)
@@ -59,27 +62,44 @@ def export_hf(checkpoint: Path, out: Path, form: Format = Format(), base: Path |
     with world_of_one() as groups:
         reader = Reader(checkpoint)
         plan = plan_of(checkpoint, hf_config, reader, groups)
-        announced = _announced(plan, reader, form)
-        total = sum(t.nbytes for t in announced.values())
+        announced = [_announced(slot, reader, form) for slot in plan.slots]
+        sizes = [sum(t.nbytes for t in tensors.values()) for tensors in announced]
+        total, files = sum(sizes), _in_files(sizes)
         with new_directory(out, total) as filling, progress_bar("export", total) as advance:
-            writer = SafetensorsWriter(filling, announced)
+            writer = SafetensorsWriter(filling, [_merged(announced[i] for i in file) for file in files])
+
+            def job(i: int) -> Job:
+                slot = plan.slots[i]
+                return Job(partial(_convert, slot, reader, form, writer, advance), max(sizes[i], _stored(slot, reader).nbytes))
+
             try:
-                for slot, tensors in hf_tensors(plan, reader):
-                    _write(slot, tensors, form, writer, advance)
-                    del tensors
+                work([[job(i) for i in file] for file in files])
                 writer.finish()
             finally:
                 writer.close()
             carry_over(folder, filling)
-            set_config(filling, _config_changes(plan, announced, hf_config))
+            set_config(filling, _config_changes(plan, _merged(announced), hf_config))
     return total
 
 
-def _write(slot: Slot, tensors: list[Tensor], form: Format, writer: SafetensorsWriter, advance: Advance) -> None:
-    for name, tensor in zip(slot.hf_names, tensors, strict=True):
+def _convert(slot: Slot, reader: Reader, form: Format, writer: SafetensorsWriter, advance: Advance) -> None:
+    for name, tensor in zip(slot.hf_names, hf_tensors(slot, reader), strict=True):
         for part, data in form.convert(slot, name, tensor):
             writer.write(part, data)
             advance(data.nbytes)
+
+
+def _in_files(sizes: Sequence[int]) -> list[range]:
+    """The slots of each file, consecutive ones. sizes: bytes that each writes; one larger than a file has a file of its own."""
+    limit = min(_LARGEST_FILE, max(_SMALLEST_FILE, sum(sizes) // _FILES))
+    files: list[range] = []
+    first = size = 0
+    for i, n in enumerate(sizes):
+        if size and size + n > limit:
+            files.append(range(first, i))
+            first, size = i, 0
+        size += n
+    return [*files, range(first, len(sizes))]
 
 
 def plan_of(checkpoint: Path, hf_config: Mapping[str, Any], reader: Reader, groups: Groups) -> Plan:
@@ -107,19 +127,11 @@ def plan_of(checkpoint: Path, hf_config: Mapping[str, Any], reader: Reader, grou
     return plan
 
 
-def hf_tensors(plan: Plan, reader: Reader) -> Iterator[tuple[Slot, list[Tensor]]]:
-    """Each parameter's HF tensors in their stored dtype, contiguous, checked to be finite; to be let go before the next."""
-
-    def made(slot: Slot) -> tuple[Slot, list[Tensor]]:
-        parameter = read_parameter(slot, reader)
-        check_finite(parameter, f"{reader.directory}: {slot.binding.name}")
-        return slot, [t.contiguous() for t in slot.to_hf(parameter)]
-
-    jobs = [Job(partial(made, slot), slot.binding.parameter.nbytes) for slot in plan.slots]
-    for pair in ahead(jobs):
-        yield pair
-        del pair
-        reader.release()
+def hf_tensors(slot: Slot, reader: Reader) -> list[Tensor]:
+    """A parameter's HF tensors in their stored dtype, contiguous. Raises ConversionError when a value is not finite."""
+    parameter = read_parameter(slot, reader)
+    check_finite(parameter, f"{reader.directory}: {slot.binding.name}")
+    return [t.contiguous() for t in slot.to_hf(parameter)]
 
 
 def read_parameter(slot: Slot, reader: Reader) -> Tensor:
@@ -139,15 +151,22 @@ def _read(piece: ShardedTensor, reader: Reader) -> Tensor:
     return reader.region(piece.key, piece.global_offset, shape).view(piece.local_shape)
 
 
-def _announced(plan: Plan, reader: Reader, form: Format) -> dict[str, Tensor]:
-    """The HF tensors that will be written, on the meta device."""
+def _announced(slot: Slot, reader: Reader, form: Format) -> dict[str, Tensor]:
+    """The HF tensors that will be written of a parameter, on the meta device."""
     announced: dict[str, Tensor] = {}
-    for slot in plan.slots:
-        parameter = slot.binding.parameter.detach()
-        stored = reader.tensors[slot.pieces(parameter)[0].key].properties.dtype
-        for name, tensor in zip(slot.hf_names, slot.to_hf(parameter), strict=True):
-            announced.update(form.convert(slot, name, tensor.to(stored)))
+    for name, tensor in zip(slot.hf_names, slot.to_hf(_stored(slot, reader)), strict=True):
+        announced.update(form.convert(slot, name, tensor))
     return announced
+
+
+def _merged(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def _stored(slot: Slot, reader: Reader) -> Tensor:
+    """The Megatron parameter in the dtype of the checkpoint, on the meta device."""
+    parameter = slot.binding.parameter.detach()
+    return parameter.to(reader.tensors[slot.pieces(parameter)[0].key].properties.dtype)
 
 
 def is_quantized(slot: Slot, tensor: Tensor) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ from torch import Tensor
 
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.weights.convert import HF_FOLDER
-from tepo_megatron.weights.convert.ahead import Job, ahead
-from tepo_megatron.weights.convert.dist_writer import Writer
+from tepo_megatron.weights.convert.dist_writer import Stream, Writer, without_checksums
 from tepo_megatron.weights.convert.output import new_directory
 from tepo_megatron.weights.convert.plan import Plan, Slot, make_plan
 from tepo_megatron.weights.convert.progress import progress_bar
+from tepo_megatron.weights.convert.streams import STREAMS, Job, deal, work
 from tepo_megatron.weights.convert.world import world_of_one
 from tepo_megatron.weights.families import check_tokenizer, read_config
 from tepo_megatron.weights.hf_io import HfReader, carry_over
@@ -25,7 +24,8 @@ from tepo_megatron.weights.hf_io import HfReader, carry_over
 def import_hf(source: Path, out: Path) -> int:
     """Write the model in `source` to `out` as a torch_dist checkpoint, every tensor in its dtype; returns the bytes of tensors.
 
-    Memory: the tensors of one parameter (HF's, and Megatron's where it is not the same), beside the program itself.
+    Memory: the tensors of one parameter (HF's, and Megatron's where it is not the same), those of a smaller one, and the
+    program itself.
     Raises ConversionError and CheckpointError naming file and tensor; `out` is then absent.
     """
     hf_config = read_config(source)
@@ -37,34 +37,35 @@ def import_hf(source: Path, out: Path) -> int:
             slot.from_hf(
                 [tensors[n] for n in slot.hf_names]
             )  # on the meta device: shapes and dtypes, before anything is written
-        total = sum(tensors[n].nbytes for slot in plan.slots for n in slot.hf_names)
+        sizes = [sum(tensors[n].nbytes for n in slot.hf_names) for slot in plan.slots]
+        total = sum(sizes)
         with new_directory(out, total) as filling, progress_bar("import", total) as advance:
             (filling / HF_FOLDER).mkdir()
             carry_over(source, filling / HF_FOLDER)
-            writer = Writer(filling)
+            writer = Writer(filling, STREAMS)
+
+            def job(i: int, stream: Stream) -> Job:
+                return Job(lambda: advance(_convert(plan.slots[i], reader, stream)), sizes[i])
+
             try:
-                jobs = [Job(partial(_made, slot, reader, source), slot.binding.parameter.nbytes) for slot in plan.slots]
-                for slot, parameter in ahead(jobs):
-                    _write(slot, parameter, writer)
-                    del parameter
-                    advance(sum(tensors[n].nbytes for n in slot.hf_names))
                 for kept in plan.objects:
-                    writer.add_object(kept)
+                    writer.streams[0].add_object(kept)
+                with without_checksums():
+                    hands = zip(deal(sizes, STREAMS), writer.streams, strict=True)
+                    work([[*(job(i, stream) for i in hand), Job(stream.close)] for hand, stream in hands])
                 writer.finish({})
             finally:
                 writer.close(sync=False)
     return total
 
 
-def _made(slot: Slot, reader: HfReader, source: Path) -> tuple[Slot, Tensor]:
+def _convert(slot: Slot, reader: HfReader, stream: Stream) -> int:
+    """Returns the bytes of the parameter."""
     parameter = slot.from_hf([reader.get(n) for n in slot.hf_names])
-    check_finite(parameter, f"{source}: {', '.join(slot.hf_names)}")
-    return slot, parameter
-
-
-def _write(slot: Slot, parameter: Tensor, writer: Writer) -> None:
+    check_finite(parameter, f"{reader.path}: {', '.join(slot.hf_names)}")
     for piece in slot.pieces(parameter):
-        writer.add(piece)
+        stream.add(piece)
+    return parameter.nbytes
 
 
 def read_plan(source: Path, hf_config: Mapping[str, Any], reader: HfReader, groups: Any) -> Plan:

@@ -1,13 +1,14 @@
 """A sharded Hugging Face checkpoint written tensor by tensor: no file is ever whole in memory.
 
 A safetensors file is the length of its header (8 bytes, little endian), the header (JSON: dtype, shape and place of each
-tensor) and the data. Names and shapes are known beforehand, so the header goes first and each tensor to its place.
+tensor) and the data. Names and shapes are known beforehand, so the header goes first and each tensor to its place: files do not
+depend on the order of writing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from torch import Tensor
 from tepo_megatron.weights import hf_io
 from tepo_megatron.weights.convert.sink import Sink
 
-_FILE_BYTES = 4 * 2**30
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
@@ -37,22 +37,16 @@ class _File:
 class SafetensorsWriter:
     """Writes the tensors that were announced, in any order; `finish` writes the index.
 
-    tensors: of the announced names, shapes and dtypes (on the meta device). A file takes at most `limit` bytes, or one tensor.
+    files: of the announced names, shapes and dtypes (on the meta device), those of each file. One thread at a time may write to
+    a file; several, each to its own, may write beside each other.
     """
 
-    def __init__(self, directory: Path, tensors: Mapping[str, Tensor], limit: int = _FILE_BYTES) -> None:
-        self._directory, self._tensors = directory, tensors
-        self.total_bytes = sum(t.nbytes for t in tensors.values())
-        groups: list[list[str]] = []
-        size = 0
-        for name, t in tensors.items():
-            if not groups or size + t.nbytes > limit:
-                groups.append([])
-                size = 0
-            groups[-1].append(name)
-            size += t.nbytes
+    def __init__(self, directory: Path, files: Sequence[Mapping[str, Tensor]]) -> None:
+        self._directory = directory
+        self._tensors = {name: t for tensors in files for name, t in tensors.items()}
         self._files = [
-            self._layout(f"model-{i:05d}-of-{len(groups):05d}.safetensors", names) for i, names in enumerate(groups, start=1)
+            self._layout(f"model-{i:05d}-of-{len(files):05d}.safetensors", list(tensors))
+            for i, tensors in enumerate(files, start=1)
         ]
         self._file_of = {name: file for file in self._files for name in file.starts}
 
@@ -75,7 +69,8 @@ class SafetensorsWriter:
         """Write the index. Raises ValueError when a tensor is missing."""
         if missing := [name for file in self._files for name in file.left]:
             raise ValueError(f"{missing[0]} (and {len(missing) - 1} more) was never written")
-        hf_io.write_index(self._directory, {f.name: list(f.starts) for f in self._files}, self.total_bytes)
+        total = sum(t.nbytes for t in self._tensors.values())
+        hf_io.write_index(self._directory, {f.name: list(f.starts) for f in self._files}, total)
 
     def close(self) -> None:
         """Give up: close the files that are not complete, without a sync."""

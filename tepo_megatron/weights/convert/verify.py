@@ -67,8 +67,8 @@ def verify(source: Path, checkpoint: Path, text: str = TEXT, precision: str = "f
         count, differing = 0, []
         sizes = source_reader.shapes()
         with progress_bar("compare", sum(t.nbytes for t in sizes.values())) as advance:
-            for slot, tensors in hf_tensors(plan, reader):
-                for name, tensor in zip(slot.hf_names, tensors, strict=True):
+            for slot in plan.slots:
+                for name, tensor in zip(slot.hf_names, hf_tensors(slot, reader), strict=True):
                     if name not in sizes:
                         raise ConversionError(
                             f"{source}: tensor {name} of {checkpoint} is not in it; they are different models"
@@ -77,7 +77,7 @@ def verify(source: Path, checkpoint: Path, text: str = TEXT, precision: str = "f
                     if not _bitwise_equal(tensor, source_reader.get(name)):
                         differing.append(name)
                     advance(sizes[name].nbytes)
-                del tensors, tensor
+                del tensor
         tokens = _tokens(source, text, plan.arch.vocab_size, plan.arch.max_positions)
         theirs = _hf_outputs(source, tokens, _DTYPES[precision])
         gc.collect()
