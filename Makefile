@@ -4,16 +4,19 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 SEED   ?= 0
+ENGINE ?= vllm
+SGLANG := .venv-sglang
 PEERS  := .cache/peers
 
 # torch: a wheel found through PIP_FIND_LINKS if there is one, else PyTorch's own CPU build
 UV_ENV := UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(if $(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))),,UV_TORCH_BACKEND=cpu)
 
-.PHONY: demo ablation bench test test-fast test-full test-gpu check lint types format pins clean
+.PHONY: demo sglang ablation bench test test-fast test-full test-gpu check lint types format pins clean
 
-demo: $(READY)
+demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
-	$(BIN)/tepo train examples/demo.yaml --seed $(SEED) --name demo-seed-$(SEED) --overwrite true \
+	$(BIN)/tepo train examples/demo.yaml --seed $(SEED) --name demo-$(if $(filter vllm,$(ENGINE)),,$(ENGINE)-)seed-$(SEED) --overwrite true \
+	  --rollout.engine $(ENGINE) \
 	  --model.path .cache/demo/seed-$(SEED) \
 	  --data.train .cache/demo/seed-$(SEED)/train.jsonl --data.eval .cache/demo/seed-$(SEED)/eval.jsonl
 
@@ -32,10 +35,13 @@ bench: $(READY)
 	fi
 	$(BIN)/python -m benchmarks --peers $(PEERS)
 
-test: $(READY)
+# SGLang's own environment: its pins contradict vLLM's
+sglang: $(SGLANG)/.ready
+
+test: $(READY) $(SGLANG)/.ready
 	$(BIN)/python -m pytest -m "not full"
 
-test-full: $(READY)
+test-full: $(READY) $(SGLANG)/.ready
 	$(BIN)/python -m pytest -m full
 
 test-fast: $(READY)
@@ -70,13 +76,27 @@ $(READY): pyproject.toml requirements/cpu.txt
 	$(BIN)/uv pip install --no-config --python $(BIN)/python --no-deps --quiet --editable .; \
 	echo "$$sum" > $(READY)
 
+# this package is there for the loader of its weights (rollout/sglang_loader.py)
+$(SGLANG)/.ready: $(READY) requirements/sglang-cpu.txt
+	@sum=$$(cat requirements/sglang-cpu.txt | sha256sum); \
+	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
+	set -e; \
+	echo "setting up $(SGLANG) (once; some minutes if packages must be downloaded)"; \
+	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv --without-pip $(SGLANG); \
+	$(UV_ENV) $(BIN)/uv pip install --no-config --python $(SGLANG)/bin/python --no-deps --quiet --compile-bytecode -r requirements/sglang-cpu.txt; \
+	$(BIN)/uv pip install --no-config --python $(SGLANG)/bin/python --no-deps --quiet --editable .; \
+	echo "$$sum" > $@
+
 # resolve the pins anew
 pins:
 	test -x $(BIN)/uv || ($(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet "uv>=0.9")
 	$(UV_ENV) $(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
 	  --no-emit-package tepo-megatron --override requirements/overrides.txt \
 	  --extra cpu --group dev pyproject.toml -o requirements/cpu.txt
-	sed -i 's/+cpu$$//' requirements/cpu.txt  # a local version would bind the pin to one source of wheels
+	$(UV_ENV) $(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
+	  requirements/sglang-cpu.in -o requirements/sglang-cpu.txt
+	sed -n 's/^# *\(sglang==.*\)/\1/p' requirements/sglang-cpu.in >> requirements/sglang-cpu.txt  # without its dependencies
+	sed -i 's/+cpu$$//' requirements/cpu.txt requirements/sglang-cpu.txt  # a local version would bind the pin to one source of wheels
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

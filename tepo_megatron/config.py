@@ -84,11 +84,19 @@ class DataConfig:
 
 @config
 class ServerConfig:
-    """The inference server that the run starts, watches and stops (loopback only)."""
+    """An inference server that the run starts, watches and stops (loopback only).
 
+    python: the interpreter of the engine's environment; None: this one for vLLM, for SGLang the one of `make sglang`.
+    """
+
+    python: str | None = None
+    tp: Positive = 1  # tensor-parallel ranks of the engine
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: any free port
     ready_seconds: PositiveFloat = 300.0
     request_seconds: PositiveFloat = 1800.0
+    silent_seconds: PositiveFloat = 60.0  # without an answer about its health: the server counts as frozen
+    restarts: NonNegative = 3  # of a server that served before, one after the other, until it counts as lost
+    backoff_seconds: NonNegativeFloat = 1.0  # before the first of them, doubled each time
     concurrency: Positive = 64  # requests under way at once
     precision: Literal["fp32", "bf16"] | None = None  # None: as model.precision
     kv_cache_gib: PositiveFloat | None = None  # platform cpu: size of the KV cache; None leaves it to the engine
@@ -99,12 +107,17 @@ class ServerConfig:
 class RolloutConfig:
     """What is sampled each step."""
 
-    engine: Literal["vllm"] = "vllm"
+    engine: Literal["vllm", "sglang"] = "vllm"
+    servers: Positive = 1
+    min_servers: Positive = 1  # with fewer left the run fails
+    attempts: Positive = 3  # to sample a prompt, on other servers where there are some
     prompts_per_step: Positive = 64
     samples_per_prompt: Annotated[int, Field(ge=2, strict=True)] = 8  # advantages are relative to the group
     # scales actor, old and rollout log-probs alike; vLLM raises smaller ones to 0.01 without a word
     temperature: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = 1.0
     max_response_tokens: Positive = 8192
+    # end a response, beside the end-of-sequence tokens of the model's config.json and its tokenizer
+    stop_token_ids: list[NonNegative] = Field(default_factory=list)
     filter_uniform_groups: bool = True  # drop groups that are all right or all wrong (unshaped score)
     # further rounds of prompts when dropped groups left too few; None: 9 under objective.dynamic_sampling, else 0
     max_refills: NonNegative | None = None
@@ -112,6 +125,12 @@ class RolloutConfig:
     replay: str | None = None  # such a folder, to learn from it again: no engine is started, nothing is sampled or evaluated
     only: bool = False  # sample, grade and record with the weights of model.path; nothing is trained
     server: ServerConfig = Field(default_factory=ServerConfig)
+
+    def __post_init__(self) -> None:
+        if self.min_servers > self.servers:
+            raise ValueError(f"min_servers={self.min_servers} exceeds servers={self.servers}; lower it or start more")
+        if self.servers > 1 and self.server.port:
+            raise ValueError(f"server.port={self.server.port} can be that of one server, not of {self.servers}; set it to 0")
 
 
 @config

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tepo_megatron.beside import Beside, Nothing
 from tepo_megatron.checkpoint.checkpoints import Saved
 from tepo_megatron.config import Config
 from tepo_megatron.config_io import differences, plain
-from tepo_megatron.data import PromptStream, load_prompts, load_tokenizer
+from tepo_megatron.data import PromptStream, load_prompts, load_tokenizer, stop_tokens
 from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.evaluation import Accuracy, evaluate, write_evaluation
 from tepo_megatron.method import resolve
@@ -21,14 +24,14 @@ from tepo_megatron.report import write_report
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout import record
 from tepo_megatron.rollout.collector import Collector
-from tepo_megatron.rollout.engine import RolloutEngine
+from tepo_megatron.rollout.engine import Launch, RolloutEngine
+from tepo_megatron.rollout.engines import build_engine
 from tepo_megatron.rollout.replay import Replay
-from tepo_megatron.rollout.vllm import VllmEngine
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.sinks import LOST_FILE, METRICS_FILE, RunLog, replace_file
 from tepo_megatron.step_log import StepLog
 from tepo_megatron.timing import Clock
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.types import Prompt, Rollout
 
 SERVER_LOG = "server.log"
 
@@ -81,18 +84,23 @@ class Driver:
             if method.max_refills or method.overlong:
                 log.message(f"rounds of prompts per step: up to {1 + method.max_refills}; overlong shaping: {method.overlong}")
             log.message(f"starting {cfg.rollout.engine}; its log: {cfg.run_dir / SERVER_LOG}")
-            engine = stack.enter_context((make_engine or _vllm)(cfg))
+            engine = stack.enter_context((make_engine or _engine)(cfg))
             engine.start()
             reward = stack.enter_context(build_reward(cfg.reward, lambda ids: tokenizer.decode(ids, skip_special_tokens=True)))
             prompts = PromptStream(train, cfg.seed, data.shuffle)
+            stops = stop_tokens(cfg.model.path, tokenizer, cfg.rollout.stop_token_ids)
             collector = Collector(
-                cfg.rollout, engine, reward, prompts, cfg.seed, max_refills=method.max_refills, overlong=method.overlong
+                cfg.rollout, engine, reward, prompts, cfg.seed, stops, max_refills=method.max_refills, overlong=method.overlong
             )
             yield MainDriver(cfg, collector, prompts, held_out[: cfg.evaluation.max_problems], log)
 
     def engine_when_ready(self) -> RolloutEngine | None:
         """The engine, once it serves."""
         return None
+
+    def beside(self, work: Callable[[], Any]) -> Nothing:
+        """Begin work that needs the engine; this thread goes on."""
+        return Nothing()
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics] | None:
         """The step's graded rollouts and their metrics."""
@@ -131,6 +139,12 @@ class MainDriver(Driver):
         self._cfg, self._source, self._prompts, self._held_out, self._log = cfg, source, prompts, held_out, log
         self._evaluations: dict[int, Accuracy] = {}  # by step; the first and the last are reported
         self._clock, self._seconds_before = Clock(), 0.0
+        # one thread for all: processes that it starts (graders) are told to end when it ends
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
+
+    def beside(self, work: Callable[[], Any]) -> Beside:
+        engine = None if isinstance(self._source, Replay) else self._source.engine
+        return Beside(self._thread.submit(work), lambda: engine is not None and engine.needs_weights)
 
     def engine_when_ready(self) -> RolloutEngine | None:
         if isinstance(self._source, Replay):
@@ -144,6 +158,7 @@ class MainDriver(Driver):
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
         rollouts, metrics = self._source.collect(step, clock)
+        self._tell_events()
         if self._cfg.rollout.record or self._cfg.rollout.only:
             record.write(self._cfg.run_dir / record.FOLDER, step, rollouts, metrics)
         return rollouts, metrics
@@ -152,15 +167,21 @@ class MainDriver(Driver):
         if not self._held_out or isinstance(self._source, Replay) or step in self._evaluations:
             return
         cfg = self._cfg.evaluation
-        sampling = SamplingParams(cfg.samples, cfg.temperature, self._cfg.rollout.max_response_tokens)
+        sampling = replace(self._source.sampling, samples=cfg.samples, temperature=cfg.temperature)
         # one seed for all evaluations: before and after are compared on the same random numbers
         seed = derive_seed(self._cfg.seed, "evaluation")
         result = evaluate(self._source.engine, self._source.reward, self._held_out, sampling, seed)
+        self._tell_events()
         self._log.message(f"accuracy at step {step}: {result}, temperature {cfg.temperature:g}")
         self._evaluations[step] = result
 
     def log_step(self, step: int, log: StepLog, clock: Clock) -> None:
         self._log.write(step, log.record(clock))
+
+    def _tell_events(self) -> None:
+        if not isinstance(self._source, Replay):
+            for event in self._source.engine.take_events():
+                self._log.message(event)
 
     def state(self, step: int) -> dict[str, Any]:
         return {
@@ -245,13 +266,12 @@ class MainDriver(Driver):
             self._log.message(f"trained model: {run_dir / 'hf'}")
 
 
-def _vllm(cfg: Config) -> RolloutEngine:
-    return VllmEngine(
-        cfg.rollout,
-        model_path=cfg.model.path,
+def _engine(cfg: Config) -> RolloutEngine:
+    launch = Launch(
+        model_path=Path(cfg.model.path),
         max_model_len=cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens,
         platform=cfg.platform,
         precision=cfg.rollout.server.precision or cfg.model.precision,
-        log_path=cfg.run_dir / SERVER_LOG,
         seed=cfg.seed,
     )
+    return build_engine(cfg.rollout, launch, cfg.run_dir / SERVER_LOG)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,8 @@ from tepo_megatron.step_log import StepLog
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import TrainBatch
 from tepo_megatron.weights.sync import NoSync, WeightSync, check_mismatch, check_one_host
+
+Sync = WeightSync | NoSync
 
 
 def train(cfg: Config, platform: Platform, make_engine: EngineFactory | None = None) -> None:
@@ -50,11 +53,11 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
         first = _resume(checkpoints, actor, driver) if cfg.resume else 0
         sync.push(version=first)
         if first == 0:
-            driver.evaluate(step=0)
+            _evaluate(0, driver, sync, groups)
 
         for step in range(first + 1, cfg.training.steps + 1):
             clock, log = Clock(), StepLog()
-            rollouts = log.receive(_share(driver.collect(step, clock), groups))
+            rollouts = log.receive(_collect(step, clock, driver, sync, groups))
             actor.start_step(step)
             if rollouts:
                 batch = TrainBatch.build(rollouts, group_advantages(rollouts, objective.advantage))
@@ -79,7 +82,7 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
             driver.log_step(step, log, clock)
             last = step == cfg.training.steps
             if _is_due(step, cfg.evaluation.every) and not last:
-                driver.evaluate(step)
+                _evaluate(step, driver, sync, groups)
             if _is_due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.every):
                 checkpoints.save(step, actor, driver.state(step) | {"noise_floor": actor.noise_floor})
             driver.saved(checkpoints.poll())
@@ -87,7 +90,7 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
         driver.saved(checkpoints.wait())
         if cfg.export_hf:  # before what follows, so that nothing that fails afterwards costs the model
             actor.export_hf(cfg.run_dir / "hf")
-        driver.evaluate(step=cfg.training.steps)
+        _evaluate(cfg.training.steps, driver, sync, groups)
     driver.finish()
 
 
@@ -114,9 +117,7 @@ def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> int:
     return int(state["step"])
 
 
-def _open_sync(
-    cfg: Config, groups: parallel.Groups, actor: Actor, driver: Driver
-) -> contextlib.AbstractContextManager[WeightSync | NoSync]:
+def _open_sync(cfg: Config, groups: parallel.Groups, actor: Actor, driver: Driver) -> contextlib.AbstractContextManager[Sync]:
     """Where the weights go; nowhere when rollouts are replayed."""
     engine = driver.engine_when_ready()
     if cfg.rollout.replay is not None:
@@ -146,6 +147,25 @@ def _with_reference(batch: TrainBatch, actor: Actor, objective: Objective, log: 
     log.note({"reward/ref_kl": float(divergence_B.mean())})
     rollouts = penalized(batch.rollouts, objective.ref_beta * divergence_B)
     return replace(batch, rollouts=rollouts, advantages_B=group_advantages(rollouts, objective.advantage))
+
+
+def _collect(step: int, clock: Clock, driver: Driver, sync: Sync, groups: parallel.Groups) -> Any:
+    """The step's graded rollouts and their metrics, on every rank."""
+    return _while_serving(lambda: driver.collect(step, clock), step - 1, driver, sync, groups)
+
+
+def _evaluate(step: int, driver: Driver, sync: Sync, groups: parallel.Groups) -> None:
+    _while_serving(lambda: driver.evaluate(step), step, driver, sync, groups)
+
+
+def _while_serving(work: Callable[[], Any], version: int, driver: Driver, sync: Sync, groups: parallel.Groups) -> Any:
+    """What `work` makes on rank 0, on every rank; meanwhile all send the weights again when a restarted server lacks them."""
+    with driver.beside(work) as working:
+        while True:
+            weights_wanted, made = _share(working.wait(), groups)
+            if not weights_wanted:
+                return made
+            sync.push(version)
 
 
 def _share(value: Any, groups: parallel.Groups) -> Any:

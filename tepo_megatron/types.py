@@ -40,7 +40,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. samples: responses per prompt; max_tokens: response tokens at most.
+    """How to sample. samples: responses per prompt; max_tokens: response tokens at most; stop_token_ids: each of them ends a
+    response, as its last token (none: the engine decides).
 
     Whatever is not named here is switched off in the engine (top_p=1, top_k=-1, min_p=0, repetition_penalty=1),
     since log-probs are recomputed by the actor under `temperature` alone.
@@ -49,6 +50,7 @@ class SamplingParams:
     samples: int = 1
     temperature: float = 1.0
     max_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

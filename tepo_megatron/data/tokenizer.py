@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tepo_megatron.errors import CheckpointError
+from tepo_megatron.errors import CheckpointError, ConfigError
 
 # any one of them holds the vocabulary: fast tokenizers, SentencePiece, byte-level BPE
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -34,3 +36,20 @@ def load_tokenizer(model_path: str | Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(
             f"{directory}: the tokenizer files cannot be read ({type(e).__name__}: {e}); copy them anew from the base model"
         ) from e
+
+
+def stop_tokens(model_path: str | Path, tokenizer: PreTrainedTokenizerBase, further: Sequence[int] = ()) -> tuple[int, ...]:
+    """The tokens that end a response: the model's end-of-sequence tokens (config.json), the tokenizer's, and `further`.
+
+    generation_config.json has no say: it is the model author's advice for chatting. Raises ConfigError for a `further` one that
+    is no token of the model.
+    """
+    config = json.loads((Path(model_path) / "config.json").read_text())
+    of_model = config.get("eos_token_id")
+    stops = {*further, *(of_model if isinstance(of_model, list) else [of_model]), tokenizer.eos_token_id} - {None}
+    wrong = [token for token in further if token >= config["vocab_size"]]
+    if wrong:
+        raise ConfigError(
+            f"rollout.stop_token_ids={list(further)}: {wrong[0]} is no token of {model_path}, which has {config['vocab_size']}"
+        )
+    return tuple(sorted(stops))

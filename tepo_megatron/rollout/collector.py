@@ -18,8 +18,9 @@ from tepo_megatron.types import Rollout, SamplingParams
 class Collector:
     """Rank 0's side of the rollout phase.
 
-    max_refills: `cfg.max_refills`, resolved; overlong: changes the rewards of the graded samples, None for none. Shaping is a
-    step here and no part of `reward`, which grades evaluations too: those may have another length limit.
+    stop_token_ids: of `SamplingParams`; max_refills: `cfg.max_refills`, resolved; overlong: changes the rewards of the graded
+    samples, None for none. Shaping is a step here and no part of `reward`, which grades evaluations too: those may have another
+    length limit.
     """
 
     def __init__(
@@ -29,13 +30,14 @@ class Collector:
         reward: Reward,
         prompts: PromptStream,
         seed: int,
+        stop_token_ids: tuple[int, ...] = (),
         *,
         max_refills: int,
         overlong: OverlongShaping | None,
     ) -> None:
         self.cfg, self.engine, self.reward, self.prompts, self.seed = cfg, engine, reward, prompts, seed
         self.max_refills, self.overlong = max_refills, overlong
-        self.sampling = SamplingParams(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens)
+        self.sampling = SamplingParams(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, stop_token_ids)
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
         """Graded rollouts of at most `prompts_per_step` groups, contiguous by prompt, and what to report of all samples.

@@ -1,16 +1,32 @@
-"""What the training loop knows of an inference engine."""
+"""What the training loop knows of an inference engine, and what an engine's server looks like from outside."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
+from tepo_megatron.config import ServerConfig
+from tepo_megatron.errors import RolloutError
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 # The version of an engine that still serves the weights of its model directory.
 INITIAL_VERSION = -1
+
+
+class StaleWeights(RolloutError):
+    """A server sampled with other weights than it was given."""
+
+
+def served_label(version: int) -> str:
+    """What vLLM and SGLang call the weights of `version`: "default" before any were sent."""
+    return "default" if version == INITIAL_VERSION else str(version)
+
+
+Platform = Literal["cpu", "cuda"]
+Precision = Literal["fp32", "bf16"]
 
 
 class RolloutEngine(Protocol):
@@ -48,6 +64,15 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    @property
+    def needs_weights(self) -> bool:
+        """Whether part of the engine waits for the weights of `version`, to be given by another `update_weights`."""
+        ...
+
+    def take_events(self) -> list[str]:
+        """What the user should know of what happened since the last call, a line or more each."""
+        ...
+
     def close(self) -> None:
         """End the server and every process it started; bounded in time, may be called again."""
         ...
@@ -55,3 +80,50 @@ class RolloutEngine(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a server is started with, whichever engine it is.
+
+    model_path: Hugging Face directory that it loads first; max_model_len: prompt and response tokens of a sequence at most;
+    precision: of the served weights; seed: of the server (each request brings its own); first_device: of the GPUs that this
+    process sees, the first one that the server takes.
+    """
+
+    model_path: Path
+    max_model_len: int
+    platform: Platform
+    precision: Precision
+    seed: int
+    first_device: int = 0
+
+
+# (method, path, JSON body) -> JSON answer; raises client.RequestFailed
+Send = Callable[[str, str, Mapping[str, Any] | None], Awaitable[Any]]
+
+
+class EngineApi(Protocol):
+    """How to start one kind of server and what to say to it: all that differs between engines."""
+
+    name: str
+
+    def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
+        """argv of a server on the loopback interface, free of secrets. Raises ConfigError when it is not installed."""
+        ...
+
+    def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
+        """The server's whole environment; `key` is what it asks of every request."""
+        ...
+
+    async def prepare(self, send: Send) -> None:
+        """What a healthy server needs once before it takes weights."""
+        ...
+
+    async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
+        """The samples of one prompt, by sample index. Raises RolloutError for an answer that is not what was asked for."""
+        ...
+
+    async def update_weights(self, send: Send, files: Sequence[Path], version: int) -> None:
+        """Load the files and drop every cache of the old weights. Raises SyncError when it serves others."""
+        ...

@@ -28,11 +28,12 @@ PR_SET_CHILD_SUBREAPER = 36
 OWNER_CHECK_SECONDS = 0.5
 KILLED_SECONDS = 5.0  # for the kernel to take back what got SIGKILL
 
+AT_ONCE = signal.SIGHUP  # to the guard: the server is ill, and no grace would help
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 
 
 def main(owner: int, grace_seconds: float, command: list[str]) -> int:
-    """Run `command` to its end, or end it when told to (SIGTERM) or when the owner is gone."""
+    """Run `command` to its end, or end it when told to (SIGTERM, or AT_ONCE) or when the owner is gone."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # they are waited for instead
     # Orphans of the tree become ours, so that `_end` sees the last of them go.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -41,6 +42,8 @@ def main(owner: int, grace_seconds: float, command: list[str]) -> int:
     )
     while server.poll() is None and os.getppid() == owner:
         received = signal.sigtimedwait(_SIGNALS, OWNER_CHECK_SECONDS)
+        if received is not None and received.si_signo == AT_ONCE:
+            return _end(server, 0.0)
         if received is not None and received.si_signo != signal.SIGCHLD:
             break
     return _end(server, grace_seconds)

@@ -53,7 +53,7 @@ class ServerProcess:
 
     command: argv, free of secrets (anyone on the machine can read it); env: its whole environment; health_url: answers 200
     once the server takes requests; log_path: its stdout and stderr go there, each start below a line that numbers it;
-    ready_seconds: from `start`.
+    ready_seconds: from `start`; name: in messages.
     """
 
     def __init__(
@@ -64,7 +64,9 @@ class ServerProcess:
         health_url: str,
         log_path: Path,
         ready_seconds: float,
+        name: str = "the inference server",
     ) -> None:
+        self._name = name
         self._command = list(command)
         self._env = dict(env)
         self._health_url = health_url
@@ -132,7 +134,7 @@ class ServerProcess:
             ended = f" (it has ended {_how(self._guard.returncode)})"
         tail = self.log_tail()
         shown = f"its log, {self._log_path}, ends:\n{tail}" if tail else f"its log, {self._log_path}, is empty"
-        return RolloutError(f"the inference server {what}{ended}; {shown}")
+        return RolloutError(f"{self._name} {what}{ended}; {shown}")
 
     def log_tail(self) -> str:
         """The last lines of the log since `start`, below the errors logged before them: the first cause is often far up."""
@@ -148,11 +150,13 @@ class ServerProcess:
         earlier = [cause for cause in causes if not any(cause in line for line in tail)][-LOG_CAUSES:]
         return b"\n".join([*earlier, *([b"..."] if earlier else []), *tail]).decode(errors="replace")
 
-    def stop(self) -> None:
-        """End every process of the server, at the latest GRACE_SECONDS and a few seconds later. May be called again."""
+    def stop(self, at_once: bool = False) -> None:
+        """End every process of the server, at the latest GRACE_SECONDS (0 if `at_once`) and a few seconds later. May be called
+        again.
+        """
         if self._guard is None or self._guard.poll() is not None:
             return
-        self._guard.terminate()
+        self._guard.send_signal(guard.AT_ONCE if at_once else signal.SIGTERM)
         if not self.ends_within(GRACE_SECONDS + 2 * guard.KILLED_SECONDS):
             self._guard.kill()  # the kernel then tells the server to end
             self._guard.wait()

@@ -1,19 +1,14 @@
 """A weight-transfer backend of vLLM that reads safetensors files, on CPU and GPU. Runs inside the vLLM server.
 
 vLLM finds `register` through the entry point `vllm.general_plugins`; `--weight-transfer-config '{"backend": "tepo_shm"}'`
-selects it. Imports nothing of this package, so that the server loads nothing of the trainer. Facts about vLLM are of 0.32.
+selects it. Of this package it imports `weight_files.py` alone: the server loads nothing of the trainer. Facts are of vLLM 0.32.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -21,9 +16,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from tepo_megatron.rollout.weight_files import check_tensors, tensors
+
 BACKEND = "tepo_shm"
-# The output layer's name in every Hugging Face causal language model; with tied embeddings it may be there or not.
-OUTPUT_LAYER = "lm_head.weight"
 
 
 def register() -> None:
@@ -70,10 +65,10 @@ class SafetensorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self._check_tensors(update_info.paths)
+        check_tensors(update_info.paths, self.model_config.model, self.model_config.hf_config.tie_word_embeddings)
         # Back to the layout of a checkpoint: on CPU the linear weights are packed, and their originals freed.
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(_tensors(update_info.paths))
+        self.model.load_weights(tensors(update_info.paths))
 
     def finish_weight_update(self) -> None:
         """Pack what is packed and put the weights where the compiled model expects them."""
@@ -88,35 +83,3 @@ class SafetensorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Nothing to release."""
-
-    def _check_tensors(self, paths: list[str]) -> None:
-        """vLLM's loaders leave a missing weight as it was, drop an unknown bias and cut a tensor too large, without a word."""
-        checkpoint = sorted(Path(self.model_config.model).glob("*.safetensors"))
-        expected = {name: shape for path in checkpoint for name, shape in _shapes(path).items()}
-        given = [item for path in paths for item in _shapes(path).items()]
-        names = Counter(name for name, _ in given)
-        optional = {OUTPUT_LAYER} if self.model_config.hf_config.tie_word_embeddings else set()
-        faults = {
-            "given twice": {name for name, count in names.items() if count > 1},
-            "unknown": names.keys() - expected.keys() - optional,
-            "missing": expected.keys() - names.keys() - optional,
-            "of another shape": {name for name, shape in given if shape != expected.get(name, shape)},
-        }
-        found = [f"{len(them)} {fault}: {', '.join(sorted(them)[:5])}" for fault, them in faults.items() if them]
-        if found:
-            raise ValueError(f"the files do not hold the tensors of the model ({'; '.join(found)})")
-
-
-def _shapes(path: str | Path) -> dict[str, list[int]]:
-    """name -> shape of the tensors in a safetensors file, from its header: 8 bytes of length, then JSON."""
-    with open(path, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
-
-
-def _tensors(paths: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor on the host) of each file in turn; a file is mapped, not read, and only while its tensors are in use."""
-    for path in paths:
-        with safe_open(path, framework="pt") as file:
-            for name in file.offset_keys():
-                yield name, file.get_tensor(name)

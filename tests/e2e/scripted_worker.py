@@ -33,6 +33,11 @@ class ScriptedEngine:
         self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(cfg.model.path)).float().eval()
         self.version = -1
 
+    needs_weights = False
+
+    def take_events(self) -> list[str]:
+        return []
+
     def start(self) -> None: ...
 
     def wait_ready(self) -> None: ...

@@ -22,6 +22,7 @@ ROWS = [
         "histogram",
         "seeding",
         "timing",
+        "beside",
         "processes",
         "quiet",
         "platform",
@@ -67,13 +68,13 @@ BESIDE = {
 # foreign package -> the files that may import it
 OWNERS = {
     "vllm": {"rollout/vllm_plugin.py"},
-    "sglang": set(),
+    "sglang": {"rollout/sglang_server.py"},
     "triton": {"ops/token_statistics/triton_kernels.py"},
     "nemo_run": set(),
     "math_verify": {"rewards/worker.py"},
     "wandb": {"sinks.py"},
     "matplotlib": {"ablation/picture.py", "report/__init__.py", "report/drawing.py", "report/panels.py"},
-    "httpx": {"rollout/server.py", "rollout/vllm.py"},
+    "httpx": {"rollout/server.py", "rollout/client.py"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

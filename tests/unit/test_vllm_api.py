@@ -10,18 +10,16 @@ import torch
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.rollout.vllm import VllmEngine
-from tepo_megatron.rollout.vllm_completions import (
-    LARGEST_SEED,
-    completion_request,
-    parse_completion,
-    prompt_seed,
-)
-from tepo_megatron.rollout.vllm_launch import server_command, server_environment
+from tepo_megatron.rollout.engine import Launch
+from tepo_megatron.rollout.engines import build_engine
+from tepo_megatron.rollout.samples import LARGEST_SEED, prompt_seed
+from tepo_megatron.rollout.vllm import VllmApi, completion_request, parse_completion
 from tepo_megatron.types import Prompt, SamplingParams
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
-SAMPLING = SamplingParams(samples=2, temperature=0.7, max_tokens=3)
+SAMPLING = SamplingParams(samples=2, temperature=0.7, max_tokens=3, stop_token_ids=(2,))
+CPU = Launch(Path("m"), max_model_len=64, platform="cpu", precision="fp32", seed=0)
+CUDA = Launch(Path("m"), max_model_len=64, platform="cuda", precision="bf16", seed=0)
 
 
 def answer() -> dict[str, Any]:
@@ -67,6 +65,7 @@ def test_an_answer_becomes_rollouts_in_the_order_of_the_samples() -> None:
         ("logprobs", None, "NoneType"),
         ("prompt_token_ids", [4, 5], "prompt's tokens"),
         ("finish_reason", "abort", "finish_reason='abort'"),
+        ("token_ids", [8, 9], "stopped at token 9, which is none of the stop tokens"),
     ],
 )
 def test_anything_else_is_refused(place: str, value: Any, complaint: str) -> None:
@@ -88,6 +87,7 @@ def test_nothing_but_the_temperature_shapes_the_distribution() -> None:
     assert (request["n"], request["max_tokens"], request["temperature"]) == (2, 3, 0.7)
     neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     assert {name: request[name] for name in neutral} == neutral
+    assert request["stop_token_ids"] == [2]
     assert request["presence_penalty"] == request["frequency_penalty"] == 0.0
 
 
@@ -104,31 +104,24 @@ def test_seeds_are_stable_and_no_two_samples_of_a_step_share_one() -> None:
 
 def test_the_key_and_torchrun_stay_where_they_belong() -> None:
     inherited = {"PATH": "/bin", "RANK": "0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
-    env = server_environment(inherited, "sekrit", "cpu")
+    env = VllmApi().environment(ServerConfig(), CPU, inherited, "sekrit")
     assert env["VLLM_API_KEY"] == "sekrit" and env["PATH"] == "/bin"
     assert not env.keys() & {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
-    assert "OMP_NUM_THREADS" not in server_environment(inherited, "sekrit", "cuda")
+    assert "OMP_NUM_THREADS" not in VllmApi().environment(ServerConfig(), CUDA, inherited, "sekrit")
 
 
 def test_the_size_of_the_kv_cache_reaches_the_engine_and_extra_arguments_win() -> None:
-    cfg = ServerConfig(kv_cache_gib=0.5, extra_args=["--max-num-seqs", "16"])
-    command = server_command(cfg, model_path="m", max_model_len=64, platform="cpu", precision="fp32", seed=0, port=1)
+    cfg = ServerConfig(kv_cache_gib=0.5, tp=2, extra_args=["--max-num-seqs", "16"])
+    command = VllmApi().command(cfg, CPU, port=1)
     assert command[command.index("--kv-cache-memory-bytes") + 1] == str(2**29)
+    assert command[command.index("--tensor-parallel-size") + 1] == "2"
     assert command[-2:] == ["--max-num-seqs", "16"]
-    cuda = server_command(ServerConfig(), model_path="m", max_model_len=64, platform="cuda", precision="bf16", seed=0, port=1)
+    cuda = VllmApi().command(ServerConfig(), CUDA, port=1)
     assert "--enforce-eager" in command and "--enforce-eager" not in cuda
 
 
 def test_an_engine_that_was_not_started_says_so(tmp_path: Path) -> None:
-    with VllmEngine(
-        RolloutConfig(),
-        model_path=tmp_path,
-        max_model_len=64,
-        platform="cpu",
-        precision="fp32",
-        log_path=tmp_path / "log",
-        seed=0,
-    ) as engine:
+    with build_engine(RolloutConfig(), CPU, tmp_path / "log") as engine:
         for use in (engine.wait_ready, lambda: engine.generate([PROMPT], SAMPLING, 0)):
             with pytest.raises(RolloutError, match=r"call start\(\)"):
                 use()

@@ -1,0 +1,65 @@
+"""From an engine's answer to rollouts: whatever engine it is, nothing passes that is not what was asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+
+LARGEST_SEED = 2**63 - 1
+
+
+def prompt_seed(seed: int, prompt_id: int, samples: int) -> int:
+    """The seed of a prompt's first sample: a stable hash of (seed, prompt id), a multiple of `samples`; sample k has seed + k.
+
+    So no two prompts share a stream unless their hashes are equal. vLLM on CPU looks at the low 32 bits alone (torch's Mersenne
+    twister), so those must differ from prompt to prompt; room for k in the low bits of a shifted hash would waste them.
+    """
+    digest = hashlib.blake2b(f"{seed}/{prompt_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % (LARGEST_SEED // samples) * samples
+
+
+def parsed(answer: Any, prompt: Prompt, engine: str, parse: Callable[[Any], list[Rollout]]) -> list[Rollout]:
+    """`parse(answer)`. Raises RolloutError naming prompt and engine where that raises KeyError, TypeError or ValueError."""
+    try:
+        return parse(answer)
+    except (KeyError, TypeError, ValueError, IndexError) as e:
+        reason = f"{type(e).__name__}: {e}" if isinstance(e, KeyError) else str(e)
+        raise RolloutError(f"prompt {prompt.id}: the answer is not what was asked for ({reason}); is this {engine}?") from None
+
+
+def checked_rollout(
+    prompt: Prompt,
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    stop_reason: str,
+    sampling: SamplingParams,
+    version: int,
+) -> Rollout:
+    """One sampled response, the token it stopped at included. Raises ValueError (TypeError for what is no list)."""
+    if not 1 <= len(ids) <= sampling.max_tokens:
+        raise ValueError(f"{len(ids)} response tokens, max_tokens={sampling.max_tokens}")
+    if len(logprobs) != len(ids):
+        raise ValueError(f"{len(ids)} tokens but {len(logprobs)} log-probs")
+    if not all(math.isfinite(logprob) and logprob <= 1e-6 for logprob in logprobs):
+        raise ValueError("a log-prob is positive or not finite")
+    if stop_reason not in ("stop", "length"):
+        raise ValueError(f"finish_reason={stop_reason!r}")
+    if stop_reason == "stop" and sampling.stop_token_ids and ids[-1] not in sampling.stop_token_ids:
+        raise ValueError(f"it stopped at token {ids[-1]}, which is none of the stop tokens {list(sampling.stop_token_ids)}")
+    context = len(prompt.token_ids)
+    return Rollout(
+        prompt_id=prompt.id,
+        token_ids_L=torch.tensor([*prompt.token_ids, *ids], dtype=torch.int64),
+        response_mask_L=torch.arange(context + len(ids)) >= context,
+        rollout_logprobs_L=torch.tensor([0.0] * context + list(logprobs), dtype=torch.float32),
+        policy_version=version,
+        stop_reason=stop_reason,
+        answer=prompt.answer,
+    )

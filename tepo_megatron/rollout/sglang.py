@@ -1,0 +1,190 @@
+"""SGLang's own server: `/generate` with token ids and log-probs, weights through its custom loader.
+
+Facts about SGLang are of 0.5.23. Nothing here imports it: it runs in an environment of its own (its pins contradict vLLM's),
+started by `sglang_server.py`, which must be importable there.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tepo_megatron.config import ServerConfig
+from tepo_megatron.errors import ConfigError, SyncError
+from tepo_megatron.rollout.engine import Launch, Send, StaleWeights, served_label
+from tepo_megatron.rollout.environment import devices, without_torchrun
+from tepo_megatron.rollout.samples import checked_rollout, parsed, prompt_seed
+from tepo_megatron.rollout.server import LOOPBACK
+from tepo_megatron.rollout.sglang_loader import LOADER, MODEL_VARIABLE
+from tepo_megatron.rollout.sglang_server import CPU_VARIABLE, KEY_VARIABLE
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+
+SERVER = "tepo_megatron.rollout.sglang_server"
+ENVIRONMENT = ".venv-sglang"  # beside this one, made by `make sglang`
+CPU_KV_CACHE_GIB = 1.0
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+class SglangApi:
+    """See `engine.EngineApi`."""
+
+    name = "SGLang 0.5.23"
+
+    def __init__(self) -> None:
+        self._tp = 1
+
+    def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
+        """Raises ConfigError where there is no environment with SGLang."""
+        self._tp = cfg.tp
+        command = [str(_python(cfg)), "-P", "-m", SERVER]
+        command += ["--host", LOOPBACK, "--port", str(port)]
+        command += ["--model-path", str(launch.model_path), "--dtype", _DTYPES[launch.precision]]
+        command += ["--context-length", str(launch.max_model_len), "--random-seed", str(launch.seed)]
+        command += [
+            "--tp-size",
+            str(cfg.tp),
+            "--skip-tokenizer-init",
+            "--sampling-defaults",
+            "openai",
+            "--log-level-http",
+            "warning",
+        ]
+        command += ["--custom-weight-loader", LOADER, "--max-running-requests", str(_requests(cfg))]
+        if launch.platform == "cpu":
+            # SGLang cannot guess the size of a CPU's cache
+            command += ["--device", "cpu", "--attention-backend", "torch_native"]
+            command += ["--max-total-tokens", str(_cache_tokens(cfg, launch)), "--enable-deterministic-inference"]
+        return [*command, *cfg.extra_args]
+
+    def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
+        """The key is in it and not in argv, which everyone on the machine can read."""
+        env = without_torchrun(inherited) | {
+            KEY_VARIABLE: key,
+            MODEL_VARIABLE: str(launch.model_path),
+            "HF_HUB_OFFLINE": "1",
+        }
+        if launch.platform == "cuda":
+            env |= devices(inherited, launch.first_device, cfg.tp)
+        if launch.platform == "cpu":
+            # One thread is ten times as fast for a small model, and leaves the trainer's ranks theirs.
+            env |= {CPU_VARIABLE: "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+            if cfg.tp > 1:  # left to itself it wants a NUMA node for each rank
+                cores = sorted(os.sched_getaffinity(0))
+                env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(cfg.tp))
+            env["TORCH_COMPILE_DISABLE"] = "1"  # else a helper is compiled at the first request
+        return env
+
+    async def prepare(self, send: Send) -> None:
+        """Nothing."""
+
+    async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
+        """One request that holds the prompt once per sample: the samples of `n` would share one seed."""
+        answer = await send("POST", "/generate", generate_request(prompt, sampling, seed))
+        return parse_generated(answer, prompt, sampling, version)
+
+    async def update_weights(self, send: Send, files: Sequence[Path], version: int) -> None:
+        """A session of one update, whose payload is the names of the files."""
+        payload = [(str(file.absolute()), torch.empty(0)) for file in files]
+        names = base64.b64encode(pickle.dumps(payload, protocol=4)).decode()  # what SGLang unpickles holds allowed types only
+        update = {
+            "serialized_named_tensors": [names] * self._tp,
+            "load_format": LOADER,
+            "flush_cache": True,
+            "weight_version": str(version),
+        }
+        await send("POST", "/begin_weight_update", {"selector": "all"})
+        await send("POST", "/update_weights_from_tensor", update)
+        await send("POST", "/end_weight_update", {})
+        served = (await send("GET", "/model_info", None)).get("weight_version")
+        if served != str(version):
+            raise SyncError(f"sent weights of version {version}, but SGLang reports {served!r}")
+
+
+def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[str, Any]:
+    """Body of `/generate`; whatever would make the sampled distribution differ from the actor's is switched off."""
+    first = prompt_seed(seed, prompt.id, sampling.samples)
+    params = {
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
+    return {
+        "input_ids": [list(prompt.token_ids)] * sampling.samples,
+        "sampling_params": [params | {"sampling_seed": first + k} for k in range(sampling.samples)],
+        "return_logprob": True,
+        "logprob_start_len": -1,  # of the response alone
+        "stream": False,
+    }
+
+
+def parse_generated(answer: Any, prompt: Prompt, sampling: SamplingParams, version: int) -> list[Rollout]:
+    """The rollouts in an answer of `/generate`, by sample index. Raises RolloutError if it is not what was asked for."""
+
+    def rollout(sample: Any) -> Rollout:
+        meta, ids = sample["meta_info"], sample["output_ids"]
+        given = meta["output_token_logprobs"]  # [log-prob, token id, text] of each token
+        if [entry[1] for entry in given] != ids:
+            raise ValueError("its log-probs are of other tokens than its response")
+        if meta["prompt_tokens"] != len(prompt.token_ids):
+            raise ValueError("it changed the prompt's tokens")
+        return checked_rollout(prompt, ids, [entry[0] for entry in given], meta["finish_reason"]["type"], sampling, version)
+
+    def rollouts(answer: Any) -> list[Rollout]:
+        if len(answer) != sampling.samples:
+            raise ValueError(f"{len(answer)} samples instead of {sampling.samples}")
+        return [rollout(sample) for sample in answer]
+
+    made = parsed(answer, prompt, SglangApi.name, rollouts)
+    served = {sample["meta_info"].get("weight_version") for sample in answer}
+    if served != {served_label(version)}:
+        raise StaleWeights(f"SGLang served the weights of {served} when it should have served those of version {version}")
+    return made
+
+
+@functools.cache
+def _found() -> Path:
+    if find_spec("sglang") is not None:
+        return Path(sys.executable)
+    return Path(sys.prefix).with_name(ENVIRONMENT) / "bin" / "python"
+
+
+def _python(cfg: ServerConfig) -> Path:
+    python = Path(shutil.which(cfg.python) or cfg.python) if cfg.python else _found()
+    if not python.is_file():
+        raise ConfigError(
+            f"rollout.engine=sglang: no Python with SGLang at {python}; run `make sglang`, or give rollout.server.python "
+            "that of an environment with SGLang and this package"
+        )
+    return python
+
+
+def _requests(cfg: ServerConfig) -> int:
+    """Sequences sampled at once."""
+    return 256
+
+
+def _cache_tokens(cfg: ServerConfig, launch: Launch) -> int:
+    """Tokens that fit into the key/value cache, at most those that can be asked for at once."""
+    config = json.loads((launch.model_path / "config.json").read_text())
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    token = 2 * config["num_hidden_layers"] * heads * head_dim * (4 if launch.precision == "fp32" else 2)
+    fits = int((cfg.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30) // token
+    return min(fits, _requests(cfg) * launch.max_model_len)

@@ -1,0 +1,136 @@
+"""Starts the unmodified SGLang server with the key from the environment, on CPU too: `python -m ...sglang_server ARGUMENTS`.
+
+Runs in SGLang's environment and imports nothing of the trainer's. On CPU four things are filled in, in the process alone, that
+no wheel of SGLang 0.5.23 brings: the schemas of two image operators (PyPI has CUDA builds of torchvision only), the names of
+`sgl_kernel` (imported, never called), its hash of (seed, position, column), from which seeded sampling draws, and the switch to
+batch-invariant kernels (Triton's), which seeded sampling asks for and which does nothing here: a sample depends on its
+neighbours by rounding alone.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+KEY_VARIABLE = "TEPO_SGLANG_KEY"
+CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
+
+_LOW32 = 0xFFFFFFFF
+
+
+class _Absent(types.ModuleType):
+    """A module whose every name can be imported and none called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def absent(*args: object, **kwargs: object) -> None:
+            raise NotImplementedError(f"{self.__name__}.{name} is not there on CPU")
+
+        return absent
+
+
+def fill_gaps() -> None:
+    """Once in each process of the server, before SGLang is imported."""
+    import torch
+
+    kernels = _Absent("sgl_kernel")
+    kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
+    kernels.__path__ = []
+    sys.modules["sgl_kernel"] = kernels
+    hashes = torch.library.Library("sgl_kernel", "FRAGMENT")
+    hashes.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
+    hashes.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    _libraries.append(hashes)
+    if not _torchvision_works():
+        images = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            images.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _libraries.append(images)
+    from sglang.srt import batch_invariant_ops
+
+    batch_invariant_ops.enable_batch_invariant_mode = lambda: None
+
+
+_libraries: list[Any] = []  # a library's operators live as long as it does
+
+
+def _torchvision_works() -> bool:
+    """Whether its operators can be loaded, which then needs no schemas of ours."""
+    import torch
+
+    found = importlib.util.find_spec("torchvision")
+    assert found is not None and found.origin is not None, "SGLang needs torchvision"
+    library = Path(found.origin).with_name("_C.so")
+    try:
+        torch.ops.load_library(str(library))
+    except OSError:
+        return False
+    return True
+
+
+def murmur_hash32(seed_N: Any, positions_N: Any, columns_M: Any) -> Any:
+    """uint32 [N, M]: MurmurHash3 of the 16 bytes (seed low, seed high, position, column), as SGLang's Triton kernel has it."""
+    import torch
+
+    seed_N = seed_N.view(torch.int64)
+    hash_NM = torch.zeros(1, dtype=torch.int64)
+    for block in (seed_N[:, None], (seed_N >> 32)[:, None], positions_N[:, None], columns_M[None, :]):
+        mixed = (block.to(torch.int64) & _LOW32) * 0xCC9E2D51 & _LOW32
+        mixed = _rotated(mixed, 15) * 0x1B873593 & _LOW32
+        hash_NM = (_rotated(hash_NM ^ mixed, 13) * 5 + 0xE6546B64) & _LOW32
+    hash_NM = hash_NM ^ 16
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        hash_NM = (hash_NM ^ hash_NM >> shift) * factor & _LOW32
+    return (hash_NM ^ hash_NM >> 16).to(torch.uint32)
+
+
+def _rotated(x: Any, bits: int) -> Any:
+    return (x << bits | x >> (32 - bits)) & _LOW32
+
+
+def hide(key: str) -> None:
+    """Keep the key out of the log, where SGLang writes all its arguments."""
+    make = logging.getLogRecordFactory()
+
+    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        made = make(*args, **kwargs)
+        if key in (text := made.getMessage()):
+            made.msg, made.args = text.replace(key, "***"), ()
+        return made
+
+    logging.setLogRecordFactory(record)
+
+
+def main(argv: list[str]) -> None:
+    """Serve until told to end."""
+    if os.environ.get(CPU_VARIABLE):
+        from sglang.srt.arg_groups import choices
+
+        # It attends to each sequence by itself, which is all that seeded sampling asks of a backend.
+        choices.add_deterministic_attention_backend_choices(["torch_native"])
+        choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(prepare_server_args([*argv, "--api-key", os.environ[KEY_VARIABLE]]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+# SGLang's processes are spawned: each imports this file again, under the second name.
+if __name__ in ("__main__", "__mp_main__"):
+    hide(os.environ[KEY_VARIABLE])
+    if os.environ.get(CPU_VARIABLE):
+        fill_gaps()
+if __name__ == "__main__":
+    main(sys.argv[1:])

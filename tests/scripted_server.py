@@ -1,0 +1,108 @@
+"""A small inference server of our own, a real process behind real HTTP, that fails when told to: what the fleet is tested on.
+
+    python -m tests.scripted_server PORT
+
+Its samples depend on (prompt, seed) alone. It keeps the ids of the groups that it delivered in full.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tepo_megatron.config import ServerConfig
+from tepo_megatron.rollout.engine import INITIAL_VERSION, Launch, Send, StaleWeights
+from tepo_megatron.rollout.samples import checked_rollout, parsed
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+
+KEY = "TEPO_SCRIPTED_KEY"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """behaviour: errors (answers with 500 to come), slow (seconds of an answer), refuse (the next update)."""
+
+    version = INITIAL_VERSION
+    behaviour: ClassVar[dict[str, Any]] = {}
+    lock = threading.Lock()
+
+    def do_GET(self) -> None:
+        self.answer(200, {"version": Handler.version})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers.get("Authorization") != f"Bearer {os.environ[KEY]}":
+            return self.answer(401, {"message": "no key"})
+        if self.path == "/behave":
+            Handler.behaviour = body
+            if "version" in body:
+                Handler.version = body["version"]
+            return self.answer(200, {})
+        if self.path == "/update":
+            if Handler.behaviour.pop("refuse", False):
+                return self.answer(500, {"message": "cannot load these"})
+            if Handler.behaviour.pop("die", False):
+                os._exit(3)
+            Handler.version = body["version"]
+            return self.answer(200, {})
+        with Handler.lock:
+            errors = Handler.behaviour.get("errors", 0)
+            Handler.behaviour["errors"] = max(0, errors - 1)
+        if errors:
+            return self.answer(500, {"message": "out of order"})
+        if body["max_tokens"] > 100:
+            return self.answer(400, {"message": "max_tokens is too large"})
+        time.sleep(Handler.behaviour.get("slow", 0.0))
+        chance = random.Random(f"{body['seed']}/{body['prompt']}")
+        samples = [[chance.randrange(3, 60) for _ in range(body["max_tokens"])] for _ in range(body["samples"])]
+        return self.answer(200, {"samples": samples, "version": Handler.version})
+
+    def answer(self, status: int, content: Any) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class ScriptedApi:
+    """See `engine.EngineApi`."""
+
+    name = "the scripted server"
+
+    def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
+        return [sys.executable, "-m", "tests.scripted_server", str(port)]
+
+    def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
+        return {**inherited, KEY: key, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+
+    async def prepare(self, send: Send) -> None: ...
+
+    async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
+        body = {"prompt": prompt.id, "seed": seed, "samples": sampling.samples, "max_tokens": sampling.max_tokens}
+        answer = await send("POST", "/generate", body)
+        if answer["version"] != version:
+            raise StaleWeights(f"served version {answer['version']} instead of {version}")
+
+        def rollouts(answer: Any) -> list[Rollout]:
+            return [checked_rollout(prompt, ids, [-1.0] * len(ids), "length", sampling, version) for ids in answer["samples"]]
+
+        return parsed(answer, prompt, self.name, rollouts)
+
+    async def update_weights(self, send: Send, files: Sequence[Path], version: int) -> None:
+        await send("POST", "/update", {"version": version})
+
+
+if __name__ == "__main__":
+    ThreadingHTTPServer.request_queue_size = 128
+    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

@@ -1,0 +1,117 @@
+"""A real server of either engine on the CPU, with a tiny random model, and what the tests ask of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen3ForCausalLM
+
+from tepo_megatron.config import RolloutConfig, ServerConfig
+from tepo_megatron.rollout.client import Client
+from tepo_megatron.rollout.engine import Launch
+from tepo_megatron.rollout.engines import build_engine
+from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tests.tiny import VOCAB_SIZE, tiny_qwen3
+
+EOS = 2
+MAX_LOGPROB_DIFF = 1e-4
+SAMPLING = SamplingParams(samples=4, temperature=0.7, max_tokens=20, stop_token_ids=(EOS,))
+
+
+@dataclass
+class Served:
+    """An engine, the model whose weights it serves, and its log."""
+
+    name: str
+    engine: Fleet
+    model: Qwen3ForCausalLM
+    log_path: Path
+
+
+@contextmanager
+def serve(
+    name: str, folder: Path, *, generation_config: Mapping[str, Any] | None = None, servers: int = 1, **server: Any
+) -> Iterator[Served]:
+    """Ready servers of engine `name`, whose failures are final. generation_config: of the model's author, whom nobody asked;
+    server: fields of ServerConfig.
+    """
+    model = tiny_qwen3(folder / "model", tied=True, seed=0)
+    if generation_config is not None:
+        (folder / "model" / "generation_config.json").write_text(json.dumps(generation_config))
+    settings = {"kv_cache_gib": 0.25, "ready_seconds": 240, "restarts": 0} | server
+    cfg = RolloutConfig(engine=name, servers=servers, server=ServerConfig(**settings))
+    launch = Launch(folder / "model", max_model_len=128, platform="cpu", precision="fp32", seed=0)
+    log_path = folder / "server.log"
+    with build_engine(cfg, launch, log_path) as engine:
+        engine.start()
+        engine.wait_ready()
+        yield Served(name, engine, model, log_path)
+
+
+def call(served: Served, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    """One request with the key, past the engine. Raises RequestFailed."""
+    return served.engine._loop.run(client(served).send(method, path, body))
+
+
+def client(served: Served, server: int = 0) -> Client:
+    """The connections to one server."""
+    found = served.engine._members[server].endpoint.client
+    assert found is not None
+    return found
+
+
+def make_prompts(count: int, seed: int) -> list[Prompt]:
+    """Of different lengths, and with ids that are not their positions."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(4, VOCAB_SIZE, (count, 12), generator=generator).tolist()
+    return [Prompt(id=1000 + 7 * i, token_ids=tuple(ids[: 3 + i % 10]), answer=str(i)) for i, ids in enumerate(tokens)]
+
+
+@torch.no_grad()
+def logprob_diff(model: Qwen3ForCausalLM, rollouts: list[Rollout], temperature: float) -> float:
+    """Largest |engine - transformers| of a response token, in nats."""
+
+    def padded(rows: list[torch.Tensor]) -> torch.Tensor:  # on the right, where causal attention does not look
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    tokens = padded([r.token_ids_L for r in rollouts])
+    logprobs = (model(tokens).logits[:, :-1].double() / temperature).log_softmax(-1)
+    expected = logprobs.gather(2, tokens[:, 1:, None]).squeeze(2)
+    given = padded([r.rollout_logprobs_L for r in rollouts])[:, 1:].double()
+    chosen = padded([r.response_mask_L for r in rollouts])[:, 1:]
+    return (given - expected)[chosen].abs().max().item()
+
+
+def responses(rollouts: list[Rollout]) -> dict[int, list[list[int]]]:
+    """prompt id -> the responses, in order."""
+    groups: dict[int, list[list[int]]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.prompt_id, []).append(rollout.response_ids)
+    return groups
+
+
+def save_weights(model: Qwen3ForCausalLM, folder: Path, files: int) -> list[Path]:
+    """The model's tensors, the tied output layer left out, dealt to several files."""
+    names = [name for name, _ in model.named_parameters()]
+    weights = model.state_dict()
+    paths = [folder / f"{i}.safetensors" for i in range(files)]
+    for i, path in enumerate(paths):
+        save_file({name: weights[name].clone() for name in names[i::files]}, path)
+    return paths
+
+
+def server_processes(engine: Fleet, server: int = 0) -> list[psutil.Process]:
+    """The guard, the server's first process and those that it started."""
+    process = engine._members[server].endpoint.process
+    assert process is not None and process._guard is not None
+    guard = psutil.Process(process._guard.pid)
+    return [guard, *guard.children(recursive=True)]

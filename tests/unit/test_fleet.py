@@ -1,0 +1,238 @@
+"""A fleet of real processes behind real HTTP, which die, freeze, refuse and forget when told to."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tepo_megatron.config import RolloutConfig, ServerConfig
+from tepo_megatron.errors import RolloutError, SyncError
+from tepo_megatron.rollout.endpoint import Endpoint
+from tepo_megatron.rollout.engine import Launch
+from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tests.scripted_server import ScriptedApi
+
+pytestmark = pytest.mark.slow
+SAMPLING = SamplingParams(samples=3, max_tokens=5)
+PROMPTS = [Prompt(id=i, token_ids=(4, 5), answer="") for i in range(40)]
+
+
+@contextmanager
+def fleet(folder: Path, servers: int = 3, min_servers: int = 1, attempts: int = 3, **server: Any) -> Iterator[Fleet]:
+    (folder / "model").mkdir(exist_ok=True)
+    settings = {"restarts": 3, "backoff_seconds": 0.05, "silent_seconds": 1.0, "concurrency": 4, "ready_seconds": 20} | server
+    cfg = RolloutConfig(servers=servers, min_servers=min_servers, attempts=attempts, server=ServerConfig(**settings))
+    launch = Launch(folder / "model", max_model_len=64, platform="cpu", precision="fp32", seed=0)
+    endpoints = [Endpoint(f"server {i}", ScriptedApi(), cfg.server, launch, folder / f"{i}.log") for i in range(servers)]
+    with Fleet(endpoints, cfg) as made:
+        made.start()
+        made.wait_ready()
+        yield made
+
+
+def behave(fleet: Fleet, server: int, **behaviour: Any) -> None:
+    client = fleet._members[server].endpoint.client
+    assert client is not None
+    fleet._loop.run(client.send("POST", "/behave", behaviour))
+
+
+def process(fleet: Fleet, server: int) -> psutil.Process:
+    """The server's first process."""
+    found = fleet._members[server].endpoint.process
+    assert found is not None and found._guard is not None
+    return psutil.Process(found._guard.pid).children()[0]
+
+
+def ids(rollouts: list[Rollout]) -> list[list[int]]:
+    return [r.response_ids for r in rollouts]
+
+
+def until(condition: Any, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What one healthy server answers."""
+    with fleet(tmp_path_factory.mktemp("one"), servers=1) as one:
+        rollouts = one.generate(PROMPTS, SAMPLING, seed=7)
+    assert [r.prompt_id for r in rollouts] == [p.id for p in PROMPTS for _ in range(3)]
+    return ids(rollouts)
+
+
+def test_the_answer_does_not_depend_on_the_number_of_servers(expected: list[list[int]], tmp_path: Path) -> None:
+    with fleet(tmp_path) as three:
+        assert ids(three.generate(PROMPTS, SAMPLING, seed=7)) == expected
+        assert three.take_events() == []
+
+
+def test_work_goes_to_the_least_loaded(tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=2, concurrency=2) as two:
+        behave(two, 0, slow=0.4)
+        started = time.monotonic()
+        two.generate(PROMPTS, SAMPLING, seed=0)
+        assert time.monotonic() - started < 3.0  # half of the prompts at the slow one would take 4 s
+
+
+@pytest.mark.parametrize("kind", ["killed", "frozen", "errors", "stale"])
+def test_a_server_that_fails_costs_no_sample(kind: str, expected: list[list[int]], tmp_path: Path) -> None:
+    with fleet(tmp_path) as three:
+        three.update_weights([], version=4)
+        for i in range(3):
+            behave(three, i, slow=0.1)
+        first = process(three, 1)
+        faults = {
+            "killed": first.kill,
+            "frozen": lambda: first.send_signal(signal.SIGSTOP),
+            "errors": lambda: behave(three, 1, errors=10, slow=0.1),
+            "stale": lambda: behave(three, 1, version=3, slow=0.1),
+        }
+        timer = threading.Timer(0.15, faults[kind])
+        timer.start()
+        rollouts = three.generate(PROMPTS, SAMPLING, seed=7)
+        timer.join()
+        assert ids(rollouts) == expected
+        assert {r.policy_version for r in rollouts} == {4}
+        events = "\n".join(three.take_events())
+        assert "is sampled again" in events
+        until(lambda: three.needs_weights)  # it came back without them
+        assert "server 1 is started again (restart 1)" in events + "\n".join(three.take_events())
+        three.update_weights([], version=4)
+        assert not three.needs_weights
+        assert process(three, 1).pid != first.pid
+        assert ids(three.generate(PROMPTS, SAMPLING, seed=7)) == expected
+
+
+def test_a_single_server_that_is_killed_comes_back_when_it_gets_its_weights(expected: list[list[int]], tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=1) as one:
+        one.update_weights([], version=2)
+        behave(one, 0, slow=0.05)
+        killer = threading.Timer(0.2, process(one, 0).kill)
+        killer.start()
+        helper = threading.Thread(target=lambda: (until(lambda: one.needs_weights), one.update_weights([], version=2)))
+        helper.start()
+        assert ids(one.generate(PROMPTS, SAMPLING, seed=7)) == expected
+        helper.join()
+
+
+def test_too_few_servers_end_the_run_with_one_error(tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=3, min_servers=2, restarts=0) as three:
+        behave(three, 2, slow=0.3)
+        for i in range(2):
+            process(three, i).kill()
+        with pytest.raises(
+            RolloutError, match=r"1 of 3 inference servers are left, fewer than rollout\.min_servers=2"
+        ) as caught:
+            three.generate(PROMPTS, SAMPLING, seed=0)
+        assert "server 0 " in str(caught.value) and "server 1 " in str(caught.value) and "SIGKILL" in str(caught.value)
+
+
+def test_a_request_that_a_server_refuses_is_not_repeated(tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=2) as two:
+        with pytest.raises(RolloutError, match=r"server \d answered /generate with 400: max_tokens is too large"):
+            two.generate(PROMPTS, SamplingParams(samples=1, max_tokens=101), seed=0)
+        assert two.take_events() == []
+        assert len(two.generate(PROMPTS[:2], SAMPLING, seed=0)) == 6
+
+
+def test_a_prompt_that_always_fails_is_given_up(tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=2, attempts=2, restarts=9) as two:
+        for i in range(2):
+            behave(two, i, errors=100)
+        with pytest.raises(RolloutError, match="answered /generate with 500: out of order"):
+            two.generate(PROMPTS[:1], SAMPLING, seed=0)
+
+
+def test_refused_weights_end_the_fleet_and_lost_servers_do_not(tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=2) as two:
+        behave(two, 0, die=True)
+        two.update_weights([], version=1)
+        assert {r.policy_version for r in two.generate(PROMPTS, SAMPLING, seed=0)} == {1}
+        until(lambda: two.needs_weights)
+        behave(two, 1, refuse=True)
+        with pytest.raises(SyncError, match="weights of version 2: server 1 answered /update with 500: cannot load these"):
+            two.update_weights([], version=2)
+        for use in (lambda: two.generate(PROMPTS, SAMPLING, 0), lambda: two.update_weights([], 3)):
+            with pytest.raises(SyncError, match="can no longer be used"):
+                use()
+
+
+def test_a_server_that_cannot_start_is_not_tried_again(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=r"was not ready after 0\.01 s"), fleet(tmp_path, servers=1, ready_seconds=0.01):
+        pass
+    assert time.monotonic() - started < 15
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    with fleet(tmp_path, servers=3):
+        assert len({p.pid for p in psutil.Process().children(recursive=True)} - before) >= 6
+    assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
+    assert not [t for t in threading.enumerate() if t.name == "fleet"]
+
+
+SPELLS: dict[str, dict[str, Any]] = {
+    "errors": {"errors": 2},
+    "slow": {"slow": 0.05},
+    "stale": {"version": -7},
+    "die": {"die": True},
+}
+
+
+@pytest.mark.full
+def test_thirty_steps_of_chaos_lose_nothing(expected: list[list[int]], tmp_path: Path) -> None:
+    """Faults at random moments, in generation and in updates; every step's samples are those of a healthy server."""
+    chance, stop = random.Random(0), threading.Event()
+    with fleet(tmp_path, servers=3, attempts=9, restarts=99) as three:
+
+        def trouble() -> None:
+            while not stop.wait(chance.uniform(0.05, 0.3)):
+                server = chance.randrange(3)
+                kind = chance.choice(["kill", "freeze", "errors", "slow", "stale", "die", "none"])
+                try:
+                    if kind == "kill":
+                        process(three, server).kill()
+                    elif kind == "freeze":
+                        process(three, server).send_signal(signal.SIGSTOP)
+                    elif kind != "none":
+                        behave(three, server, **SPELLS[kind])
+                except Exception:  # it is down already, in one of many ways
+                    continue
+
+        troubling = threading.Thread(target=trouble)
+        troubling.start()
+        try:
+            for step in range(30):
+                helper_ends = threading.Event()
+
+                def help_out(step: int = step, end: threading.Event = helper_ends) -> None:  # the trainer's part
+                    while not end.wait(0.02):
+                        if three.needs_weights:
+                            three.update_weights([], version=step)
+
+                three.update_weights([], version=step)
+                helper = threading.Thread(target=help_out)
+                helper.start()
+                rollouts = three.generate(PROMPTS, SAMPLING, seed=7)
+                helper_ends.set()
+                helper.join()
+                assert ids(rollouts) == expected and {r.policy_version for r in rollouts} == {step}
+        finally:
+            stop.set()
+            troubling.join()
+        events = "\n".join(three.take_events())
+        assert events.count("is started again") >= 5 and events.count("is sampled again") >= 5

@@ -1,0 +1,58 @@
+"""What a server accepts as the weights of its model. No server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tepo_megatron.rollout.weight_files import check_tensors, tensors
+
+MODEL = {"a.weight": torch.zeros(3, 2), "b.weight": torch.zeros(4), "lm_head.weight": torch.zeros(3, 2)}
+
+
+def saved(folder: Path, *files: dict[str, torch.Tensor]) -> list[str]:
+    folder.mkdir()
+    paths = [folder / f"{i}.safetensors" for i in range(len(files))]
+    for path, weights in zip(paths, files, strict=True):
+        save_file({name: weight.clone() for name, weight in weights.items()}, path)
+    return [str(path) for path in paths]
+
+
+def without(name: str) -> dict[str, torch.Tensor]:
+    return {n: t for n, t in MODEL.items() if n != name}
+
+
+FAULTS = {
+    "1 missing: b.weight": [without("b.weight")],
+    "1 unknown: c.bias": [MODEL | {"c.bias": torch.zeros(1)}],
+    "1 given twice: b.weight": [MODEL, {"b.weight": torch.zeros(4)}],
+    "1 of another shape: a.weight": [MODEL | {"a.weight": torch.zeros(4, 2)}],
+    "1 missing: lm_head.weight": [without("lm_head.weight")],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_files_that_are_not_the_model_are_refused(fault: str, tmp_path: Path) -> None:
+    saved(tmp_path / "model", MODEL)
+    paths = saved(tmp_path / "sent", *FAULTS[fault])
+    with pytest.raises(ValueError, match=fault):
+        check_tensors(paths, tmp_path / "model", tied_embeddings=False)
+
+
+def test_the_model_in_several_files_passes_and_is_read_in_turn(tmp_path: Path) -> None:
+    saved(tmp_path / "model", MODEL)
+    paths = saved(tmp_path / "sent", {"b.weight": torch.arange(4.0)}, without("b.weight"))
+    check_tensors(paths, tmp_path / "model", tied_embeddings=False)
+    read = dict(tensors(paths))
+    assert read.keys() == MODEL.keys() and read["b.weight"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_tied_output_layer_may_be_there_or_not(tmp_path: Path) -> None:
+    saved(tmp_path / "model", without("lm_head.weight"))
+    for i, sent in enumerate((MODEL, without("lm_head.weight"))):
+        check_tensors(saved(tmp_path / str(i), sent), tmp_path / "model", tied_embeddings=True)
+    with pytest.raises(ValueError, match=r"1 unknown: lm_head\.weight"):
+        check_tensors(saved(tmp_path / "again", MODEL), tmp_path / "model", tied_embeddings=False)
