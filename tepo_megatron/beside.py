@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 POLL_SECONDS = 0.05
 
@@ -17,12 +16,6 @@ class Nothing:
     def wait(self) -> tuple[bool, Any]:
         """What rank 0 shares instead."""
         return False, None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        pass
 
 
 class Beside(Nothing):

@@ -124,12 +124,15 @@ def preflight(cfg: Config) -> None:
     from tepo_megatron.actor.layout import check_layout
     from tepo_megatron.method import resolve
     from tepo_megatron.not_yet import not_yet
+    from tepo_megatron.rollout.custom import load_function
     from tepo_megatron.weights.families import find_family, read_config
     from tepo_megatron.weights.families.tokens import check_tokenizer
     from tepo_megatron.weights.hf_io import HfReader
 
     resolve(cfg)
     not_yet(cfg)
+    if cfg.rollout.function is not None:
+        load_function(cfg.rollout.function)
     hf_config = read_config(cfg.model.path)
     architecture = find_family(hf_config).architecture(hf_config)
     check_layout(architecture, cfg.parallel)

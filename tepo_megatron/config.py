@@ -111,11 +111,17 @@ class RolloutConfig:
     servers: Positive = 1
     min_servers: Positive = 1  # with fewer left the run fails
     attempts: Positive = 3  # to sample a prompt, on other servers where there are some
+    # steps by which the weights that sampled a rollout may be older than those that learn from it; 0: training and sampling
+    # take turns; 1: the next step's rollouts are sampled meanwhile (objective.correction weighs the difference)
+    max_staleness: Annotated[int, Field(ge=0, le=1, strict=True)] = 0
     prompts_per_step: Positive = 64
     samples_per_prompt: Annotated[int, Field(ge=2, strict=True)] = 8  # advantages are relative to the group
     # scales actor, old and rollout log-probs alike; vLLM raises smaller ones to 0.01 without a word
     temperature: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = 1.0
     max_response_tokens: Positive = 8192
+    # path/to/file.py:name of an async function that makes each sample, in turns with tools (`rollout/conversation.py`); all it
+    # adds to the prompt counts to max_response_tokens, and each turn is a request to server.concurrency
+    function: str | None = None
     # end a response, beside the end-of-sequence tokens of the model's config.json and its tokenizer
     stop_token_ids: list[NonNegative] = Field(default_factory=list)
     filter_uniform_groups: bool = True  # drop groups that are all right or all wrong (unshaped score)
@@ -228,7 +234,8 @@ class SyncConfig:
     """How weights reach the engine, and how far its log-probs may lie from the actor's."""
 
     transport: Literal["shm"] = "shm"  # safetensors files in shared memory, one per owner of a pipeline stage
-    bucket_mib: Positive = 512
+    bucket_mib: Positive = 512  # of a round, all owners together; shared memory holds two rounds
+    verify_every: NonNegative = 0  # steps between deliveries whose tensors the engine checks by their CRC-32; 0: none
     max_logprob_diff: PositiveFloat = 0.05  # mean |rollout - old| in nats: above it the engine serves other weights
 
 

@@ -24,6 +24,7 @@ from tepo_megatron.report import write_report
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout import record
 from tepo_megatron.rollout.collector import Collector
+from tepo_megatron.rollout.custom import CustomRollouts, load_function
 from tepo_megatron.rollout.engine import Launch, RolloutEngine
 from tepo_megatron.rollout.engines import build_engine
 from tepo_megatron.rollout.replay import Replay
@@ -58,6 +59,12 @@ class Driver:
         def read(path: str) -> tuple[list[Prompt], int]:
             return load_prompts(path, tokenizer, data.prompt_key, data.answer_key, data.max_prompt_tokens)
 
+        def encode(text: str) -> list[int]:
+            return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+        def decode(ids: Sequence[int]) -> str:
+            return str(tokenizer.decode(ids, skip_special_tokens=True))
+
         if cfg.rollout.replay is not None:
             with RunLog(cfg.run_dir, cfg.logging, cfg.training.steps) as log:
                 log.message(f"objective {cfg.objective.name}; rollouts of {cfg.rollout.replay}, no engine")
@@ -84,9 +91,13 @@ class Driver:
             if method.max_refills or method.overlong:
                 log.message(f"rounds of prompts per step: up to {1 + method.max_refills}; overlong shaping: {method.overlong}")
             log.message(f"starting {cfg.rollout.engine}; its log: {cfg.run_dir / SERVER_LOG}")
-            engine = stack.enter_context((make_engine or _engine)(cfg))
+            engine = (make_engine or _engine)(cfg)
+            if cfg.rollout.function is not None:
+                log.message(f"each sample is made by {cfg.rollout.function}")
+                engine = CustomRollouts(engine, load_function(cfg.rollout.function), encode, decode)
+            stack.enter_context(engine)
             engine.start()
-            reward = stack.enter_context(build_reward(cfg.reward, lambda ids: tokenizer.decode(ids, skip_special_tokens=True)))
+            reward = stack.enter_context(build_reward(cfg.reward, decode))
             prompts = PromptStream(train, cfg.seed, data.shuffle)
             stops = stop_tokens(cfg.model.path, tokenizer, cfg.rollout.stop_token_ids)
             collector = Collector(
@@ -101,6 +112,9 @@ class Driver:
     def beside(self, work: Callable[[], Any]) -> Nothing:
         """Begin work that needs the engine; this thread goes on."""
         return Nothing()
+
+    def before_collecting(self, step: int) -> None:
+        """Called before the work that collects the rollouts of `step` is begun, with no other under way."""
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics] | None:
         """The step's graded rollouts and their metrics."""
@@ -139,6 +153,8 @@ class MainDriver(Driver):
         self._cfg, self._source, self._prompts, self._held_out, self._log = cfg, source, prompts, held_out, log
         self._evaluations: dict[int, Accuracy] = {}  # by step; the first and the last are reported
         self._clock, self._seconds_before = Clock(), 0.0
+        # a step, and the prompt stream before that step's were taken
+        self._stream_before: tuple[int, dict[str, Any] | None] = (0, None)
         # one thread for all: processes that it starts (graders) are told to end when it ends
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
 
@@ -155,6 +171,9 @@ class MainDriver(Driver):
         self._log.message(f"actor built; {self._cfg.rollout.engine} ready after {waiting.total:.0f} s more")
         self._clock = Clock()  # the run's seconds do not hold its start
         return self._source.engine
+
+    def before_collecting(self, step: int) -> None:
+        self._stream_before = (step, self._prompts.state_dict() if self._prompts else None)
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
         rollouts, metrics = self._source.collect(step, clock)
@@ -184,10 +203,12 @@ class MainDriver(Driver):
                 self._log.message(event)
 
     def state(self, step: int) -> dict[str, Any]:
+        ahead, prompts = self._stream_before
         return {
             "step": step,
             "policy_version": step,
-            "prompts": self._prompts and self._prompts.state_dict(),
+            # rollouts that are sampled ahead are lost with the run: whoever resumes samples their prompts again
+            "prompts": prompts if ahead == step + 1 else self._prompts and self._prompts.state_dict(),
             "metrics_bytes": self._log.position(),
             "evaluations": {str(s): accuracy.state() for s, accuracy in self._evaluations.items()},
             "seconds": self._seconds,

@@ -125,6 +125,7 @@ def _refuse_to_remove_what_is_used(cfg: Config, removed: list[Path]) -> None:
         ("data.train", cfg.data.train),
         ("data.eval", cfg.data.eval),
         ("rollout.replay", cfg.rollout.replay),
+        ("rollout.function", cfg.rollout.function),
     ):
         if used is not None and any(Path(used).resolve().is_relative_to(path.resolve()) for path in removed):
             raise ConfigError(f"{key}={used} lies in the run that would be replaced; choose another `name`")

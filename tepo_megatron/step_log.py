@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 
 # In the order of the record; what a step could not measure is null.
 KEYS = (
-    "reward/mean", "reward/ref_kl", "accuracy/mean", "actor/entropy", "actor/grad_norm", "loss/total", "loss/kl", "loss/ref_kl",
-    "loss/clip_fraction", "loss/clip_fraction_low", "loss/clip_fraction_high", "tepo/kl_mask_share", "tepo/mask_below_noise",
-    "tepo/entropy_noise_floor", "tepo/dH_up_p05", "tepo/dH_up_p50", "tepo/dH_up_p95", "tepo/dH_down_p05", "tepo/dH_down_p50",
-    "tepo/dH_down_p95", "tepo/ratio_p01", "tepo/ratio_p50", "tepo/ratio_p99", "weighting/affected_share",
-    "correction/weight_mean", "rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/response_tokens_mean",
-    "rollout/truncated", "rollout/sampled_groups", "rollout/kept_groups", "packing/padding_share", "packing/balance",
-    "packing/bubble_share", "packing/microbatches",
+    "reward/mean", "reward/ref_kl", "accuracy/mean", "actor/entropy", "actor/grad_norm", "loss/total", "loss/kl",
+    "loss/ref_kl", "loss/clip_fraction", "loss/clip_fraction_low", "loss/clip_fraction_high", "tepo/kl_mask_share",
+    "tepo/mask_below_noise", "tepo/entropy_noise_floor", "tepo/dH_up_p05", "tepo/dH_up_p50", "tepo/dH_up_p95",
+    "tepo/dH_down_p05", "tepo/dH_down_p50", "tepo/dH_down_p95", "tepo/ratio_p01", "tepo/ratio_p50", "tepo/ratio_p99",
+    "weighting/affected_share", "correction/weight_mean", "rollout/logprob_diff_mean", "rollout/logprob_diff_max",
+    "rollout/response_tokens_mean", "rollout/truncated", "rollout/staleness", "rollout/sampled_groups", "rollout/kept_groups",
+    "packing/padding_share", "packing/balance", "packing/bubble_share", "packing/microbatches",
 )  # fmt: skip
 _OF_ENTROPY_CHANGE = ("tepo/kl_mask_share", "tepo/mask_below_noise")
-PHASES = ("rollout", "reward", "old_stats", "update", "sync")
+# `wait` is what training waited for `rollout` and `reward`, which run beside it where rollouts are sampled ahead.
+PHASES = ("wait", "rollout", "reward", "old_stats", "update", "sync")
 
 
 class StepLog:

@@ -27,6 +27,15 @@ class Clock:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the block out of the total."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._start += time.perf_counter() - start
+
     @property
     def total(self) -> float:
         """Seconds since the clock was made."""

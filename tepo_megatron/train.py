@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from tepo_megatron import parallel
 from tepo_megatron.actor.actor import Actor
@@ -18,13 +13,12 @@ from tepo_megatron.config import Config
 from tepo_megatron.driver import Driver, EngineFactory
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.platform import Platform
+from tepo_megatron.schedule import Schedule
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.step_log import StepLog
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import TrainBatch
 from tepo_megatron.weights.sync import NoSync, WeightSync, check_mismatch, check_one_host
-
-Sync = WeightSync | NoSync
 
 
 def train(cfg: Config, platform: Platform, make_engine: EngineFactory | None = None) -> None:
@@ -51,13 +45,10 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
         _open_sync(cfg, groups, actor, driver) as sync,
     ):
         first = _resume(checkpoints, actor, driver) if cfg.resume else 0
-        sync.push(version=first)
-        if first == 0:
-            _evaluate(0, driver, sync, groups)
-
+        schedule = Schedule(cfg, driver, sync, groups, first)
         for step in range(first + 1, cfg.training.steps + 1):
             clock, log = Clock(), StepLog()
-            rollouts = log.receive(_collect(step, clock, driver, sync, groups))
+            rollouts = log.receive(schedule.take(step, clock))
             actor.start_step(step)
             if rollouts:
                 batch = TrainBatch.build(rollouts, group_advantages(rollouts, objective.advantage))
@@ -66,7 +57,7 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
                         batch = replace(batch, old_logprobs_N=batch.rollout_logprobs_N)
                     elif _needs_old_pass(batch, objective, cfg):
                         batch = actor.attach_old_stats(batch)
-                        check_mismatch(log.mismatch(actor.mismatch(batch)), version=step - 1, cfg=cfg.sync)
+                        _check(log.mismatch(actor.mismatch(batch)), batch, step, cfg)
                         if _is_due(step - 1, cfg.logging.noise_floor_every):
                             log.note({"tepo/entropy_noise_floor": actor.measure_noise(batch)})
                     batch = _with_reference(batch, actor, objective, log)
@@ -76,13 +67,11 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
                         result = actor.update(minibatch, objective)
                         log.add(result)
                         if result.mismatch is not None:
-                            check_mismatch(log.mismatch(result.mismatch), version=step - 1, cfg=cfg.sync)
-            with clock.phase("sync"):
-                sync.push(version=step)
+                            _check(log.mismatch(result.mismatch), batch, step, cfg)
+            schedule.give(step, clock)
             driver.log_step(step, log, clock)
+            schedule.evaluate_if_due(step)
             last = step == cfg.training.steps
-            if _is_due(step, cfg.evaluation.every) and not last:
-                _evaluate(step, driver, sync, groups)
             if _is_due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.every):
                 checkpoints.save(step, actor, driver.state(step) | {"noise_floor": actor.noise_floor})
             driver.saved(checkpoints.poll())
@@ -90,7 +79,7 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
         driver.saved(checkpoints.wait())
         if cfg.export_hf:  # before what follows, so that nothing that fails afterwards costs the model
             actor.export_hf(cfg.run_dir / "hf")
-        _evaluate(cfg.training.steps, driver, sync, groups)
+        schedule.evaluate(cfg.training.steps)
     driver.finish()
 
 
@@ -117,7 +106,9 @@ def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> int:
     return int(state["step"])
 
 
-def _open_sync(cfg: Config, groups: parallel.Groups, actor: Actor, driver: Driver) -> contextlib.AbstractContextManager[Sync]:
+def _open_sync(
+    cfg: Config, groups: parallel.Groups, actor: Actor, driver: Driver
+) -> contextlib.AbstractContextManager[WeightSync | NoSync]:
     """Where the weights go; nowhere when rollouts are replayed."""
     engine = driver.engine_when_ready()
     if cfg.rollout.replay is not None:
@@ -136,6 +127,12 @@ def _needs_old_pass(batch: TrainBatch, objective: Objective, cfg: Config) -> boo
     return several or objective.needs_batch_statistics or in_reward
 
 
+def _check(mean_logprob_diff: float, batch: TrainBatch, step: int, cfg: Config) -> None:
+    """The engine against the actor, where it sampled with the weights that the actor has."""
+    if all(r.policy_version == step - 1 for r in batch.rollouts):
+        check_mismatch(mean_logprob_diff, version=step - 1, cfg=cfg.sync)
+
+
 def _with_reference(batch: TrainBatch, actor: Actor, objective: Objective, log: StepLog) -> TrainBatch:
     """The batch with what the objective needs of the reference policy; as it was without one."""
     if not objective.ref_beta:
@@ -147,29 +144,3 @@ def _with_reference(batch: TrainBatch, actor: Actor, objective: Objective, log: 
     log.note({"reward/ref_kl": float(divergence_B.mean())})
     rollouts = penalized(batch.rollouts, objective.ref_beta * divergence_B)
     return replace(batch, rollouts=rollouts, advantages_B=group_advantages(rollouts, objective.advantage))
-
-
-def _collect(step: int, clock: Clock, driver: Driver, sync: Sync, groups: parallel.Groups) -> Any:
-    """The step's graded rollouts and their metrics, on every rank."""
-    return _while_serving(lambda: driver.collect(step, clock), step - 1, driver, sync, groups)
-
-
-def _evaluate(step: int, driver: Driver, sync: Sync, groups: parallel.Groups) -> None:
-    _while_serving(lambda: driver.evaluate(step), step, driver, sync, groups)
-
-
-def _while_serving(work: Callable[[], Any], version: int, driver: Driver, sync: Sync, groups: parallel.Groups) -> Any:
-    """What `work` makes on rank 0, on every rank; meanwhile all send the weights again when a restarted server lacks them."""
-    with driver.beside(work) as working:
-        while True:
-            weights_wanted, made = _share(working.wait(), groups)
-            if not weights_wanted:
-                return made
-            sync.push(version)
-
-
-def _share(value: Any, groups: parallel.Groups) -> Any:
-    """Rank 0's value, on every rank; they wait for it as long as generation takes."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=groups.host, device=torch.device("cpu"))
-    return box[0]

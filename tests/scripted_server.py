@@ -27,14 +27,18 @@ KEY = "TEPO_SCRIPTED_KEY"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """behaviour: errors (answers with 500 to come), slow (seconds of an answer), refuse (the next update)."""
+    """behaviour: errors (answers with 500 to come), slow (seconds of an answer), loading (seconds of a load), refuse or die (in
+    the next update; at: in which of its requests). loaded: names of the files of the last update.
+    """
 
     version = INITIAL_VERSION
+    loading: ClassVar[Any] = None  # names, in an update
+    loaded: ClassVar[Any] = None
     behaviour: ClassVar[dict[str, Any]] = {}
     lock = threading.Lock()
 
     def do_GET(self) -> None:
-        self.answer(200, {"version": Handler.version})
+        self.answer(200, {"version": Handler.version, "loaded": Handler.loaded})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -45,13 +49,8 @@ class Handler(BaseHTTPRequestHandler):
             if "version" in body:
                 Handler.version = body["version"]
             return self.answer(200, {})
-        if self.path == "/update":
-            if Handler.behaviour.pop("refuse", False):
-                return self.answer(500, {"message": "cannot load these"})
-            if Handler.behaviour.pop("die", False):
-                os._exit(3)
-            Handler.version = body["version"]
-            return self.answer(200, {})
+        if self.path in ("/begin", "/load", "/update"):
+            return self.update(body)
         with Handler.lock:
             errors = Handler.behaviour.get("errors", 0)
             Handler.behaviour["errors"] = max(0, errors - 1)
@@ -63,6 +62,24 @@ class Handler(BaseHTTPRequestHandler):
         chance = random.Random(f"{body['seed']}/{body['prompt']}")
         samples = [[chance.randrange(3, 60) for _ in range(body["max_tokens"])] for _ in range(body["samples"])]
         return self.answer(200, {"samples": samples, "version": Handler.version})
+
+    def update(self, body: dict[str, Any]) -> None:
+        """Begun, loaded, or finished; each only when it is its turn."""
+        if self.path == Handler.behaviour.get("at", "/update"):
+            if Handler.behaviour.pop("refuse", False):
+                return self.answer(500, {"message": "cannot load these"})
+            if Handler.behaviour.pop("die", False):
+                os._exit(3)
+        if (Handler.loading is None) != (self.path == "/begin"):
+            return self.answer(500, {"message": "out of turn"})
+        if self.path == "/begin":
+            Handler.loading = []
+        elif self.path == "/load":
+            time.sleep(Handler.behaviour.get("loading", 0.0))
+            Handler.loading += body["files"]
+        else:
+            Handler.version, Handler.loaded, Handler.loading = body["version"], Handler.loading, None
+        return self.answer(200, {})
 
     def answer(self, status: int, content: Any) -> None:
         data = json.dumps(content).encode()
@@ -99,7 +116,13 @@ class ScriptedApi:
 
         return parsed(answer, prompt, self.name, rollouts)
 
-    async def update_weights(self, send: Send, files: Sequence[Path], version: int) -> None:
+    async def begin_update(self, send: Send) -> None:
+        await send("POST", "/begin", {})
+
+    async def load(self, send: Send, files: Sequence[Path]) -> None:
+        await send("POST", "/load", {"files": [file.name for file in files]})
+
+    async def finish_update(self, send: Send, version: int) -> None:
         await send("POST", "/update", {"version": version})
 
 

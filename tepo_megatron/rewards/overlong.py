@@ -39,4 +39,9 @@ class OverlongShaping:
 
     def shape(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The graded rollouts in the same order, with another `reward`; `score`, which filters and accuracies use, stays."""
-        return [dataclasses.replace(r, reward=r.reward + self.term(r.response_length)) for r in rollouts]
+        return [dataclasses.replace(r, reward=r.reward + self.term(_tokens_since_prompt(r))) for r in rollouts]
+
+
+def _tokens_since_prompt(rollout: Rollout) -> int:
+    """From the first token that the policy chose on, with those of tools in between: all of them count to max_tokens."""
+    return rollout.token_ids_L.numel() - int(rollout.response_mask_L.int().argmax())

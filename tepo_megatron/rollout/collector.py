@@ -57,16 +57,14 @@ class Collector:
             prompts = self.prompts.take(missing, excluding={group[0].prompt_id for group in kept})
             with clock.phase("rollout"):
                 samples = self.engine.generate(prompts, self.sampling, derive_seed(self.seed, "rollout", step, refill))
-            sent = INITIAL_VERSION if self.cfg.only else step - 1
-            stale = {r.policy_version for r in samples} - {sent}
-            if stale:
-                raise SyncError(f"step {step}: rollouts of version {sorted(stale)}, but the weights sent last are {sent}")
+            self._check_versions(step, {r.policy_version for r in samples})
             with clock.phase("reward"):
                 samples = self.reward.score(samples)
                 if self.overlong is not None:
                     samples = self.overlong.shape(samples)
             for rollout in samples:
                 metrics.add("reward/mean", rollout.reward)
+                metrics.add("rollout/staleness", 0 if self.cfg.only else step - 1 - rollout.policy_version)
                 metrics.add("accuracy/mean", rollout.score)
                 metrics.add("rollout/response_tokens_mean", rollout.response_length)
                 metrics.add("rollout/truncated", rollout.stop_reason == "length")
@@ -76,3 +74,11 @@ class Collector:
         metrics.add("rollout/sampled_groups", sampled)
         metrics.add("rollout/kept_groups", len(kept))
         return [rollout for group in kept for rollout in group], metrics
+
+    def _check_versions(self, step: int, versions: set[int]) -> None:
+        """Step 1 has the weights of version 0 to learn from, and nothing older whatever the staleness."""
+        newest = step - 1
+        oldest = max(0, newest - self.cfg.max_staleness)
+        allowed = {INITIAL_VERSION} if self.cfg.only else set(range(oldest, newest + 1))
+        if wrong := sorted(versions - allowed):
+            raise SyncError(f"step {step}: rollouts of version {wrong}, but only {sorted(allowed)} may be learned from")

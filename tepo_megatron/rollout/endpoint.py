@@ -6,14 +6,14 @@ import asyncio
 import os
 import secrets
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.rollout.client import Client, RequestFailed
-from tepo_megatron.rollout.engine import INITIAL_VERSION, EngineApi, Launch
+from tepo_megatron.rollout.engine import INITIAL_VERSION, EngineApi, Launch, Send
 from tepo_megatron.rollout.served_model import without_generation_config
 from tepo_megatron.rollout.server import LOOPBACK, ServerProcess, choose_port
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -32,6 +32,7 @@ class Endpoint:
         self.name, self.api = name, api
         self._cfg, self._launch, self._log_path = cfg, launch, log_path
         self.version = INITIAL_VERSION
+        self._coming = INITIAL_VERSION  # the version of the update under way
         self.in_flight = 0  # requests
         self.process: ServerProcess | None = None
         self.client: Client | None = None
@@ -73,19 +74,31 @@ class Endpoint:
         _, client = self._running()
         return await self.api.generate(client.send, prompt, sampling, seed, self.version)
 
-    async def update_weights(self, files: Sequence[Path], version: int) -> None:
-        """Serve these files. Raises SyncError when the server refuses them, RequestFailed when it cannot be reached; it can
-        no longer be trusted then: servers stay healthy and keep their old version after an update that failed half-way.
+    async def begin_update(self, version: int) -> None:
+        """New weights are to come. Raises (as the other two) SyncError when the server refuses them, RequestFailed when it
+        cannot be reached; it can no longer be trusted then, nor after an update that was broken off: servers stay healthy and
+        keep their old version after an update that failed half-way.
         """
+        self.version, self._coming = INITIAL_VERSION, version
+        await self._updating(self.api.begin_update)
+
+    async def load(self, files: Sequence[Path]) -> None:
+        """Load the tensors of these files."""
+        await self._updating(lambda send: self.api.load(send, files))
+
+    async def finish_update(self) -> None:
+        """Serve what was loaded."""
+        await self._updating(lambda send: self.api.finish_update(send, self._coming))
+        self.version = self._coming
+
+    async def _updating(self, say: Callable[[Send], Awaitable[None]]) -> None:
         _, client = self._running()
-        self.version = INITIAL_VERSION
         try:
-            await self.api.update_weights(client.send, files, version)
+            await say(client.send)
         except RequestFailed as e:
             if e.answered:
-                raise SyncError(f"weights of version {version}: {self.name} {e.what}") from None
+                raise SyncError(f"weights of version {self._coming}: {self.name} {e.what}") from None
             raise
-        self.version = version
 
     async def failure(self, what: str) -> RolloutError:
         """An error that says `what` the server did, whether it died of it, and how its log ends."""

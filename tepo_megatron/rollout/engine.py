@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +38,7 @@ class RolloutEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the weights last accepted by `update_weights`; before the first, INITIAL_VERSION."""
+        """The version of the weights of the last `begin_update`; before the first, INITIAL_VERSION."""
         ...
 
     def start(self) -> None:
@@ -56,17 +57,32 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def update_weights(self, files: Sequence[Path], version: int) -> None:
-        """Serve the weights in `files` (safetensors, Hugging Face names; together the whole model, each tensor once).
+    async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
+        """`generate` for one prompt, awaited in any event loop, many at once: for what is sampled in several turns."""
+        ...
 
-        Returns when the new weights serve and no cache of the old ones is left; the files may then be deleted.
-        Raises SyncError, after which the engine can only be closed.
+    def begin_update(self, version: int) -> None:
+        """New weights are to come: any number of `load`, then `finish_update`. Nothing is served in between.
+
+        Raises SyncError (as the other two), after which the engine can only be closed. An update that was not finished is
+        forgotten.
         """
+        ...
+
+    def load(self, files: Sequence[Path]) -> Future[None]:
+        """Take the tensors of these files (safetensors, Hugging Face names), each of the model's once in an update.
+
+        Returns at once; one `load` at a time. When the future has its result the files may be deleted.
+        """
+        ...
+
+    def finish_update(self) -> None:
+        """All is loaded. Returns when the new weights serve and no cache of the old ones is left."""
         ...
 
     @property
     def needs_weights(self) -> bool:
-        """Whether part of the engine waits for the weights of `version`, to be given by another `update_weights`."""
+        """Whether part of the engine waits for the weights of `version`, to be given by another update."""
         ...
 
     def take_events(self) -> list[str]:
@@ -124,6 +140,14 @@ class EngineApi(Protocol):
         """The samples of one prompt, by sample index. Raises RolloutError for an answer that is not what was asked for."""
         ...
 
-    async def update_weights(self, send: Send, files: Sequence[Path], version: int) -> None:
-        """Load the files and drop every cache of the old weights. Raises SyncError when it serves others."""
+    async def begin_update(self, send: Send) -> None:
+        """New weights are to come, all of them; the server is new, or has finished the update before."""
+        ...
+
+    async def load(self, send: Send, files: Sequence[Path]) -> None:
+        """Load the tensors of these files; they are not needed any more when it returns."""
+        ...
+
+    async def finish_update(self, send: Send, version: int) -> None:
+        """Serve what was loaded and drop every cache of the old weights. Raises SyncError when it serves others."""
         ...

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -59,6 +59,8 @@ class Fleet:
         self._changed = asyncio.Condition()
         self._keepers: list[asyncio.Task[None]] = []
         self._events: list[str] = []
+        # the servers that take part in the update under way, each with the `failed` of the life in which it began
+        self._updating: list[tuple[_Member, asyncio.Future[RolloutError | None] | None]] = []
         self._refused = ""  # why the weights were refused: what is served is not known then
 
     @property
@@ -100,13 +102,35 @@ class Fleet:
         self._require_trust()
         return self._loop.run(self._generate(prompts, sampling, seed))
 
-    def update_weights(self, files: Sequence[Path], version: int) -> None:
-        """See `RolloutEngine.update_weights`: servers that have `version` already are left in peace, those that die of it are
-        started again and ask for them anew. Raises SyncError when one refuses them; the engine can then only be closed.
+    async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
+        """See `RolloutEngine.sample`: one request, routed and repeated like those of `generate`. Raises as that does."""
+        self._require_start()
+        self._require_trust()
+        return await asyncio.wrap_future(self._loop.submit(self._group(prompt, sampling, seed)))
+
+    def begin_update(self, version: int) -> None:
+        """See `RolloutEngine.begin_update`: servers that have `version` already are left in peace, those that die of it are
+        started again, and ask for the weights when it is over. Raises SyncError when one refuses them; the engine can then
+        only be closed. After an update that was not finished, the servers that took part in it are started again.
         """
         self._require_start()
         self._require_trust()
-        self._loop.run(self._update(files, version))
+        self._loop.run(self._begin(version))
+
+    def load(self, files: Sequence[Path]) -> Future[None]:
+        """See `RolloutEngine.load`."""
+        return self._loop.submit(self._each(lambda endpoint: endpoint.load(files)))
+
+    def finish_update(self) -> None:
+        """See `RolloutEngine.finish_update`."""
+        self._require_trust()
+        self._loop.run(self._finish())
+
+    def update_weights(self, files: Sequence[Path], version: int) -> None:
+        """An update whose files all exist: begun, loaded and finished."""
+        self.begin_update(version)
+        self.load(files).result()
+        self.finish_update()
 
     def close(self) -> None:
         """End all servers, bounded in time. May be called again, and before `start`."""
@@ -116,7 +140,7 @@ class Fleet:
         for member in self._members:
             member.endpoint.forget()
         self._members = [_Member(member.endpoint) for member in self._members]
-        self._keepers = []
+        self._keepers, self._updating = [], []
 
     def __enter__(self) -> Self:
         return self
@@ -197,6 +221,7 @@ class Fleet:
         avoid: Endpoint | None = None
         for attempt in range(1, self._cfg.attempts + 1):
             member = await self._free(avoid)
+            life = member.failed
             with _occupied(member.endpoint):
                 try:
                     rollouts = await member.endpoint.generate(prompt, sampling, seed)
@@ -205,10 +230,13 @@ class Fleet:
                 except RequestFailed as e:
                     if e.refused:
                         raise RolloutError(f"{member.endpoint.name} {e.what}") from None
-                    error = await self._failed(member, e)
+                    if member.failed is life and member.endpoint.client is not None:
+                        error = await self._failed(member, e)
+                    else:  # others saw it fail before, and that life of the server is over
+                        error = RolloutError(f"{member.endpoint.name} {e.what}")
                 except StaleWeights as e:
                     error = e
-                    _settle(member.failed, e)
+                    _settle(life, e)
                 except RolloutError as e:
                     error = e
                 finally:
@@ -239,19 +267,36 @@ class Fleet:
             _settle(life, error)
         return error
 
-    async def _update(self, files: Sequence[Path], version: int) -> None:
+    async def _begin(self, version: int) -> None:
         self._version = version
-        behind = [m for m in self._members if m.up and m.endpoint.version != version]
-        results = await asyncio.gather(*(m.endpoint.update_weights(files, version) for m in behind), return_exceptions=True)
-        for member, result in zip(behind, results, strict=True):
+        broken_off = [member for member, life in self._updating if member.failed is life]
+        for member in broken_off:
+            _settle(member.failed, RolloutError(f"{member.endpoint.name} was given weights half-way"))
+        behind = [m for m in self._members if m.up and m.endpoint.version != version and m not in broken_off]
+        self._updating = [(m, m.failed) for m in behind]
+        async with self._changed:  # what they sample with the weights they have may end; they are given nothing more
+            await self._changed.wait_for(lambda: not any(m.up and m.endpoint.in_flight for m in behind))
+        await self._each(lambda endpoint: endpoint.begin_update(version))
+
+    async def _each(self, say: Callable[[Endpoint], Awaitable[None]]) -> None:
+        """A part of an update, to every server that has lived since it began. Raises SyncError when one refuses it."""
+        alive = [(m, life) for m, life in self._updating if m.up and m.failed is life]
+        results = await asyncio.gather(*(say(m.endpoint) for m, _ in alive), return_exceptions=True)
+        for (member, life), result in zip(alive, results, strict=True):
             if isinstance(result, RequestFailed):
-                await self._failed(member, result)
+                if member.up and member.failed is life:
+                    await self._failed(member, result)
             elif isinstance(result, BaseException) and not isinstance(result, SyncError):
                 raise result
+        self._updating = [each for each, result in zip(alive, results, strict=True) if result is None]
         refused = [result for result in results if isinstance(result, SyncError)]
         if refused:
-            self._refused = f"the update to version {version} failed"
+            self._refused = f"the update to version {self._version} failed"
             raise refused[0]
+
+    async def _finish(self) -> None:
+        await self._each(lambda endpoint: endpoint.finish_update())
+        self._updating = []
         await self._tell()
 
     def _check_enough(self) -> None:

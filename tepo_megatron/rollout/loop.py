@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
 
 class LoopThread:
-    """Runs coroutines. Started by the first `run`."""
+    """Runs coroutines. Started by the first of them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -20,12 +21,16 @@ class LoopThread:
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Its result, or its exception; Ctrl-C in the calling thread cancels it, and returns when it has ended."""
-        future = asyncio.run_coroutine_threadsafe(work, self._started())
+        future = self.submit(work)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+
+    def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Begin, and return at once."""
+        return asyncio.run_coroutine_threadsafe(work, self._started())
 
     def stop(self) -> None:
         """Cancel all that is under way and end the thread. May be called again."""

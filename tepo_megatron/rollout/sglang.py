@@ -26,7 +26,7 @@ from tepo_megatron.rollout.engine import Launch, Send, StaleWeights, served_labe
 from tepo_megatron.rollout.environment import devices, without_torchrun
 from tepo_megatron.rollout.samples import checked_rollout, parsed, prompt_seed
 from tepo_megatron.rollout.server import LOOPBACK
-from tepo_megatron.rollout.sglang_loader import LOADER, MODEL_VARIABLE
+from tepo_megatron.rollout.sglang_loader import BEGIN, FINISH, LOADER, MODEL_VARIABLE
 from tepo_megatron.rollout.sglang_server import CPU_VARIABLE, KEY_VARIABLE
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -93,22 +93,28 @@ class SglangApi:
         answer = await send("POST", "/generate", generate_request(prompt, sampling, seed))
         return parse_generated(answer, prompt, sampling, version)
 
-    async def update_weights(self, send: Send, files: Sequence[Path], version: int) -> None:
-        """A session of one update, whose payload is the names of the files."""
-        payload = [(str(file.absolute()), torch.empty(0)) for file in files]
-        names = base64.b64encode(pickle.dumps(payload, protocol=4)).decode()  # what SGLang unpickles holds allowed types only
-        update = {
-            "serialized_named_tensors": [names] * self._tp,
-            "load_format": LOADER,
-            "flush_cache": True,
-            "weight_version": str(version),
-        }
+    async def begin_update(self, send: Send) -> None:
+        """A session of updates, whose payload is what our loader wants to know."""
         await send("POST", "/begin_weight_update", {"selector": "all"})
-        await send("POST", "/update_weights_from_tensor", update)
+        await send("POST", "/update_weights_from_tensor", self._payload(BEGIN))
+
+    async def load(self, send: Send, files: Sequence[Path]) -> None:
+        """The files' names alone are sent."""
+        await send("POST", "/update_weights_from_tensor", self._payload(*(str(file.absolute()) for file in files)))
+
+    async def finish_update(self, send: Send, version: int) -> None:
+        """An update without tensors, for what belongs to the last."""
+        last = {"flush_cache": True, "weight_version": str(version)}
+        await send("POST", "/update_weights_from_tensor", self._payload(FINISH) | last)
         await send("POST", "/end_weight_update", {})
         served = (await send("GET", "/model_info", None)).get("weight_version")
         if served != str(version):
             raise SyncError(f"sent weights of version {version}, but SGLang reports {served!r}")
+
+    def _payload(self, *names: str) -> dict[str, Any]:
+        named = [(name, torch.empty(0)) for name in names]
+        pickled = base64.b64encode(pickle.dumps(named, protocol=4)).decode()  # what SGLang unpickles holds allowed types only
+        return {"serialized_named_tensors": [pickled] * self._tp, "load_format": LOADER, "flush_cache": False}
 
 
 def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[str, Any]:

@@ -10,18 +10,31 @@ from collections.abc import Sequence
 
 import torch
 
-from tepo_megatron.rollout.weight_files import check_tensors, tensors
+from tepo_megatron.rollout.weight_files import Update, tensors
 
 LOADER = "tepo_megatron.rollout.sglang_loader.load_files"
 MODEL_VARIABLE = "TEPO_MODEL_PATH"  # the folder that the server was started with
+# instead of a path: the loader has no hook of its own for the two ends of an update
+BEGIN, FINISH = "tepo:begin", "tepo:finish"
+
+_update: Update | None = None  # the one under way in this process
 
 
 def load_files(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Load the safetensors files whose paths are the names; their tensors are empty. Every tensor-parallel rank reads all.
 
-    Raises ValueError, with the model as it was, unless the files hold exactly the tensors of the model's checkpoint; SGLang
-    ends on it.
+    BEGIN alone forgets what an earlier update gave; FINISH alone raises ValueError unless all tensors of the model's checkpoint
+    were given since. Files raise it, and leave the model as it was, if they hold a tensor that is not the model's, has not its
+    shape, or was given before. SGLang ends on it.
     """
-    paths = [path for path, _ in named_tensors]
-    check_tensors(paths, os.environ[MODEL_VARIABLE], model.config.tie_word_embeddings)
-    model.load_weights(tensors(paths))
+    global _update
+    names = [name for name, _ in named_tensors]
+    if names == [BEGIN]:
+        _update = Update(os.environ[MODEL_VARIABLE], model.config.tie_word_embeddings)
+        return
+    assert _update is not None, "BEGIN comes first"
+    if names == [FINISH]:
+        _update.finish()
+        return
+    _update.add(names)
+    model.load_weights(tensors(names))

@@ -84,10 +84,16 @@ class VllmApi:
         await self._check_version(send, version)  # its answers do not hold it
         return rollouts
 
-    async def update_weights(self, send: Send, files: Sequence[Path], version: int) -> None:
+    async def begin_update(self, send: Send) -> None:
         """vLLM's own update routes, with our plugin behind them."""
         await send("POST", "/start_weight_update", None)
+
+    async def load(self, send: Send, files: Sequence[Path]) -> None:
+        """One chunk of vLLM's."""
         await send("POST", "/update_weights", {"update_info": {"paths": [str(file.absolute()) for file in files]}})
+
+    async def finish_update(self, send: Send, version: int) -> None:
+        """The prefix cache does not follow by itself."""
         await send("POST", "/finish_weight_update", {"weight_version": str(version)})
         cleared = await send("POST", "/reset_prefix_cache", None)
         if cleared != {"success": True}:

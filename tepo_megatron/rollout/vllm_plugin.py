@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from tepo_megatron.rollout.weight_files import check_tensors, tensors
+from tepo_megatron.rollout.weight_files import Update, tensors
 
 BACKEND = "tepo_shm"
 
@@ -34,22 +34,28 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """paths: safetensors files that hold the whole model between them, each tensor once, under its Hugging Face name."""
+    """paths: safetensors files that hold some of the model's tensors under their Hugging Face names."""
 
     paths: list[str]
 
 
 class SafetensorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Replaces all weights by those of some files: `start_weight_update`, one `update_weights`, `finish_weight_update`."""
+    """Replaces all weights by those of some files: `start_weight_update`, `update_weights` for each round of files,
+    `finish_weight_update`. After an error of the last two vLLM has to be started again.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
+    _update: Update | None = None
+    _touched = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to set up."""
 
     def start_weight_update(self) -> None:
-        """Nothing: the model is touched only once the files are known to be complete."""
+        """Forget what an earlier update gave; the model is touched by the first files that may be loaded."""
+        self._update = Update(self.model_config.model, self.model_config.hf_config.tie_word_embeddings)
+        self._touched = False
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """The base class without its `torch.accelerator.synchronize()`, which raises where there is no accelerator."""
@@ -60,21 +66,32 @@ class SafetensorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the files, a tensor at a time.
 
-        Raises ValueError, with the model as it was, unless the files hold exactly the tensors of the model's checkpoint, in
-        their shapes (a cast to the model's dtype is no fault).
+        Raises ValueError, with the model as it was, if they hold a tensor that is not the model's, has not its shape, or was
+        given before in this update (a cast to the model's dtype is no fault).
         """
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        check_tensors(update_info.paths, self.model_config.model, self.model_config.hf_config.tie_word_embeddings)
-        # Back to the layout of a checkpoint: on CPU the linear weights are packed, and their originals freed.
-        initialize_layerwise_reload(self.model)
-        self.model.load_weights(tensors(update_info.paths))
+        assert self._update is not None, "vLLM calls start_weight_update first"
+        self._update.add(update_info.paths)
+        if not self._touched:
+            # Back to the layout of a checkpoint: on CPU the linear weights are packed, and their originals freed.
+            if self.device.type == "cpu":
+                _forget_packed_experts(self.model)
+            initialize_layerwise_reload(self.model)
+            self._touched = True
+        # Copies: vLLM keeps the tensors of a layer until it has all of them, and a mapped one would keep its file's memory.
+        self.model.load_weights((name, tensor.clone()) for name, tensor in tensors(update_info.paths))
 
     def finish_weight_update(self) -> None:
-        """Pack what is packed and put the weights where the compiled model expects them."""
+        """Pack what is packed and put the weights where the compiled model expects them.
+
+        Raises ValueError if some of the model were not given; it cannot be used then.
+        """
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        assert self._update is not None, "vLLM calls start_weight_update first"
+        self._update.finish()
         finalize_layerwise_reload(self.model, self.model_config)
         # On CPU an output layer tied to the embedding keeps a packed copy of the old weights (log-probs were off by 0.5 nats).
         for module in self.model.modules():
@@ -83,3 +100,14 @@ class SafetensorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Nothing to release."""
+
+
+def _forget_packed_experts(model: torch.nn.Module) -> None:
+    """Have the experts set up anew once they are loaded.
+
+    On CPU they are padded and packed when their kernel is built, which happens once: an update would leave plain weights where
+    the kernel reads packed ones (log-probs were off by 1 nat), or fail on the padding.
+    """
+    for module in model.modules():
+        if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+            module.quant_method.moe_kernel = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -14,34 +15,59 @@ from safetensors import safe_open
 OUTPUT_LAYER = "lm_head.weight"
 
 
-def check_tensors(paths: Sequence[str], model: str | Path, tied_embeddings: bool) -> None:
-    """Raise ValueError unless the files hold exactly the tensors of the checkpoint in the folder `model`, in their shapes.
+class Update:
+    """The tensors of one update of the model whose checkpoint lies in the folder `model`, as they come, file by file.
 
     A cast to the served dtype is no fault. The engines' own loaders leave a missing weight as it was, drop an unknown one and
     cut one that is too large, without a word.
     """
-    checkpoint = sorted(Path(model).glob("*.safetensors"))
-    expected = {name: shape for path in checkpoint for name, shape in _shapes(path).items()}
-    given = [item for path in paths for item in _shapes(path).items()]
-    names = Counter(name for name, _ in given)
-    optional = {OUTPUT_LAYER} if tied_embeddings else set()
-    faults = {
-        "given twice": {name for name, count in names.items() if count > 1},
-        "unknown": names.keys() - expected.keys() - optional,
-        "missing": expected.keys() - names.keys() - optional,
-        "of another shape": {name for name, shape in given if shape != expected.get(name, shape)},
-    }
-    found = [f"{len(them)} {fault}: {', '.join(sorted(them)[:5])}" for fault, them in faults.items() if them]
-    if found:
-        raise ValueError(f"the files do not hold the tensors of the model ({'; '.join(found)})")
+
+    def __init__(self, model: str | Path, tied_embeddings: bool) -> None:
+        self._expected = {
+            name: shape for path in sorted(Path(model).glob("*.safetensors")) for name, shape in _shapes(path).items()
+        }
+        self._optional = {OUTPUT_LAYER} if tied_embeddings else set()
+        self._given: set[str] = set()
+
+    def add(self, paths: Sequence[str]) -> None:
+        """Raise ValueError if these files, which are not loaded yet, hold a tensor that the model has not, or not in this
+        shape, or that was given before.
+        """
+        given = [item for path in paths for item in _shapes(path).items()]
+        names = Counter(name for name, _ in given)
+        known = self._expected.keys() | self._optional
+        _refuse({
+            "given twice": {name for name, count in names.items() if count > 1 or name in self._given},
+            "unknown": names.keys() - known,
+            "of another shape": {name for name, shape in given if shape != self._expected.get(name, shape)},
+        })  # fmt: skip
+        self._given |= names.keys()
+
+    def finish(self) -> None:
+        """Raise ValueError if a tensor of the model was not given."""
+        _refuse({"missing": self._expected.keys() - self._given - self._optional})
 
 
 def tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor on the host) of each file in turn; a file is mapped, not read, and only while its tensors are in use."""
+    """(name, tensor on the host) of each file in turn; a file is mapped, not read: its memory is in use while its tensors are.
+
+    Raises ValueError for a tensor whose CRC-32 is not that in the file's header (where there is one; see `weights/sync.py`).
+    """
     for path in paths:
         with safe_open(path, framework="pt") as file:
+            checksums = json.loads((file.metadata() or {}).get("crc32", "{}"))
             for name in file.offset_keys():
-                yield name, file.get_tensor(name)
+                tensor = file.get_tensor(name)
+                if name in checksums and zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy()) != checksums[name]:
+                    raise ValueError(f"{path}: tensor {name} was damaged on its way: its CRC-32 is not that of the sender")
+                yield name, tensor
+
+
+def _refuse(faults: Mapping[str, Set[str]]) -> None:
+    """Raise ValueError if there are any: names of tensors by what is wrong with them."""
+    found = [f"{len(them)} {fault}: {', '.join(sorted(them)[:5])}" for fault, them in faults.items() if them]
+    if found:
+        raise ValueError(f"the files do not hold the tensors of the model ({'; '.join(found)})")
 
 
 def _shapes(path: str | Path) -> dict[str, list[int]]:

@@ -1,43 +1,57 @@
-"""Delivery of the actor's weights to the inference engine after every step.
+"""Delivery of the actor's weights to the inference engine after every step, in rounds.
 
-Each owner of a pipeline stage, or of experts in it, writes its own tensors, in HF layout, to files in shared memory; rank 0
-tells the engine their names. No rank holds more than one bucket and one tensor beyond the model; the shared memory holds all
-of it until it is loaded.
+Each owner of a pipeline stage, or of experts in it, cuts its tensors into buckets. In a round every owner writes its next
+bucket, in HF layout, to a file in shared memory; when all have, rank 0 tells the engine the files' names, and while the engine
+loads them the next round is written. A round's files are removed before the round after the next begins: the shared memory
+holds two rounds at most, of `sync.bucket_mib` each (or, where that is larger, of one parameter from each owner), and no rank
+holds more than one bucket beyond the model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from tepo_megatron.config import SyncConfig
-from tepo_megatron.errors import ConfigError, SyncError
+from tepo_megatron.errors import CheckpointError, ConfigError, SyncError, TepoError
 from tepo_megatron.parallel import Groups
-from tepo_megatron.weights import hf_io
 from tepo_megatron.weights.gather import Binding, iterate_hf, sent_by
-from tepo_megatron.weights.ops import Architecture
+from tepo_megatron.weights.ops import Architecture, Replicated
 
 
 class Receiver(Protocol):
-    """The side of an engine that takes weights."""
+    """The side of an engine that takes weights. See `rollout.engine.RolloutEngine`."""
 
-    def update_weights(self, files: Sequence[Path], version: int) -> None:
-        """Load all tensors of `files` and serve them as `version`. Raises SyncError."""
+    def begin_update(self, version: int) -> None:
+        """All weights of `version` are to follow. Raises SyncError."""
+
+    def load(self, files: Sequence[Path]) -> Future[None]:
+        """Some of its tensors; the files are in use until the future has a result, or SyncError."""
+
+    def finish_update(self) -> None:
+        """That was all: serve them. Raises SyncError."""
 
 
 class WeightSync:
     """Pushes the weights of `bindings` to `receiver` (given on rank 0 only).
 
-    Collectives of a push: one gather over tp per split parameter, one barrier.
+    The rounds are the same in every push. Collectives: here, one broadcast and two all-gathers over the host group; in a push,
+    one gather over tp for each split parameter, one all-gather over the host group for each round and one at the end.
     """
 
     def __init__(
@@ -48,7 +62,7 @@ class WeightSync:
         groups: Groups,
         receiver: Receiver | None,
     ) -> None:
-        self.cfg, self.bindings, self.arch, self.groups, self.receiver = cfg, bindings, arch, groups, receiver
+        self.cfg, self.arch, self.groups, self.receiver = cfg, arch, groups, receiver
         self._in_use: int | None = None
         folder = Path()
         if groups.is_main:
@@ -56,20 +70,77 @@ class WeightSync:
         name = [str(folder)]
         dist.broadcast_object_list(name, src=0, group=groups.host, device=torch.device("cpu"))
         self.folder = Path(name[0])
+        sent = sent_by(bindings, groups)
+        owners = sum(self._from_all(bool(sent) and groups.tp.rank == 0))
+        self._buckets = _cut(sent, arch, groups.tp.size, limit=cfg.bucket_mib * 2**20 // owners)
+        self.rounds = max(self._from_all(len(self._buckets)))
 
     def push(self, version: int) -> None:
-        """All ranks call it; when rank 0 returns, the engine serves `version`."""
-        if sent := sent_by(self.bindings, self.groups):
-            stream = iterate_hf(sent, self.arch, self.groups.tp)
-            hf_io.write_shards(stream, self.folder, f"v{version}-{self.groups.owner}", limit=self.cfg.bucket_mib * 2**20)
-        dist.barrier(group=self.groups.host)
-        if self.receiver is not None:
-            files = sorted(self.folder.glob(f"v{version}-*.safetensors"))
-            try:
-                self.receiver.update_weights(files, version)
-            finally:
-                for file in files:
+        """All ranks call it; when it returns, the engine serves `version`, and no file is left.
+
+        Raises, on every rank, SyncError when the engine refuses the weights, CheckpointError when a rank cannot write. The
+        engine can only be closed then.
+        """
+        loading: Future[None] | None = None
+        try:
+            for i in range(self.rounds):
+                with self._agreed():
+                    self._write(version, i)
+                    if self.receiver is not None:
+                        if loading is None:
+                            self.receiver.begin_update(version)
+                        else:
+                            loading.result()
+                            self._remove(version, i - 1)
+                if self.receiver is not None:
+                    loading = self.receiver.load(self._files(version, i))
+            with self._agreed():
+                if self.receiver is not None and loading is not None:
+                    loading.result()
+                    self._remove(version, self.rounds - 1)
+                    self.receiver.finish_update()
+        except BaseException:
+            if self.receiver is not None:
+                for file in self.folder.iterdir():
                     file.unlink()
+            raise
+
+    def _write(self, version: int, i: int) -> None:
+        """This rank's bucket of round `i`, if it has one. Raises CheckpointError."""
+        if i >= len(self._buckets):
+            return
+        tensors = {name: _on_host(t) for name, t in iterate_hf(self._buckets[i], self.arch, self.groups.tp)}
+        if tensors:  # on tensor-parallel rank 0
+            path = self.folder / f"v{version}-{i:05d}-{self.groups.owner}.safetensors"
+            _save(tensors, path, with_checksums=self.cfg.verify_every > 0 and version % self.cfg.verify_every == 0)
+
+    def _files(self, version: int, i: int) -> list[Path]:
+        return sorted(self.folder.glob(f"v{version}-{i:05d}-*.safetensors"))
+
+    def _remove(self, version: int, i: int) -> None:
+        for file in self._files(version, i):
+            file.unlink()
+
+    @contextlib.contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """What goes wrong within on any rank ends all: there as it is, elsewhere with the rank's number before it."""
+        mine: TepoError | None = None
+        try:
+            yield
+        except TepoError as e:
+            mine = e
+        errors: list[TepoError | None] = self._from_all(mine)
+        if mine is not None:
+            raise mine
+        for rank, error in enumerate(errors):
+            if error is not None:
+                raise type(error)(f"rank {rank}: {error}")
+
+    def _from_all(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank. Collectives: one all-gather over the host group."""
+        values = [value] * self.groups.world_size
+        dist.all_gather_object(values, value, group=self.groups.host)
+        return values
 
     def close(self) -> None:
         """Remove the shared folder. A second call does nothing."""
@@ -109,6 +180,49 @@ def check_mismatch(mean_logprob_diff: float, version: int, cfg: SyncConfig) -> N
             f"sync.max_logprob_diff={cfg.max_logprob_diff}: the engine does not serve the weights that were sent "
             f"(or, in low precision, the gate is too tight: raise sync.max_logprob_diff)"
         )
+
+
+def _cut(bindings: Sequence[Binding], arch: Architecture, tp: int, limit: int) -> list[list[Binding]]:
+    """Parameters in turn, in buckets whose Hugging Face tensors have at most `limit` bytes, or of one parameter.
+
+    It is the same on all ranks of a tensor-parallel group, which gather a bucket together.
+    """
+    buckets: list[list[Binding]] = []
+    room = 0
+    for b in bindings:
+        if b.name == "output_layer.weight" and arch.tied_embeddings:  # is not sent
+            continue
+        size = b.parameter.nbytes * (1 if isinstance(b.row.op, Replicated) else tp)  # padding of the vocabulary included
+        if not buckets or size > room:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(b)
+        room -= size
+    return buckets
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """As a file takes it; a tensor that is like that already is not copied: it is written before training goes on."""
+    return tensor.detach().to("cpu").contiguous()
+
+
+def _save(tensors: dict[str, Tensor], path: Path, with_checksums: bool) -> None:
+    """Write a file, with the CRC-32 of each tensor in its header if asked for. Raises CheckpointError when it cannot.
+
+    `rollout/weight_files.py` reads it.
+    """
+    header = {"format": "pt"}
+    if with_checksums:
+        checksums = {name: zlib.crc32(memoryview(t.reshape(-1).view(torch.uint8).numpy())) for name, t in tensors.items()}
+        header["crc32"] = json.dumps(checksums)
+    try:
+        save_file(tensors, path, header)
+    except (OSError, SafetensorError) as e:
+        wanted, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(path.parent).free
+        raise CheckpointError(
+            f"{path}: cannot be written ({e}): {wanted / 2**20:.0f} MiB wanted, {free / 2**20:.0f} MiB free; lower "
+            "sync.bucket_mib or free some space (in a container, /dev/shm grows with --shm-size)"
+        ) from None
 
 
 def _make_folder() -> tuple[Path, int]:

@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Self
 
@@ -32,6 +33,7 @@ class ScriptedEngine:
         self._tokenizer = AutoTokenizer.from_pretrained(cfg.model.path)
         self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(cfg.model.path)).float().eval()
         self.version = -1
+        self._loaded: dict[str, torch.Tensor] = {}  # in the update under way
 
     needs_weights = False
 
@@ -49,10 +51,23 @@ class ScriptedEngine:
 
     def __exit__(self, *exc_info: object) -> None: ...
 
+    def begin_update(self, version: int) -> None:
+        self._coming, self._loaded = version, {}
+
+    def load(self, files: Sequence[Path]) -> Future[None]:
+        self._loaded |= {name: t for file in files for name, t in load_file(file).items()}
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def finish_update(self) -> None:
+        self.update_weights([], self._coming)
+
     def update_weights(self, files: Sequence[Path], version: int) -> None:
+        """Serve these files and what was loaded before."""
+        self.load(files)
         if not (self._behaviour == "stale" and version > 0):
-            weights = {name: t for file in files for name, t in load_file(file).items()}
-            self._model.load_state_dict(weights, strict=False)
+            self._model.load_state_dict(self._loaded, strict=False)
             self._model.tie_weights()
         self.version = version
 

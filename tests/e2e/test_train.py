@@ -1,4 +1,4 @@
-"""Whole runs with a real vLLM server, real Megatron-Core and real grading."""
+"""Whole runs with real servers, real Megatron-Core and real grading."""
 
 import json
 import os
@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tepo_megatron.config_io import load_config
+from tepo_megatron.rollout import record
 from tepo_megatron.step_log import KEYS, PHASES
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e]
@@ -23,8 +24,10 @@ def metrics_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: Path) -> None:
-    command = tepo(*arguments(base, training__steps=STEPS, name="whole", evaluation__every=2, optimizer__warmup_steps=0))
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: Path, engine: str) -> None:
+    settings = {"training__steps": STEPS, "evaluation__every": 2, "optimizer__warmup_steps": 0, "rollout__engine": engine}
+    command = tepo(*arguments(base, name="whole", **settings))
     assert command.wait(240) == 0, command.output
     command.assert_nothing_left()
     run = tmp_path / "runs" / "whole"
@@ -62,7 +65,8 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
 @pytest.mark.full
 def test_a_server_killed_in_mid_run_on_three_stages(tepo, arguments, base: Path, tmp_path: Path) -> None:
     """Weights of every pipeline stage reach the server; its death ends every rank with one error and leaves whole lines."""
-    command = tepo(*arguments(base, parallel__tp=1, parallel__pp=3, training__steps=500, name="killed"))
+    settings = {"parallel__tp": 1, "parallel__pp": 3, "training__steps": 500, "rollout__server__restarts": 0}
+    command = tepo(*arguments(base, name="killed", **settings))
     run = tmp_path / "runs" / "killed"
     path = run / "metrics.jsonl"
     command.until(lambda: path.exists() and path.read_text().count("\n") >= 3, timeout=180)
@@ -76,3 +80,40 @@ def test_a_server_killed_in_mid_run_on_three_stages(tepo, arguments, base: Path,
     assert len(records) >= 3 and all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records)
     assert all(r["rollout/logprob_diff_max"] <= 1e-3 for r in records)
     assert not (run / "hf").exists() and not (run / "summary.json").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_servers_killed_and_frozen_in_mid_run_cost_no_sample(tepo, arguments, base: Path, tmp_path: Path, engine: str) -> None:
+    """30 steps on two servers, of which one is killed and then one frozen: every prompt is learned from exactly once."""
+    settings = {"training__steps": 30, "rollout__engine": engine, "rollout__servers": 2, "rollout__record": "true"}
+    settings |= {"rollout__server__silent_seconds": 5, "rollout__filter_uniform_groups": "false", "data__shuffle": "false"}
+    settings |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "rollout__server__restarts": 9}
+    command = tepo(*arguments(base, name="chaos", **settings))
+    run = tmp_path / "runs" / "chaos"
+    path = run / "metrics.jsonl"
+
+    def steps() -> int:
+        return path.read_text().count("\n") if path.exists() else 0
+
+    def first_process() -> int:
+        """Of the server whose log is written to by one that was started last."""
+        word = {"vllm": "-m vllm.entrypoints", "sglang": "rollout.sglang_server"}[engine]
+        return min(int(line.split()[0]) for line in command.left_over() if word in line and "guard" not in line)
+
+    command.until(lambda: steps() >= 2, timeout=240)
+    os.kill(first_process(), signal.SIGKILL)
+    command.until(lambda: "is started again (restart 1)" in command.output, timeout=60)
+    seen = steps()
+    command.until(lambda: steps() >= seen + 2, timeout=120)
+    os.kill(first_process(), signal.SIGSTOP)
+    assert command.wait(400) == 0, command.output
+    command.assert_nothing_left()
+    assert command.output.count("is started again") >= 2, command.output
+    prompts = []
+    for step in range(1, 31):
+        rollouts, _ = record.read(run / record.FOLDER, step)
+        assert len(rollouts) == 64 and {r.policy_version for r in rollouts} == {step - 1}
+        prompts += [r.prompt_id for r in rollouts[::8]]
+    assert len(prompts) == 240 and len(set(prompts)) == 240, "a prompt was lost, or used twice"
+    assert all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in metrics_of(run))

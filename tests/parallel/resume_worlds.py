@@ -52,20 +52,19 @@ class Kill:
 
     def arm(self, journal: Path) -> None:
         """In the process that is to die; it tells the journal."""
-        from tepo_megatron.driver import Driver, MainDriver
+        from tepo_megatron.schedule import Schedule
 
         now, calls = 0, 0
 
         def note_step(original: Callable[..., Any]) -> Callable[..., Any]:
-            def collect(driver: Any, step: int, clock: Any) -> Any:
+            def take(schedule: Any, step: int, clock: Any) -> Any:
                 nonlocal now
                 now = step
-                return original(driver, step, clock)
+                return original(schedule, step, clock)
 
-            return collect
+            return take
 
-        for driver in (Driver, MainDriver):
-            driver.collect = note_step(driver.collect)  # type: ignore[method-assign]
+        Schedule.take = note_step(Schedule.take)  # type: ignore[method-assign]
         module, _, path = self.where.partition(":")
         *owners, name = path.split(".")
         owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))

@@ -2,17 +2,21 @@
 
 import json
 import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load, load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from tepo_megatron.errors import CheckpointError, SyncError
 from tests.marks import slow_but
 from tests.parallel import cases
-from tests.tiny import tiny_qwen3
+from tests.tiny import tiny_model, tiny_qwen3
 from tests.worlds import run_world
 
 LAYOUTS = {
@@ -26,18 +30,51 @@ LAYOUTS = {
 
 
 class Recorder:
-    """The receiving side of a sync: reads the files as an engine would, before they are deleted."""
+    """The receiving side of a sync: reads the files as late as an engine may, when its answer is awaited.
 
-    def __init__(self) -> None:
+    version: finished; rounds: their files' names; data: bytes of all files without their headers; largest: bytes of the largest
+    round's; peak: bytes of all files that lay in the folder at a time, the first of which have not been read.
+    """
+
+    def __init__(self, refuses: int | None = None) -> None:
         self.received: dict[str, torch.Tensor] = {}
-        self.files = 0
+        self.rounds: list[list[str]] = []
+        self.version = self.data = self.largest = self.peak = 0
+        self.refuses = refuses
 
-    def update_weights(self, files: list[Path], version: int) -> None:
-        self.files = len(files)
+    def begin_update(self, version: int) -> None:
+        self.__init__(self.refuses)  # type: ignore[misc]
+        self.version = -version
+
+    def load(self, files: list[Path]) -> "Late":
+        self.rounds.append([file.name for file in files])
+        return Late(lambda: self.take(files))
+
+    def take(self, files: list[Path]) -> None:
+        if len(self.rounds) == self.refuses:
+            raise SyncError("the server does not like them")
+        self.largest = max(self.largest, sum(file.stat().st_size for file in files))
+        self.peak = max(self.peak, sum(file.stat().st_size for file in files[0].parent.iterdir()))
         for file in files:
-            for name, tensor in load_file(file).items():
+            content = file.read_bytes()
+            self.data += len(content) - 8 - int.from_bytes(content[:8], "little")
+            for name, tensor in load(content).items():
                 assert name not in self.received, f"{name} was sent twice"
                 self.received[name] = tensor
+
+    def finish_update(self) -> None:
+        self.version = -self.version
+
+
+class Late(Future[None]):
+    """Does its work when asked for its result."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__()
+        self.work = work
+
+    def result(self, timeout: float | None = None) -> None:
+        self.work()
 
 
 def export_and_push(rank: int, cfg: Any, out: Path) -> dict[str, Any]:
@@ -56,7 +93,7 @@ def export_and_push(rank: int, cfg: Any, out: Path) -> dict[str, Any]:
     sync.close()
     parallel.shutdown()
     return (
-        {"received": receiver.received, "files": receiver.files, "left": left, "folder": str(sync.folder)} if receiver else {}
+        {"received": receiver.received, "rounds": receiver.rounds, "left": left, "folder": str(sync.folder)} if receiver else {}
     )
 
 
@@ -74,7 +111,8 @@ def test_round_trip_is_bitwise(tmp_path: Path, name: str, tied: bool) -> None:
     for after in (tensors(tmp_path / "out"), rank0["received"]):
         assert after.keys() == before.keys()
         assert all(torch.equal(after[k], before[k]) for k in before)
-    assert not Path(rank0["folder"]).exists() and rank0["left"] == [] and rank0["files"] == cfg.parallel.pp
+    assert not Path(rank0["folder"]).exists() and rank0["left"] == []
+    assert [len(files) for files in rank0["rounds"]] == [cfg.parallel.pp]  # a file of each owner
     assert not (tmp_path / "out.partial").exists()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     ids = torch.arange(1, 20)[None]
@@ -89,6 +127,102 @@ def test_buckets_bound_the_files(tmp_path: Path) -> None:
     written = write_shards(iter(stream), tmp_path, "x", limit=1000)
     assert [len(names) for names in written.values()] == [2, 2, 2, 2, 2]
     assert [n for names in written.values() for n in names] == [n for n, _ in stream]
+
+
+def sync_of(cfg: Any, receiver: Recorder | None) -> Any:
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.platform import activate
+    from tepo_megatron.weights.sync import WeightSync
+
+    groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
+    actor = Actor(cfg, groups)
+    return WeightSync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
+
+
+def push_twice(rank: int, cfg: Any) -> Recorder | None:
+    receiver = Recorder() if rank == 0 else None
+    with sync_of(cfg, receiver) as sync:
+        for version in (1, 2):
+            sync.push(version)
+            assert receiver is None or (receiver.version == version and len(receiver.rounds) == sync.rounds)
+        assert receiver is None or not list(sync.folder.iterdir())
+    return receiver
+
+
+def tiny_moe(path: Path) -> None:
+    settings = {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+    tiny_model(path, Qwen3MoeConfig(
+        vocab_size=cases.VOCAB, hidden_size=128, intermediate_size=384, moe_intermediate_size=192, num_hidden_layers=4,
+        num_attention_heads=4, norm_topk_prob=True, tie_word_embeddings=False, mlp_only_layers=[], **settings,
+    ))  # fmt: skip
+
+
+ROUNDS = {"TP2": {"tp": 2}, "PP2": {"pp": 2}, "TP2 PP2": {"tp": 2, "pp": 2}, "EP2": {"ep": 2, "dp": 2}}
+
+
+@pytest.mark.parametrize("name", slow_but(["PP2", "EP2"], ROUNDS))
+def test_rounds_bound_the_shared_memory_and_send_every_byte_once(tmp_path: Path, name: str) -> None:
+    if name == "EP2":
+        tiny_moe(tmp_path)
+    else:
+        tiny_qwen3(tmp_path, layers=4, vocab_size=cases.VOCAB)
+    cfg = cases.run_config(tmp_path, ROUNDS[name])
+    cfg = replace(cfg, sync=replace(cfg.sync, bucket_mib=1))
+    receiver = run_world(cfg.parallel.world_size, push_twice, cfg)[0]
+    model = tensors(tmp_path)
+    assert receiver.received.keys() == model.keys() and all(torch.equal(receiver.received[k], model[k]) for k in model)
+    model_bytes = sum(t.nbytes for t in model.values())
+    headers = 256 * len(model)
+    assert receiver.data == model_bytes
+    assert receiver.largest <= 2**20 + headers and len(receiver.rounds) > 2
+    assert receiver.largest < receiver.peak <= 2 * receiver.largest  # the next round is written while one is loaded
+
+
+def push_and_fail(rank: int, cfg: Any, cannot_write: int | None, refuses: int | None) -> tuple[str, list[str]]:
+    from tepo_megatron.weights import sync as module
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with sync_of(cfg, Recorder(refuses) if rank == 0 else None) as sync:
+        original, calls = module._save, 0
+
+        def save(tensors: Any, path: Path, with_checksums: bool) -> None:
+            nonlocal calls
+            calls += 1
+            if rank == cannot_write and calls == 2:
+                module.save_file = full
+            original(tensors, path, with_checksums)
+
+        module._save = save
+        try:
+            sync.push(1)
+        except (CheckpointError, SyncError) as e:
+            torch.distributed.barrier()
+            left = [file.name for file in sync.folder.iterdir()]
+            torch.distributed.barrier()  # rank 0 will remove the folder
+            return f"{type(e).__name__}: {e}", left
+    raise AssertionError("the push went through")
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("fault", ["rank 0 cannot write", "rank 1 cannot write", "the engine refuses"])
+def test_a_fault_in_mid_push_ends_it_on_every_rank(tmp_path: Path, fault: str, layout: dict[str, int]) -> None:
+    if layout == {"tp": 2} and fault == "rank 1 cannot write":
+        pytest.skip("it writes nothing")
+    tiny_qwen3(tmp_path, layers=4, vocab_size=cases.VOCAB)
+    cfg = cases.run_config(tmp_path, layout)
+    cfg = replace(cfg, sync=replace(cfg.sync, bucket_mib=1))
+    ranks = run_world(
+        2, push_and_fail, cfg, int(fault[5]) if "write" in fault else None, 1 if "refuses" in fault else None, timeout=30
+    )
+    for error, left in ranks:
+        if "refuses" in fault:
+            assert error.startswith("SyncError: ") and "the server does not like them" in error
+        else:
+            assert error.startswith("CheckpointError: ") and "No space left on device" in error and "sync.bucket_mib" in error
+        assert left == []
 
 
 def test_folders_of_killed_runs_are_removed_and_those_in_use_are_not() -> None:

@@ -11,12 +11,14 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.errors import RolloutError
+from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.rollout.client import RequestFailed
 from tepo_megatron.rollout.engine import INITIAL_VERSION
 from tepo_megatron.types import Prompt, SamplingParams
+from tepo_megatron.weights.sync import _save
 from tests.server.served import (
     EOS,
     MAX_LOGPROB_DIFF,
@@ -144,12 +146,14 @@ def test_an_update_replaces_all_weights(served: Served, version: int, tmp_path: 
     prompts = make_prompts(8, seed=9)
     served.engine.generate(prompts, SAMPLING, seed=0)  # leaves the prompts in the prefix cache
     new = tiny_qwen3(tmp_path / "new", tied=True, seed=100 + version)
-    files = save_weights(new, tmp_path, files=3)
     started = time.monotonic()
-    served.engine.update_weights(files, version)
-    print(f"update in {1e3 * (time.monotonic() - started):.0f} ms")
-    for file in files:
+    served.engine.begin_update(version)
+    for file in save_weights(new, tmp_path, files=3):  # the parts of each layer lie in different ones
+        served.engine.load([file]).result()
         file.unlink()
+        assert not any(str(tmp_path) in maps(process) for process in server_processes(served.engine))  # its memory is free
+    served.engine.finish_update()
+    print(f"update in {1e3 * (time.monotonic() - started):.0f} ms")
     rollouts = served.engine.generate(prompts, SAMPLING, seed=0)
     diff = logprob_diff(new, rollouts, SAMPLING.temperature)
     print(f"largest log-prob difference to the new weights: {diff:.1e}")
@@ -161,13 +165,13 @@ def test_an_update_replaces_all_weights(served: Served, version: int, tmp_path: 
 
 
 def test_files_that_are_not_the_model_are_refused_by_vllm(served: Served, tmp_path: Path) -> None:
-    """Asked below `update_weights`, after which the engine would rightly refuse the remaining tests."""
+    """Asked below `Fleet.load`, after which the engine would rightly refuse the remaining tests."""
     if served.name != "vllm":
         pytest.skip("SGLang ends on it: test_sglang_ends_on_files_that_are_not_the_model")
-    paths = [str(file) for file in save_incomplete(served, tmp_path)]
+    save_file({"model.layers.7.mlp.up_proj.weight": torch.zeros(1)}, tmp_path / "unknown.safetensors")
     call(served, "POST", "/start_weight_update")
-    with pytest.raises(RequestFailed, match=FAULT):
-        call(served, "POST", "/update_weights", {"update_info": {"paths": paths}})
+    with pytest.raises(RequestFailed, match=r"1 unknown: model\.layers\.7\.mlp\.up_proj\.weight"):
+        call(served, "POST", "/update_weights", {"update_info": {"paths": [str(tmp_path / "unknown.safetensors")]}})
     rollouts = served.engine.generate(make_prompts(4, seed=10), SAMPLING, seed=0)
     assert logprob_diff(served.model, rollouts, SAMPLING.temperature) <= MAX_LOGPROB_DIFF
 
@@ -191,6 +195,43 @@ def test_a_server_killed_in_mid_generation_is_one_prompt_error_and_leaves_nothin
     served.engine.close()
     gone, alive = psutil.wait_procs(processes, timeout=5)
     assert not alive and len(gone) == len(processes)
+
+
+def maps(process: psutil.Process) -> str:
+    """The files that it maps, removed ones too."""
+    return Path(f"/proc/{process.pid}/maps").read_text()
+
+
+@pytest.mark.full
+def test_missing_tensors_end_vllm(tmp_path: Path) -> None:
+    with serve("vllm", tmp_path) as served:
+        with pytest.raises(SyncError, match=FAULT):
+            served.engine.update_weights(save_incomplete(served, tmp_path), version=3)
+        with pytest.raises(SyncError, match="can no longer be used"):
+            served.engine.generate(make_prompts(1, seed=0), SAMPLING, seed=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_a_damaged_byte_ends_the_engine(name: str, tmp_path: Path) -> None:
+    damage = r"tensor model\.norm\.weight was damaged on its way"
+    with serve(name, tmp_path) as served:
+        weights = {name: weight.detach() for name, weight in served.model.named_parameters()}
+        _save({"model.norm.weight": weights.pop("model.norm.weight")}, tmp_path / "0.safetensors", with_checksums=True)
+        _save(weights, tmp_path / "1.safetensors", with_checksums=True)
+        files = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
+        served.engine.update_weights(files, version=0)
+        assert {r.policy_version for r in served.engine.generate(make_prompts(1, seed=0), SAMPLING, seed=0)} == {0}
+        data = bytearray(files[0].read_bytes())
+        data[-2] ^= 0x10
+        files[0].write_bytes(data)
+        if name == "vllm":
+            with pytest.raises(SyncError, match=damage):
+                served.engine.update_weights(files, version=1)
+        else:  # which ends on it
+            served.engine.update_weights(files, version=1)
+            with pytest.raises(RolloutError, match=damage):
+                served.engine.generate(make_prompts(1, seed=0), SAMPLING, seed=0)
 
 
 @pytest.mark.full

@@ -111,5 +111,5 @@ def test_each_step_samples_with_its_own_seed() -> None:
 
 def test_rollouts_of_other_weights_are_refused() -> None:
     collect, _ = collector(refills=0)
-    with pytest.raises(SyncError, match=r"step 2: rollouts of version \[0\], but the weights sent last are 1"):
+    with pytest.raises(SyncError, match=r"step 2: rollouts of version \[0\], but only \[1\] may"):
         collect.collect(2, Clock())

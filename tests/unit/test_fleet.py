@@ -170,6 +170,21 @@ def test_refused_weights_end_the_fleet_and_lost_servers_do_not(tmp_path: Path) -
                 use()
 
 
+def test_weights_that_come_in_mid_generation_wait_for_what_is_being_sampled(expected: list[list[int]], tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=2) as two:
+        two.update_weights([], version=1)
+        for i in range(2):
+            behave(two, i, slow=0.1)
+        updates = threading.Timer(0.25, lambda: two.update_weights([], version=2))
+        updates.start()
+        rollouts = two.generate(PROMPTS, SAMPLING, seed=7)
+        updates.join()
+        assert ids(rollouts) == expected
+        versions = [r.policy_version for r in rollouts]
+        assert set(versions) == {1, 2} and two.take_events() == []
+        assert all(len(set(versions[i : i + 3])) == 1 for i in range(0, len(versions), 3)), "a group of two versions"
+
+
 def test_a_server_that_cannot_start_is_not_tried_again(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(RolloutError, match=r"was not ready after 0\.01 s"), fleet(tmp_path, servers=1, ready_seconds=0.01):

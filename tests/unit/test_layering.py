@@ -52,7 +52,7 @@ ROWS = [
         "sinks",
         "report",
     ],
-    ["step_log", "driver", "train"],
+    ["step_log", "driver", "schedule", "train"],
     ["launcher", "worker", "ablation", "cli", "__main__"],
 ]
 BESIDE = {
@@ -61,7 +61,8 @@ BESIDE = {
     ("platform", "errors"), ("parallel", "ops"), ("weights.families", "weights.ops"),
     ("weights.sync", "weights.gather"), ("actor", "weights.gather"), 
     ("losses", "advantages"), ("evaluation", "rollout"), ("report", "sinks"),
-    ("driver", "step_log"), ("train", "driver"), ("train", "step_log"), ("worker", "launcher"), ("cli", "launcher"),
+    ("driver", "step_log"), ("schedule", "driver"), ("train", "schedule"),
+    ("train", "driver"), ("train", "step_log"), ("worker", "launcher"), ("cli", "launcher"),
     ("checkpoint", "actor"), ("weights.convert", "actor"), ("weights.convert", "weights.gather"), ("cli", "ablation"),
     ("__main__", "cli"),
 }  # fmt: skip

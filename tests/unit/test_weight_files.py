@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.rollout.weight_files import check_tensors, tensors
+from tepo_megatron.rollout.weight_files import Update, tensors
 
 MODEL = {"a.weight": torch.zeros(3, 2), "b.weight": torch.zeros(4), "lm_head.weight": torch.zeros(3, 2)}
 
@@ -34,18 +34,38 @@ FAULTS = {
 }
 
 
+def received(model: Path, *rounds: list[str], tied_embeddings: bool = False) -> None:
+    update = Update(model, tied_embeddings)
+    for paths in rounds:
+        update.add(paths)
+    update.finish()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["at once", "one by one"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_files_that_are_not_the_model_are_refused(fault: str, tmp_path: Path) -> None:
+def test_files_that_are_not_the_model_are_refused(fault: str, apart: bool, tmp_path: Path) -> None:
     saved(tmp_path / "model", MODEL)
     paths = saved(tmp_path / "sent", *FAULTS[fault])
     with pytest.raises(ValueError, match=fault):
-        check_tensors(paths, tmp_path / "model", tied_embeddings=False)
+        received(tmp_path / "model", *([[path] for path in paths] if apart else [paths]))
+
+
+def test_only_what_is_missing_waits_for_the_end(tmp_path: Path) -> None:
+    saved(tmp_path / "model", MODEL)
+    first, unknown = saved(tmp_path / "sent", {"b.weight": torch.zeros(4)}, {"c.bias": torch.zeros(1)})
+    update = Update(tmp_path / "model", tied_embeddings=False)
+    update.add([first])
+    with pytest.raises(ValueError, match=r"1 unknown: c\.bias"):
+        update.add([unknown])
+    with pytest.raises(ValueError, match=r"2 missing: a\.weight, lm_head\.weight"):
+        update.finish()
 
 
 def test_the_model_in_several_files_passes_and_is_read_in_turn(tmp_path: Path) -> None:
     saved(tmp_path / "model", MODEL)
     paths = saved(tmp_path / "sent", {"b.weight": torch.arange(4.0)}, without("b.weight"))
-    check_tensors(paths, tmp_path / "model", tied_embeddings=False)
+    received(tmp_path / "model", paths)
+    received(tmp_path / "model", *([path] for path in paths))
     read = dict(tensors(paths))
     assert read.keys() == MODEL.keys() and read["b.weight"].tolist() == [0, 1, 2, 3]
 
@@ -53,6 +73,6 @@ def test_the_model_in_several_files_passes_and_is_read_in_turn(tmp_path: Path) -
 def test_a_tied_output_layer_may_be_there_or_not(tmp_path: Path) -> None:
     saved(tmp_path / "model", without("lm_head.weight"))
     for i, sent in enumerate((MODEL, without("lm_head.weight"))):
-        check_tensors(saved(tmp_path / str(i), sent), tmp_path / "model", tied_embeddings=True)
+        received(tmp_path / "model", saved(tmp_path / str(i), sent), tied_embeddings=True)
     with pytest.raises(ValueError, match=r"1 unknown: lm_head\.weight"):
-        check_tensors(saved(tmp_path / "again", MODEL), tmp_path / "model", tied_embeddings=False)
+        received(tmp_path / "model", saved(tmp_path / "again", MODEL))

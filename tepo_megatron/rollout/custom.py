@@ -1,0 +1,227 @@
+"""A user's own generation function in the place of one response per sample: see `conversation.Conversation`.
+
+`CustomRollouts` stands between an engine and whoever samples, so that training and evaluation both go through the function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Self
+
+from tepo_megatron.errors import ConfigError, RolloutError
+from tepo_megatron.rollout.conversation import Conversation, Decode, Encode, OutOfRoom, WeightsChanged
+from tepo_megatron.rollout.engine import RolloutEngine
+from tepo_megatron.rollout.loop import LoopThread
+from tepo_megatron.seeding import derive_seed
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+
+CLOSE_SECONDS = 5.0  # for functions under way to end; one that blocks its thread never does
+
+
+@dataclass(frozen=True)
+class Function:
+    """file: resolved; name: in it; call: the async function, which is given a conversation and returns nothing."""
+
+    file: Path
+    name: str
+    call: Callable[[Conversation], Awaitable[object]]
+
+
+def load_function(spec: str) -> Function:
+    """The async function that `rollout.function`, "path/to/file.py:name", names. The file is run.
+
+    Raises ConfigError naming the key, what is wrong and the mend.
+    """
+    key = f"rollout.function={spec}"
+    path, colon, name = spec.rpartition(":")
+    if not colon or not path.endswith(".py") or not name.isidentifier():
+        raise ConfigError(f"{key}: not of the form path/to/file.py:name")
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ConfigError(f"{key}: there is no file {file}; a path is relative to the folder that the run is started in")
+    call = getattr(_run_file(file, key), name, None)
+    if call is None:
+        raise ConfigError(f"{key}: {path} defines no {name}; name an async function of it")
+    if not inspect.iscoroutinefunction(call):
+        raise ConfigError(f"{key}: {name} is no async function; write `async def {name}(conversation: Conversation) -> None`")
+    try:
+        inspect.signature(call).bind(object())
+    except TypeError as e:
+        raise ConfigError(f"{key}: {name} must take a conversation and nothing else ({e}); give the rest defaults") from None
+    return Function(file, name, call)
+
+
+def _run_file(file: Path, key: str) -> ModuleType:
+    name = f"rollout_function_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as e:
+        del sys.modules[name]
+        raise ConfigError(
+            f"{key}: {file} cannot be imported ({_told(e, file)}); mend it, or put the folder of what it imports on PYTHONPATH"
+        ) from e
+    return module
+
+
+class CustomRollouts:
+    """See `engine.RolloutEngine`: `engine`, whose samples are what `function` makes of them.
+
+    encode, decode: text <-> token ids, for the function. It runs in an event loop of its own, so that one that computes for a
+    while holds up other samples but not the watch over the servers.
+    """
+
+    def __init__(self, engine: RolloutEngine, function: Function, encode: Encode, decode: Decode) -> None:
+        self.engine, self._function = engine, function
+        self._encode, self._decode = encode, decode
+        self._loop = LoopThread("conversations")
+        self._events: list[str] = []
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
+        """See `RolloutEngine.generate`: a conversation per sample, all at once, at most `sampling.max_tokens` added to each.
+
+        Every turn has a seed of (seed, prompt, sample, turn), so that a function which depends on its conversation alone makes
+        the same samples again. A sample is of one version of the weights: where a server that was started again got newer ones,
+        the function is called anew. Raises RolloutError naming prompt, file and line where it raises; one sample ends the call.
+        """
+        return self._loop.run(self._converse(prompts, sampling, seed))
+
+    async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
+        """See `RolloutEngine.sample`: past the function."""
+        return await self.engine.sample(prompt, sampling, seed)
+
+    def close(self) -> None:
+        """End what is under way, then the engine."""
+        # from a thread of its own, which a function that blocks the loop cannot hold up
+        stopping = threading.Thread(target=self._loop.stop, daemon=True)
+        stopping.start()
+        stopping.join(CLOSE_SECONDS)
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    async def _converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
+        each = [(prompt, k) for prompt in prompts for k in range(sampling.samples)]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                samples = [tasks.create_task(self._one(prompt, sampling, seed, k)) for prompt, k in each]
+        except ExceptionGroup as failed:
+            error = failed.exceptions[0]
+        else:
+            for (prompt, k), sample in zip(each, samples, strict=True):
+                if sample.cancelled():  # a group of tasks thinks nothing of it
+                    raise RolloutError(f"{self._what(prompt, k)} was cancelled, by itself or because the engine was closed")
+            return [sample.result() for sample in samples]
+        raise error
+
+    async def _one(self, prompt: Prompt, sampling: SamplingParams, seed: int, sample: int) -> Rollout:
+        """What the function makes of sample `sample` of a prompt, with the same weights from its first turn to its last."""
+        while True:
+            try:
+                return await self._once(prompt, sampling, seed, sample)
+            except WeightsChanged as e:
+                self._events.append(f"{e}; sample {sample} is made anew")
+
+    async def _once(self, prompt: Prompt, sampling: SamplingParams, seed: int, sample: int) -> Rollout:
+        function, what = self._function, self._what(prompt, sample)
+        conversation = Conversation(
+            prompt, sampling, derive_seed(seed, sample), ask=self._ask, encode=self._encode, decode=self._decode
+        )
+        returned: object = None
+        try:
+            returned = await function.call(conversation)
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as e:  # SystemExit would end the loop, and with it all who wait for it
+            cause = _first(e)
+            if conversation.failure is None and not isinstance(cause, OutOfRoom):
+                raise RolloutError(f"{what} failed: {_told(cause, function.file)}") from cause
+        if conversation.failure is not None:  # the function passed over it
+            raise conversation.failure
+        if returned is not None:
+            raise RolloutError(f"{what} returned {returned!r:.80}; it must return nothing: its conversation is the sample")
+        if not conversation.turns:
+            raise RolloutError(
+                f"{what} ended before the model wrote anything; await conversation.generate() at least once, and append less "
+                f"before it than rollout.max_response_tokens={sampling.max_tokens}"
+            )
+        try:
+            return conversation.finish()
+        except RuntimeError as e:
+            raise RolloutError(f"{what} returned too early: {e}") from None
+
+    async def _ask(self, context: Prompt, sampling: SamplingParams, seed: int) -> Rollout:
+        (rollout,) = await self.engine.sample(context, sampling, seed)
+        return rollout
+
+    def _what(self, prompt: Prompt, sample: int) -> str:
+        return f"prompt {prompt.id}, sample {sample}: {self._function.name} of {self._function.file}"
+
+    # the engine's own
+
+    @property
+    def version(self) -> int:
+        """See `RolloutEngine.version`."""
+        return self.engine.version
+
+    @property
+    def needs_weights(self) -> bool:
+        """See `RolloutEngine.needs_weights`."""
+        return self.engine.needs_weights
+
+    def start(self) -> None:
+        """See `RolloutEngine.start`."""
+        self.engine.start()
+
+    def wait_ready(self) -> None:
+        """See `RolloutEngine.wait_ready`."""
+        self.engine.wait_ready()
+
+    def begin_update(self, version: int) -> None:
+        """See `RolloutEngine.begin_update`."""
+        self.engine.begin_update(version)
+
+    def load(self, files: Sequence[Path]) -> Future[None]:
+        """See `RolloutEngine.load`."""
+        return self.engine.load(files)
+
+    def finish_update(self) -> None:
+        """See `RolloutEngine.finish_update`."""
+        self.engine.finish_update()
+
+    def take_events(self) -> list[str]:
+        """See `RolloutEngine.take_events`."""
+        events, self._events = self._events, []
+        return [*self.engine.take_events(), *events]
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first error of a group of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _told(error: BaseException, file: Path) -> str:
+    """The error and where it arose: the last line of `file` on the way to it, or else the last line of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((frame for frame in reversed(frames) if frame.filename == str(file)), frames[-1] if frames else None)
+    where = "" if line is None else f" at {line.filename}:{line.lineno}"
+    return f"{type(error).__name__}: {error}{where}"

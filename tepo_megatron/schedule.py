@@ -1,0 +1,95 @@
+"""When rollouts are sampled and when the engine gets new weights: in turn with training, or one step ahead of it.
+
+                     | while step s is trained          | its rollouts were sampled by
+max_staleness: 0     | the engine waits                 | the weights of step s - 1, those that training starts from
+max_staleness: 1     | the rollouts of s + 1 are sampled | the weights of step s - 2
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tepo_megatron.beside import Nothing
+from tepo_megatron.config import Config
+from tepo_megatron.driver import Driver
+from tepo_megatron.metrics import Metrics
+from tepo_megatron.parallel import Groups
+from tepo_megatron.timing import Clock
+from tepo_megatron.types import Rollout
+from tepo_megatron.weights.sync import NoSync, WeightSync
+
+
+class Schedule:
+    """The rollout side of the loop, the same calls on every rank. first: the step whose weights the actor has at the start."""
+
+    def __init__(self, cfg: Config, driver: Driver, sync: WeightSync | NoSync, groups: Groups, first: int) -> None:
+        self._driver, self._sync, self._groups = driver, sync, groups
+        self._ahead, self._last = cfg.rollout.max_staleness > 0, cfg.training.steps
+        self._evaluate_every = cfg.evaluation.every
+        self._next: tuple[Nothing, Clock] | None = None  # rollouts that are being sampled ahead
+        self._trained = self._version = first  # of the actor's weights, and of those that are served
+        sync.push(version=first)
+        if first == 0:
+            self.evaluate(0)
+
+    def take(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
+        """The graded rollouts to train on in `step`, and their metrics."""
+        with clock.phase("wait"):
+            working, sampling = self._next or self._begin(step)
+            taken: tuple[list[Rollout], Metrics] = self._wait(working)
+        clock.seconds |= sampling.seconds
+        self._next = None
+        if self._ahead:
+            self.give(step - 1, clock)
+            with clock.paused():
+                self.evaluate_if_due(step - 1)
+            if step < self._last:
+                self._next = self._begin(step + 1)
+        return taken
+
+    def give(self, step: int, clock: Clock) -> None:
+        """Have the weights of `step`, the actor's, served: at once, or, while rollouts are sampled ahead, after those."""
+        self._trained = step
+        if self._next is None and self._version != step:
+            with clock.phase("sync"):
+                self._push()
+
+    def evaluate_if_due(self, step: int) -> None:
+        """Evaluate the weights of `step`, if they are served and it is time; the last ones are evaluated in the end."""
+        due = self._evaluate_every > 0 and step % self._evaluate_every == 0
+        if due and 0 < step < self._last and self._version == step:
+            self.evaluate(step)
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate the weights that are served, those of `step`."""
+        self._wait(self._driver.beside(lambda: self._driver.evaluate(step)))
+
+    def _begin(self, step: int) -> tuple[Nothing, Clock]:
+        sampling = Clock()
+        self._driver.before_collecting(step)
+        return self._driver.beside(lambda: self._driver.collect(step, sampling)), sampling
+
+    def _wait(self, working: Nothing) -> Any:
+        """What the work makes on rank 0, on every rank; meanwhile all send the weights when a restarted server lacks them.
+
+        The actor has only its newest: where rollouts are sampled ahead, the rest of them comes from those then.
+        """
+        while True:
+            weights_wanted, made = share(working.wait(), self._groups)
+            if not weights_wanted:
+                return made
+            self._push()
+
+    def _push(self) -> None:
+        self._sync.push(version=self._trained)
+        self._version = self._trained
+
+
+def share(value: Any, groups: Groups) -> Any:
+    """Rank 0's value, on every rank; they wait for it as long as generation takes."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=groups.host, device=torch.device("cpu"))
+    return box[0]

@@ -1,0 +1,475 @@
+"""A user's own generation function: what it adds is marked rightly, repeats, and fails with an error that names it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.arithmetic.task import END, build_tokenizer, make_problem
+from examples.tools.calculator import result
+from tepo_megatron.config import RolloutConfig, ServerConfig
+from tepo_megatron.errors import ConfigError, RolloutError
+from tepo_megatron.ops.context_parallel import shard_zigzag_packed
+from tepo_megatron.ops.packing import Alignment, pack
+from tepo_megatron.rewards.math import MathReward
+from tepo_megatron.rollout.custom import CustomRollouts, load_function
+from tepo_megatron.rollout.endpoint import Endpoint
+from tepo_megatron.rollout.engine import Launch, Send
+from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.rollout.samples import checked_rollout
+from tepo_megatron.types import Prompt, Rollout, SamplingParams, TrainBatch
+from tests.scripted_server import ScriptedApi
+from tests.unit.test_fleet import behave, process
+
+CALCULATOR = "examples/tools/calculator.py:calculator"
+TOKENIZER = build_tokenizer()
+PROMPTS = [Prompt(id=10 + i, token_ids=(4, 5, 6)[: 1 + i % 3], answer=str(i)) for i in range(12)]
+SAMPLING = SamplingParams(samples=3, max_tokens=20)
+HEADER = "import asyncio\nfrom tepo_megatron.rollout.conversation import Conversation, OutOfRoom\n"
+TWO_TURNS = """
+async def agent(conversation: Conversation) -> None:
+    await conversation.generate(max_tokens=3)
+    conversation.append([50 + len(conversation.prompt.token_ids), 9])
+    await conversation.generate(max_tokens=4)
+    conversation.append([8, 8])
+"""
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False).input_ids)
+
+
+def decode(ids: Sequence[int]) -> str:
+    return str(TOKENIZER.decode(ids, skip_special_tokens=True))
+
+
+class InProcess:
+    """An engine without a server: `write` continues a context, given the seed and the most tokens."""
+
+    def __init__(self, write: Callable[[Prompt, SamplingParams, int], tuple[list[int], str]]) -> None:
+        self.write = write
+        self.version, self.needs_weights, self.asked = 3, False, 0
+        self.calls: list[tuple[str, Any]] = []
+
+    async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
+        self.asked += 1
+        assert sampling.samples == 1
+        await asyncio.sleep(0)
+        ids, stop_reason = self.write(prompt, sampling, seed)
+        logprobs = [-0.5 - 0.25 * self.asked] * len(ids)
+        return [checked_rollout(prompt, ids, logprobs, stop_reason, sampling, self.version)]
+
+    def generate(self, *_: Any) -> list[Rollout]:
+        raise AssertionError("past the function")
+
+    def start(self) -> None:
+        self.calls.append(("start", None))
+
+    def wait_ready(self) -> None:
+        self.calls.append(("wait_ready", None))
+
+    def begin_update(self, version: int) -> None:
+        self.calls.append(("begin_update", version))
+
+    def load(self, files: Sequence[Path]) -> None:
+        self.calls.append(("load", files))
+
+    def finish_update(self) -> None:
+        self.calls.append(("finish_update", None))
+
+    def take_events(self) -> list[str]:
+        return ["an event"]
+
+    def close(self) -> None:
+        self.calls.append(("close", None))
+
+
+def count_up(prompt: Prompt, sampling: SamplingParams, seed: int) -> tuple[list[int], str]:
+    """As many tokens as it may, each the place that it gets."""
+    start = len(prompt.token_ids)
+    return list(range(start, start + sampling.max_tokens)), "length"
+
+
+def written(folder: Path, source: str) -> str:
+    """A file with `agent`, as `rollout.function` names it."""
+    file = folder / "functions.py"
+    file.write_text(HEADER + source)
+    return f"{file}:agent"
+
+
+@contextmanager
+def custom(engine: Any, spec: str) -> Iterator[CustomRollouts]:
+    with CustomRollouts(engine, load_function(spec), encode, decode) as made:
+        yield made
+
+
+def run(folder: Path, source: str, sampling: SamplingParams = SAMPLING, write: Any = count_up) -> Rollout:
+    """The sample that `agent` makes of the prompt (4, 5)."""
+    engine = InProcess(write)
+    with custom(engine, written(folder, source)) as rollouts:
+        return rollouts.generate([Prompt(7, (4, 5), "9")], SamplingParams(1, 1.0, sampling.max_tokens), seed=0)[0]
+
+
+def agent(body: str) -> str:
+    return "async def agent(conversation: Conversation) -> None:\n" + "".join(f"    {line}\n" for line in body.splitlines())
+
+
+# what a sample is made of
+
+
+def test_what_the_model_wrote_and_what_it_did_not(tmp_path: Path) -> None:
+    rollout = run(tmp_path, TWO_TURNS)
+    assert rollout.token_ids_L.tolist() == [4, 5, 2, 3, 4, 52, 9, 7, 8, 9, 10]  # what follows the last turn is left out
+    assert rollout.response_mask_L.tolist() == [False] * 2 + [True] * 3 + [False] * 2 + [True] * 4
+    assert rollout.rollout_logprobs_L.tolist() == [0, 0, -0.75, -0.75, -0.75, 0, 0, -1, -1, -1, -1]
+    assert rollout.token_ids_L.dtype == torch.int64 and rollout.rollout_logprobs_L.dtype == torch.float32
+    assert (rollout.prompt_id, rollout.answer, rollout.policy_version, rollout.stop_reason) == (7, "9", 3, "length")
+    assert rollout.response_ids == [2, 3, 4, 7, 8, 9, 10] and rollout.status == "ungraded"
+
+
+def test_the_room_is_that_of_the_whole_sample(tmp_path: Path) -> None:
+    """However much the function wants, prompt + max_tokens is the most; the model always gets the last token."""
+    body = "while True:\n    await conversation.generate(max_tokens=3)\n    conversation.append([9, 9])"
+    rollout = run(tmp_path, agent(body), SamplingParams(max_tokens=14))
+    assert rollout.response_mask_L[2:].tolist() == ([True] * 3 + [False] * 2) * 2 + [True] * 3
+    assert rollout.stop_reason == "length"
+    full = run(tmp_path, agent("while True:\n    await conversation.generate()"), SamplingParams(max_tokens=14))
+    assert full.token_ids_L.numel() == 16 and full.stop_reason == "length"
+
+
+def test_a_function_may_look_at_the_room_and_go_another_way(tmp_path: Path) -> None:
+    body = """
+await conversation.generate(max_tokens=4)
+assert conversation.room == 6 and conversation.turns == 1 and conversation.token_ids == (4, 5, 2, 3, 4, 5)
+try:
+    conversation.append([9] * 6)
+except OutOfRoom:
+    conversation.append("7")
+assert conversation.room == 5
+turn = await conversation.generate()
+assert turn.stop_reason == "stop" and conversation.text == conversation.decode(conversation.token_ids[2:])"""
+
+    def write(prompt: Prompt, sampling: SamplingParams, seed: int) -> tuple[list[int], str]:
+        ids, _ = count_up(prompt, sampling, seed)
+        return (ids, "length") if len(ids) == 4 else (ids[:2], "stop")
+
+    rollout = run(tmp_path, agent(body), SamplingParams(max_tokens=10), write)
+    assert rollout.stop_reason == "stop" and rollout.response_mask_L.tolist()[2:] == [True] * 4 + [False] + [True] * 2
+    assert rollout.token_ids_L[6] == encode("7")[0]
+
+
+def test_stop_tokens_of_a_turn_come_beside_those_of_a_response(tmp_path: Path) -> None:
+    seen = []
+
+    def write(prompt: Prompt, sampling: SamplingParams, seed: int) -> tuple[list[int], str]:
+        seen.append(sampling)
+        return [sampling.stop_token_ids[-1]], "stop"
+
+    with custom(
+        InProcess(write), written(tmp_path, agent("for _ in range(2):\n    await conversation.generate(stop_token_ids=[5])"))
+    ) as made:
+        made.generate(PROMPTS[:1], SamplingParams(1, 0.6, 20, (2,)), seed=0)
+    assert seen == [SamplingParams(1, 0.6, 20, (2, 5)), SamplingParams(1, 0.6, 19, (2, 5))]
+
+
+def test_everything_else_is_the_engine(tmp_path: Path) -> None:
+    engine = InProcess(count_up)
+    with custom(engine, written(tmp_path, TWO_TURNS)) as made:
+        made.start()
+        made.wait_ready()
+        made.begin_update(5)
+        made.load([])
+        made.finish_update()
+        assert made.version == 3 and not made.needs_weights and made.take_events() == ["an event"]
+    updates = [("begin_update", 5), ("load", []), ("finish_update", None)]
+    assert engine.calls == [("start", None), ("wait_ready", None), *updates, ("close", None)]
+
+
+# what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("1 / 0", r"prompt 7, sample 0: agent of .*functions\.py failed: ZeroDivisionError: .* at .*functions\.py:4"),
+        ("raise SystemExit(3)", r"failed: SystemExit: 3"),
+        ("asyncio.current_task().cancel()\nawait asyncio.sleep(0)", r"prompt 7, sample 0: agent of .* was cancelled"),
+        ("raise asyncio.CancelledError", "was cancelled"),
+        ("async with asyncio.TaskGroup() as tasks:\n    tasks.create_task(asyncio.sleep(0, 1 / 0))", "ZeroDivisionError"),
+        ("pass", r"ended before the model wrote anything; await conversation\.generate\(\) at least once"),
+        ("conversation.append([9] * 20)", r"append less before it than rollout\.max_response_tokens=20"),
+        ("return await conversation.generate()", r"returned Turn\(.*it must return nothing"),
+        ("await conversation.generate(max_tokens=0)", r"ValueError: max_tokens=0 must be at least 1"),
+        ("conversation.append([9.5])", "TypeError"),
+        ("await asyncio.gather(conversation.generate(), conversation.generate())", "RuntimeError: a turn is still under way"),
+        ("conversation.generate()\nawait asyncio.sleep(0)", "before the model wrote anything"),
+        (
+            "await conversation.generate(max_tokens=1)\n"
+            "tasks = asyncio.create_task(conversation.generate())\nawait asyncio.sleep(0)",
+            "returned too early: a turn is still under way",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine 'Conversation.generate' was never awaited")
+def test_a_function_that_fails_ends_the_run_with_an_error_that_names_it(body: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RolloutError, match=message):
+        run(tmp_path, agent(body))
+
+
+def test_the_failure_of_the_engine_cannot_be_passed_over(tmp_path: Path) -> None:
+    def lost(prompt: Prompt, sampling: SamplingParams, seed: int) -> tuple[list[int], str]:
+        if len(prompt.token_ids) > 2:
+            raise RolloutError("the inference server is gone")
+        return [9], "length"
+
+    body = """
+await conversation.generate(max_tokens=1)
+try:
+    await conversation.generate()
+except Exception:
+    {}"""
+    for then in ("pass", "raise KeyError(1)"):
+        with pytest.raises(RolloutError, match=r"^the inference server is gone$"):
+            run(tmp_path, agent(body.format(then)), write=lost)
+
+
+def test_a_sample_is_made_anew_when_the_weights_change_between_its_turns(tmp_path: Path) -> None:
+    engine = InProcess(count_up)
+
+    def write(prompt: Prompt, sampling: SamplingParams, seed: int) -> tuple[list[int], str]:
+        seeds.append(seed)
+        engine.version = 3 if engine.asked == 1 else 4
+        return count_up(prompt, sampling, seed)
+
+    engine.write, seeds = write, []
+    with custom(engine, written(tmp_path, TWO_TURNS)) as made:
+        (rollout,) = made.generate(PROMPTS[:1], SamplingParams(1, 1.0, 20), seed=0)
+        assert made.take_events() == [
+            "an event",
+            "prompt 10: version 4 of the weights wrote a turn after version 3; sample 0 is made anew",
+        ]
+        assert made.take_events() == ["an event"]
+    assert rollout.policy_version == 4 and rollout.response_length == 7
+    assert len(seeds) == 4 and seeds[:2] == seeds[2:] and seeds[0] != seeds[1]
+
+
+def test_a_function_that_blocks_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tepo_megatron.rollout.custom.CLOSE_SECONDS", 0.2)
+    engine, ended = InProcess(count_up), threading.Event()
+    made = CustomRollouts(
+        engine,
+        load_function(written(tmp_path, agent("import time\ntime.sleep(1.5)\nawait conversation.generate()"))),
+        encode,
+        decode,
+    )
+
+    def generate() -> None:
+        with pytest.raises(BaseException):  # noqa: B017  cancelled, whatever that is called in a thread
+            made.generate(PROMPTS[:1], SamplingParams(), seed=0)
+        ended.set()
+
+    caller = threading.Thread(target=generate)
+    caller.start()
+    time.sleep(0.2)
+    started = time.monotonic()
+    made.close()
+    assert time.monotonic() - started < 1 and engine.calls == [("close", None)]
+    assert ended.wait(10)
+    caller.join()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("functions.py", r"rollout\.function=functions\.py: not of the form path/to/file\.py:name"),
+        ("functions.txt:agent", "not of the form"),
+        ("functions.py:a-b", "not of the form"),
+        ("nowhere.py:agent", r"there is no file .*nowhere\.py; a path is relative to the folder that the run is started in"),
+        ("functions.py:agnet", r"functions\.py defines no agnet; name an async function of it"),
+        ("functions.py:plain", r"plain is no async function; write `async def plain\("),
+        ("functions.py:number", "number is no async function"),
+        ("functions.py:two", r"two must take a conversation and nothing else \(missing a required argument: 'limit'\)"),
+        ("broken.py:agent", r"broken\.py cannot be imported \(ModuleNotFoundError: .* at .*broken\.py:2\).*PYTHONPATH"),
+        ("unreadable.py:agent", r"unreadable\.py cannot be imported \(SyntaxError"),
+        ("leaves.py:agent", r"leaves\.py cannot be imported \(SystemExit"),
+    ],
+)
+def test_what_is_no_function_is_refused(spec: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "functions.py").write_text(
+        "number = 1\ndef plain(conversation): ...\nasync def two(conversation, limit): ...\n"
+    )
+    (tmp_path / "broken.py").write_text("\nimport no_such_module\n")
+    (tmp_path / "unreadable.py").write_text("def (:\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit\n")
+    with pytest.raises(ConfigError, match=message):
+        load_function(spec)
+
+
+def test_a_file_may_hold_dataclasses_and_defaults(tmp_path: Path) -> None:
+    source = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Tool:\n    name: str\n"
+        "async def agent(conversation, tool=Tool('x')): ...\n"
+    )
+    (tmp_path / "tools.py").write_text(source)
+    assert load_function(f"{tmp_path / 'tools.py'}:agent").name == "agent"
+
+
+# with real servers that fail
+
+
+@contextmanager
+def fleet(folder: Path, api: type[ScriptedApi] = ScriptedApi, servers: int = 3, **settings: Any) -> Iterator[Fleet]:
+    (folder / "model").mkdir(exist_ok=True)
+    server = ServerConfig(backoff_seconds=0.05, silent_seconds=1.0, concurrency=4, ready_seconds=20, **settings)
+    cfg = RolloutConfig(servers=servers, server=server)
+    launch = Launch(folder / "model", max_model_len=64, platform="cpu", precision="fp32", seed=0)
+    endpoints = [Endpoint(f"server {i}", api(), cfg.server, launch, folder / f"{i}.log") for i in range(servers)]
+    with Fleet(endpoints, cfg) as made:
+        made.start()
+        made.wait_ready()
+        yield made
+
+
+def ids(rollouts: list[Rollout]) -> list[list[int]]:
+    return [r.token_ids_L.tolist() for r in rollouts]
+
+
+@pytest.mark.slow
+def test_samples_repeat_whatever_the_servers_do(tmp_path: Path) -> None:
+    spec = written(tmp_path, TWO_TURNS)
+    (tmp_path / "one").mkdir()
+    with fleet(tmp_path / "one", servers=1) as one:
+        rollouts = CustomRollouts(one, load_function(spec), encode, decode).generate(PROMPTS, SAMPLING, seed=7)
+    assert [r.prompt_id for r in rollouts] == [p.id for p in PROMPTS for _ in range(3)]
+    assert len({tuple(r.response_ids) for r in rollouts}) == len(rollouts)
+    halves = [(tuple(r.response_ids[:3]), tuple(r.response_ids[3:6])) for r in rollouts]
+    assert all(first != second for first, second in halves)  # each turn has a seed of its own
+    expected = ids(rollouts)
+    with fleet(tmp_path) as three:
+        made = CustomRollouts(three, load_function(spec), encode, decode)
+        assert ids(made.generate(PROMPTS, SAMPLING, seed=7)) == expected
+        assert ids(made.generate(PROMPTS[::-1], SAMPLING, seed=7)) == list(
+            itertools.chain(*[expected[i : i + 3] for i in range(33, -1, -3)])
+        )
+        assert ids(made.generate(PROMPTS, SAMPLING, seed=8)) != expected
+        three.update_weights([], 4)
+        for i in range(3):
+            behave(three, i, slow=0.05)
+        killer = threading.Timer(0.3, process(three, 1).kill)
+        killer.start()
+        rollouts = made.generate(PROMPTS, SAMPLING, seed=7)
+        killer.join()
+        assert ids(rollouts) == expected and {r.policy_version for r in rollouts} == {4}
+        assert "is sampled again" in "\n".join(made.take_events())
+
+
+@pytest.mark.slow
+def test_one_bad_sample_ends_the_call_and_the_fleet_goes_on(tmp_path: Path) -> None:
+    source = TWO_TURNS.replace("conversation.append([8, 8])", "if conversation.prompt.id == 15: raise KeyError('no such tool')")
+    with fleet(tmp_path, servers=2) as two:
+        made = CustomRollouts(two, load_function(written(tmp_path, source)), encode, decode)
+        with pytest.raises(
+            RolloutError, match=r"prompt 15, sample \d: agent of .* failed: KeyError: 'no such tool' at .*py:8$"
+        ):
+            made.generate(PROMPTS, SAMPLING, seed=0)
+        assert len(made.generate(PROMPTS[:5], SAMPLING, seed=0)) == 15
+
+
+# the example
+
+PROBLEMS = {i: make_problem(random.Random(i)) for i in range(8)}
+STOPS = (TOKENIZER.eos_token_id,)
+
+
+class Solver(ScriptedApi):
+    """A real server is asked, but what the sample says is the next piece of the solution: up to a stop token, or the end."""
+
+    async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
+        await super().generate(send, prompt, sampling, seed, version)
+        question, _, answer = decode(prompt.token_ids).partition("\n")
+        solution = encode(PROBLEMS[prompt.id].solution + END)
+        rest = solution[len(encode(answer)) :]
+        assert f"{question}\n" == PROBLEMS[prompt.id].prompt and encode(answer) == solution[: len(encode(answer))]
+        end = next(i for i, token in enumerate(rest) if token in sampling.stop_token_ids) + 1
+        logprobs = [-(i + 1) / 64 for i in range(end)]
+        return [checked_rollout(prompt, rest[:end], logprobs, "stop", sampling, version)]
+
+
+@pytest.mark.slow
+def test_the_calculator_is_no_part_of_what_is_trained_on_and_graded(tmp_path: Path) -> None:
+    prompts = [Prompt(i, tuple(encode(p.prompt)), str(p.answer)) for i, p in PROBLEMS.items()]
+    with fleet(tmp_path, Solver, servers=2) as two, custom(two, CALCULATOR) as made:
+        rollouts = made.generate(prompts, SamplingParams(2, 1.0, 48, STOPS), seed=0)
+    for rollout in rollouts:
+        problem = PROBLEMS[rollout.prompt_id]
+        assert decode(rollout.token_ids_L.tolist()) == problem.prompt + problem.solution and rollout.stop_reason == "stop"
+        tool = decode(rollout.token_ids_L[~rollout.response_mask_L].tolist()).removeprefix(problem.prompt)
+        assert tool == "".join(part.partition("=")[0] for part in _results(problem.solution))
+        assert "=" in decode(rollout.response_ids) and ((rollout.rollout_logprobs_L != 0) == rollout.response_mask_L).all()
+    with MathReward(decode, workers=1, soft_seconds=1, hard_seconds=2.0, memory_mib=1024, max_answer_chars=99) as reward:
+        assert {(r.score, r.status) for r in reward.score(rollouts)} == {(1.0, "exact")}
+
+
+def _results(solution: str) -> list[str]:
+    """What stands after each "=": digits alone."""
+    return ["".join(itertools.takewhile(str.isdigit, part)) for part in solution.split("=")[1:]]
+
+
+def test_what_the_calculator_says() -> None:
+    assert result("9+5=") == "14" and result("9+5=14-7=") == "7" and result("3-8=") == "-5"
+    assert result("=") == result("9+=") == result("+5=") == result("9*5=") == "?"
+
+
+# what training makes of a mask with holes
+
+
+def holed(prompt_id: int, seed: int) -> Rollout:
+    """Three tokens of prompt, then turns and tool outputs of random lengths; a turn last."""
+    chance = torch.Generator().manual_seed(seed)
+    parts = [int(torch.randint(1, 6, (), generator=chance)) for _ in range(5)]
+    mask = [False] * 3 + list(itertools.chain(*([i % 2 == 0] * n for i, n in enumerate(parts))))
+    mask_L = torch.tensor(mask)
+    tokens_L = torch.randint(1, 1000, (len(mask),), generator=chance)
+    return Rollout(prompt_id, tokens_L, mask_L, -torch.rand(len(mask), generator=chance) * mask_L, 0, "stop")
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_rows_labels_and_log_probs_skip_the_holes(cp: int) -> None:
+    rollouts = [holed(i // 2, seed=i) for i in range(6)]
+    batch = TrainBatch.build(rollouts, torch.zeros(6))
+    assert batch.response_lengths == [int(r.response_mask_L.sum()) for r in rollouts]
+    order = [4, 1, 5, 0]
+    found: dict[int, tuple[int, int, int]] = {}
+    for rank in range(cp):
+        m = pack(
+            [r.token_ids_L for r in rollouts],
+            [r.response_mask_L for r in rollouts],
+            batch.first_tokens,
+            order,
+            Alignment(cp=cp),
+            rank,
+        )
+        place_S = shard_zigzag_packed(torch.arange(int(m.cu_seqlens[-1])), m.cu_seqlens.long(), cp, rank, dim=0)
+        assert m.lengths_G.tolist() == [batch.response_lengths[i] for i in order]
+        for row, label, g, token, position in zip(m.rows_R, m.labels_R, m.sequence_R, m.token_R, m.position_R, strict=True):
+            assert int(token) not in found
+            offset = int(place_S[row]) - int(m.cu_seqlens[g])  # in its sequence, of the row that predicts the token
+            found[int(token)] = (order[int(g)], offset, int(label))
+            assert int(position) == int(token) - batch.first_tokens[order[int(g)]]
+    for i in order:
+        rollout, first = rollouts[i], batch.first_tokens[i]
+        for k, t in enumerate(rollout.response_mask_L.nonzero().flatten().tolist()):
+            assert found.pop(first + k) == (i, t - 1, int(rollout.token_ids_L[t]))
+            assert batch.rollout_logprobs_N[first + k] == rollout.rollout_logprobs_L[t]
+    assert not found

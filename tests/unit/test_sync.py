@@ -1,0 +1,71 @@
+"""How weights are cut into rounds, and that bytes damaged on their way are noticed. No server, no ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tepo_megatron.rollout.weight_files import tensors
+from tepo_megatron.weights.ops import Replicated
+from tepo_megatron.weights.sync import _cut, _save
+
+SENT = {
+    "a.weight": torch.arange(6.0).reshape(2, 3),
+    "b.weight": torch.linspace(-1, 1, 7, dtype=torch.bfloat16),
+    "scale": torch.tensor(2.5),
+}
+
+
+def sent(path: Path, with_checksums: bool) -> Path:
+    _save(SENT, path, with_checksums)
+    return path
+
+
+@pytest.mark.parametrize("with_checksums", [True, False])
+def test_what_is_sent_arrives(tmp_path: Path, with_checksums: bool) -> None:
+    read = dict(tensors([str(sent(tmp_path / "sent", with_checksums))]))
+    assert read.keys() == SENT.keys() and all(torch.equal(read[name], SENT[name]) for name in SENT)
+
+
+@pytest.mark.parametrize("back", [1, 30])
+def test_a_damaged_byte_is_noticed(tmp_path: Path, back: int) -> None:
+    """Wherever it is, the error names the tensor; without checksums nobody sees it."""
+    for with_checksums in (True, False):
+        path = sent(tmp_path / str(with_checksums), with_checksums)
+        data = bytearray(path.read_bytes())
+        data[-back] ^= 0x01
+        path.write_bytes(data)
+        if with_checksums:
+            with pytest.raises(ValueError, match=r"tensor (a\.weight|b\.weight|scale) was damaged on its way"):
+                dict(tensors([str(path)]))
+        else:
+            read = dict(tensors([str(path)]))
+            assert sum(not torch.equal(read[name], SENT[name]) for name in SENT) == 1
+
+
+def binding(name: str, numel: int, replicated: bool = False) -> Any:
+    op = Replicated() if replicated else object()
+    return SimpleNamespace(name=name, parameter=torch.zeros(numel), row=SimpleNamespace(op=op))
+
+
+def cut(bindings: list[Any], tied: bool = True) -> list[list[str]]:
+    arch: Any = SimpleNamespace(tied_embeddings=tied)
+    return [[b.name for b in bucket] for bucket in _cut(bindings, arch, tp=2, limit=80)]
+
+
+def test_buckets_hold_whole_parameters_up_to_the_limit() -> None:
+    """Of 80 bytes here: 10 numbers of a parameter that is cut over two ranks, 20 of one that both have."""
+    assert cut([binding(n, 5) for n in "abcde"]) == [["a", "b"], ["c", "d"], ["e"]]
+    assert cut([binding("a", 10, replicated=True), binding("b", 10, replicated=True), binding("c", 1)]) == [["a", "b"], ["c"]]
+    assert cut([binding("a", 1), binding("large", 50), binding("b", 1), binding("c", 1)]) == [["a"], ["large"], ["b", "c"]]
+    assert cut([]) == []
+
+
+def test_a_tied_output_layer_takes_no_room() -> None:
+    copy = binding("output_layer.weight", 50)
+    assert cut([copy]) == [] and cut([binding("a", 1), copy, binding("b", 1)]) == [["a", "b"]]
+    assert cut([copy], tied=False) == [["output_layer.weight"]]

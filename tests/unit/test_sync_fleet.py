@@ -1,0 +1,94 @@
+"""An update in rounds, on a fleet of real processes that refuse, die and come back in the middle of it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tepo_megatron.errors import SyncError
+from tepo_megatron.rollout.fleet import Fleet
+from tests.unit.test_fleet import PROMPTS, SAMPLING, behave, fleet, process, until
+
+pytestmark = pytest.mark.slow
+ROUNDS = [[Path("a"), Path("b")], [Path("c")]]
+
+
+def loaded(fleet: Fleet, server: int) -> Any:
+    """The files of the server's last update."""
+    client = fleet._members[server].endpoint.client
+    assert client is not None
+    return fleet._loop.run(client.send("GET", "/health"))["loaded"]
+
+
+def versions(fleet: Fleet) -> set[int]:
+    return {r.policy_version for r in fleet.generate(PROMPTS, SAMPLING, seed=0)}
+
+
+def test_nothing_is_served_until_the_update_is_finished(tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=2) as two:
+        behave(two, 0, loading=0.3)
+        two.begin_update(1)
+        served: list[set[int]] = []
+        asking = threading.Thread(target=lambda: served.append(versions(two)))
+        asking.start()
+        first = two.load(ROUNDS[0])
+        assert not first.done()  # the caller goes on
+        first.result()
+        two.load(ROUNDS[1]).result()
+        assert not served
+        two.finish_update()
+        asking.join()
+        assert served == [{1}] and not two.needs_weights
+        assert all(loaded(two, i) == ["a", "b", "c"] for i in range(2))
+
+
+@pytest.mark.parametrize("at", ["/begin", "/load", "/update"])
+def test_a_server_that_dies_of_it_asks_for_the_weights_and_the_others_go_on(at: str, tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=2) as two:
+        behave(two, 0, die=True, at=at)
+        two.begin_update(1)
+        two.load(ROUNDS[0]).result()
+        if at != "/update":
+            until(lambda: two._members[0].up and two._members[0].restarts == 1)  # back before the update is over
+        two.load(ROUNDS[1]).result()
+        two.finish_update()
+        assert versions(two) == {1} and loaded(two, 1) == ["a", "b", "c"]
+        until(lambda: two.needs_weights)
+        assert loaded(two, 0) is None  # it joined too late to take part
+        two.update_weights([Path("all")], 1)
+        assert loaded(two, 0) == ["all"] and loaded(two, 1) == ["a", "b", "c"]
+
+
+def test_a_server_killed_between_rounds_does_not_end_the_update(tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=2) as two:
+        two.begin_update(1)
+        two.load(ROUNDS[0]).result()
+        process(two, 0).kill()
+        two.load(ROUNDS[1]).result()
+        two.finish_update()
+        assert versions(two) == {1}
+        until(lambda: two.needs_weights)
+
+
+@pytest.mark.parametrize("at", ["/begin", "/load", "/update"])
+def test_a_refusal_in_any_part_ends_the_fleet(at: str, tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=2) as two:
+        behave(two, 1, refuse=True, at=at)
+        with pytest.raises(SyncError, match=f"weights of version 1: server 1 answered {at} with 500: cannot load these"):
+            two.update_weights(ROUNDS[0], 1)
+        with pytest.raises(SyncError, match="can no longer be used"):
+            two.finish_update()
+
+
+def test_servers_of_an_update_that_was_broken_off_start_anew(tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=1) as one:
+        one.begin_update(1)
+        one.load(ROUNDS[0]).result()
+        one.update_weights(ROUNDS[1], 2)  # to nobody: the server has half of version 1
+        until(lambda: one.needs_weights)
+        assert "was given weights half-way" in "\n".join(one.take_events())
+        one.update_weights([Path("all")], 2)
+        assert versions(one) == {2} and loaded(one, 0) == ["all"]
