@@ -8,7 +8,6 @@ one server (its samples share the prefix cache) and is delivered once: only the 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,32 +16,15 @@ from types import TracebackType
 from typing import Self
 
 from tepo_megatron.config import RolloutConfig
-from tepo_megatron.errors import RolloutError, SyncError, TepoError
+from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.rollout.client import RequestFailed
 from tepo_megatron.rollout.endpoint import Endpoint
 from tepo_megatron.rollout.engine import INITIAL_VERSION, StaleWeights
 from tepo_megatron.rollout.loop import LoopThread
+from tepo_megatron.rollout.member import Life, Member
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
-LONGEST_PAUSE = 30.0  # seconds before a start
 RETRY_SECONDS = 0.2  # before a request is sent again, doubled each time
-MOST_ERRORS = 3  # answers with an error, one after the other, after which a server is started again
-
-
-@dataclasses.dataclass(eq=False)
-class _Member:
-    """A server's place in the fleet.
-
-    up: it is healthy; failed: why it has to be ended, from whoever sees it; restarts, errors (answers with one): since its last
-    good answer; lost: why it is not started any more.
-    """
-
-    endpoint: Endpoint
-    up: bool = False
-    failed: asyncio.Future[RolloutError | None] | None = None
-    restarts: int = 0
-    errors: int = 0
-    lost: TepoError | None = None
 
 
 class Fleet:
@@ -52,15 +34,14 @@ class Fleet:
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig) -> None:
-        self._cfg = cfg
-        self._members = [_Member(endpoint) for endpoint in endpoints]
+        self._cfg, self._endpoints = cfg, endpoints
+        self._members: list[Member] = []
         self._version = INITIAL_VERSION
         self._loop = LoopThread("fleet")
         self._changed = asyncio.Condition()
         self._keepers: list[asyncio.Task[None]] = []
         self._events: list[str] = []
-        # the servers that take part in the update under way, each with the `failed` of the life in which it began
-        self._updating: list[tuple[_Member, asyncio.Future[RolloutError | None] | None]] = []
+        self._updating: list[tuple[Member, Life]] = []  # who takes part in the update under way, and its life when that began
         self._refused = ""  # why the weights were refused: what is served is not known then
 
     @property
@@ -83,8 +64,9 @@ class Fleet:
         if self._keepers:
             raise RolloutError("the inference servers were already started; close the fleet first")
         self._version, self._refused, self._changed = INITIAL_VERSION, "", asyncio.Condition()
-        for member in self._members:
-            member.endpoint.launch()
+        self._members = [Member(e, self._cfg.server, self._tell, self._event) for e in self._endpoints]
+        for endpoint in self._endpoints:
+            endpoint.launch()
         self._loop.run(self._keep_all())
 
     def wait_ready(self) -> None:
@@ -135,11 +117,10 @@ class Fleet:
     def close(self) -> None:
         """End all servers, bounded in time. May be called again, and before `start`."""
         self._loop.stop()
-        with ThreadPoolExecutor(len(self._members)) as threads:  # each takes some seconds
-            list(threads.map(lambda member: member.endpoint.stop(), self._members))
-        for member in self._members:
-            member.endpoint.forget()
-        self._members = [_Member(member.endpoint) for member in self._members]
+        with ThreadPoolExecutor(len(self._endpoints)) as threads:  # each takes some seconds
+            list(threads.map(lambda endpoint: endpoint.stop(), self._endpoints))
+        for endpoint in self._endpoints:
+            endpoint.forget()
         self._keepers, self._updating = [], []
 
     def __enter__(self) -> Self:
@@ -159,49 +140,7 @@ class Fleet:
     # what goes on in the loop
 
     async def _keep_all(self) -> None:
-        self._keepers = [asyncio.create_task(self._keep(member)) for member in self._members]
-
-    async def _keep(self, member: _Member) -> None:
-        """Keep one server alive until it is lost."""
-        endpoint, once_up = member.endpoint, False
-        try:
-            while True:
-                try:
-                    await endpoint.ready()
-                    once_up = True
-                    error = await self._serve(member)
-                except RolloutError as e:
-                    error = e
-                await endpoint.close()
-                member.restarts += 1
-                if not once_up or member.restarts > self._cfg.server.restarts:
-                    raise error
-                pause = min(LONGEST_PAUSE, self._cfg.server.backoff_seconds * 2 ** (member.restarts - 1))
-                self._events.append(f"{error}\n{endpoint.name} is started again (restart {member.restarts}) after {pause:g} s")
-                await asyncio.sleep(pause)
-                endpoint.launch()
-        except TepoError as e:
-            member.lost = e
-        except Exception as e:  # without this a mistake here would leave everyone waiting
-            member.lost = RolloutError(f"{endpoint.name}: {e!r}")
-            raise
-        finally:
-            await self._tell()
-
-    async def _serve(self, member: _Member) -> RolloutError:
-        """While the server is up; returns why it no longer is."""
-        assert member.endpoint.client is not None
-        failed = member.failed = asyncio.get_running_loop().create_future()
-        watch = asyncio.create_task(member.endpoint.client.illness())
-        watch.add_done_callback(lambda _: _settle(failed, None))
-        member.up = True
-        await self._tell()
-        try:
-            return await failed or await member.endpoint.failure(watch.result())
-        finally:
-            member.up = False
-            watch.cancel()
-            await self._tell()
+        self._keepers = [asyncio.create_task(member.keep()) for member in self._members]
 
     async def _until_settled(self) -> None:
         async with self._changed:
@@ -220,72 +159,57 @@ class Fleet:
         """One prompt's samples, from whichever server delivers them."""
         avoid: Endpoint | None = None
         for attempt in range(1, self._cfg.attempts + 1):
-            member = await self._free(avoid)
-            life = member.failed
+            member, life = await self._free(avoid)
             with _occupied(member.endpoint):
                 try:
                     rollouts = await member.endpoint.generate(prompt, sampling, seed)
-                    member.restarts = member.errors = 0
+                    member.delivered()
                     return rollouts
                 except RequestFailed as e:
                     if e.refused:
                         raise RolloutError(f"{member.endpoint.name} {e.what}") from None
-                    if member.failed is life and member.endpoint.client is not None:
-                        error = await self._failed(member, e)
-                    else:  # others saw it fail before, and that life of the server is over
-                        error = RolloutError(f"{member.endpoint.name} {e.what}")
-                except StaleWeights as e:
-                    error = e
-                    _settle(life, e)
+                    error = await member.failed(life, e)
                 except RolloutError as e:
                     error = e
+                    if isinstance(e, StaleWeights):
+                        life.end(e)
                 finally:
                     await self._tell()
             avoid = member.endpoint
             if attempt < self._cfg.attempts:
-                self._events.append(f"prompt {prompt.id} is sampled again: {str(error).splitlines()[0]}")
+                self._event(f"prompt {prompt.id} is sampled again: {str(error).splitlines()[0]}")
                 await asyncio.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
         raise error
 
-    async def _free(self, avoid: Endpoint | None) -> _Member:
+    async def _free(self, avoid: Endpoint | None) -> tuple[Member, Life]:
         """The least loaded server with room for a request, rather not `avoid`; waits for one. Raises RolloutError."""
         while True:
             async with self._changed:
                 self._check_enough()
-                serving = [m for m in self._members if m.up and m.endpoint.version == self._version]
-                free = [m for m in serving if m.endpoint.in_flight < self._cfg.server.concurrency]
+                serving = [(m, m.life) for m in self._members if m.life is not None and m.endpoint.version == self._version]
+                free = [each for each in serving if each[0].endpoint.in_flight < self._cfg.server.concurrency]
                 if free:
-                    return min(free, key=lambda m: (m.endpoint is avoid, m.endpoint.in_flight))
+                    return min(free, key=lambda each: (each[0].endpoint is avoid, each[0].endpoint.in_flight))
                 await self._changed.wait()
-
-    async def _failed(self, member: _Member, cause: RequestFailed) -> RolloutError:
-        """What a failed request says of the server: one that answered with an error may live on, any other is ended."""
-        life = member.failed
-        error = await member.endpoint.failure(cause.what)
-        member.errors += 1
-        if not cause.answered or member.errors >= MOST_ERRORS or not member.endpoint.running:
-            _settle(life, error)
-        return error
 
     async def _begin(self, version: int) -> None:
         self._version = version
-        broken_off = [member for member, life in self._updating if member.failed is life]
-        for member in broken_off:
-            _settle(member.failed, RolloutError(f"{member.endpoint.name} was given weights half-way"))
-        behind = [m for m in self._members if m.up and m.endpoint.version != version and m not in broken_off]
-        self._updating = [(m, m.failed) for m in behind]
+        broken_off = [life for _, life in self._updating]
+        for member, life in self._updating:
+            life.end(RolloutError(f"{member.endpoint.name} was given weights half-way"))
+        behind = [(m, m.life) for m in self._members if m.life is not None and m.endpoint.version != version]
+        self._updating = [(m, life) for m, life in behind if life not in broken_off]
         async with self._changed:  # what they sample with the weights they have may end; they are given nothing more
-            await self._changed.wait_for(lambda: not any(m.up and m.endpoint.in_flight for m in behind))
+            await self._changed.wait_for(lambda: not any(m.life is life and m.endpoint.in_flight for m, life in self._updating))
         await self._each(lambda endpoint: endpoint.begin_update(version))
 
     async def _each(self, say: Callable[[Endpoint], Awaitable[None]]) -> None:
         """A part of an update, to every server that has lived since it began. Raises SyncError when one refuses it."""
-        alive = [(m, life) for m, life in self._updating if m.up and m.failed is life]
+        alive = [(m, life) for m, life in self._updating if m.life is life]
         results = await asyncio.gather(*(say(m.endpoint) for m, _ in alive), return_exceptions=True)
         for (member, life), result in zip(alive, results, strict=True):
             if isinstance(result, RequestFailed):
-                if member.up and member.failed is life:
-                    await self._failed(member, result)
+                await member.failed(life, result)
             elif isinstance(result, BaseException) and not isinstance(result, SyncError):
                 raise result
         self._updating = [each for each, result in zip(alive, results, strict=True) if result is None]
@@ -312,6 +236,9 @@ class Fleet:
                 f"{self._cfg.min_servers}:\n{reasons}"
             )
 
+    def _event(self, text: str) -> None:
+        self._events.append(text)
+
     async def _tell(self) -> None:
         """Something changed that others wait for."""
         async with self._changed:
@@ -325,9 +252,3 @@ def _occupied(endpoint: Endpoint) -> Iterator[None]:
         yield
     finally:
         endpoint.in_flight -= 1
-
-
-def _settle(failed: asyncio.Future[RolloutError | None] | None, error: RolloutError | None) -> None:
-    """Say that a server has to be ended, if nobody has yet; None: its health tells why."""
-    if failed is not None and not failed.done():
-        failed.set_result(error)

@@ -33,6 +33,7 @@ from tepo_megatron.types import Prompt, Rollout, SamplingParams
 SERVER = "tepo_megatron.rollout.sglang_server"
 ENVIRONMENT = ".venv-sglang"  # beside this one, made by `make sglang`
 CPU_KV_CACHE_GIB = 1.0
+MAX_REQUESTS = 256  # sequences sampled at once
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -51,16 +52,9 @@ class SglangApi:
         command += ["--host", LOOPBACK, "--port", str(port)]
         command += ["--model-path", str(launch.model_path), "--dtype", _DTYPES[launch.precision]]
         command += ["--context-length", str(launch.max_model_len), "--random-seed", str(launch.seed)]
-        command += [
-            "--tp-size",
-            str(cfg.tp),
-            "--skip-tokenizer-init",
-            "--sampling-defaults",
-            "openai",
-            "--log-level-http",
-            "warning",
-        ]
-        command += ["--custom-weight-loader", LOADER, "--max-running-requests", str(_requests(cfg))]
+        command += ["--tp-size", str(cfg.tp), "--skip-tokenizer-init", "--sampling-defaults", "openai"]
+        command += ["--max-running-requests", str(MAX_REQUESTS), "--custom-weight-loader", LOADER]
+        command += ["--log-level-http", "warning"]
         if launch.platform == "cpu":
             # SGLang cannot guess the size of a CPU's cache
             command += ["--device", "cpu", "--attention-backend", "torch_native"]
@@ -181,11 +175,6 @@ def _python(cfg: ServerConfig) -> Path:
     return python
 
 
-def _requests(cfg: ServerConfig) -> int:
-    """Sequences sampled at once."""
-    return 256
-
-
 def _cache_tokens(cfg: ServerConfig, launch: Launch) -> int:
     """Tokens that fit into the key/value cache, at most those that can be asked for at once."""
     config = json.loads((launch.model_path / "config.json").read_text())
@@ -193,4 +182,4 @@ def _cache_tokens(cfg: ServerConfig, launch: Launch) -> int:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     token = 2 * config["num_hidden_layers"] * heads * head_dim * (4 if launch.precision == "fp32" else 2)
     fits = int((cfg.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30) // token
-    return min(fits, _requests(cfg) * launch.max_model_len)
+    return min(fits, MAX_REQUESTS * launch.max_model_len)
