@@ -127,6 +127,9 @@ class RolloutConfig:
     filter_uniform_groups: bool = True  # drop groups that are all right or all wrong (unshaped score)
     # further rounds of prompts when dropped groups left too few; None: 9 under objective.dynamic_sampling, else 0
     max_refills: NonNegative | None = None
+    # prompts asked for, per group that is wanted: sampling ends with the last group that is. The longest responses, which come
+    # last, are then learned from less often, and which they are depends on timing
+    oversample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     record: bool = False  # keep what each step learns from, in `rollouts/` of the run's folder
     replay: str | None = None  # such a folder, to learn from it again: no engine is started, nothing is sampled or evaluated
     only: bool = False  # sample, grade and record with the weights of model.path; nothing is trained

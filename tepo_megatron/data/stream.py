@@ -23,6 +23,7 @@ class PromptStream:
         self._prompts = list(prompts)
         self._seed, self._shuffle = seed, shuffle
         self._fingerprint = _fingerprint(prompts)
+        self._returned: list[Prompt] = []
         self._enter(epoch=0, position=0)
 
     def take(self, n: int, excluding: Collection[int] = ()) -> list[Prompt]:
@@ -39,6 +40,10 @@ class PromptStream:
                 f"step; {n} more different ones are not there: lower rollout.prompts_per_step (or rollout.max_refills)"
             )
         taken: list[Prompt] = []
+        for prompt in [p for p in self._returned if p.id not in held][:n]:
+            self._returned.remove(prompt)
+            held.add(prompt.id)
+            taken.append(prompt)
         while len(taken) < n:
             if self._position == len(self._order):
                 self._enter(epoch=self._epoch + 1, position=0)
@@ -49,11 +54,16 @@ class PromptStream:
                 taken.append(prompt)
         return taken
 
+    def give_back(self, prompts: Sequence[Prompt]) -> None:
+        """These were taken and not used: the next to be taken."""
+        self._returned = [*prompts, *self._returned]
+
     def state_dict(self) -> dict[str, Any]:
         """All that a checkpoint needs to go on exactly here; plain JSON values."""
         return {
             "epoch": self._epoch,
             "position": self._position,
+            "returned": [prompt.id for prompt in self._returned],
             "seed": self._seed,
             "shuffle": self._shuffle,
             "count": len(self._prompts),
@@ -75,6 +85,8 @@ class PromptStream:
                     f"{here[key]}; {mend}, or start a new run"
                 )
         self._enter(epoch=state["epoch"], position=state["position"])
+        by_id = {prompt.id: prompt for prompt in self._prompts}
+        self._returned = [by_id[i] for i in state.get("returned", [])]  # earlier checkpoints knew of none
 
     def _enter(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from tepo_megatron.advantages import informative, split_groups
+import contextlib
+import math
+from collections.abc import Sequence
+
+from tepo_megatron.advantages import informative
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import SyncError
@@ -12,7 +16,7 @@ from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.rollout.engine import INITIAL_VERSION, RolloutEngine
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.timing import Clock
-from tepo_megatron.types import Rollout, SamplingParams
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 
 class Collector:
@@ -54,26 +58,46 @@ class Collector:
             missing = self.cfg.prompts_per_step - len(kept)
             if missing == 0:
                 break
-            prompts = self.prompts.take(missing, excluding={group[0].prompt_id for group in kept})
-            with clock.phase("rollout"):
-                samples = self.engine.generate(prompts, self.sampling, derive_seed(self.seed, "rollout", step, refill))
-            self._check_versions(step, {r.policy_version for r in samples})
-            with clock.phase("reward"):
-                samples = self.reward.score(samples)
-                if self.overlong is not None:
-                    samples = self.overlong.shape(samples)
-            for rollout in samples:
+            asked = math.ceil(missing * self.cfg.oversample)
+            prompts = self.prompts.take(asked, excluding={group[0].prompt_id for group in kept})
+            groups = self._graded(step, prompts, derive_seed(self.seed, "rollout", step, refill), missing, clock)
+            for rollout in (r for group in groups for r in group):
                 metrics.add("reward/mean", rollout.reward)
                 metrics.add("rollout/staleness", 0 if self.cfg.only else step - 1 - rollout.policy_version)
                 metrics.add("accuracy/mean", rollout.score)
                 metrics.add("rollout/response_tokens_mean", rollout.response_length)
                 metrics.add("rollout/truncated", rollout.stop_reason == "length")
-            groups = split_groups(samples)
             sampled += len(groups)
-            kept += informative(groups) if self.cfg.filter_uniform_groups else groups
+            kept += self._useful(groups)
         metrics.add("rollout/sampled_groups", sampled)
         metrics.add("rollout/kept_groups", len(kept))
         return [rollout for group in kept for rollout in group], metrics
+
+    def _graded(self, step: int, prompts: Sequence[Prompt], seed: int, wanted: int, clock: Clock) -> list[list[Rollout]]:
+        """Graded groups in the order of their prompts, each graded while others are still being sampled.
+
+        If there are more prompts than groups `wanted`, it ends with as many useful ones; what is not there then is given up,
+        and its prompts are the next to be taken.
+        """
+        graded: dict[int, list[Rollout]] = {}
+        useful = 0
+        with contextlib.closing(self.engine.stream(prompts, self.sampling, seed)) as groups:
+            while not (useful == wanted < len(prompts)):
+                with clock.phase("rollout"):
+                    arrived = next(groups, None)
+                if arrived is None:
+                    break
+                place, group = arrived
+                self._check_versions(step, {r.policy_version for r in group})
+                with clock.phase("reward"):
+                    group = self.reward.score(group)
+                    graded[place] = group if self.overlong is None else self.overlong.shape(group)
+                useful += len(self._useful([graded[place]]))
+        self.prompts.give_back([prompt for place, prompt in enumerate(prompts) if place not in graded])
+        return [graded[place] for place in sorted(graded)]
+
+    def _useful(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:
+        return informative(groups) if self.cfg.filter_uniform_groups else groups
 
     def _check_versions(self, step: int, versions: set[int]) -> None:
         """Step 1 has the weights of version 0 to learn from, and nothing older whatever the staleness."""

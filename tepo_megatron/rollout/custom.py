@@ -20,8 +20,8 @@ from typing import Self
 
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.rollout.conversation import Conversation, Decode, Encode, OutOfRoom, WeightsChanged
-from tepo_megatron.rollout.engine import RolloutEngine
-from tepo_megatron.rollout.loop import LoopThread
+from tepo_megatron.rollout.engine import Deliver, Groups, RolloutEngine
+from tepo_megatron.rollout.loop import LoopThread, streamed
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -99,6 +99,10 @@ class CustomRollouts:
         """
         return self._loop.run(self._converse(prompts, sampling, seed))
 
+    def stream(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> Groups:
+        """See `RolloutEngine.stream`: the groups of `generate`."""
+        return streamed(self._loop, lambda deliver: self._converse(prompts, sampling, seed, deliver))
+
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `RolloutEngine.sample`: past the function."""
         return await self.engine.sample(prompt, sampling, seed)
@@ -117,11 +121,21 @@ class CustomRollouts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    async def _converse(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
+    async def _converse(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int, deliver: Deliver | None = None
+    ) -> list[Rollout]:
         each = [(prompt, k) for prompt in prompts for k in range(sampling.samples)]
+
+        async def group(place: int, samples: Sequence[asyncio.Task[Rollout]]) -> None:
+            done = await asyncio.gather(*samples)
+            assert deliver is not None
+            deliver((place, done))
+
         try:
             async with asyncio.TaskGroup() as tasks:
                 samples = [tasks.create_task(self._one(prompt, sampling, seed, k)) for prompt, k in each]
+                for place in range(len(prompts) if deliver is not None else 0):
+                    tasks.create_task(group(place, samples[place * sampling.samples : (place + 1) * sampling.samples]))
         except ExceptionGroup as failed:
             error = failed.exceptions[0]
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,12 @@ Platform = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "bf16"]
 
 
+# a group with the place of its prompt among those that were asked for, as it arrives
+Arrival = tuple[int, list[Rollout]]
+Groups = Generator[Arrival, None, None]
+Deliver = Callable[[Arrival], None]
+
+
 class RolloutEngine(Protocol):
     """An inference server owned by this process. Used by one caller at a time.
 
@@ -54,6 +60,13 @@ class RolloutEngine(Protocol):
 
         The samples of a prompt depend on (weights, prompt, sampling, seed) alone, not on what else is sampled with it.
         rollout_logprobs are those of the distribution sampled from (after temperature). Raises RolloutError.
+        """
+        ...
+
+    def stream(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> Groups:
+        """The groups of `generate`, each as soon as its last sample is there, with the place of its prompt in `prompts`.
+
+        To close it ends what is still being sampled. Raises as `generate`.
         """
         ...
 

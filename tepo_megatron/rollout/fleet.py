@@ -19,8 +19,8 @@ from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.rollout.client import RequestFailed
 from tepo_megatron.rollout.endpoint import Endpoint
-from tepo_megatron.rollout.engine import INITIAL_VERSION, StaleWeights
-from tepo_megatron.rollout.loop import LoopThread
+from tepo_megatron.rollout.engine import INITIAL_VERSION, Deliver, Groups, StaleWeights
+from tepo_megatron.rollout.loop import LoopThread, streamed
 from tepo_megatron.rollout.member import Life, Member
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -83,6 +83,12 @@ class Fleet:
         self._require_start()
         self._require_trust()
         return self._loop.run(self._generate(prompts, sampling, seed))
+
+    def stream(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> Groups:
+        """See `RolloutEngine.stream`; requests as in `generate`."""
+        self._require_start()
+        self._require_trust()
+        return streamed(self._loop, lambda deliver: self._generate(prompts, sampling, seed, deliver))
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `RolloutEngine.sample`: one request, routed and repeated like those of `generate`. Raises as that does."""
@@ -147,10 +153,18 @@ class Fleet:
             await self._changed.wait_for(lambda: all(m.up or m.lost for m in self._members))
         self._check_enough()
 
-    async def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
+    async def _generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int, deliver: Deliver | None = None
+    ) -> list[Rollout]:
+        async def group(place: int, prompt: Prompt) -> list[Rollout]:
+            rollouts = await self._group(prompt, sampling, seed)
+            if deliver is not None:
+                deliver((place, rollouts))
+            return rollouts
+
         try:
             async with asyncio.TaskGroup() as tasks:
-                groups = [tasks.create_task(self._group(prompt, sampling, seed)) for prompt in prompts]
+                groups = [tasks.create_task(group(place, prompt)) for place, prompt in enumerate(prompts)]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [rollout for group in groups for rollout in group.result()]

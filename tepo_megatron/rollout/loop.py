@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -55,3 +57,18 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+
+
+def streamed(
+    loop: LoopThread, work: Callable[[Callable[[Item], None]], Coroutine[Any, Any, object]]
+) -> Generator[Item, None, None]:
+    """What `work` hands to the function that it is called with, as it comes; then what it raises. Closing cancels the work."""
+    items: queue.SimpleQueue[tuple[Item] | None] = queue.SimpleQueue()
+    working = loop.submit(work(lambda item: items.put((item,))))
+    working.add_done_callback(lambda _: items.put(None))
+    try:
+        while (item := items.get()) is not None:
+            yield item[0]
+        working.result()
+    finally:
+        working.cancel()

@@ -22,6 +22,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.config_io import load_config
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.launcher import run_rank
+from tepo_megatron.rollout.engine import Groups
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 
@@ -70,6 +71,11 @@ class ScriptedEngine:
             self._model.load_state_dict(self._loaded, strict=False)
             self._model.tie_weights()
         self.version = version
+
+    def stream(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> Groups:
+        rollouts = self.generate(prompts, sampling, seed)
+        for place in reversed(range(len(prompts))):  # groups may come in any order
+            yield place, rollouts[place * sampling.samples : (place + 1) * sampling.samples]
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
         if self._behaviour == "dies" and self.version >= 1:

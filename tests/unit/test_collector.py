@@ -11,6 +11,7 @@ from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import SyncError
 from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.rollout.collector import Collector
+from tepo_megatron.rollout.engine import Groups
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -21,6 +22,11 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.version = 0
         self.calls: list[tuple[list[int], int]] = []
+
+    def stream(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> Groups:
+        rollouts = self.generate(prompts, sampling, seed)
+        for place in reversed(range(len(prompts))):  # groups may come in any order
+            yield place, rollouts[place * sampling.samples : (place + 1) * sampling.samples]
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
         self.calls.append(([p.id for p in prompts], seed))
@@ -113,3 +119,17 @@ def test_rollouts_of_other_weights_are_refused() -> None:
     collect, _ = collector(refills=0)
     with pytest.raises(SyncError, match=r"step 2: rollouts of version \[0\], but only \[1\] may"):
         collect.collect(2, Clock())
+
+
+def test_sampling_ends_with_the_groups_that_are_wanted_and_the_other_prompts_come_next() -> None:
+    cfg = RolloutConfig(prompts_per_step=4, samples_per_prompt=2, oversample=2.0, filter_uniform_groups=False)
+    stream, engine = PromptStream([Prompt(i, (1,), "") for i in range(20)], seed=0, shuffle=False), ScriptedEngine()
+    collect = Collector(cfg, engine, LastTokenReward(), stream, seed=1, max_refills=0, overlong=None)
+    rollouts, metrics = collect.collect(1, Clock())
+    assert engine.calls[0][0] == list(range(8))
+    assert [r.prompt_id for r in rollouts[::2]] == [4, 5, 6, 7]  # the engine's last come first
+    assert metrics.means()["rollout/sampled_groups"] == metrics.means()["rollout/kept_groups"] == 4
+    resumed = PromptStream([Prompt(i, (1,), "") for i in range(20)], seed=0, shuffle=False)
+    resumed.load_state_dict(stream.state_dict())
+    for again in (stream, resumed):
+        assert [p.id for p in again.take(6)] == [0, 1, 2, 3, 8, 9]

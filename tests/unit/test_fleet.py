@@ -185,6 +185,24 @@ def test_weights_that_come_in_mid_generation_wait_for_what_is_being_sampled(expe
         assert all(len(set(versions[i : i + 3])) == 1 for i in range(0, len(versions), 3)), "a group of two versions"
 
 
+def test_groups_stream_in_as_they_are_done_and_to_close_the_stream_ends_the_rest(
+    expected: list[list[int]], tmp_path: Path
+) -> None:
+    with fleet(tmp_path, servers=2) as two:
+        groups = dict(two.stream(PROMPTS, SAMPLING, seed=7))
+        assert ids([r for place in range(len(PROMPTS)) for r in groups[place]]) == expected
+        behave(two, 0, slow=5.0)
+        started = time.monotonic()
+        stream = two.stream(PROMPTS[:8], SAMPLING, seed=7)
+        first = [next(stream) for _ in range(4)]  # those of the other server
+        stream.close()
+        assert time.monotonic() - started < 4.0
+        assert all(ids(group) == expected[3 * place : 3 * place + 3] for place, group in first)
+        until(lambda: not any(m.endpoint.in_flight for m in two._members), seconds=2.0)
+        with pytest.raises(RolloutError, match="max_tokens is too large"):
+            list(two.stream(PROMPTS, SamplingParams(samples=1, max_tokens=101), seed=0))
+
+
 def test_a_server_that_cannot_start_is_not_tried_again(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(RolloutError, match=r"was not ready after 0\.01 s"), fleet(tmp_path, servers=1, ready_seconds=0.01):
