@@ -13,6 +13,8 @@ POLL_SECONDS = 0.05
 class Nothing:
     """The stand-in on ranks other than 0."""
 
+    done = True
+
     def wait(self) -> tuple[bool, Any]:
         """What rank 0 shares instead."""
         return False, None
@@ -23,6 +25,11 @@ class Beside(Nothing):
 
     def __init__(self, future: Future[Any], weights_wanted: Callable[[], bool]) -> None:
         self._future, self._weights_wanted = future, weights_wanted
+
+    @property
+    def done(self) -> bool:  # type: ignore[override]
+        """Whether the work is over."""
+        return self._future.done()
 
     def wait(self) -> tuple[bool, Any]:
         """(True, None) when weights are wanted, (False, what the work made) when it is done. Raises what the work raises."""

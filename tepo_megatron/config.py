@@ -111,14 +111,18 @@ class RolloutConfig:
     servers: Positive = 1
     min_servers: Positive = 1  # with fewer left the run fails
     attempts: Positive = 3  # to sample a prompt, on other servers where there are some
-    # steps by which the weights that sampled a rollout may be older than those that learn from it; 0: training and sampling
-    # take turns; 1: the next step's rollouts are sampled meanwhile (objective.correction weighs the difference)
-    max_staleness: Annotated[int, Field(ge=0, le=1, strict=True)] = 0
+    # steps by which the weights that sampled a token may be older than those that learn from it; 0: training and sampling take
+    # turns; k: rollouts are sampled meanwhile, up to k steps ahead (objective.correction weighs the difference)
+    max_staleness: NonNegative = 0
+    # responses that are under way when new weights are there; finish: they are waited for; continue: each goes on at once under
+    # the new weights, those that oversample leaves over too; restart: their groups are sampled anew
+    in_flight: Literal["finish", "continue", "restart"] = "finish"
     prompts_per_step: Positive = 64
     samples_per_prompt: Annotated[int, Field(ge=2, strict=True)] = 8  # advantages are relative to the group
     # scales actor, old and rollout log-probs alike; vLLM raises smaller ones to 0.01 without a word
     temperature: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = 1.0
     max_response_tokens: Positive = 8192
+    max_sequence_tokens: Positive | None = None  # of prompt and response together: a long prompt gets a shorter response
     # path/to/file.py:name of an async function that makes each sample, in turns with tools (`rollout/conversation.py`); all it
     # adds to the prompt counts to max_response_tokens, and each turn is a request to server.concurrency
     function: str | None = None
@@ -140,6 +144,11 @@ class RolloutConfig:
             raise ValueError(f"min_servers={self.min_servers} exceeds servers={self.servers}; lower it or start more")
         if self.servers > 1 and self.server.port:
             raise ValueError(f"server.port={self.server.port} can be that of one server, not of {self.servers}; set it to 0")
+        if self.in_flight != "finish" and self.max_staleness == 0:
+            raise ValueError(
+                f"in_flight={self.in_flight}: nothing is under way when new weights come while max_staleness=0; set "
+                "max_staleness to 1 or more, or in_flight to finish"
+            )
 
 
 @config
@@ -325,13 +334,20 @@ class Config:
                 f"training.minibatch_prompts={self.training.minibatch_prompts} exceeds "
                 f"rollout.prompts_per_step={self.rollout.prompts_per_step}; lower the first or raise the second"
             )
-        sequence = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        limit, prompt = self.rollout.max_sequence_tokens, self.data.max_prompt_tokens
+        if limit is not None and limit <= prompt:
+            raise ValueError(
+                f"rollout.max_sequence_tokens={limit} leaves no response after data.max_prompt_tokens={prompt}; raise it or "
+                "lower that"
+            )
+        sequence = self.sequence_tokens
         for key in ("max_tokens_per_microbatch", "max_tokens_without_grad"):
             room = getattr(self.training, key)
             if room is not None and sequence > room:
                 raise ValueError(
                     f"training.{key}={room} cannot hold one sequence of "
-                    f"data.max_prompt_tokens + rollout.max_response_tokens = {sequence} tokens; raise it to at least that"
+                    f"{sequence} tokens (data.max_prompt_tokens + rollout.max_response_tokens, or "
+                    "rollout.max_sequence_tokens where that is less); raise it to at least that"
                 )
         if self.resume and self.overwrite:
             raise ValueError("resume=true and overwrite=true contradict each other; set one of them to false")
@@ -348,6 +364,12 @@ class Config:
             )
         if self.platform == "cpu" and self.model.attention == "te":
             raise ValueError("model.attention=te needs platform=cuda; use auto or sdpa")
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Prompt and response tokens of a sequence at most."""
+        most = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        return min(most, self.rollout.max_sequence_tokens or most)
 
     @property
     def run_dir(self) -> Path:

@@ -94,7 +94,8 @@ class Driver:
             engine = (make_engine or _engine)(cfg)
             if cfg.rollout.function is not None:
                 log.message(f"each sample is made by {cfg.rollout.function}")
-                engine = CustomRollouts(engine, load_function(cfg.rollout.function), encode, decode)
+                function, mixed = load_function(cfg.rollout.function), cfg.rollout.in_flight == "continue"
+                engine = CustomRollouts(engine, function, encode, decode, mixed)
             stack.enter_context(engine)
             engine.start()
             reward = stack.enter_context(build_reward(cfg.reward, decode))
@@ -112,9 +113,6 @@ class Driver:
     def beside(self, work: Callable[[], Any]) -> Nothing:
         """Begin work that needs the engine; this thread goes on."""
         return Nothing()
-
-    def before_collecting(self, step: int) -> None:
-        """Called before the work that collects the rollouts of `step` is begun, with no other under way."""
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics] | None:
         """The step's graded rollouts and their metrics."""
@@ -153,8 +151,8 @@ class MainDriver(Driver):
         self._cfg, self._source, self._prompts, self._held_out, self._log = cfg, source, prompts, held_out, log
         self._evaluations: dict[int, Accuracy] = {}  # by step; the first and the last are reported
         self._clock, self._seconds_before = Clock(), 0.0
-        # a step, and the prompt stream before that step's were taken
-        self._stream_before: tuple[int, dict[str, Any] | None] = (0, None)
+        # the place in the prompt stream after the rollouts of a step: those of later ones may be sampled before it is trained
+        self._positions: dict[int, dict[str, Any]] = {}
         # one thread for all: processes that it starts (graders) are told to end when it ends
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
 
@@ -172,11 +170,13 @@ class MainDriver(Driver):
         self._clock = Clock()  # the run's seconds do not hold its start
         return self._source.engine
 
-    def before_collecting(self, step: int) -> None:
-        self._stream_before = (step, self._prompts.state_dict() if self._prompts else None)
-
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
         rollouts, metrics = self._source.collect(step, clock)
+        if isinstance(self._source, Collector):
+            if step == self._cfg.training.steps:
+                self._source.give_up()
+            recent = {s: p for s, p in self._positions.items() if s >= step - 1 - self._cfg.rollout.max_staleness}
+            self._positions = recent | {step: self._source.position()}
         self._tell_events()
         if self._cfg.rollout.record or self._cfg.rollout.only:
             record.write(self._cfg.run_dir / record.FOLDER, step, rollouts, metrics)
@@ -203,12 +203,11 @@ class MainDriver(Driver):
                 self._log.message(event)
 
     def state(self, step: int) -> dict[str, Any]:
-        ahead, prompts = self._stream_before
         return {
             "step": step,
             "policy_version": step,
-            # rollouts that are sampled ahead are lost with the run: whoever resumes samples their prompts again
-            "prompts": prompts if ahead == step + 1 else self._prompts and self._prompts.state_dict(),
+            # rollouts of later steps are lost with the run: whoever resumes samples their prompts again
+            "prompts": self._positions.get(step),
             "metrics_bytes": self._log.position(),
             "evaluations": {str(s): accuracy.state() for s, accuracy in self._evaluations.items()},
             "seconds": self._seconds,
@@ -290,7 +289,7 @@ class MainDriver(Driver):
 def _engine(cfg: Config) -> RolloutEngine:
     launch = Launch(
         model_path=Path(cfg.model.path),
-        max_model_len=cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens,
+        max_model_len=cfg.sequence_tokens,
         platform=cfg.platform,
         precision=cfg.rollout.server.precision or cfg.model.precision,
         seed=cfg.seed,

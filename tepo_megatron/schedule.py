@@ -1,12 +1,18 @@
-"""When rollouts are sampled and when the engine gets new weights: in turn with training, or one step ahead of it.
+"""When rollouts are sampled and when the engine gets new weights: in turn with training, or ahead of it.
 
-                     | while step s is trained          | its rollouts were sampled by
-max_staleness: 0     | the engine waits                 | the weights of step s - 1, those that training starts from
-max_staleness: 1     | the rollouts of s + 1 are sampled | the weights of step s - 2
+Rollouts of step t are begun once weights of version t - 1 - max_staleness or newer are served, one step after the other.
+
+    max_staleness, in_flight | new weights are served           | rollouts of step t are by versions
+    0                        | after every step                 | t - 1
+    1, finish                | between the rollouts of 2 steps  | t - 2 (the first: 0)
+    k, finish                | when nothing is being sampled    | t - 1 - k or newer, as time has it
+    k, continue or restart   | after every step                 | t - 1 - k or newer, as time has it
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,9 +33,10 @@ class Schedule:
 
     def __init__(self, cfg: Config, driver: Driver, sync: WeightSync | NoSync, groups: Groups, first: int) -> None:
         self._driver, self._sync, self._groups = driver, sync, groups
-        self._ahead, self._last = cfg.rollout.max_staleness > 0, cfg.training.steps
-        self._evaluate_every = cfg.evaluation.every
-        self._next: tuple[Nothing, Clock] | None = None  # rollouts that are being sampled ahead
+        self._staleness, self._interrupts = cfg.rollout.max_staleness, cfg.rollout.in_flight != "finish"
+        self._last, self._evaluate_every = cfg.training.steps, cfg.evaluation.every
+        self._ahead: deque[tuple[Nothing, Clock]] = deque()  # the rollouts of steps to come, done or not
+        self._begun = first  # the last step whose rollouts were begun
         self._trained = self._version = first  # of the actor's weights, and of those that are served
         sync.push(version=first)
         if first == 0:
@@ -37,28 +44,29 @@ class Schedule:
 
     def take(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
         """The graded rollouts to train on in `step`, and their metrics."""
+        self._begin_what_may_be()
         with clock.phase("wait"):
-            working, sampling = self._next or self._begin(step)
+            working, sampling = self._ahead.popleft()
             taken: tuple[list[Rollout], Metrics] = self._wait(working)
         clock.seconds |= sampling.seconds
-        self._next = None
-        if self._ahead:
-            self.give(step - 1, clock)
-            with clock.paused():
-                self.evaluate_if_due(step - 1)
-            if step < self._last:
-                self._next = self._begin(step + 1)
+        if self._staleness:
+            if not share(any(not working.done for working, _ in self._ahead), self._groups):
+                self._serve(clock)
+                with clock.paused():
+                    self.evaluate_if_due(step - 1)
+            self._begin_what_may_be()
         return taken
 
     def give(self, step: int, clock: Clock) -> None:
-        """Have the weights of `step`, the actor's, served: at once, or, while rollouts are sampled ahead, after those."""
+        """Have the weights of `step`, the actor's, served: at once, or when nothing is sampled that they must wait for."""
         self._trained = step
-        if self._next is None and self._version != step:
-            with clock.phase("sync"):
-                self._push()
+        if self._interrupts or not self._ahead:
+            self._serve(clock)
 
     def evaluate_if_due(self, step: int) -> None:
-        """Evaluate the weights of `step`, if they are served and it is time; the last ones are evaluated in the end."""
+        """Evaluate the weights of `step`, if they are served and it is time, after what is being sampled; the last ones are
+        evaluated in the end.
+        """
         due = self._evaluate_every > 0 and step % self._evaluate_every == 0
         if due and 0 < step < self._last and self._version == step:
             self.evaluate(step)
@@ -67,10 +75,15 @@ class Schedule:
         """Evaluate the weights that are served, those of `step`."""
         self._wait(self._driver.beside(lambda: self._driver.evaluate(step)))
 
-    def _begin(self, step: int) -> tuple[Nothing, Clock]:
-        sampling = Clock()
-        self._driver.before_collecting(step)
-        return self._driver.beside(lambda: self._driver.collect(step, sampling)), sampling
+    def _begin_what_may_be(self) -> None:
+        """Have rollouts sampled as far ahead as the weights that are served may be used."""
+        while self._begun < min(self._last, self._version + 1 + self._staleness):
+            self._begun += 1
+            sampling = Clock()
+            self._ahead.append((self._driver.beside(self._collecting(self._begun, sampling)), sampling))
+
+    def _collecting(self, step: int, clock: Clock) -> Callable[[], Any]:
+        return lambda: self._driver.collect(step, clock)
 
     def _wait(self, working: Nothing) -> Any:
         """What the work makes on rank 0, on every rank; meanwhile all send the weights when a restarted server lacks them.
@@ -82,6 +95,11 @@ class Schedule:
             if not weights_wanted:
                 return made
             self._push()
+
+    def _serve(self, clock: Clock) -> None:
+        if self._version != self._trained:
+            with clock.phase("sync"):
+                self._push()
 
     def _push(self) -> None:
         self._sync.push(version=self._trained)

@@ -41,7 +41,8 @@ class Prompt:
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample. samples: responses per prompt; max_tokens: response tokens at most; stop_token_ids: each of them ends a
-    response, as its last token (none: the engine decides).
+    response, as its last token (none: the engine decides); max_sequence_tokens: of prompt and response together, None for no
+    such limit.
 
     Whatever is not named here is switched off in the engine (top_p=1, top_k=-1, min_p=0, repetition_penalty=1),
     since log-probs are recomputed by the actor under `temperature` alone.
@@ -51,6 +52,18 @@ class SamplingParams:
     temperature: float = 1.0
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
+    max_sequence_tokens: int | None = None
+
+    def after(self, prompt: Prompt) -> SamplingParams:
+        """The same for this prompt alone, with `max_tokens` the only limit. Raises ValueError where it leaves no token."""
+        if self.max_sequence_tokens is None:
+            return self
+        room = self.max_sequence_tokens - len(prompt.token_ids)
+        if room < 1:
+            raise ValueError(
+                f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, max_sequence_tokens={self.max_sequence_tokens}"
+            )
+        return dataclasses.replace(self, max_tokens=min(self.max_tokens, room), max_sequence_tokens=None)
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,8 @@ class Rollout:
 
     token_ids_L: int64; response_mask_L: bool, True where the policy chose the token;
     rollout_logprobs_L: fp32 nats, the engine's log-prob of each token after temperature (0 on the prompt);
-    policy_version: the weights that sampled it; stop_reason: "stop" or "length".
+    policy_version: the weights that sampled it, or the oldest of them; later_versions: (place, version) where newer ones took
+    over, which sampled the tokens from that place in the sequence on; stop_reason: "stop" or "length".
     reward: what the policy is trained on (shaped); score: the unshaped verdict of the grader, which group filters and
     accuracies use; status: why (`exact`, `no_box`, `timeout`, ...). Before grading: nan, nan, "ungraded".
     """
@@ -74,6 +88,7 @@ class Rollout:
     reward: float = float("nan")
     score: float = float("nan")
     status: str = "ungraded"
+    later_versions: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         length = self.token_ids_L.numel()
@@ -81,11 +96,26 @@ class Rollout:
             raise ValueError(f"rollout of prompt {self.prompt_id}: token ids, mask and log-probs differ in length")
         if length and bool(self.response_mask_L[0]):
             raise ValueError(f"rollout of prompt {self.prompt_id}: the first token cannot be a response token (no context)")
+        places = [0, *(place for place, _ in self.later_versions), length]
+        versions = [self.policy_version, *(version for _, version in self.later_versions)]
+        if self.later_versions and (sorted(set(places)) != places or sorted(set(versions)) != versions):
+            raise ValueError(
+                f"rollout of prompt {self.prompt_id}: later_versions={self.later_versions} do not ascend from version "
+                f"{self.policy_version} within its {length} tokens"
+            )
 
     @property
     def response_length(self) -> int:
         """|y|: tokens that the policy chose."""
         return int(self.response_mask_L.sum())
+
+    @property
+    def versions_L(self) -> Tensor:
+        """int64: the weights that sampled each token (on the prompt and on what tools wrote: that stand beside it)."""
+        versions_L = torch.full_like(self.token_ids_L, self.policy_version)
+        for place, version in self.later_versions:
+            versions_L[place:] = version
+        return versions_L
 
     @property
     def response_ids(self) -> list[int]:

@@ -35,6 +35,7 @@ class Handler(BaseHTTPRequestHandler):
     loading: ClassVar[Any] = None  # names, in an update
     loaded: ClassVar[Any] = None
     behaviour: ClassVar[dict[str, Any]] = {}
+    interruptions = 0
     lock = threading.Lock()
 
     def do_GET(self) -> None:
@@ -51,6 +52,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(200, {})
         if self.path in ("/begin", "/load", "/update"):
             return self.update(body)
+        if self.path == "/interrupt":
+            Handler.interruptions += 1
+            return self.answer(200, {})
         with Handler.lock:
             errors = Handler.behaviour.get("errors", 0)
             Handler.behaviour["errors"] = max(0, errors - 1)
@@ -58,10 +62,20 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(500, {"message": "out of order"})
         if body["max_tokens"] > 100:
             return self.answer(400, {"message": "max_tokens is too large"})
-        time.sleep(Handler.behaviour.get("slow", 0.0))
         chance = random.Random(f"{body['seed']}/{body['prompt']}")
         samples = [[chance.randrange(3, 60) for _ in range(body["max_tokens"])] for _ in range(body["samples"])]
-        return self.answer(200, {"samples": samples, "version": Handler.version})
+        there = self.sampled(body["max_tokens"])
+        answer = {"samples": [sample[:there] for sample in samples], "version": Handler.version}
+        return self.answer(200, answer | {"stop_reason": "length" if there == body["max_tokens"] else "abort"})
+
+    def sampled(self, tokens: int) -> int:
+        """How many tokens are there when all are, or when an interruption comes."""
+        before, pause = Handler.interruptions, Handler.behaviour.get("slow", 0.0) / tokens
+        for there in range(tokens):
+            if Handler.interruptions > before:
+                return there
+            time.sleep(pause)
+        return tokens
 
     def update(self, body: dict[str, Any]) -> None:
         """Begun, loaded, or finished; each only when it is its turn."""
@@ -112,9 +126,15 @@ class ScriptedApi:
             raise StaleWeights(f"served version {answer['version']} instead of {version}")
 
         def rollouts(answer: Any) -> list[Rollout]:
-            return [checked_rollout(prompt, ids, [-1.0] * len(ids), "length", sampling, version) for ids in answer["samples"]]
+            return [
+                checked_rollout(prompt, ids, [-1.0] * len(ids), answer["stop_reason"], sampling, version)
+                for ids in answer["samples"]
+            ]
 
         return parsed(answer, prompt, self.name, rollouts)
+
+    async def interrupt(self, send: Send) -> None:
+        await send("POST", "/interrupt", {})
 
     async def begin_update(self, send: Send) -> None:
         await send("POST", "/begin", {})

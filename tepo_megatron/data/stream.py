@@ -58,12 +58,12 @@ class PromptStream:
         """These were taken and not used: the next to be taken."""
         self._returned = [*prompts, *self._returned]
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that a checkpoint needs to go on exactly here; plain JSON values."""
+    def state_dict(self, returned: Sequence[Prompt] = ()) -> dict[str, Any]:
+        """All that a checkpoint needs to go on exactly here; plain JSON values. returned: as if these had been given back."""
         return {
             "epoch": self._epoch,
             "position": self._position,
-            "returned": [prompt.id for prompt in self._returned],
+            "returned": [prompt.id for prompt in (*returned, *self._returned)],
             "seed": self._seed,
             "shuffle": self._shuffle,
             "count": len(self._prompts),

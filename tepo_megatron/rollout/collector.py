@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Sequence
+from typing import Any
 
 from tepo_megatron.advantages import informative
 from tepo_megatron.config import RolloutConfig
@@ -13,7 +12,7 @@ from tepo_megatron.errors import SyncError
 from tepo_megatron.metrics import Metrics
 from tepo_megatron.rewards import Reward
 from tepo_megatron.rewards.overlong import OverlongShaping
-from tepo_megatron.rollout.engine import INITIAL_VERSION, RolloutEngine
+from tepo_megatron.rollout.engine import INITIAL_VERSION, Groups, RolloutEngine
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -41,68 +40,112 @@ class Collector:
     ) -> None:
         self.cfg, self.engine, self.reward, self.prompts, self.seed = cfg, engine, reward, prompts, seed
         self.max_refills, self.overlong = max_refills, overlong
-        self.sampling = SamplingParams(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, stop_token_ids)
+        self.sampling = SamplingParams(
+            cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, stop_token_ids, cfg.max_sequence_tokens
+        )
+        self._groups: Groups | None = None
+        self._under_way: dict[int, Prompt] = {}  # by id, in the order in which they were taken
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
         """Graded rollouts of at most `prompts_per_step` groups, contiguous by prompt, and what to report of all samples.
 
         With `filter_uniform_groups`, groups whose samples are all right or all wrong (unshaped score) are dropped, and up to
-        `max_refills` further rounds replace them. The result is empty when every group was dropped.
+        `max_refills` further rounds replace them. The result is empty when every group was dropped. With `in_flight: continue`
+        what is still under way then goes on for the next step.
 
-        Raises RolloutError, RewardError, DataError, and SyncError for rollouts of other weights than those sent last.
+        Raises RolloutError, RewardError, DataError, and SyncError for rollouts of other weights than those that may be.
         """
         kept: list[list[Rollout]] = []
-        sampled = 0
+        sampled = stale = 0
         metrics = Metrics()
         for refill in range(1 + self.max_refills):
             missing = self.cfg.prompts_per_step - len(kept)
             if missing == 0:
                 break
-            asked = math.ceil(missing * self.cfg.oversample)
-            prompts = self.prompts.take(asked, excluding={group[0].prompt_id for group in kept})
-            groups = self._graded(step, prompts, derive_seed(self.seed, "rollout", step, refill), missing, clock)
+            self._ask(missing, {group[0].prompt_id for group in kept}, derive_seed(self.seed, "rollout", step, refill))
+            groups, old = self._graded(step, missing, clock)
             for rollout in (r for group in groups for r in group):
                 metrics.add("reward/mean", rollout.reward)
                 metrics.add("rollout/staleness", 0 if self.cfg.only else step - 1 - rollout.policy_version)
+                metrics.add("rollout/mixed_versions", bool(rollout.later_versions))
                 metrics.add("accuracy/mean", rollout.score)
                 metrics.add("rollout/response_tokens_mean", rollout.response_length)
                 metrics.add("rollout/truncated", rollout.stop_reason == "length")
-            sampled += len(groups)
+            sampled, stale = sampled + len(groups), stale + old
             kept += self._useful(groups)
         metrics.add("rollout/sampled_groups", sampled)
         metrics.add("rollout/kept_groups", len(kept))
+        metrics.add("rollout/stale_groups", stale)
         return [rollout for group in kept for rollout in group], metrics
 
-    def _graded(self, step: int, prompts: Sequence[Prompt], seed: int, wanted: int, clock: Clock) -> list[list[Rollout]]:
-        """Graded groups in the order of their prompts, each graded while others are still being sampled.
+    def position(self) -> dict[str, Any]:
+        """Of the prompt stream, those that are still under way being the next to be taken: plain JSON."""
+        return self.prompts.state_dict(returned=list(self._under_way.values()))
 
-        If there are more prompts than groups `wanted`, it ends with as many useful ones; what is not there then is given up,
-        and its prompts are the next to be taken.
+    def give_up(self) -> None:
+        """What is under way is not wanted; its prompts are the next to be taken."""
+        if self._groups is not None:
+            self._groups.close()
+        self.prompts.give_back(list(self._under_way.values()))
+        self._groups, self._under_way = None, {}
+
+    def _ask(self, missing: int, kept: set[int], seed: int) -> None:
+        """Have as many groups under way as are asked for where `missing` are wanted."""
+        asked = math.ceil(missing * self.cfg.oversample) - len(self._under_way)
+        if self._groups is None:
+            self._groups = self.engine.open()
+        if asked > 0:
+            self._begin(self.prompts.take(asked, excluding=kept | self._under_way.keys()), seed)
+
+    def _begin(self, prompts: list[Prompt], seed: int) -> None:
+        assert self._groups is not None
+        self._under_way |= {prompt.id: prompt for prompt in prompts}
+        self._groups.add(prompts, self.sampling, seed)
+
+    def _graded(self, step: int, wanted: int, clock: Clock) -> tuple[list[list[Rollout]], int]:
+        """Graded groups in the order of their prompts, each graded while others are still being sampled; and how many had to be
+        sampled anew, for their weights are too old by now.
+
+        It ends with as many useful ones as are `wanted`.
         """
-        graded: dict[int, list[Rollout]] = {}
-        useful = 0
-        with contextlib.closing(self.engine.stream(prompts, self.sampling, seed)) as groups:
-            while not (useful == wanted < len(prompts)):
-                with clock.phase("rollout"):
-                    arrived = next(groups, None)
-                if arrived is None:
-                    break
-                place, group = arrived
-                self._check_versions(step, {r.policy_version for r in group})
-                with clock.phase("reward"):
-                    group = self.reward.score(group)
-                    graded[place] = group if self.overlong is None else self.overlong.shape(group)
-                useful += len(self._useful([graded[place]]))
-        self.prompts.give_back([prompt for place, prompt in enumerate(prompts) if place not in graded])
-        return [graded[place] for place in sorted(graded)]
+        assert self._groups is not None
+        order = {prompt: place for place, prompt in enumerate(self._under_way)}
+        graded: list[list[Rollout]] = []
+        useful = stale = 0
+        while useful < wanted:
+            with clock.phase("rollout"):
+                group = self._groups.next()
+            if group is None:
+                break
+            prompt = self._under_way.pop(group[0].prompt_id)
+            if self._too_old(step, group):
+                self._begin([prompt], derive_seed(self.seed, "anew", step))
+                stale += 1
+                continue
+            with clock.phase("reward"):
+                group = self.reward.score(group)
+                group = group if self.overlong is None else self.overlong.shape(group)
+            graded.append(group)
+            useful += len(self._useful([group]))
+        if self.cfg.in_flight != "continue":
+            self.give_up()
+        return sorted(graded, key=lambda group: order[group[0].prompt_id]), stale
 
     def _useful(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:
         return informative(groups) if self.cfg.filter_uniform_groups else groups
 
-    def _check_versions(self, step: int, versions: set[int]) -> None:
-        """Step 1 has the weights of version 0 to learn from, and nothing older whatever the staleness."""
+    def _too_old(self, step: int, group: list[Rollout]) -> bool:
+        """Whether a group that was begun for an earlier step cannot be learned from any more.
+
+        Raises SyncError for any other version that may not be. Step 1 has the weights of version 0 to learn from, and nothing
+        older whatever the staleness.
+        """
         newest = step - 1
         oldest = max(0, newest - self.cfg.max_staleness)
         allowed = {INITIAL_VERSION} if self.cfg.only else set(range(oldest, newest + 1))
-        if wrong := sorted(versions - allowed):
+        wrong = sorted({version for r in group for version in (r.policy_version, *(v for _, v in r.later_versions))} - allowed)
+        if wrong and self.cfg.in_flight == "continue" and max(wrong) < oldest:
+            return True
+        if wrong:
             raise SyncError(f"step {step}: rollouts of version {wrong}, but only {sorted(allowed)} may be learned from")
+        return False

@@ -53,21 +53,30 @@ class Conversation:
     """A prompt and what was added to it.
 
     sampling: of all turns, its max_tokens being those of the whole sample, whoever writes them; seed: of this sample, from
-    which each turn gets its own; encode, decode: text <-> token ids.
+    which each turn gets its own; encode, decode: text <-> token ids; mixed: whether newer weights may go on where older ones
+    ended.
     """
 
     def __init__(
-        self, prompt: Prompt, sampling: SamplingParams, seed: int, *, ask: Ask, encode: Encode, decode: Decode
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        seed: int,
+        *,
+        ask: Ask,
+        encode: Encode,
+        decode: Decode,
+        mixed: bool = False,
     ) -> None:
         self.prompt = prompt
         self.failure: TepoError | None = None  # of the engine: the sample is lost, whatever the function makes of it
         self.encode, self.decode = encode, decode
-        self._sampling, self._seed, self._ask = sampling, seed, ask
+        self._sampling, self._seed, self._ask, self._mixed = sampling, seed, ask, mixed
         self._token_ids = list(prompt.token_ids)
         self._mask = [False] * len(prompt.token_ids)
         self._logprobs = [0.0] * len(prompt.token_ids)
         self._turns = 0
-        self._version = 0  # of the weights that wrote the turns
+        self._versions: list[tuple[int, int]] = []  # (place, version): whose tokens begin there
         self._stop_reason = ""
         self._busy = self._finished = False
 
@@ -114,7 +123,7 @@ class Conversation:
             written = await self._ask(
                 replace(self.prompt, token_ids=self.token_ids), sampling, derive_seed(self._seed, self._turns)
             )
-            self._check_version(written.policy_version)
+            self._note_versions([(len(self._token_ids), written.policy_version), *written.later_versions])
         except TepoError as e:
             self.failure = e
             raise
@@ -123,7 +132,7 @@ class Conversation:
         ids = written.response_ids
         self._add(ids, True, written.rollout_logprobs_L[written.response_mask_L].tolist())
         self._turns += 1
-        self._version, self._stop_reason = written.policy_version, written.stop_reason
+        self._stop_reason = written.stop_reason
         return Turn(tuple(ids), self.decode(ids), written.stop_reason)
 
     def append(self, what: str | Sequence[int]) -> None:
@@ -153,9 +162,10 @@ class Conversation:
             token_ids_L=torch.tensor(self._token_ids[:end], dtype=torch.int64),
             response_mask_L=torch.tensor(self._mask[:end]),
             rollout_logprobs_L=torch.tensor(self._logprobs[:end], dtype=torch.float32),
-            policy_version=self._version,
+            policy_version=self._versions[0][1],
             stop_reason=self._stop_reason,
             answer=self.prompt.answer,
+            later_versions=tuple(self._versions[1:]),
         )
 
     def _add(self, ids: Sequence[int], by_model: bool, logprobs: Sequence[float]) -> None:
@@ -174,8 +184,13 @@ class Conversation:
         if self._finished:
             raise RuntimeError("the conversation has ended; await all that uses it before the function returns")
 
-    def _check_version(self, version: int) -> None:
-        if self._turns and version != self._version:
-            raise WeightsChanged(
-                f"prompt {self.prompt.id}: version {version} of the weights wrote a turn after version {self._version}"
-            )
+    def _note_versions(self, changes: Sequence[tuple[int, int]]) -> None:
+        for place, version in changes:
+            if not self._versions:
+                self._versions = [(place, version)]
+            elif version != (last := self._versions[-1][1]):
+                if not self._mixed or version < last:
+                    raise WeightsChanged(
+                        f"prompt {self.prompt.id}: version {version} of the weights wrote on after version {last}"
+                    )
+                self._versions.append((place, version))

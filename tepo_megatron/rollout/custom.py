@@ -21,7 +21,7 @@ from typing import Self
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.rollout.conversation import Conversation, Decode, Encode, OutOfRoom, WeightsChanged
 from tepo_megatron.rollout.engine import Deliver, Groups, RolloutEngine
-from tepo_megatron.rollout.loop import LoopThread, streamed
+from tepo_megatron.rollout.loop import Arrivals, LoopThread
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -80,12 +80,13 @@ def _run_file(file: Path, key: str) -> ModuleType:
 class CustomRollouts:
     """See `engine.RolloutEngine`: `engine`, whose samples are what `function` makes of them.
 
-    encode, decode: text <-> token ids, for the function. It runs in an event loop of its own, so that one that computes for a
-    while holds up other samples but not the watch over the servers.
+    encode, decode: text <-> token ids, for the function; mixed: whether newer weights may go on with a sample.
+    The function runs in an event loop of its own, so that one that computes for a while holds up other samples but not the
+    watch over the servers.
     """
 
-    def __init__(self, engine: RolloutEngine, function: Function, encode: Encode, decode: Decode) -> None:
-        self.engine, self._function = engine, function
+    def __init__(self, engine: RolloutEngine, function: Function, encode: Encode, decode: Decode, mixed: bool = False) -> None:
+        self.engine, self._function, self._mixed = engine, function, mixed
         self._encode, self._decode = encode, decode
         self._loop = LoopThread("conversations")
         self._events: list[str] = []
@@ -94,14 +95,14 @@ class CustomRollouts:
         """See `RolloutEngine.generate`: a conversation per sample, all at once, at most `sampling.max_tokens` added to each.
 
         Every turn has a seed of (seed, prompt, sample, turn), so that a function which depends on its conversation alone makes
-        the same samples again. A sample is of one version of the weights: where a server that was started again got newer ones,
-        the function is called anew. Raises RolloutError naming prompt, file and line where it raises; one sample ends the call.
+        the same samples again. A sample is of one version of the weights, unless `mixed`: where newer ones came in between, the
+        function is called anew. Raises RolloutError naming prompt, file and line where it raises; one sample ends the call.
         """
         return self._loop.run(self._converse(prompts, sampling, seed))
 
-    def stream(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> Groups:
-        """See `RolloutEngine.stream`: the groups of `generate`."""
-        return streamed(self._loop, lambda deliver: self._converse(prompts, sampling, seed, deliver))
+    def open(self) -> Groups:
+        """See `RolloutEngine.open`: the groups of `generate`."""
+        return Arrivals(self._loop, self._converse)
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `RolloutEngine.sample`: past the function."""
@@ -126,16 +127,16 @@ class CustomRollouts:
     ) -> list[Rollout]:
         each = [(prompt, k) for prompt in prompts for k in range(sampling.samples)]
 
-        async def group(place: int, samples: Sequence[asyncio.Task[Rollout]]) -> None:
+        async def group(samples: Sequence[asyncio.Task[Rollout]]) -> None:
             done = await asyncio.gather(*samples)
             assert deliver is not None
-            deliver((place, done))
+            deliver(done)
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                samples = [tasks.create_task(self._one(prompt, sampling, seed, k)) for prompt, k in each]
+                samples = [tasks.create_task(self._one(prompt, sampling.after(prompt), seed, k)) for prompt, k in each]
                 for place in range(len(prompts) if deliver is not None else 0):
-                    tasks.create_task(group(place, samples[place * sampling.samples : (place + 1) * sampling.samples]))
+                    tasks.create_task(group(samples[place * sampling.samples : (place + 1) * sampling.samples]))
         except ExceptionGroup as failed:
             error = failed.exceptions[0]
         else:
@@ -156,7 +157,13 @@ class CustomRollouts:
     async def _once(self, prompt: Prompt, sampling: SamplingParams, seed: int, sample: int) -> Rollout:
         function, what = self._function, self._what(prompt, sample)
         conversation = Conversation(
-            prompt, sampling, derive_seed(seed, sample), ask=self._ask, encode=self._encode, decode=self._decode
+            prompt,
+            sampling,
+            derive_seed(seed, sample),
+            ask=self._ask,
+            encode=self._encode,
+            decode=self._decode,
+            mixed=self._mixed,
         )
         returned: object = None
         try:

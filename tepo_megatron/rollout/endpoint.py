@@ -13,10 +13,11 @@ from pathlib import Path
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.rollout.client import Client, RequestFailed
+from tepo_megatron.rollout.cut import Ask
 from tepo_megatron.rollout.engine import INITIAL_VERSION, EngineApi, Launch, Send
 from tepo_megatron.rollout.served_model import without_generation_config
 from tepo_megatron.rollout.server import LOOPBACK, ServerProcess, choose_port
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.types import Rollout
 
 # A dead engine closes its connections first and ends a moment later; waiting for that makes the error name the cause.
 DEATH_SECONDS = 1.0
@@ -67,12 +68,25 @@ class Endpoint:
         except RequestFailed as e:
             raise await self.failure(e.what) from None
 
-    async def generate(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """The samples of one prompt, of the version served. Raises RequestFailed, and RolloutError for an answer that is not
-        what was asked for.
+    async def generate(self, asks: Sequence[Ask]) -> list[Rollout]:
+        """The samples that are asked for, of the version served. Raises RequestFailed, and RolloutError for an answer that is
+        not what was asked for.
         """
         _, client = self._running()
-        return await self.api.generate(client.send, prompt, sampling, seed, self.version)
+        send, version = client.send, self.version
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                answers = [
+                    tasks.create_task(self.api.generate(send, ask.prompt, ask.sampling, ask.seed, version)) for ask in asks
+                ]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [rollout for answer in answers for rollout in answer.result()]
+
+    async def interrupt(self) -> None:
+        """Have what is under way answered with what there is of it. Raises RequestFailed."""
+        _, client = self._running()
+        await self.api.interrupt(client.send)
 
     async def begin_update(self, version: int) -> None:
         """New weights are to come. Raises (as the other two) SyncError when the server refuses them, RequestFailed when it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +30,28 @@ Platform = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "bf16"]
 
 
-# a group with the place of its prompt among those that were asked for, as it arrives
-Arrival = tuple[int, list[Rollout]]
-Groups = Generator[Arrival, None, None]
-Deliver = Callable[[Arrival], None]
+# told of a group as soon as its last sample is there
+Deliver = Callable[[list[Rollout]], None]
+
+
+class Groups(Protocol):
+    """Groups of samples as they arrive, whichever was asked for first."""
+
+    def add(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
+        """Begin to sample these too; returns at once."""
+        ...
+
+    def next(self) -> list[Rollout] | None:
+        """The next group that is there; None when nothing is under way. Raises as `RolloutEngine.generate`."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        ...
 
 
 class RolloutEngine(Protocol):
-    """An inference server owned by this process. Used by one caller at a time.
+    """An inference server owned by this process. Used by one caller at a time; the weights may be updated by another.
 
     `with engine:` closes it on the way out, whatever happened; `start` it inside.
     """
@@ -58,16 +72,14 @@ class RolloutEngine(Protocol):
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
         """`sampling.samples` responses to each prompt, ungraded: groups contiguous, in the order of the prompts.
 
-        The samples of a prompt depend on (weights, prompt, sampling, seed) alone, not on what else is sampled with it.
+        The samples of a prompt depend on (weights, prompt, sampling, seed) alone, not on what else is sampled with it; those
+        that new weights interrupt, on when they came too.
         rollout_logprobs are those of the distribution sampled from (after temperature). Raises RolloutError.
         """
         ...
 
-    def stream(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> Groups:
-        """The groups of `generate`, each as soon as its last sample is there, with the place of its prompt in `prompts`.
-
-        To close it ends what is still being sampled. Raises as `generate`.
-        """
+    def open(self) -> Groups:
+        """For what `generate` makes, group by group; nothing is under way yet."""
         ...
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
@@ -75,7 +87,8 @@ class RolloutEngine(Protocol):
         ...
 
     def begin_update(self, version: int) -> None:
-        """New weights are to come: any number of `load`, then `finish_update`. Nothing is served in between.
+        """New weights are to come: any number of `load`, then `finish_update`. Nothing is served in between; what is under way
+        is dealt with as `rollout.in_flight` says.
 
         Raises SyncError (as the other two), after which the engine can only be closed. An update that was not finished is
         forgotten.
@@ -151,6 +164,10 @@ class EngineApi(Protocol):
 
     async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
         """The samples of one prompt, by sample index. Raises RolloutError for an answer that is not what was asked for."""
+        ...
+
+    async def interrupt(self, send: Send) -> None:
+        """End the requests that are under way: they answer with what they have, the stop reason of cut samples `cut.CUT`."""
         ...
 
     async def begin_update(self, send: Send) -> None:

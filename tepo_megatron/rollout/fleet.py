@@ -8,6 +8,7 @@ one server (its samples share the prefix cache) and is delivered once: only the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,19 +19,21 @@ from typing import Self
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.rollout.client import RequestFailed
+from tepo_megatron.rollout.cut import Ask, joined, rests
 from tepo_megatron.rollout.endpoint import Endpoint
 from tepo_megatron.rollout.engine import INITIAL_VERSION, Deliver, Groups, StaleWeights
-from tepo_megatron.rollout.loop import LoopThread, streamed
+from tepo_megatron.rollout.loop import Arrivals, LoopThread
 from tepo_megatron.rollout.member import Life, Member
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 RETRY_SECONDS = 0.2  # before a request is sent again, doubled each time
+INTERRUPT_SECONDS = 0.5  # until those that an interruption did not reach, on their way to the server, are interrupted too
 
 
 class Fleet:
     """See `engine.RolloutEngine`. endpoints: not yet started.
 
-    cfg: attempts, min_servers, server.concurrency, server.restarts and server.backoff_seconds of it count.
+    cfg: attempts, in_flight, min_servers, server.concurrency, server.restarts and server.backoff_seconds of it count.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig) -> None:
@@ -84,11 +87,11 @@ class Fleet:
         self._require_trust()
         return self._loop.run(self._generate(prompts, sampling, seed))
 
-    def stream(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> Groups:
-        """See `RolloutEngine.stream`; requests as in `generate`."""
+    def open(self) -> Groups:
+        """See `RolloutEngine.open`; requests as in `generate`."""
         self._require_start()
         self._require_trust()
-        return streamed(self._loop, lambda deliver: self._generate(prompts, sampling, seed, deliver))
+        return Arrivals(self._loop, self._generate)
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `RolloutEngine.sample`: one request, routed and repeated like those of `generate`. Raises as that does."""
@@ -156,27 +159,40 @@ class Fleet:
     async def _generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int, deliver: Deliver | None = None
     ) -> list[Rollout]:
-        async def group(place: int, prompt: Prompt) -> list[Rollout]:
+        async def group(prompt: Prompt) -> list[Rollout]:
             rollouts = await self._group(prompt, sampling, seed)
             if deliver is not None:
-                deliver((place, rollouts))
+                deliver(rollouts)
             return rollouts
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                groups = [tasks.create_task(group(place, prompt)) for place, prompt in enumerate(prompts)]
+                groups = [tasks.create_task(group(prompt)) for prompt in prompts]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [rollout for group in groups for rollout in group.result()]
 
     async def _group(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """One prompt's samples, from whichever server delivers them."""
+        """One prompt's samples, in one request and, where new weights cut them off, in one more for what they lack."""
+        whole = Ask(prompt, sampling.after(prompt), seed)
+        group = await self._answer([whole])
+        while lacking := rests(group, prompt, whole.sampling, seed):
+            if self._cfg.in_flight == "restart":
+                group = await self._answer([whole])
+                continue
+            ends = await self._answer(list(lacking.values()))
+            for place, end in zip(lacking, ends, strict=True):
+                group[place] = joined(group[place], end)
+        return group
+
+    async def _answer(self, asks: Sequence[Ask]) -> list[Rollout]:
+        """The samples that are asked for, from whichever server delivers all of them."""
         avoid: Endpoint | None = None
         for attempt in range(1, self._cfg.attempts + 1):
             member, life = await self._free(avoid)
             with _occupied(member.endpoint):
                 try:
-                    rollouts = await member.endpoint.generate(prompt, sampling, seed)
+                    rollouts = await member.endpoint.generate(asks)
                     member.delivered()
                     return rollouts
                 except RequestFailed as e:
@@ -191,7 +207,7 @@ class Fleet:
                     await self._tell()
             avoid = member.endpoint
             if attempt < self._cfg.attempts:
-                self._event(f"prompt {prompt.id} is sampled again: {str(error).splitlines()[0]}")
+                self._event(f"prompt {asks[0].prompt.id} is sampled again: {str(error).splitlines()[0]}")
                 await asyncio.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
         raise error
 
@@ -213,9 +229,28 @@ class Fleet:
             life.end(RolloutError(f"{member.endpoint.name} was given weights half-way"))
         behind = [(m, m.life) for m in self._members if m.life is not None and m.endpoint.version != version]
         self._updating = [(m, life) for m, life in behind if life not in broken_off]
-        async with self._changed:  # what they sample with the weights they have may end; they are given nothing more
-            await self._changed.wait_for(lambda: not any(m.life is life and m.endpoint.in_flight for m, life in self._updating))
+        await self._until_idle()
         await self._each(lambda endpoint: endpoint.begin_update(version))
+
+    async def _until_idle(self) -> None:
+        """What is sampled with the former weights ends, by itself or cut off; its servers are given nothing more."""
+
+        def busy_ones() -> list[tuple[Member, Life]]:
+            return [(m, life) for m, life in self._updating if m.life is life and m.endpoint.in_flight]
+
+        while busy := busy_ones():
+            wait = None
+            if self._cfg.in_flight != "finish":
+                wait = INTERRUPT_SECONDS
+                results = await asyncio.gather(*(m.endpoint.interrupt() for m, _ in busy), return_exceptions=True)
+                for (member, life), result in zip(busy, results, strict=True):
+                    if isinstance(result, RequestFailed):
+                        await member.failed(life, result)
+                    elif result is not None:
+                        raise result
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait), self._changed:
+                    await self._changed.wait_for(lambda: not busy_ones())
 
     async def _each(self, say: Callable[[Endpoint], Awaitable[None]]) -> None:
         """A part of an update, to every server that has lived since it began. Raises SyncError when one refuses it."""

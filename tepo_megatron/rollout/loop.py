@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-Item = TypeVar("Item")
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+
 Result = TypeVar("Result")
 
 
@@ -59,16 +60,36 @@ async def _cancel_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-def streamed(
-    loop: LoopThread, work: Callable[[Callable[[Item], None]], Coroutine[Any, Any, object]]
-) -> Generator[Item, None, None]:
-    """What `work` hands to the function that it is called with, as it comes; then what it raises. Closing cancels the work."""
-    items: queue.SimpleQueue[tuple[Item] | None] = queue.SimpleQueue()
-    working = loop.submit(work(lambda item: items.put((item,))))
-    working.add_done_callback(lambda _: items.put(None))
-    try:
-        while (item := items.get()) is not None:
-            yield item[0]
-        working.result()
-    finally:
-        working.cancel()
+class Arrivals:
+    """See `engine.Groups`. begin: samples, and hands each group to the function that it is given, in `loop`."""
+
+    def __init__(
+        self,
+        loop: LoopThread,
+        begin: Callable[[Sequence[Prompt], SamplingParams, int, Callable[[list[Rollout]], None]], Coroutine[Any, Any, object]],
+    ) -> None:
+        self._loop, self._begin = loop, begin
+        self._items: queue.SimpleQueue[list[Rollout] | Future[object]] = queue.SimpleQueue()
+        self._working: set[Future[object]] = set()
+
+    def add(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
+        """See `Groups.add`."""
+        working = self._loop.submit(self._begin(prompts, sampling, seed, self._items.put))
+        self._working.add(working)
+        working.add_done_callback(self._items.put)
+
+    def next(self) -> list[Rollout] | None:
+        """See `Groups.next`."""
+        while self._working:
+            item = self._items.get()
+            if isinstance(item, list):
+                return item
+            self._working.discard(item)
+            item.result()
+        return None
+
+    def close(self) -> None:
+        """See `Groups.close`."""
+        for working in self._working:
+            working.cancel()
+        self._working, self._items = set(), queue.SimpleQueue()  # what they still say goes to the former queue

@@ -18,7 +18,7 @@ from tepo_megatron.metrics import Metrics
 from tepo_megatron.types import Rollout
 
 FOLDER = "rollouts"
-_STRINGS = ("stop_reason", "answer", "status")
+_TEXTS = ("stop_reason", "answer", "status", "later_versions")  # as JSON
 _NUMBERS = {"prompt_id": torch.int64, "policy_version": torch.int64, "reward": torch.float64, "score": torch.float64}
 _SUM = "crc32"
 _TOKENS = ("token_ids_L", "response_mask_L", "rollout_logprobs_L")
@@ -37,7 +37,7 @@ def write(folder: Path, step: int, rollouts: Sequence[Rollout], metrics: Metrics
         tensors[name] = torch.cat([getattr(r, name) for r in rollouts]) if rollouts else torch.empty(0)
     for name, dtype in _NUMBERS.items():
         tensors[name] = torch.tensor([getattr(r, name) for r in rollouts], dtype=dtype)
-    text = {name: json.dumps([getattr(r, name) for r in rollouts]) for name in _STRINGS}
+    text = {name: json.dumps([getattr(r, name) for r in rollouts]) for name in _TEXTS}
     text["metrics"] = json.dumps(metrics.pairs())
     path = file_of(folder, step)
     unfinished = path.with_suffix(".partial")
@@ -62,7 +62,8 @@ def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
             raise ValueError("its checksum differs")
         lengths = tensors.pop("length").tolist()
         per_token = {name: tensors.pop(name).split(lengths) for name in _TOKENS}
-        columns = {name: tensors[name].tolist() for name in _NUMBERS} | {name: json.loads(text[name]) for name in _STRINGS}
+        columns = {name: tensors[name].tolist() for name in _NUMBERS} | {name: json.loads(text[name]) for name in _TEXTS}
+        columns["later_versions"] = [tuple(map(tuple, changes)) for changes in columns["later_versions"]]
         metrics = Metrics(json.loads(text["metrics"]))
     except FileNotFoundError:
         raise DataError(f"{path}: no rollouts of step {step} were recorded; lower training.steps or record more") from None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tepo_megatron.errors import RolloutError
+from tepo_megatron.rollout.cut import CUT
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 LARGEST_SEED = 2**63 - 1
@@ -42,14 +43,21 @@ def checked_rollout(
     sampling: SamplingParams,
     version: int,
 ) -> Rollout:
-    """One sampled response, the token it stopped at included. Raises ValueError (TypeError for what is no list)."""
-    if not 1 <= len(ids) <= sampling.max_tokens:
+    """One sampled response, the token it stopped at included; one that was cut off may have none yet.
+
+    Raises ValueError (TypeError for what is no list).
+    """
+    if stop_reason == CUT and len(ids) == sampling.max_tokens:
+        stop_reason = "length"
+    if stop_reason == CUT and ids and ids[-1] in sampling.stop_token_ids:
+        stop_reason = "stop"
+    if not (stop_reason != CUT) <= len(ids) <= sampling.max_tokens:
         raise ValueError(f"{len(ids)} response tokens, max_tokens={sampling.max_tokens}")
     if len(logprobs) != len(ids):
         raise ValueError(f"{len(ids)} tokens but {len(logprobs)} log-probs")
     if not all(math.isfinite(logprob) and logprob <= 1e-6 for logprob in logprobs):
         raise ValueError("a log-prob is positive or not finite")
-    if stop_reason not in ("stop", "length"):
+    if stop_reason not in ("stop", "length", CUT):
         raise ValueError(f"finish_reason={stop_reason!r}")
     if stop_reason == "stop" and sampling.stop_token_ids and ids[-1] not in sampling.stop_token_ids:
         raise ValueError(f"it stopped at token {ids[-1]}, which is none of the stop tokens {list(sampling.stop_token_ids)}")

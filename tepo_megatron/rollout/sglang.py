@@ -87,6 +87,10 @@ class SglangApi:
         answer = await send("POST", "/generate", generate_request(prompt, sampling, seed))
         return parse_generated(answer, prompt, sampling, version)
 
+    async def interrupt(self, send: Send) -> None:
+        """Those that wait and those that run."""
+        await send("POST", "/abort_request", {"abort_all": True})
+
     async def begin_update(self, send: Send) -> None:
         """A session of updates, whose payload is what our loader wants to know."""
         await send("POST", "/begin_weight_update", {"selector": "all"})
@@ -139,10 +143,11 @@ def parse_generated(answer: Any, prompt: Prompt, sampling: SamplingParams, versi
 
     def rollout(sample: Any) -> Rollout:
         meta, ids = sample["meta_info"], sample["output_ids"]
-        given = meta["output_token_logprobs"]  # [log-prob, token id, text] of each token
+        # [log-prob, token id, text] of each token; one that was cut off before its first token may lack this and more
+        given = meta["output_token_logprobs"] if ids else []
         if [entry[1] for entry in given] != ids:
             raise ValueError("its log-probs are of other tokens than its response")
-        if meta["prompt_tokens"] != len(prompt.token_ids):
+        if ids and meta["prompt_tokens"] != len(prompt.token_ids):
             raise ValueError("it changed the prompt's tokens")
         return checked_rollout(prompt, ids, [entry[0] for entry in given], meta["finish_reason"]["type"], sampling, version)
 

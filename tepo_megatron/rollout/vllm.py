@@ -24,6 +24,7 @@ from tepo_megatron.types import Prompt, Rollout, SamplingParams
 BACKEND = "tepo_shm"  # registered inside the server by vllm_plugin.py
 SERVED_NAME = "policy"
 MIDDLEWARE = "tepo_megatron.rollout.vllm_auth.RequireKey"
+CPU_BATCH_TOKENS = 8192  # of prompts in one step
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -46,7 +47,9 @@ class VllmApi:
         if cfg.kv_cache_gib is not None:
             command += ["--kv-cache-memory-bytes", str(int(cfg.kv_cache_gib * 2**30))]
         if launch.platform == "cpu":
-            command += ["--enforce-eager"]
+            # After the first chunk of a seeded prompt vLLM 0.32 turns its generator back, which a CPU cannot do: whole prompts.
+            command += ["--enforce-eager", "--no-enable-chunked-prefill"]
+            command += ["--max-num-batched-tokens", str(max(launch.max_model_len, CPU_BATCH_TOKENS))]
             if cfg.tp == 1:
                 # One process less: a faster start, and no spinning on shared memory, which slows generation and the trainer.
                 command += ["--distributed-executor-backend", "uni"]
@@ -83,6 +86,11 @@ class VllmApi:
         rollouts = parse_completion(answer, prompt, sampling, version)
         await self._check_version(send, version)  # its answers do not hold it
         return rollouts
+
+    async def interrupt(self, send: Send) -> None:
+        """A pause that ends them, after which no step is under way (`/abort_requests` does not wait for the last one)."""
+        await send("POST", "/pause?mode=abort&clear_cache=false", None)
+        await send("POST", "/resume", None)
 
     async def begin_update(self, send: Send) -> None:
         """vLLM's own update routes, with our plugin behind them."""
@@ -132,6 +140,9 @@ def completion_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> d
 def parse_completion(answer: Any, prompt: Prompt, sampling: SamplingParams, version: int) -> list[Rollout]:
     """The rollouts in an answer of `/v1/completions`, by sample index. Raises RolloutError if it is not what was asked for."""
 
+    def logprobs(choice: Any) -> list[float]:  # none of one that was cut off before its first token
+        return choice["logprobs"]["token_logprobs"] if choice["token_ids"] != [] else []
+
     def rollouts(answer: Any) -> list[Rollout]:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         indices = [choice["index"] for choice in choices]
@@ -139,9 +150,6 @@ def parse_completion(answer: Any, prompt: Prompt, sampling: SamplingParams, vers
             raise ValueError(f"samples {indices} instead of {sampling.samples}")
         if any(choice["prompt_token_ids"] != list(prompt.token_ids) for choice in choices):
             raise ValueError("it changed the prompt's tokens")
-        return [
-            checked_rollout(prompt, c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"], sampling, version)
-            for c in choices
-        ]
+        return [checked_rollout(prompt, c["token_ids"], logprobs(c), c["finish_reason"], sampling, version) for c in choices]
 
     return parsed(answer, prompt, VllmApi.name, rollouts)

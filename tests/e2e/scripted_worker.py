@@ -22,8 +22,8 @@ from tepo_megatron.config import Config
 from tepo_megatron.config_io import load_config
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.launcher import run_rank
-from tepo_megatron.rollout.engine import Groups
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tests.scripted_groups import ScriptedGroups
 
 
 class ScriptedEngine:
@@ -72,10 +72,8 @@ class ScriptedEngine:
             self._model.tie_weights()
         self.version = version
 
-    def stream(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> Groups:
-        rollouts = self.generate(prompts, sampling, seed)
-        for place in reversed(range(len(prompts))):  # groups may come in any order
-            yield place, rollouts[place * sampling.samples : (place + 1) * sampling.samples]
+    def open(self) -> ScriptedGroups:
+        return ScriptedGroups(self.generate)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
         if self._behaviour == "dies" and self.version >= 1:

@@ -1,4 +1,4 @@
-"""`rollout.max_staleness=1`: rollouts sampled one step ahead, with a scripted engine."""
+"""`rollout.max_staleness`: rollouts sampled ahead, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -42,6 +42,20 @@ def test_rollouts_are_one_step_old_and_take_the_prompts_that_taking_turns_would(
     # one step of learning lies between the engine and the actor, and the gate on equal weights does not mistake it for a fault
     diffs = [r["rollout/logprob_diff_mean"] for r in whole_lines(runs / "ahead")]
     assert diffs[0] < 1e-5 and max(diffs[1:]) > 10 * diffs[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("in_flight", ["finish", "continue", "restart"])
+def test_rollouts_up_to_three_steps_old(tepo, arguments, model: Path, in_flight: str, tmp_path: Path) -> None:  # noqa: F811
+    """When new weights come is up to time; that none is older than it may be, and that every prompt comes once, is not."""
+    run, straight = tmp_path / "runs" / "ahead", tmp_path / "runs" / "turns"
+    settings = AHEAD | {"rollout__max_staleness": 3, "rollout__in_flight": in_flight}
+    finished(tepo(*arguments(model, **settings, name="ahead", evaluation__every=4), engine="good"))
+    finished(tepo(*arguments(model, **AHEAD | {"rollout__max_staleness": 0}, name="turns"), engine="good"))
+    staleness = [r["rollout/staleness"] for r in whole_lines(run)]
+    assert staleness[:2] == [0, 1] and max(staleness) <= 3 and len(staleness) == STEPS
+    for step in range(1, STEPS + 1):
+        assert prompts(run, step) == prompts(straight, step)
 
 
 @pytest.mark.full

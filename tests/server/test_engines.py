@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -162,6 +163,42 @@ def test_an_update_replaces_all_weights(served: Served, version: int, tmp_path: 
     assert served.engine.version == version == rollouts[0].policy_version
     assert call(served, "GET", ABOUT[served.name])["weight_version"] == str(version)
     served.model = new
+
+
+@pytest.mark.parametrize("in_flight", ["continue", "restart"])
+def test_what_is_under_way_goes_on_under_new_weights(in_flight: str, served: Served, tmp_path: Path) -> None:
+    """Every token has the log-prob of the weights that it is said to be of, given all tokens before it."""
+    engine, old, version = served.engine, served.model, served.engine.version
+    engine._cfg = replace(engine._cfg, max_staleness=1, in_flight=in_flight)
+    new = tiny_qwen3(tmp_path / "new", tied=True, seed=200 + version)
+    files = save_weights(new, tmp_path, files=1)
+    prompts, sampling = make_prompts(48, seed=12), replace(SAMPLING, samples=8, max_tokens=100, stop_token_ids=())
+    groups = engine.open()
+    groups.add(prompts, sampling, seed=0)
+    time.sleep(0.7)
+    started = time.monotonic()
+    engine.update_weights(files, version + 1)
+    seconds = time.monotonic() - started
+    made = [r for group in iter(groups.next, None) for r in group]
+    engine._cfg = replace(engine._cfg, max_staleness=0, in_flight="finish")
+    served.model = new
+    assert sorted(r.prompt_id for r in made) == sorted(p.id for p in prompts for _ in range(8))
+    assert {r.stop_reason for r in made} <= {"stop", "length"}
+    mixed = [r for r in made if r.later_versions]
+    print(f"weights of another version after {seconds:.2f} s; {len(mixed)} of {len(made)} responses are of both")
+    for model, v in ((old, version), (new, version + 1)):
+        of_it = [replace(r, response_mask_L=r.response_mask_L & (r.versions_L == v)) for r in made]
+        assert logprob_diff(model, [r for r in of_it if r.response_length], sampling.temperature) <= MAX_LOGPROB_DIFF
+    if in_flight == "restart":
+        assert not mixed
+        again = responses(engine.generate(prompts, sampling, seed=0))
+        anew = {r.prompt_id for r in made if r.policy_version == version + 1}
+        found = responses(made)
+        assert anew and all(found[i] == again[i] for i in anew)
+    else:
+        assert len(mixed) > 50
+        other = [replace(r, response_mask_L=r.response_mask_L & (r.versions_L == version)) for r in mixed]
+        assert logprob_diff(new, other, sampling.temperature) > 0.1
 
 
 def test_files_that_are_not_the_model_are_refused_by_vllm(served: Served, tmp_path: Path) -> None:

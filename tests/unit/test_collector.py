@@ -11,9 +11,9 @@ from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import SyncError
 from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.rollout.collector import Collector
-from tepo_megatron.rollout.engine import Groups
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tests.scripted_groups import ScriptedGroups
 
 
 class ScriptedEngine:
@@ -23,10 +23,8 @@ class ScriptedEngine:
         self.version = 0
         self.calls: list[tuple[list[int], int]] = []
 
-    def stream(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> Groups:
-        rollouts = self.generate(prompts, sampling, seed)
-        for place in reversed(range(len(prompts))):  # groups may come in any order
-            yield place, rollouts[place * sampling.samples : (place + 1) * sampling.samples]
+    def open(self) -> ScriptedGroups:
+        return ScriptedGroups(self.generate)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
         self.calls.append(([p.id for p in prompts], seed))
@@ -133,3 +131,61 @@ def test_sampling_ends_with_the_groups_that_are_wanted_and_the_other_prompts_com
     resumed.load_state_dict(stream.state_dict())
     for again in (stream, resumed):
         assert [p.id for p in again.take(6)] == [0, 1, 2, 3, 8, 9]
+
+
+class Slow(ScriptedGroups):
+    """Only what is in `there` has arrived; the rest is still under way."""
+
+    def add(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
+        made = ScriptedGroups(self._generate)
+        made.add(prompts, sampling, seed)
+        self._there = [*made._there, *self._there]  # the oldest arrive first
+
+
+def test_groups_under_way_go_on_for_the_next_step_and_count_as_its_own() -> None:
+    cfg = RolloutConfig(
+        prompts_per_step=4,
+        samples_per_prompt=2,
+        oversample=1.5,
+        filter_uniform_groups=False,
+        max_staleness=1,
+        in_flight="continue",
+    )
+    prompts, engine = PromptStream([Prompt(i, (1,), "") for i in range(40)], seed=0, shuffle=False), ScriptedEngine()
+    engine.open = lambda: Slow(engine.generate)  # type: ignore[method-assign]
+    collect = Collector(cfg, engine, LastTokenReward(), prompts, seed=1, max_refills=0, overlong=None)
+    first, _ = collect.collect(1, Clock())
+    assert engine.calls[0][0] == list(range(6)) and {r.prompt_id for r in first} == {2, 3, 4, 5}
+    assert collect.position()["returned"] == [0, 1]  # whoever resumes here samples them again
+    assert prompts.state_dict()["returned"] == []
+
+    engine.version = 1
+    second, metrics = collect.collect(2, Clock())
+    assert engine.calls[1][0] == [6, 7, 8, 9]
+    assert [r.prompt_id for r in second[::2]] == [0, 1, 8, 9]
+    assert [r.policy_version for r in second[::2]] == [0, 0, 1, 1]
+    assert metrics.means()["rollout/staleness"] == 0.5 and metrics.means()["rollout/stale_groups"] == 0
+
+    collect.give_up()
+    assert [p.id for p in prompts.take(3)] == [6, 7, 10]
+
+
+def test_a_group_that_became_too_old_is_counted_and_sampled_anew() -> None:
+    cfg = RolloutConfig(
+        prompts_per_step=4,
+        samples_per_prompt=2,
+        oversample=1.5,
+        filter_uniform_groups=False,
+        max_staleness=1,
+        in_flight="continue",
+    )
+    prompts, engine = PromptStream([Prompt(i, (1,), "") for i in range(40)], seed=0, shuffle=False), ScriptedEngine()
+    engine.open = lambda: Slow(engine.generate)  # type: ignore[method-assign]
+    collect = Collector(cfg, engine, LastTokenReward(), prompts, seed=1, max_refills=0, overlong=None)
+    collect.collect(1, Clock())
+    engine.version = 2
+    third, metrics = collect.collect(3, Clock())  # groups 0 and 1 are of version 0, and 1 is the oldest that may be
+    assert engine.calls[2:] == [([1], engine.calls[2][1]), ([0], engine.calls[3][1])]
+    assert metrics.means()["rollout/stale_groups"] == 2
+    assert len(third) == 8 and {r.policy_version for r in third} == {2}
+    assert not {r.prompt_id for r in third} - set(range(10))

@@ -256,7 +256,7 @@ def test_a_sample_is_made_anew_when_the_weights_change_between_its_turns(tmp_pat
         (rollout,) = made.generate(PROMPTS[:1], SamplingParams(1, 1.0, 20), seed=0)
         assert made.take_events() == [
             "an event",
-            "prompt 10: version 4 of the weights wrote a turn after version 3; sample 0 is made anew",
+            "prompt 10: version 4 of the weights wrote on after version 3; sample 0 is made anew",
         ]
         assert made.take_events() == ["an event"]
     assert rollout.policy_version == 4 and rollout.response_length == 7

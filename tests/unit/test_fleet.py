@@ -28,10 +28,19 @@ PROMPTS = [Prompt(id=i, token_ids=(4, 5), answer="") for i in range(40)]
 
 
 @contextmanager
-def fleet(folder: Path, servers: int = 3, min_servers: int = 1, attempts: int = 3, **server: Any) -> Iterator[Fleet]:
+def fleet(
+    folder: Path, servers: int = 3, min_servers: int = 1, attempts: int = 3, in_flight: str = "finish", **server: Any
+) -> Iterator[Fleet]:
     (folder / "model").mkdir(exist_ok=True)
     settings = {"restarts": 3, "backoff_seconds": 0.05, "silent_seconds": 1.0, "concurrency": 4, "ready_seconds": 20} | server
-    cfg = RolloutConfig(servers=servers, min_servers=min_servers, attempts=attempts, server=ServerConfig(**settings))
+    cfg = RolloutConfig(
+        servers=servers,
+        min_servers=min_servers,
+        attempts=attempts,
+        max_staleness=int(in_flight != "finish"),
+        in_flight=in_flight,
+        server=ServerConfig(**settings),
+    )
     launch = Launch(folder / "model", max_model_len=64, platform="cpu", precision="fp32", seed=0)
     endpoints = [Endpoint(f"server {i}", ScriptedApi(), cfg.server, launch, folder / f"{i}.log") for i in range(servers)]
     with Fleet(endpoints, cfg) as made:
@@ -189,18 +198,76 @@ def test_groups_stream_in_as_they_are_done_and_to_close_the_stream_ends_the_rest
     expected: list[list[int]], tmp_path: Path
 ) -> None:
     with fleet(tmp_path, servers=2) as two:
-        groups = dict(two.stream(PROMPTS, SAMPLING, seed=7))
-        assert ids([r for place in range(len(PROMPTS)) for r in groups[place]]) == expected
+        groups = two.open()
+        assert groups.next() is None
+        groups.add(PROMPTS[:30], SAMPLING, seed=7)
+        groups.add(PROMPTS[30:], SAMPLING, seed=7)
+        there = {group[0].prompt_id: group for group in iter(groups.next, None)}
+        assert ids([r for prompt in PROMPTS for r in there[prompt.id]]) == expected
         behave(two, 0, slow=5.0)
         started = time.monotonic()
-        stream = two.stream(PROMPTS[:8], SAMPLING, seed=7)
-        first = [next(stream) for _ in range(4)]  # those of the other server
-        stream.close()
+        groups.add(PROMPTS[:8], SAMPLING, seed=7)
+        first = [groups.next() or [] for _ in range(4)]  # those of the other server
+        groups.close()
         assert time.monotonic() - started < 4.0
-        assert all(ids(group) == expected[3 * place : 3 * place + 3] for place, group in first)
+        assert all(ids(group) == expected[3 * group[0].prompt_id :][:3] for group in first)
         until(lambda: not any(m.endpoint.in_flight for m in two._members), seconds=2.0)
         with pytest.raises(RolloutError, match="max_tokens is too large"):
-            list(two.stream(PROMPTS, SamplingParams(samples=1, max_tokens=101), seed=0))
+            groups.add(PROMPTS, SamplingParams(samples=1, max_tokens=101), seed=0)
+            groups.next()
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "continue", "restart"])
+def test_what_is_under_way_when_new_weights_come(in_flight: str, expected: list[list[int]], tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=2, in_flight=in_flight) as two:
+        two.update_weights([], version=0)
+        for i in range(2):
+            behave(two, i, slow=3.0 if in_flight == "finish" else 15.0)  # of all five tokens
+        groups = two.open()
+        groups.add(PROMPTS[:8], SAMPLING, seed=7)
+        until(lambda: sum(m.endpoint.in_flight for m in two._members) == 8)
+        time.sleep(1.0 if in_flight == "finish" else 4.0)
+        for i in range(2):
+            behave(two, i)  # the requests after these are fast
+        started = time.monotonic()
+        two.update_weights([], version=1)
+        waited = time.monotonic() - started
+        made = sorted((r for group in iter(groups.next, None) for r in group), key=lambda r: r.prompt_id)
+        assert len(made) == 24 and {r.response_length for r in made} == {5} and {r.stop_reason for r in made} == {"length"}
+        versions = {tuple(r.versions_L[r.response_mask_L].tolist()) for r in made}
+        if in_flight == "finish":
+            assert waited > 0.5 and versions == {(0,) * 5} and ids(made) == expected[:24]
+        elif in_flight == "restart":
+            assert waited < 8 and versions == {(1,) * 5} and ids(made) == expected[:24]
+        else:
+            assert waited < 8 and versions <= {(0,) * n + (1,) * (5 - n) for n in range(1, 5)}
+            for r, whole in zip(made, expected, strict=False):  # what was there stays, and the rest is drawn anew
+                begun = r.later_versions[0][0] - 2
+                assert r.response_ids[:begun] == whole[:begun] and r.response_ids != whole
+            assert len({tuple(r.response_ids) for r in made}) == 24
+        assert two.take_events() == []
+        assert {r.policy_version for r in two.generate(PROMPTS[:4], SAMPLING, seed=7)} == {1}
+
+
+def test_a_server_that_dies_as_it_is_interrupted_costs_no_sample(expected: list[list[int]], tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=2, in_flight="restart") as two:
+        two.update_weights([], version=0)
+        for i in range(2):
+            behave(two, i, slow=1.0)
+        groups = two.open()
+        groups.add(PROMPTS[:8], SAMPLING, seed=7)
+        time.sleep(0.3)
+        process(two, 1).kill()
+        two.update_weights([], version=1)
+        made = sorted((r for group in iter(groups.next, None) for r in group), key=lambda r: r.prompt_id)
+        assert ids(made) == expected[:24] and {r.policy_version for r in made} == {1}
+
+
+def test_a_long_prompt_gets_a_shorter_response(tmp_path: Path) -> None:
+    prompts = [Prompt(id=n, token_ids=tuple(range(3, 3 + n)), answer="") for n in (2, 7, 11)]
+    with fleet(tmp_path, servers=1) as one:
+        made = one.generate(prompts, SamplingParams(samples=2, max_tokens=5, max_sequence_tokens=12), seed=0)
+        assert [r.response_length for r in made] == [5, 5, 5, 5, 1, 1]
 
 
 def test_a_server_that_cannot_start_is_not_tried_again(tmp_path: Path) -> None:

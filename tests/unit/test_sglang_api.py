@@ -50,7 +50,7 @@ def test_an_answer_becomes_rollouts_in_the_order_of_the_samples() -> None:
         (sample([8, 2], [-0.5, float("nan")], "stop"), "not finite"),
         (sample([8, 2], [-0.5, 0.1], "stop"), "positive"),
         (sample([8, 9], [-0.5, -0.1], "stop"), "stopped at token 9, which is none of the stop tokens"),
-        (sample([8, 2], [-0.5, -0.1], "abort"), "finish_reason='abort'"),
+        (sample([8, 2], [-0.5, -0.1], "error"), "finish_reason='error'"),
         (sample([8, 2], [-0.5, -0.1], "stop") | {"output_ids": [8, 9]}, "of other tokens"),
         ({"output_ids": [8, 2], "meta_info": {}}, "KeyError"),
     ],

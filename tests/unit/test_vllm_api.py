@@ -64,7 +64,7 @@ def test_an_answer_becomes_rollouts_in_the_order_of_the_samples() -> None:
         ("logprobs", {"token_logprobs": [-0.5, 0.1]}, "positive"),
         ("logprobs", None, "NoneType"),
         ("prompt_token_ids", [4, 5], "prompt's tokens"),
-        ("finish_reason", "abort", "finish_reason='abort'"),
+        ("finish_reason", "error", "finish_reason='error'"),
         ("token_ids", [8, 9], "stopped at token 9, which is none of the stop tokens"),
     ],
 )

@@ -1,0 +1,26 @@
+"""Groups of a scripted engine: there at once, the last prompt's first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+
+
+class ScriptedGroups:
+    """See `engine.Groups`. generate: of the engine."""
+
+    def __init__(self, generate: Callable[[Sequence[Prompt], SamplingParams, int], list[Rollout]]) -> None:
+        self._generate = generate
+        self._there: list[list[Rollout]] = []
+
+    def add(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
+        rollouts = self._generate(prompts, sampling, seed)
+        n = sampling.samples
+        self._there += [rollouts[i * n : (i + 1) * n] for i in range(len(prompts))]
+
+    def next(self) -> list[Rollout] | None:
+        return self._there.pop() if self._there else None
+
+    def close(self) -> None:
+        self._there = []
