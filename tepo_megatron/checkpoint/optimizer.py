@@ -51,6 +51,15 @@ def shards(optimizer: MegatronOptimizer, create: bool = False) -> Iterator[Shard
             yield Shard(parameter, here.start, weight, {f"optimizer.state.{k}.": v.detach() for k, v in state.items()})
 
 
+def tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """The masters and the moments there are, of which `shards` gives views, in the order in which the optimizer holds them."""
+    for part in _parts(optimizer):
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (state[name] for name in _MOMENTS if name in state)
+
+
 def count(optimizer: MegatronOptimizer) -> int:
     """Steps of Adam so far."""
     counts = [0]
