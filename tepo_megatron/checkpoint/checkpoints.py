@@ -65,11 +65,19 @@ class Checkpoints:
         self._settle()
         if self._broken is not None:
             raise CheckpointError(f"no more checkpoints can be written in this run: {self._broken}")
-        commit = self._commit(step, actor, run_state) if self._groups.is_main else None
+        # All else that must be known is asked beside the copying, which leaves it the interpreter: also whether what is copied
+        # is the state still. If not, the state is copied again.
+        before = self._views.boxes
+        asked = self._thread.ask(lambda: (self._views.of(actor), generators.capture(), self._commit(step, actor, run_state)))
+        copies = self._memory.take(before)
+        (boxes, objects), states, commit = asked.result()
+        if boxes is not before:
+            copies = self._memory.take(boxes)
         if self._cfg.hf:
-            make_room(self._folder, step, commit.refused if commit else None, self._callers)
+            make_room(self._folder, step, commit and commit.refused, self._callers)
             actor.export_hf(folders.partial(self._folder, step) / "hf")
-        self._save = Save(self._folder, step, self._content(actor), commit, self._plans, self._cfg.hf, start)
+        content = Content(copies, objects, restoring.rng_name(self._groups.rank, self._groups.world_size), states)
+        self._save = Save(self._folder, step, content, commit, self._plans, self._cfg.hf, start)
         self._thread.begin(self._save)
         self._blocked = time.perf_counter() - start
         if not self._cfg.asynchronous:
@@ -112,7 +120,7 @@ class Checkpoints:
         return found.run_state
 
     def close(self) -> None:
-        """Wait for the save under way. Raises CheckpointError when it failed."""
+        """Wait for the save under way; no other can follow. Raises CheckpointError when it failed."""
         self._held.close()
         self._thread.end()
         self._settle()
@@ -130,13 +138,10 @@ class Checkpoints:
         if self._save is not None:
             self._save.wait(min(_FAREWELL_SECONDS, self._cfg.timeout_seconds))
 
-    def _content(self, actor: Actor) -> Content:
-        states = generators.capture()
-        boxes, objects = self._views.of(actor)
-        rng = restoring.rng_name(self._groups.rank, self._groups.world_size)
-        return Content(self._memory.take(boxes), objects, rng, states)
-
-    def _commit(self, step: int, actor: Actor, run_state: Mapping[str, Any]) -> Commit:
+    def _commit(self, step: int, actor: Actor, run_state: Mapping[str, Any]) -> Commit | None:
+        """On rank 0."""
+        if not self._groups.is_main:
+            return None
         common = {
             "iteration": step,
             "checkpoint_version": 3.0,  # Megatron's own number for the names in it

@@ -13,11 +13,13 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
@@ -29,6 +31,8 @@ from tepo_megatron.checkpoint.planning import Plans, make_room
 from tepo_megatron.checkpoint.state import Box
 from tepo_megatron.checkpoint.tensors import Stored, pickled, write_items, write_metadata
 from tepo_megatron.errors import CheckpointError
+
+T = TypeVar("T")
 
 RUN = "run.json"
 _log = logging.getLogger(__name__)
@@ -185,24 +189,40 @@ class Save:
 
 
 class SavingThread(threading.Thread):
-    """Does one save after the other. To start a thread for each would hold up training by a fifth of a small model's copy."""
+    """Does one thing after the other. To start a thread for each save would hold up training by a fifth of a small copy."""
 
     def __init__(self) -> None:
         super().__init__(name="checkpoints", daemon=True)  # a save that hangs does not keep the process
-        self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def ask(self, question: Callable[[], T]) -> Future[T]:
+        """What it returns or raises."""
+        answer: Future[T] = Future()
+
+        def task() -> None:
+            try:
+                answer.set_result(question())
+            except Exception as e:
+                answer.set_exception(e)
+
+        self._tasks.put(task)
+        return answer
 
     def begin(self, save: Save) -> None:
         """Once the former is over."""
-        self._saves.put(save)
+        self._tasks.put(save.run)
 
     def end(self) -> None:
         """Once the save under way is over, if there is one."""
-        self._saves.put(None)
+        self._tasks.put(None)
 
     def run(self) -> None:
-        """In the thread."""
-        while (save := self._saves.get()) is not None:
-            save.run()
+        """In the thread, on the device of whoever made it: CUDA would take a new thread to the first one."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+        while (task := self._tasks.get()) is not None:
+            task()
 
 
 def _complete(

@@ -22,11 +22,14 @@ _Places = tuple[tuple[int, int, torch.dtype], ...]
 
 
 class Views:
-    """What an actor's state is now."""
+    """What an actor's state is now.
+
+    boxes: as they were found last. They keep what they view in memory, also where it is no longer the state.
+    """
 
     def __init__(self) -> None:
+        self.boxes: Sequence[Box] = ()
         self._places: _Places | None = None  # of the tensors that the boxes view; None: they cannot be used again
-        self._boxes: Sequence[Box] = ()
         self._objects: dict[str, Any] | None = None
 
     def of(self, actor: Actor) -> tuple[Sequence[Box], dict[str, Any]]:
@@ -38,14 +41,14 @@ class Views:
         live = _live(actor, modules)
         places = tuple((tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in live)
         if places != self._places:
-            self._boxes, self._objects = (), None  # nothing holds on to what was replaced
-            self._boxes = tuple(written(actor))
+            self.boxes, self._objects = (), None  # they do not hold on to what was replaced
+            self.boxes = tuple(written(actor))
             known = {_storage(tensor) for tensor in live}
             # zeros stand for moments before the first step, and a module may describe a copy of what it holds
-            self._places = places if all(_storage(box.data) in known for box in self._boxes) else None
+            self._places = places if all(_storage(box.data) in known for box in self.boxes) else None
         if self._objects is None or any(map(_filled, (*self._objects.values(), *_extra_states(modules)))):
             self._objects = copy.deepcopy(objects(actor))
-        return self._boxes, self._objects
+        return self.boxes, self._objects
 
 
 def _modules(actor: Actor) -> list[torch.nn.Module]:
