@@ -74,7 +74,7 @@ class Checkpoints:
         if boxes is not before:
             copies = self._memory.take(boxes)
         if self._cfg.hf:
-            make_room(self._folder, step, commit and commit.refused, self._callers)
+            make_room(self._folder, step, commit.refused if commit else None, self._callers)
             actor.export_hf(folders.partial(self._folder, step) / "hf")
         content = Content(copies, objects, restoring.rng_name(self._groups.rank, self._groups.world_size), states)
         self._save = Save(self._folder, step, content, commit, self._plans, self._cfg.hf, start)
