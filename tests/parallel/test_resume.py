@@ -32,7 +32,6 @@ PLACES = {
     "tepo_megatron.sinks:RunLog.write": False,
     CHECKPOINT + "checkpoints:Checkpoints.save": True,
     CHECKPOINT + "tensors:HostCopy.take": True,
-    CHECKPOINT + "folder:prepare": False,
     CHECKPOINT + "planning:Plans.agree": True,
     CHECKPOINT + "saving:write_items": True,
     CHECKPOINT + "saving:write_metadata": False,
