@@ -53,22 +53,24 @@ def convert(quick: bool, repetitions: int = 3) -> list[Measure]:
 
 
 def checkpoint(quick: bool) -> list[Measure]:
-    """Row 11: seconds for which a save blocks training, beside a plain copy of the state to host memory."""
+    """Row 11: seconds for which a save blocks training, beside plain copies of the state to host memory.
+
+    The target is the copy into memory that is there already, which a save has too; the copy into fresh memory is reported.
+    """
     out = []
-    for model in ("demo",) if quick else ("demo", "100m"):
+    for model, saves in {"demo": 2}.items() if quick else {"demo": 41, "100m": 6}.items():
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "saves.json"
-            words = ["--model", model, "--saves", "2" if quick else "6", "--json", str(path)]
+            words = ["--model", model, "--saves", str(saves), "--json", str(path)]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             command = [sys.executable, "-W", "ignore", "-m", "benchmarks.checkpoint", *words]
             subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=sys.stderr)
-            saves = load(path)
-        # the first save allocates its host memory; it is reported with the others
-        blocked, copying, complete = (statistics.median(s[k] for s in saves[1:]) for k in ("blocked", "copying", "complete"))
-        # of a few megabytes what a save does once, whatever the size, is most
-        targets = (Target("ours / plain copy", "<=", 1.5),) if model == "100m" else ()
-        peers, more = {"plain copy": copying}, {"saves": saves, "complete": complete}
-        out.append(
-            Measure(11, f"training waits, {model} model, median after the first", "s", blocked, peers, targets, more=more)
-        )
+            found = load(path)
+        # the first save describes the state and asks for its memory; it is reported with the others
+        medians = {k: statistics.median(s[k] for s in found[1:]) for k in ("blocked", "kept", "fresh", "complete")}
+        peers = {"plain copy": medians["kept"], "plain copy, fresh": medians["fresh"]}
+        targets = (Target("ours / plain copy", "<=", 1.0),)
+        more = {"saves": found, "complete": medians["complete"]}
+        name = f"training waits, {model} model, median after the first"
+        out.append(Measure(11, name, "s", medians["blocked"], peers, targets, more=more))
     return out

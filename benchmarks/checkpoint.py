@@ -1,12 +1,17 @@
-"""How long training waits for a checkpoint, against a plain copy of the same state to host memory.
+"""How long training waits for a checkpoint, against plain copies of the same state to host memory.
 
     python -m benchmarks.checkpoint [--model demo|100m|HF_DIRECTORY] [--saves 3] [--platform cpu] [--precision bf16] [--tp 1]
                                     [--json FILE]
     torchrun --nproc-per-node 2 -m benchmarks.checkpoint --model 100m
 
-Prints one line per save: seconds that `save()` blocked rank 0, seconds of the plain copy made just before, their quotient, and
-seconds until the checkpoint was complete. The first save allocates its host memory and exchanges the plan. At the end: seconds
-to check the last one and to load it.
+Prints one line per save: milliseconds that `save()` blocked rank 0, those of two plain copies, tensor by tensor, and their
+quotients, and until the checkpoint was complete. Each of the three comes right after a step of the optimizer, as a save does.
+
+    kept    into memory that is there already: page-locked where the actor is on a GPU
+    fresh   into memory that is asked for anew
+
+The fair one is the kept: a save too writes into memory that it keeps. The first save describes the state and asks for that
+memory, so the fresh copy is its measure. At the end: seconds to check the last one and to load it.
 """
 
 from __future__ import annotations
@@ -14,9 +19,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -25,6 +33,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tepo_megatron.config_io import validate
 from tepo_megatron.platform import Platform, activate
+
+if TYPE_CHECKING:
+    from tepo_megatron.actor.actor import Actor
 
 SHAPES = {
     "demo": {  # examples/arithmetic: 0.6 M parameters
@@ -47,7 +58,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=None, help="where to write; default: a temporary one of rank 0")
-    parser.add_argument("--json", type=Path, help="write blocked, copying, complete of each save there too, in seconds")
+    parser.add_argument("--json", type=Path, help="write blocked, kept, fresh, complete of each save there too, in seconds")
     args = parser.parse_args()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29511")):
         os.environ.setdefault(name, value)
@@ -82,20 +93,26 @@ def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> No
     size = sum(box.data.nbytes for box in written(actor))
     if groups.is_main:
         print(f"{args.model}: {parameters / 1e6:.1f} M parameters and {size / 2**20:.0f} MiB of state on rank 0 of {world}")
+    plain = _PlainCopies(actor)
     saves: list[dict[str, float]] = []
     folder = from_main(args.folder or temporary / "checkpoints", groups.host)
     with Checkpoints(folder, CheckpointConfig(keep_last=1), groups) as checkpoints:
         for step in range(1, args.saves + 1):
-            copying = _plain_copy(actor)
+            kept, fresh = plain.kept(), plain.fresh()
+            actor.optimizer.step()
             checkpoints.save(step, actor, {"step": step})
             saved = checkpoints.wait()
             assert saved is not None
-            saves.append({"blocked": saved.blocked_seconds, "copying": copying, "complete": saved.seconds})
+            blocked = saved.blocked_seconds
+            saves.append({"blocked": blocked, "kept": kept, "fresh": fresh, "complete": saved.seconds})
             if groups.is_main:
                 print(
-                    f"save {step}: blocked {saved.blocked_seconds:.3f} s, plain copy {copying:.3f} s "
-                    f"({saved.blocked_seconds / copying:.1f} times), complete after {saved.seconds:.3f} s"
+                    f"save {step}: blocked {blocked * 1e3:.2f} ms; copy kept {kept * 1e3:.2f} ms ({blocked / kept:.2f}x), "
+                    f"fresh {fresh * 1e3:.2f} ms ({blocked / fresh:.2f}x); complete after {saved.seconds * 1e3:.0f} ms"
                 )
+        if groups.is_main and len(saves) > 1:
+            medians = {name: statistics.median(s[name] for s in saves[1:]) for name in ("blocked", "kept", "fresh")}
+            print("medians after the first: " + ", ".join(f"{name} {x * 1e3:.2f} ms" for name, x in medians.items()))
         start = time.perf_counter()
         found = checkpoints.newest()
         checking = time.perf_counter() - start
@@ -108,16 +125,41 @@ def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> No
     parallel.shutdown()
 
 
-def _plain_copy(actor: object) -> float:
-    """Seconds to copy what this rank writes to host memory, tensor by tensor."""
-    from tepo_megatron.checkpoint.state import written
+class _PlainCopies:
+    """Of what this rank writes, tensor by tensor; in seconds, each after a step of the optimizer."""
 
-    boxes = list(written(actor))  # type: ignore[arg-type]
-    start = time.perf_counter()
-    copies = [box.data.to("cpu", copy=True) for box in boxes]
-    seconds = time.perf_counter() - start
-    del copies
-    return seconds
+    def __init__(self, actor: Actor) -> None:
+        from tepo_megatron.checkpoint.state import written
+
+        self._optimizer = actor.optimizer
+        self._from = [box.data for box in written(actor)]
+        self._to = [torch.zeros_like(data, device="cpu", pin_memory=data.is_cuda) for data in self._from]
+
+    def kept(self) -> float:
+        """Into memory that was written to before."""
+
+        def copy() -> None:
+            for to, data in zip(self._to, self._from, strict=True):
+                to.copy_(data, non_blocking=True)
+
+        return self._seconds(copy)
+
+    def fresh(self) -> float:
+        """Into memory that is asked for tensor by tensor, and given back."""
+        return self._seconds(lambda: [data.to("cpu", copy=True) for data in self._from])
+
+    def _seconds(self, copy: Callable[[], object]) -> float:
+        self._optimizer.step()
+        cuda = self._from[0].is_cuda
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        copies = copy()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        del copies  # not timed
+        return seconds
 
 
 def _write_model(name: str, folder: Path) -> Path:

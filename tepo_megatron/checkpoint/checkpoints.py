@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import time
 from collections import deque
@@ -12,17 +13,17 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
 
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import generators, optimizer, restoring
-from tepo_megatron.checkpoint.agreement import all_true, from_all, from_main, to_main
+from tepo_megatron.checkpoint.agreement import all_true, from_all
+from tepo_megatron.checkpoint.planning import Plans, make_room
 from tepo_megatron.checkpoint.restoring import Found
-from tepo_megatron.checkpoint.saving import Commit, Outcome, Save, Saved
-from tepo_megatron.checkpoint.state import CONTENT, objects, written
-from tepo_megatron.checkpoint.tensors import HostCopy, merge, plan
+from tepo_megatron.checkpoint.saving import Commit, Content, Outcome, Save, Saved, SavingThread
+from tepo_megatron.checkpoint.state import CONTENT
+from tepo_megatron.checkpoint.tensors import HostCopy
+from tepo_megatron.checkpoint.views import Views
 from tepo_megatron.config import CheckpointConfig
 from tepo_megatron.errors import CheckpointError
 from tepo_megatron.parallel import Groups
@@ -40,13 +41,12 @@ class Checkpoints:
     def __init__(self, folder: Path, cfg: CheckpointConfig, groups: Groups) -> None:
         self._folder, self._cfg, self._groups = folder, cfg, groups
         backend, limit = dist.get_backend(groups.host), datetime.timedelta(seconds=cfg.timeout_seconds)
-        self._writers = dist.new_group(backend=backend, timeout=limit)  # used by the saving threads alone
+        self._plans = Plans(dist.new_group(backend=backend, timeout=limit))  # used by the saving threads alone
         self._callers = dist.new_group(backend=backend, timeout=2 * limit)  # a rank may wait for its thread, another not
-        self._memory = HostCopy()
-        self._plan: SavePlan | None = None
-        self._plans: list[SavePlan | None] = [None] * groups.world_size
-        self._metadata: Metadata | None = None
+        self._views, self._memory = Views(), HostCopy()
         self._save: Save | None = None
+        self._thread = SavingThread()
+        self._thread.start()
         self._blocked = 0.0
         self._complete: deque[Saved] = deque()
         self._broken: str | None = None
@@ -56,24 +56,29 @@ class Checkpoints:
         """Begin to write the state as it is now. Returns once it is copied to host memory; training may go on.
 
         A save still under way is waited for first. run_state: plain JSON, rank 0's counts. With `checkpoint.asynchronous` false
-        the checkpoint is complete when this returns.
+        the checkpoint is complete when this returns. With `checkpoint.hf` the model is written for transformers before.
 
-        Raises CheckpointError, on every rank, when the former save failed or this one cannot begin.
+        Raises CheckpointError, on every rank, when the former save failed or the model for transformers cannot be written. What
+        else goes wrong with this one is told by what waits for it: `poll`, `wait`, `close`, the next `save`.
         """
         start = time.perf_counter()
         self._settle()
         if self._broken is not None:
             raise CheckpointError(f"no more checkpoints can be written in this run: {self._broken}")
-        boxes, extra = list(written(actor)), objects(actor)
-        extra[restoring.rng_name(self._groups.rank, self._groups.world_size)] = generators.capture()
-        mine = plan(boxes, extra)
-        run = self._agree(mine, step, actor, run_state)
+        # All else that must be known is asked beside the copying, which leaves it the interpreter: also whether what is copied
+        # is the state still. If not, the state is copied again.
+        before = self._views.boxes
+        asked = self._thread.ask(lambda: (self._views.of(actor), generators.capture(), self._commit(step, actor, run_state)))
+        copies = self._memory.take(before)
+        (boxes, objects), states, commit = asked.result()
+        if boxes is not before:
+            copies = self._memory.take(boxes)
         if self._cfg.hf:
+            make_room(self._folder, step, commit.refused if commit else None, self._callers)
             actor.export_hf(folders.partial(self._folder, step) / "hf")
-        commit = None if run is None else self._commit(step, actor, run)
-        values = [*self._memory.take(boxes), *extra.values()]
-        self._save = Save(self._folder, step, mine.items, values, commit, self._writers, start)
-        self._save.start()
+        content = Content(copies, objects, restoring.rng_name(self._groups.rank, self._groups.world_size), states)
+        self._save = Save(self._folder, step, content, commit, self._plans, self._cfg.hf, start)
+        self._thread.begin(self._save)
         self._blocked = time.perf_counter() - start
         if not self._cfg.asynchronous:
             self._settle()
@@ -84,7 +89,7 @@ class Checkpoints:
         Collectives while a save is under way: one all-reduce of a number. Raises CheckpointError, on every rank, when the save
         failed.
         """
-        if self._save is not None and all_true(not self._save.is_alive(), self._callers):
+        if self._save is not None and all_true(self._save.is_over(), self._callers):
             self._finish(self._save)
         return self._complete.popleft() if self._complete else None
 
@@ -115,8 +120,9 @@ class Checkpoints:
         return found.run_state
 
     def close(self) -> None:
-        """Wait for the save under way. Raises CheckpointError when it failed."""
+        """Wait for the save under way; no other can follow. Raises CheckpointError when it failed."""
         self._held.close()
+        self._thread.end()
         self._settle()
 
     def __enter__(self) -> Checkpoints:
@@ -128,33 +134,14 @@ class Checkpoints:
             self.close()
             return
         self._held.close()
+        self._thread.end()
         if self._save is not None:
-            self._save.join(min(_FAREWELL_SECONDS, self._cfg.timeout_seconds))
+            self._save.wait(min(_FAREWELL_SECONDS, self._cfg.timeout_seconds))
 
-    def _agree(self, mine: SavePlan, step: int, actor: Actor, run_state: Mapping[str, Any]) -> bytes | None:
-        """Make room for the checkpoint, and know what all ranks write: exchanged at the first save, and when it has changed.
-
-        Returns run.json on rank 0.
-        """
-        run = error = None
-        changes = to_main(None if mine == self._plan else mine, self._callers)
-        if self._groups.is_main:
-            try:
-                if any(change is not None for change in changes):
-                    self._plans = [new or old for new, old in zip(changes, self._plans, strict=True)]
-                    self._metadata = merge([p for p in self._plans if p is not None])
-                run = restoring.describe_run(step, actor, run_state)
-                folders.prepare(self._folder, step)
-            except (OSError, AssertionError, TypeError, ValueError) as e:
-                error = f"{folders.partial(self._folder, step)}: cannot be begun ({e})"
-        error = from_main(error, self._callers)
-        if error is not None:
-            raise CheckpointError(error)
-        self._plan = mine
-        return run
-
-    def _commit(self, step: int, actor: Actor, run: bytes) -> Commit:
-        assert self._metadata is not None
+    def _commit(self, step: int, actor: Actor, run_state: Mapping[str, Any]) -> Commit | None:
+        """On rank 0."""
+        if not self._groups.is_main:
+            return None
         common = {
             "iteration": step,
             "checkpoint_version": 3.0,  # Megatron's own number for the names in it
@@ -162,12 +149,17 @@ class Checkpoints:
             "opt_param_scheduler": actor.scheduler.state_dict(),
             "content_metadata": CONTENT,
         }
-        return Commit(self._metadata, common, run, self._cfg.keep_last, self._cfg.keep_every)
+        run, refused = b"", None
+        try:
+            run = restoring.describe_run(step, actor, run_state)
+        except (TypeError, ValueError) as e:
+            refused = str(e)
+        return Commit(copy.deepcopy(common), run, refused, self._cfg.keep_last, self._cfg.keep_every)
 
     def _settle(self) -> None:
         """Wait for the save under way, if any."""
         if self._save is not None:
-            self._save.join(max(0.0, self._save.begun + self._cfg.timeout_seconds - time.perf_counter()))
+            self._save.wait(max(0.0, self._save.begun + self._cfg.timeout_seconds - time.perf_counter()))
             self._finish(self._save)
 
     def _finish(self, save: Save) -> None:

@@ -41,14 +41,25 @@ def shards(optimizer: MegatronOptimizer, create: bool = False) -> Iterator[Shard
         for parameter, (group, order) in part.model_param_group_index_map.items():
             main = part.optimizer.param_groups[group]["params"][order]
             here = part._get_model_param_range_map(parameter)["param"]
-            moments = part.optimizer.state.get(main) or {name: torch.zeros_like(main) for name in _MOMENTS}
-            if create:
-                part.optimizer.state[main] = moments
+            moments = part.optimizer.state.get(main)
+            if not moments and create:
+                moments = part.optimizer.state[main] = {name: torch.zeros_like(main) for name in _MOMENTS}
+            elif not moments:
+                moments = dict.fromkeys(_MOMENTS, main.new_zeros(1).expand(main.numel()))  # of one element's memory
             weight = parameter.detach().view(-1)[here.start : here.end]
             state = {"param": main, **{name: moments[name] for name in _MOMENTS}}
             if main.dtype == weight.dtype:  # then the master is a view of the weight
                 del state["param"]
             yield Shard(parameter, here.start, weight, {f"optimizer.state.{k}.": v.detach() for k, v in state.items()})
+
+
+def tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """The masters and the moments there are, of which `shards` gives views, in the order in which the optimizer holds them."""
+    for part in _parts(optimizer):
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (state[name] for name in _MOMENTS if name in state)
 
 
 def count(optimizer: MegatronOptimizer) -> int:

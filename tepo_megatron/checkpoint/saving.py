@@ -1,4 +1,4 @@
-"""One save under way: a thread on each rank that writes what was copied, until the checkpoint is complete or has failed.
+"""A save under way: a thread on each rank plans and writes what was copied, until the checkpoint is complete or has failed.
 
 Threads, not processes: a fork would carry along the locks of gloo's and CUDA's threads, a spawned process would import the
 program anew, and either could outlive a killed rank. Writing, summing and fsync leave the interpreter to the training thread.
@@ -7,24 +7,32 @@ program anew, and either could outlive a killed rank. Writing, summing and fsync
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import queue
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch.distributed as dist
-from torch import Tensor
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from tepo_megatron.checkpoint import folder as folders
+from tepo_megatron.checkpoint import generators
 from tepo_megatron.checkpoint.agreement import from_main, to_main
 from tepo_megatron.checkpoint.files import FileSum, files_below, read_sum, write, write_manifest
-from tepo_megatron.checkpoint.tensors import Stored, write_items, write_metadata
+from tepo_megatron.checkpoint.planning import Plans, make_room
+from tepo_megatron.checkpoint.state import Box
+from tepo_megatron.checkpoint.tensors import Stored, pickled, write_items, write_metadata
+from tepo_megatron.errors import CheckpointError
+
+T = TypeVar("T")
 
 RUN = "run.json"
 _log = logging.getLogger(__name__)
@@ -46,12 +54,28 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Commit:
-    """What rank 0 adds to the ranks' files, and which older checkpoints stay."""
+class Content:
+    """What one rank writes, as it was when the save was asked for. Training reaches none of it.
 
-    metadata: Metadata
+    boxes: with their data in host memory; objects: to be pickled, by name; generators: of this rank, whose name `rng` is.
+    """
+
+    boxes: Sequence[Box]
+    objects: Mapping[str, Any]
+    rng: str
+    generators: generators.States
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What rank 0 adds to the ranks' files, and which older checkpoints stay.
+
+    run: the content of run.json, on one line; refused: why there is none, and the checkpoint cannot be begun.
+    """
+
     common: Mapping[str, Any]
     run: bytes
+    refused: str | None
     keep_last: int
     keep_every: int | None
 
@@ -75,71 +99,87 @@ class Outcome:
     broken: bool = False
 
 
-class Save(threading.Thread):
-    """Writes one checkpoint with its fellows on the other ranks, over a group that nobody else uses."""
+class Save:
+    """One checkpoint, written with the fellows on the other ranks, over a group that nobody else uses."""
 
     def __init__(
-        self,
-        folder: Path,
-        step: int,
-        items: Sequence[WriteItem],
-        values: Sequence[Tensor | bytes],
-        commit: Commit | None,
-        group: dist.ProcessGroup,
-        started: float,
+        self, folder: Path, step: int, content: Content, commit: Commit | None, plans: Plans, room: bool, started: float
     ) -> None:
-        """commit: on rank 0 only; started: `time.perf_counter()` when the save was asked for."""
-        super().__init__(name=f"checkpoint-{step}", daemon=True)
+        """commit: on rank 0 only; room: its folder is there; started: `time.perf_counter()` when the save was asked for."""
         self.step = step
         self.started, self.begun, self.ended = started, time.perf_counter(), 0.0  # begun: once the former save was over
-        self.outcome: Outcome | None = None  # None until the thread has ended
-        self._folder, self._items, self._values, self._commit, self._group = folder, items, values, commit, group
+        self.outcome: Outcome | None = None  # None until it is over
+        self._folder, self._partial = folder, folders.partial(folder, step)
+        self._commit, self._plans, self._room = commit, plans, room
+        self._content: Content | None = content
+        self._group = plans.group
+        self._over = threading.Event()
+
+    def is_over(self) -> bool:
+        """Whether it is complete or has failed."""
+        return self._over.is_set()
+
+    def wait(self, seconds: float) -> None:
+        """Until it is over, or for so long."""
+        self._over.wait(seconds)
 
     def run(self) -> None:
         """Nothing is raised: see `outcome`."""
         try:
             outcome = self._together()
+        except CheckpointError as e:  # on all ranks
+            if self._group.rank() == 0:
+                _discard(self._partial)
+            outcome = Outcome(error=str(e))
         except Exception as e:  # whatever gloo raises when a rank is gone or late
             outcome = Outcome(error=f"rank {self._group.rank()}: the ranks lost each other while writing ({e})", broken=True)
-        self._values = ()  # the copies may be overwritten by the next save
+        self._content = None  # the copies may be overwritten by the next save
         self.ended = time.perf_counter()
         self.outcome = outcome
+        self._over.set()
 
     def _together(self) -> Outcome:
-        everything = to_main(self._write(), self._group)
+        content, commit = self._content, self._commit
+        assert content is not None
+        if not self._room:
+            make_room(self._folder, self.step, commit.refused if commit else None, self._group)
+        items, metadata = self._plans.agree(content.boxes, (*content.objects, content.rng))
+        everything = to_main(self._write(items, content), self._group)
         outcome = Outcome()
-        if self._commit is not None:
-            outcome = self._conclude(everything, self._commit)
+        if commit is not None:
+            assert metadata is not None
+            outcome = self._conclude(everything, metadata, commit)
         return from_main(outcome, self._group)
 
-    def _write(self) -> Written:
+    def _write(self, items: Sequence[WriteItem], content: Content) -> Written:
         rank = self._group.rank()
         name = f"__{rank}_0.distcp"
-        path = folders.partial(self._folder, self.step) / name
+        path = self._partial / name
         try:
             if rank == 0:
                 folders.sweep(self._folder, writing=self.step)  # first, since the space may be needed
-            return Written(name, *write_items(path, self._items, self._values))
+            objects = [pickled([value]) for value in content.objects.values()]  # in a list, as Megatron expects them
+            values = [*(box.data for box in content.boxes), *objects, generators.packed(content.generators)]
+            return Written(name, *write_items(path, items, values))
         except Exception as e:
             return Written(name, error=f"rank {rank}: {path} cannot be written ({_why(e, self._folder)})")
 
-    def _conclude(self, everything: list[Written], commit: Commit) -> Outcome:
+    def _conclude(self, everything: list[Written], metadata: Metadata, commit: Commit) -> Outcome:
         """On rank 0: the checkpoint is complete, or what was written of it goes."""
-        partial = folders.partial(self._folder, self.step)
+        partial = self._partial
         errors = [w.error for w in everything if w.error is not None]
         sums = {w.name: w.sum for w in everything if w.sum is not None}
         if not errors:
             errors += _out_of_sight(partial, sums)
         if not errors:
             try:
-                sums = _complete(partial, sums, everything, commit)
+                sums = _complete(partial, sums, everything, metadata, commit)
                 for aside in folders.publish(self._folder, self.step):
                     _log.warning("%s is of another course of this run and was set aside", aside)
             except Exception as e:
                 errors.append(f"rank 0: {partial} cannot be completed ({_why(e, self._folder)})")
         if errors:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(partial)
+            _discard(partial)
             return Outcome(error="; ".join(errors))
         try:
             folders.prune(self._folder, commit.keep_last, commit.keep_every)
@@ -148,14 +188,58 @@ class Save(threading.Thread):
         return Outcome(size=sum(s.size for s in sums.values()))
 
 
-def _complete(partial: Path, sums: Mapping[str, FileSum], everything: list[Written], commit: Commit) -> dict[str, FileSum]:
+class SavingThread(threading.Thread):
+    """Does one thing after the other. To start a thread for each save would hold up training by a fifth of a small copy."""
+
+    def __init__(self) -> None:
+        super().__init__(name="checkpoints", daemon=True)  # a save that hangs does not keep the process
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def ask(self, question: Callable[[], T]) -> Future[T]:
+        """What it returns or raises."""
+        answer: Future[T] = Future()
+
+        def task() -> None:
+            try:
+                answer.set_result(question())
+            except Exception as e:
+                answer.set_exception(e)
+
+        self._tasks.put(task)
+        return answer
+
+    def begin(self, save: Save) -> None:
+        """Once the former is over."""
+        self._tasks.put(save.run)
+
+    def end(self) -> None:
+        """Once the save under way is over, if there is one."""
+        self._tasks.put(None)
+
+    def run(self) -> None:
+        """In the thread, on the device of whoever made it: CUDA would take a new thread to the first one."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+        while (task := self._tasks.get()) is not None:
+            task()
+
+
+def _complete(
+    partial: Path, sums: Mapping[str, FileSum], everything: list[Written], metadata: Metadata, commit: Commit
+) -> dict[str, FileSum]:
     """All of a checkpoint but the ranks' files, whose sums are given; the manifest comes last. Returns the sums of all."""
     stored = {index: info for w in everything for index, info in w.stored.items()}
     whole = {**sums, **{name: read_sum(partial / name) for name in files_below(partial) if name.startswith("hf/")}}
-    whole |= write_metadata(partial, commit.metadata, stored, commit.common)
-    whole[RUN] = write(partial / RUN, commit.run)
+    whole |= write_metadata(partial, metadata, stored, commit.common)
+    whole[RUN] = write(partial / RUN, json.dumps(json.loads(commit.run), indent=1).encode() + b"\n")
     write_manifest(partial, whole)
     return whole
+
+
+def _discard(partial: Path) -> None:
+    with contextlib.suppress(OSError):
+        shutil.rmtree(partial)
 
 
 def _out_of_sight(partial: Path, sums: Mapping[str, FileSum]) -> list[str]:

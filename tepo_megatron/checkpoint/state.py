@@ -9,9 +9,9 @@ moves.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -71,18 +71,13 @@ def written(actor: Actor) -> Iterator[Box]:
             yield from _boxes(sharding, "", _flat(sharding.data), 0, _BOX_ELEMENTS)
 
 
-def objects(actor: Actor) -> dict[str, bytes]:
-    """What Megatron expects besides tensors, pickled, by name: "extra state" of modules, which holds scales of fp8.
+def objects(actor: Actor) -> dict[str, Any]:
+    """What Megatron expects besides tensors, by name: "extra state" of modules, which holds scales of fp8.
 
     With fp32 and bf16 it is empty, and `wanted` asks for none of it; Megatron's own loader refuses a checkpoint without.
     """
-    found = {}
-    for value in _values(actor):
-        if isinstance(value, ShardedObject) and is_main_replica(value.replica_id):
-            buffer = io.BytesIO()
-            torch.save([value.data], buffer)
-            found[value.unique_key] = buffer.getvalue()
-    return found
+    found = (v for v in _values(actor) if isinstance(v, ShardedObject) and is_main_replica(v.replica_id))
+    return {value.unique_key: value.data for value in found}
 
 
 def wanted(actor: Actor) -> Iterator[Box]:

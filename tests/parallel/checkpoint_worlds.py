@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,6 +59,17 @@ def raw_state(actor: Any) -> list[Any]:
                 kept = part.optimizer.state.get(master, {})
                 state += [master.detach().clone(), *(kept[k].clone() for k in sorted(kept))]
     return [*state, actor.scheduler.num_steps]
+
+
+def generators() -> tuple[Any, ...]:
+    """The state of every random generator of this process."""
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), kind, keys.tolist(), rest, torch.get_rng_state().tolist()
+
+
+def draw(count: int) -> None:
+    """So many numbers from each of them."""
+    torch.rand(count), np.random.rand(count), [random.random() for _ in range(count)]
 
 
 def same(a: Sequence[Any], b: Sequence[Any]) -> bool:

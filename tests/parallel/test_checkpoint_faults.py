@@ -330,14 +330,60 @@ def test_the_checkpoint_of_another_model_is_refused_before_anything_changes(
         assert unchanged
 
 
-def save_nonsense(rank: int, cfg: Any, folder: Path) -> str:
+def save_nonsense(rank: int, cfg: Any, folder: Path, fields: dict[str, bool]) -> tuple[str, list[str]]:
+    """Told by `save` itself where it waits for the end or for the folder; else by whatever comes next."""
     actor = w.start(cfg)
-    with w.checkpoints(folder, actor) as checkpoints:
-        message = refused(lambda: checkpoints.save(1, actor, {"stream": object()}))
-        checkpoints.save(1, actor, {})
-    return message
+    with w.checkpoints(folder, actor, **fields) as checkpoints:
+        if not fields:
+            checkpoints.save(1, actor, {"stream": object()})
+            message = refused(checkpoints.wait)
+        else:
+            message = refused(lambda: checkpoints.save(1, actor, {"stream": object()}))
+        checkpoints.save(2, actor, {})
+    return message, sorted(path.name for path in folder.iterdir())
 
 
-def test_a_run_state_that_is_not_json_is_refused_on_all_ranks(case: cases.Case, tmp_path: Path) -> None:
-    ranks = run_world(2, save_nonsense, w.run_config(case.model, {"dp": 2}), tmp_path)
-    assert ranks[0] == ranks[1] and "not JSON serializable" in ranks[0]
+@pytest.mark.parametrize("fields", [{}, {"asynchronous": False}, {"hf": True}], ids=str)
+def test_a_run_state_that_is_not_json_is_refused_on_all_ranks(
+    case: cases.Case, tmp_path: Path, fields: dict[str, bool]
+) -> None:
+    ranks = run_world(2, save_nonsense, w.run_config(case.model, {"dp": 2}), tmp_path, fields)
+    message, names = ranks[0]
+    assert ranks[1][0] == message and "not JSON serializable" in message
+    assert "step-00000001.partial: cannot be begun" in message and names == ["step-00000002"]
+
+
+def save_to_no_folder(rank: int, cfg: Any, folder: Path) -> list[str]:
+    actor, messages = w.start(cfg), []
+    checkpoints = w.checkpoints(folder, actor)
+    checkpoints.save(1, actor, {})
+    messages.append(refused(lambda: checkpoints.save(2, actor, {})))  # of the first
+    checkpoints.save(3, actor, {})
+    messages.append(refused(checkpoints.close))
+    return messages
+
+
+def test_a_folder_that_cannot_be_made_is_told_by_what_comes_next(case: cases.Case, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ranks = run_world(2, save_to_no_folder, w.run_config(case.model, {"dp": 2}), tmp_path / "file")
+    assert ranks[0] == ranks[1]
+    for step, message in zip((1, 3), ranks[0], strict=True):
+        assert f"file/step-{step:08d}.partial: cannot be begun" in message and "Not a directory" in message
+
+
+def save_one_after_the_other(rank: int, cfg: Any, folder: Path) -> int:
+    """Rank 1 saves once rank 0's call is over."""
+    actor = w.start(cfg)
+    with w.checkpoints(folder, actor, timeout_seconds=20) as checkpoints:
+        for step in (1, 2):
+            if rank == 1:
+                dist.barrier()
+            checkpoints.save(step, actor, {})
+            if rank == 0:
+                dist.barrier()
+            checkpoints.wait()
+        return checkpoints.newest().step
+
+
+def test_training_waits_for_no_other_rank(case: cases.Case, tmp_path: Path) -> None:
+    assert run_world(2, save_one_after_the_other, w.run_config(case.model, {"dp": 2}), tmp_path) == [2, 2]

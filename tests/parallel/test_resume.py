@@ -32,6 +32,7 @@ PLACES = {
     "tepo_megatron.sinks:RunLog.write": False,
     CHECKPOINT + "checkpoints:Checkpoints.save": True,
     CHECKPOINT + "tensors:HostCopy.take": True,
+    CHECKPOINT + "planning:Plans.agree": True,
     CHECKPOINT + "saving:write_items": True,
     CHECKPOINT + "saving:write_metadata": False,
     CHECKPOINT + "saving:write_manifest": False,
