@@ -11,7 +11,8 @@ import torch
 
 from tepo_megatron.rollout.weight_files import tensors
 from tepo_megatron.weights.ops import Replicated
-from tepo_megatron.weights.sync import _cut, _save
+from tepo_megatron.weights.rounds import cut as cut_into_buckets
+from tepo_megatron.weights.sync import _save
 
 SENT = {
     "a.weight": torch.arange(6.0).reshape(2, 3),
@@ -54,7 +55,7 @@ def binding(name: str, numel: int, replicated: bool = False) -> Any:
 
 def cut(bindings: list[Any], tied: bool = True) -> list[list[str]]:
     arch: Any = SimpleNamespace(tied_embeddings=tied)
-    return [[b.name for b in bucket] for bucket in _cut(bindings, arch, tp=2, limit=80)]
+    return [[b.name for b in bucket] for bucket in cut_into_buckets(bindings, arch, tp=2, limit=80)]
 
 
 def test_buckets_hold_whole_parameters_up_to_the_limit() -> None:
