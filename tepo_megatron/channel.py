@@ -132,7 +132,7 @@ class Channel:
         self._until = 0.0
         try:
             self._group = _group(dist.PrefixStore(f"{meeting.name}/{sender}", store), meeting, rank, device)
-        except RuntimeError as e:
+        except (RuntimeError, OSError) as e:
             raise BrokenChannel(_first_line(e)) from None
 
     def start(self, row: Tensor) -> None:
@@ -234,4 +234,4 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0][:300]
+    return (str(error) or repr(error)).splitlines()[0][:300]

@@ -226,11 +226,14 @@ class BroadcastSync:
         if self._meeting is not None and takers == tuple(self._ranks):
             return self._meeting
         if self._store is None:
-            self._address = self.cfg.address or _own_address([taker.host for taker in takers])
             try:
+                self._address = self.cfg.address or _own_address([taker.host for taker in takers])
                 self._store = open_store(self._address)
             except OSError as e:
-                raise ConfigError(f"sync.address={self._address} is not an address of this machine ({e})") from None
+                raise ConfigError(
+                    f"sync.address={self.cfg.address}: no port at {self._address or 'an address of this machine'} ({e}); set "
+                    "it to an IPv4 address of rank 0's machine that the servers reach"
+                ) from None
         end = SENDER + 1
         self._ranks = {}
         for taker in takers:
