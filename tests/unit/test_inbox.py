@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -151,4 +152,4 @@ def test_nobody_waits_longer_than_the_meeting_says(tmp_path: Path) -> None:
         inbox.join(alone, CPU)
         assert not trainer.store.check([joined_key(alone, SENDER + 1)])
         with pytest.raises(BrokenChannel):
-            Channel(join_store(alone), alone, 0, SENDER, CPU)
+            Channel(join_store(alone), replace(alone, name="alone too"), 0, SENDER, CPU)
