@@ -243,10 +243,17 @@ class TrainingConfig:
 
 @config
 class SyncConfig:
-    """How weights reach the engine, and how far its log-probs may lie from the actor's."""
+    """How weights reach the engine, and how far its log-probs may lie from the actor's.
 
-    transport: Literal["shm"] = "shm"  # safetensors files in shared memory, one per owner of a pipeline stage
-    bucket_mib: Positive = 512  # of a round, all owners together; shared memory holds two rounds
+    transport: `shm`, safetensors files in shared memory, one per owner of a pipeline stage, for servers on this machine;
+    `group`, broadcasts to all servers' ranks in process groups of their own (gloo on CPU, NCCL on GPUs). address: of rank 0's
+    machine, at which those meet; None: the one on the way to the servers. The port that is open there asks for no key.
+    """
+
+    transport: Literal["shm", "group"] = "shm"
+    bucket_mib: Positive = 512  # of a round, all owners together; shared memory, or the senders, hold two rounds
+    address: str | None = None
+    timeout_seconds: PositiveFloat = 30.0  # of `group`: for all to meet, and for a round to arrive
     verify_every: NonNegative = 0  # steps between deliveries whose tensors the engine checks by their CRC-32; 0: none
     max_logprob_diff: PositiveFloat = 0.05  # mean |rollout - old| in nats: above it the engine serves other weights
 
@@ -349,6 +356,11 @@ class Config:
                     f"{sequence} tokens (data.max_prompt_tokens + rollout.max_response_tokens, or "
                     "rollout.max_sequence_tokens where that is less); raise it to at least that"
                 )
+        if self.sync.transport == "group" and self.sync.timeout_seconds >= self.rollout.server.silent_seconds:
+            raise ValueError(
+                f"sync.timeout_seconds={self.sync.timeout_seconds:g} must be below rollout.server.silent_seconds="
+                f"{self.rollout.server.silent_seconds:g}: a server that waits for weights may not answer about its health"
+            )
         if self.resume and self.overwrite:
             raise ValueError("resume=true and overwrite=true contradict each other; set one of them to false")
         if self.rollout.only:

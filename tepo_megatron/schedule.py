@@ -25,13 +25,16 @@ from tepo_megatron.metrics import Metrics
 from tepo_megatron.parallel import Groups
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import Rollout
+from tepo_megatron.weights.broadcast import BroadcastSync
 from tepo_megatron.weights.sync import NoSync, WeightSync
 
 
 class Schedule:
     """The rollout side of the loop, the same calls on every rank. first: the step whose weights the actor has at the start."""
 
-    def __init__(self, cfg: Config, driver: Driver, sync: WeightSync | NoSync, groups: Groups, first: int) -> None:
+    def __init__(
+        self, cfg: Config, driver: Driver, sync: WeightSync | BroadcastSync | NoSync, groups: Groups, first: int
+    ) -> None:
         self._driver, self._sync, self._groups = driver, sync, groups
         self._staleness, self._interrupts = cfg.rollout.max_staleness, cfg.rollout.in_flight != "finish"
         self._last, self._evaluate_every = cfg.training.steps, cfg.evaluation.every

@@ -18,6 +18,7 @@ from tepo_megatron.seeding import derive_seed
 from tepo_megatron.step_log import StepLog
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import TrainBatch
+from tepo_megatron.weights.broadcast import BroadcastSync
 from tepo_megatron.weights.sync import NoSync, WeightSync, check_mismatch, check_one_host
 
 
@@ -108,11 +109,13 @@ def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> int:
 
 def _open_sync(
     cfg: Config, groups: parallel.Groups, actor: Actor, driver: Driver
-) -> contextlib.AbstractContextManager[WeightSync | NoSync]:
+) -> contextlib.AbstractContextManager[WeightSync | BroadcastSync | NoSync]:
     """Where the weights go; nowhere when rollouts are replayed."""
     engine = driver.engine_when_ready()
     if cfg.rollout.replay is not None:
         return contextlib.nullcontext(NoSync())
+    if cfg.sync.transport == "group":
+        return BroadcastSync(cfg.sync, actor.bindings, actor.arch, groups, engine)
     return WeightSync(cfg.sync, actor.bindings, actor.arch, groups, engine)
 
 

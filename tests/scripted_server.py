@@ -1,8 +1,9 @@
 """A small inference server of our own, a real process behind real HTTP, that fails when told to: what the fleet is tested on.
 
-    python -m tests.scripted_server PORT
+    python -m tests.scripted_server PORT [RANKS MODEL]
 
-Its samples depend on (prompt, seed) alone. It keeps the ids of the groups that it delivered in full.
+Its samples depend on (prompt, seed) alone. It keeps the ids of the groups that it delivered in full. With the last two
+arguments it takes weights of that model by broadcast too, with as many ranks, each a thread of its own with a real inbox.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tepo_megatron.channel import Bucket, Meeting, Source
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.rollout.engine import INITIAL_VERSION, Launch, Send, StaleWeights
 from tepo_megatron.rollout.samples import checked_rollout, parsed
@@ -28,8 +33,12 @@ KEY = "TEPO_SCRIPTED_KEY"
 
 class Handler(BaseHTTPRequestHandler):
     """behaviour: errors (answers with 500 to come), slow (seconds of an answer), loading (seconds of a load), refuse or die (in
-    the next update; at: in which of its requests). loaded: names of the files of the last update.
+    the next update; at: in which of its requests), broadcast (what happens to its first rank in the next round that is sent:
+    `die` before it, or in the `midst` of it, `freeze` before it; `absent`: it never comes to a meeting), save (the folder for
+    what its ranks got in an update). loaded: names of the files of the last update.
     """
+
+    ranks: ClassVar[list[Any]] = []
 
     version = INITIAL_VERSION
     loading: ClassVar[Any] = None  # names, in an update
@@ -50,6 +59,8 @@ class Handler(BaseHTTPRequestHandler):
             if "version" in body:
                 Handler.version = body["version"]
             return self.answer(200, {})
+        if self.path == "/join":
+            return self.join(body)
         if self.path in ("/begin", "/load", "/update"):
             return self.update(body)
         if self.path == "/interrupt":
@@ -88,12 +99,31 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(500, {"message": "out of turn"})
         if self.path == "/begin":
             Handler.loading = []
+            for rank in Handler.ranks:
+                rank.begin()
         elif self.path == "/load":
             time.sleep(Handler.behaviour.get("loading", 0.0))
             Handler.loading += body["files"]
+            self.on_all_ranks(lambda rank: rank.load(body["buckets"]) if body["buckets"] else None)
         else:
+            self.on_all_ranks(lambda rank: rank.finish(Handler.behaviour.get("save")))
             Handler.version, Handler.loaded, Handler.loading = body["version"], Handler.loading, None
         return self.answer(200, {})
+
+    def join(self, body: dict[str, Any]) -> None:
+        """Each rank in its place."""
+        from tepo_megatron.channel import Meeting
+
+        first = body["first"]
+        for i, rank in enumerate(Handler.ranks):
+            rank.meeting = Meeting(**body | {"first": first + i})
+        absent = Handler.behaviour.get("broadcast") == "absent"
+        self.on_all_ranks(lambda rank: rank.join() if not absent else None)
+        return self.answer(200, {})
+
+    def on_all_ranks(self, do: Callable[[Any], None]) -> None:
+        with ThreadPoolExecutor(max(1, len(Handler.ranks))) as threads:
+            list(threads.map(do, Handler.ranks))
 
     def answer(self, status: int, content: Any) -> None:
         data = json.dumps(content).encode()
@@ -106,13 +136,68 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Rank:
+    """One of the server's, and the tensors of its last update."""
+
+    def __init__(self, model: str, number: int) -> None:
+        import torch
+
+        from tepo_megatron.rollout.inbox import Inbox
+
+        self.model, self.number, self.device = model, number, torch.device("cpu")
+        self.inbox, self.tensors, self.meeting = Inbox(), {}, None
+
+    def begin(self) -> None:
+        self.inbox.begin(self.model, tied_embeddings=True)
+        self.tensors = {}
+
+    def join(self) -> None:
+        self.inbox.join(self.meeting, self.device)
+
+    def load(self, buckets: list[str]) -> None:
+        fault = Handler.behaviour.pop("broadcast", None) if self.number == 0 else None
+        if fault == "die":
+            os._exit(3)
+        if fault == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "midst":
+            self.leave_in_the_midst(buckets[0])
+        arrived = self.inbox.take(buckets)
+        if arrived is not None:
+            self.tensors |= {name: tensor.clone() for name, tensor in arrived}
+
+    def leave_in_the_midst(self, text: str) -> None:
+        import torch
+
+        from tepo_megatron.channel import Bucket
+
+        bucket = Bucket.from_json(text)
+        row = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+        self.inbox._channels[bucket.sender].start(row)
+        while not row.any():
+            time.sleep(0)
+        os._exit(3)
+
+    def finish(self, folder: str | None) -> None:
+        from safetensors.torch import save_file
+
+        if self.tensors:
+            self.inbox.finish()
+        if folder is not None:
+            save_file(self.tensors, Path(folder) / f"{os.getpid()}-{self.number}.safetensors")
+
+
 class ScriptedApi:
-    """See `engine.EngineApi`."""
+    """See `engine.EngineApi`. takes_broadcasts: and not only the names of files."""
 
     name = "the scripted server"
 
+    def __init__(self, takes_broadcasts: bool = False) -> None:
+        self.takes_broadcasts = takes_broadcasts
+
     def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
-        return [sys.executable, "-m", "tests.scripted_server", str(port)]
+        command = [sys.executable, "-m", "tests.scripted_server", str(port)]
+        return [*command, str(cfg.tp), str(launch.model_path)] if self.takes_broadcasts else command
 
     def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
         return {**inherited, KEY: key, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
@@ -139,13 +224,20 @@ class ScriptedApi:
     async def begin_update(self, send: Send) -> None:
         await send("POST", "/begin", {})
 
-    async def load(self, send: Send, files: Sequence[Path]) -> None:
-        await send("POST", "/load", {"files": [file.name for file in files]})
+    async def join(self, send: Send, meeting: Meeting) -> None:
+        await send("POST", "/join", asdict(meeting))
+
+    async def load(self, send: Send, sources: Sequence[Source]) -> None:
+        files = [source.name for source in sources if isinstance(source, Path)]
+        buckets = [source.to_json() for source in sources if isinstance(source, Bucket)]
+        await send("POST", "/load", {"files": files, "buckets": buckets})
 
     async def finish_update(self, send: Send, version: int) -> None:
         await send("POST", "/update", {"version": version})
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        Handler.ranks = [Rank(sys.argv[3], number) for number in range(int(sys.argv[2]))]
     ThreadingHTTPServer.request_queue_size = 128
     ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

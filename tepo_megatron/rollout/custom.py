@@ -11,13 +11,14 @@ import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Self
 
+from tepo_megatron.channel import Meeting, Source, Taker
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.rollout.conversation import Conversation, Decode, Encode, OutOfRoom, WeightsChanged
 from tepo_megatron.rollout.engine import Deliver, Groups, RolloutEngine
@@ -219,9 +220,18 @@ class CustomRollouts:
         """See `RolloutEngine.begin_update`."""
         self.engine.begin_update(version)
 
-    def load(self, files: Sequence[Path]) -> Future[None]:
+    @property
+    def takers(self) -> tuple[Taker, ...]:
+        """See `RolloutEngine.takers`."""
+        return self.engine.takers
+
+    def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
+        """See `RolloutEngine.join`."""
+        return self.engine.join(meetings)
+
+    def load(self, sources: Sequence[Source]) -> Future[None]:
         """See `RolloutEngine.load`."""
-        return self.engine.load(files)
+        return self.engine.load(sources)
 
     def finish_update(self) -> None:
         """See `RolloutEngine.finish_update`."""

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tepo_megatron.channel import Meeting, Source
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.rollout.client import Client, RequestFailed
@@ -26,11 +27,12 @@ DEATH_SECONDS = 1.0
 class Endpoint:
     """A server, started again and again by its fleet. All methods but `stop` run in the fleet's event loop.
 
-    name: in messages; log_path: the server's log.
+    name: in messages; log_path: the server's log; host, ranks: where it runs, and in how many processes it holds the model.
     """
 
     def __init__(self, name: str, api: EngineApi, cfg: ServerConfig, launch: Launch, log_path: Path) -> None:
         self.name, self.api = name, api
+        self.host, self.ranks = LOOPBACK, cfg.tp
         self._cfg, self._launch, self._log_path = cfg, launch, log_path
         self.version = INITIAL_VERSION
         self._coming = INITIAL_VERSION  # the version of the update under way
@@ -89,16 +91,20 @@ class Endpoint:
         await self.api.interrupt(client.send)
 
     async def begin_update(self, version: int) -> None:
-        """New weights are to come. Raises (as the other two) SyncError when the server refuses them, RequestFailed when it
+        """New weights are to come. Raises (as the other three) SyncError when the server refuses them, RequestFailed when it
         cannot be reached; it can no longer be trusted then, nor after an update that was broken off: servers stay healthy and
         keep their old version after an update that failed half-way.
         """
         self.version, self._coming = INITIAL_VERSION, version
         await self._updating(self.api.begin_update)
 
-    async def load(self, files: Sequence[Path]) -> None:
-        """Load the tensors of these files."""
-        await self._updating(lambda send: self.api.load(send, files))
+    async def join(self, meeting: Meeting) -> None:
+        """Meet ranks of the trainer."""
+        await self._updating(lambda send: self.api.join(send, meeting))
+
+    async def load(self, sources: Sequence[Source]) -> None:
+        """Load the tensors of these sources."""
+        await self._updating(lambda send: self.api.load(send, sources))
 
     async def finish_update(self) -> None:
         """Serve what was loaded."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
+from tepo_megatron.channel import Bucket, Meeting, Source, Taker
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -24,6 +25,11 @@ class StaleWeights(RolloutError):
 def served_label(version: int) -> str:
     """What vLLM and SGLang call the weights of `version`: "default" before any were sent."""
     return "default" if version == INITIAL_VERSION else str(version)
+
+
+def in_words(sources: Sequence[Source]) -> list[str]:
+    """What `inbox.Inbox.take` is told."""
+    return [source.to_json() if isinstance(source, Bucket) else str(source.absolute()) for source in sources]
 
 
 Platform = Literal["cpu", "cuda"]
@@ -95,10 +101,23 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def load(self, files: Sequence[Path]) -> Future[None]:
-        """Take the tensors of these files (safetensors, Hugging Face names), each of the model's once in an update.
+    @property
+    def takers(self) -> tuple[Taker, ...]:
+        """Who takes part in the update under way, as far as is known."""
+        ...
 
-        Returns at once; one `load` at a time. When the future has its result the files may be deleted.
+    def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
+        """Have the takers form groups with ranks of the trainer, before any `load` of what those broadcast.
+
+        Returns at once. The future's result says that they have tried; who came is in the meeting's store.
+        """
+        ...
+
+    def load(self, sources: Sequence[Source]) -> Future[None]:
+        """Take the tensors of these sources (Hugging Face names), each of the model's once in an update.
+
+        Returns at once; one `load` at a time. When the future has its result files may be deleted; which ranks took what was
+        broadcast is in the meeting's store, and to who did not it may be sent again.
         """
         ...
 
@@ -174,8 +193,12 @@ class EngineApi(Protocol):
         """New weights are to come, all of them; the server is new, or has finished the update before."""
         ...
 
-    async def load(self, send: Send, files: Sequence[Path]) -> None:
-        """Load the tensors of these files; they are not needed any more when it returns."""
+    async def join(self, send: Send, meeting: Meeting) -> None:
+        """Have all ranks of the server meet the trainer's, if they can (see `inbox.Inbox.join`)."""
+        ...
+
+    async def load(self, send: Send, sources: Sequence[Source]) -> None:
+        """Load the tensors of these sources; files are not needed any more when it returns."""
         ...
 
     async def finish_update(self, send: Send, version: int) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tepo_megatron.channel import Meeting, Source, Taker
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.rollout.client import RequestFailed
@@ -108,9 +109,20 @@ class Fleet:
         self._require_trust()
         self._loop.run(self._begin(version))
 
-    def load(self, files: Sequence[Path]) -> Future[None]:
+    @property
+    def takers(self) -> tuple[Taker, ...]:
+        """See `RolloutEngine.takers`."""
+        return tuple(Taker(m.endpoint.host, m.endpoint.ranks, life) for m, life in self._updating if m.life is life)
+
+    def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
+        """See `RolloutEngine.join`."""
+        of = {taker.life: meeting for taker, meeting in meetings.items()}
+        places = {m.endpoint: of[life] for m, life in self._updating if life in of}
+        return self._loop.submit(self._each(lambda endpoint: endpoint.join(places[endpoint])))
+
+    def load(self, sources: Sequence[Source]) -> Future[None]:
         """See `RolloutEngine.load`."""
-        return self._loop.submit(self._each(lambda endpoint: endpoint.load(files)))
+        return self._loop.submit(self._each(lambda endpoint: endpoint.load(sources)))
 
     def finish_update(self) -> None:
         """See `RolloutEngine.finish_update`."""

@@ -9,24 +9,27 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import math
 import os
 import pickle
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tepo_megatron.channel import Meeting, Source
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, SyncError
-from tepo_megatron.rollout.engine import Launch, Send, StaleWeights, served_label
+from tepo_megatron.rollout.engine import Launch, Send, StaleWeights, in_words, served_label
 from tepo_megatron.rollout.environment import devices, without_torchrun
 from tepo_megatron.rollout.samples import checked_rollout, parsed, prompt_seed
 from tepo_megatron.rollout.server import LOOPBACK
-from tepo_megatron.rollout.sglang_loader import BEGIN, FINISH, LOADER, MODEL_VARIABLE
+from tepo_megatron.rollout.sglang_loader import BEGIN, FINISH, JOIN, LOADER, MODEL_VARIABLE
 from tepo_megatron.rollout.sglang_server import CPU_VARIABLE, KEY_VARIABLE
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -67,6 +70,8 @@ class SglangApi:
             KEY_VARIABLE: key,
             MODEL_VARIABLE: str(launch.model_path),
             "HF_HUB_OFFLINE": "1",
+            # Its health is a generated token, for which it waits 20 s by itself: less than a round of weights may take.
+            "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(cfg.silent_seconds)),
         }
         if launch.platform == "cuda":
             env |= devices(inherited, launch.first_device, cfg.tp)
@@ -96,9 +101,13 @@ class SglangApi:
         await send("POST", "/begin_weight_update", {"selector": "all"})
         await send("POST", "/update_weights_from_tensor", self._payload(BEGIN))
 
-    async def load(self, send: Send, files: Sequence[Path]) -> None:
-        """The files' names alone are sent."""
-        await send("POST", "/update_weights_from_tensor", self._payload(*(str(file.absolute()) for file in files)))
+    async def join(self, send: Send, meeting: Meeting) -> None:
+        """An update without tensors that says where."""
+        await send("POST", "/update_weights_from_tensor", self._payload(JOIN, json.dumps(asdict(meeting))))
+
+    async def load(self, send: Send, sources: Sequence[Source]) -> None:
+        """Their names alone are sent."""
+        await send("POST", "/update_weights_from_tensor", self._payload(*in_words(sources)))
 
     async def finish_update(self, send: Send, version: int) -> None:
         """An update without tensors, for what belongs to the last."""

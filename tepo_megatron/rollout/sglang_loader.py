@@ -1,40 +1,43 @@
-"""How SGLang loads the weights of an update: it calls `load_files`, by its `--custom-weight-loader` option. Runs inside SGLang.
+"""How SGLang loads the weights of an update: it calls `load_sources`, by its `--custom-weight-loader` option.
 
-Facts about SGLang are of 0.5.23.
+Runs inside SGLang. Facts about SGLang are of 0.5.23.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 
 import torch
 
-from tepo_megatron.rollout.weight_files import Update, tensors
+from tepo_megatron.channel import Meeting
+from tepo_megatron.rollout.inbox import Inbox
 
-LOADER = "tepo_megatron.rollout.sglang_loader.load_files"
+LOADER = "tepo_megatron.rollout.sglang_loader.load_sources"
 MODEL_VARIABLE = "TEPO_MODEL_PATH"  # the folder that the server was started with
-# instead of a path: the loader has no hook of its own for the two ends of an update
-BEGIN, FINISH = "tepo:begin", "tepo:finish"
+# instead of a source: the loader has no hook of its own for the two ends of an update, nor for a meeting (with its fields)
+BEGIN, FINISH, JOIN = "tepo:begin", "tepo:finish", "tepo:join"
 
-_update: Update | None = None  # the one under way in this process
+_inbox = Inbox()  # of this process
 
 
-def load_files(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Load the safetensors files whose paths are the names; their tensors are empty. Every tensor-parallel rank reads all.
+def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Load the round whose sources are the names (see `Inbox.take`); their tensors are empty. Every tensor-parallel rank takes
+    all.
 
     BEGIN alone forgets what an earlier update gave; FINISH alone raises ValueError unless all tensors of the model's checkpoint
-    were given since. Files raise it, and leave the model as it was, if they hold a tensor that is not the model's, has not its
-    shape, or was given before. SGLang ends on it.
+    were given since; JOIN with a `Meeting` joins it. A round raises it, and leaves the model as it was, if it holds a tensor
+    that is not the model's, has not its shape, or was given before. SGLang ends on it.
     """
-    global _update
     names = [name for name, _ in named_tensors]
     if names == [BEGIN]:
-        _update = Update(os.environ[MODEL_VARIABLE], model.config.tie_word_embeddings)
-        return
-    assert _update is not None, "BEGIN comes first"
-    if names == [FINISH]:
-        _update.finish()
-        return
-    _update.add(names)
-    model.load_weights(tensors(names))
+        _inbox.begin(os.environ[MODEL_VARIABLE], model.config.tie_word_embeddings)
+    elif names == [FINISH]:
+        _inbox.finish()
+    elif names[:1] == [JOIN]:
+        _inbox.join(Meeting(**json.loads(names[1])), next(model.parameters()).device)
+    else:
+        arrived = _inbox.take(names)
+        if arrived is not None:
+            model.load_weights(arrived)

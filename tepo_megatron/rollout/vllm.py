@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
+from tepo_megatron.channel import Meeting, Source
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import SyncError
-from tepo_megatron.rollout.engine import Launch, Send, StaleWeights, served_label
+from tepo_megatron.rollout.engine import Launch, Send, StaleWeights, in_words, served_label
 from tepo_megatron.rollout.environment import devices, without_torchrun
 from tepo_megatron.rollout.samples import checked_rollout, parsed, prompt_seed
 from tepo_megatron.rollout.server import LOOPBACK
@@ -77,7 +78,7 @@ class VllmApi:
         return env
 
     async def prepare(self, send: Send) -> None:
-        """The plugin needs no rendezvous, but vLLM wants to be asked."""
+        """Files need no rendezvous, but vLLM wants to be asked."""
         await send("POST", "/init_weight_transfer_engine", {"init_info": {}})
 
     async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
@@ -96,9 +97,13 @@ class VllmApi:
         """vLLM's own update routes, with our plugin behind them."""
         await send("POST", "/start_weight_update", None)
 
-    async def load(self, send: Send, files: Sequence[Path]) -> None:
+    async def join(self, send: Send, meeting: Meeting) -> None:
+        """The same route again."""
+        await send("POST", "/init_weight_transfer_engine", {"init_info": {"meeting": asdict(meeting)}})
+
+    async def load(self, send: Send, sources: Sequence[Source]) -> None:
         """One chunk of vLLM's."""
-        await send("POST", "/update_weights", {"update_info": {"paths": [str(file.absolute()) for file in files]}})
+        await send("POST", "/update_weights", {"update_info": {"sources": in_words(sources)}})
 
     async def finish_update(self, send: Send, version: int) -> None:
         """The prefix cache does not follow by itself."""

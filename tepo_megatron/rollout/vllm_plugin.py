@@ -1,12 +1,14 @@
-"""A weight-transfer backend of vLLM that reads safetensors files, on CPU and GPU. Runs inside the vLLM server.
+"""A weight-transfer backend of vLLM that takes files or broadcasts, on CPU and GPU. Runs inside the vLLM server.
 
 vLLM finds `register` through the entry point `vllm.general_plugins`; `--weight-transfer-config '{"backend": "tepo_shm"}'`
-selects it. Of this package it imports `weight_files.py` alone: the server loads nothing of the trainer. Facts are of vLLM 0.32.
+selects it. Of this package it imports `inbox.py` and what that needs: the server loads nothing of the trainer. Facts are of
+vLLM 0.32.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -16,7 +18,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from tepo_megatron.rollout.weight_files import Update, tensors
+from tepo_megatron.channel import Meeting
+from tepo_megatron.rollout.inbox import Inbox
 
 BACKEND = "tepo_shm"
 
@@ -24,37 +27,43 @@ BACKEND = "tepo_shm"
 def register() -> None:
     """Make the backend known; vLLM calls this in each of its processes, in some of them twice."""
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, __name__, SafetensorsEngine.__name__)
+        WeightTransferEngineFactory.register_engine(BACKEND, __name__, InboxEngine.__name__)
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing: files need no rendezvous."""
+    """meeting: the fields of a `Meeting` to join; None: files need none."""
+
+    meeting: dict[str, Any] | None = None
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """paths: safetensors files that hold some of the model's tensors under their Hugging Face names."""
+    """sources: of some of the model's tensors under their Hugging Face names. See `Inbox.take`."""
 
-    paths: list[str]
+    sources: list[str]
 
 
-class SafetensorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Replaces all weights by those of some files: `start_weight_update`, `update_weights` for each round of files,
+class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Replaces all weights by those that are sent: `start_weight_update`, `update_weights` for each round,
     `finish_weight_update`. After an error of the last two vLLM has to be started again.
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    _update: Update | None = None
+    _inbox: Inbox | None = None
     _touched = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing to set up."""
+        """At the start, and then whenever there are new groups to join."""
+        self._inbox = self._inbox or Inbox()
+        if init_info.meeting is not None:
+            self._inbox.join(Meeting(**init_info.meeting), self.device)
 
     def start_weight_update(self) -> None:
-        """Forget what an earlier update gave; the model is touched by the first files that may be loaded."""
-        self._update = Update(self.model_config.model, self.model_config.hf_config.tie_word_embeddings)
+        """Forget what an earlier update gave; the model is touched by the first tensors that may be loaded."""
+        assert self._inbox is not None, "the trainer calls init_transfer_engine first"
+        self._inbox.begin(self.model_config.model, self.model_config.hf_config.tie_word_embeddings)
         self._touched = False
 
     def update_weights(self, update_info: dict[str, object]) -> None:
@@ -64,23 +73,25 @@ class SafetensorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load the files, a tensor at a time.
+        """Load a round, a tensor at a time, unless it did not arrive or is here already.
 
-        Raises ValueError, with the model as it was, if they hold a tensor that is not the model's, has not its shape, or was
+        Raises ValueError, with the model as it was, if it holds a tensor that is not the model's, has not its shape, or was
         given before in this update (a cast to the model's dtype is no fault).
         """
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        assert self._update is not None, "vLLM calls start_weight_update first"
-        self._update.add(update_info.paths)
+        assert self._inbox is not None, "the trainer calls init_transfer_engine first"
+        arrived = self._inbox.take(update_info.sources)
+        if arrived is None:
+            return
         if not self._touched:
             # Back to the layout of a checkpoint: on CPU the linear weights are packed, and their originals freed.
             if self.device.type == "cpu":
                 _forget_packed_experts(self.model)
             initialize_layerwise_reload(self.model)
             self._touched = True
-        # Copies: vLLM keeps the tensors of a layer until it has all of them, and a mapped one would keep its file's memory.
-        self.model.load_weights((name, tensor.clone()) for name, tensor in tensors(update_info.paths))
+        # Copies: vLLM keeps the tensors of a layer until it has all of them, and one would keep its whole round's memory.
+        self.model.load_weights((name, tensor.clone()) for name, tensor in arrived)
 
     def finish_weight_update(self) -> None:
         """Pack what is packed and put the weights where the compiled model expects them.
@@ -90,8 +101,8 @@ class SafetensorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        assert self._update is not None, "vLLM calls start_weight_update first"
-        self._update.finish()
+        assert self._inbox is not None, "the trainer calls init_transfer_engine first"
+        self._inbox.finish()
         finalize_layerwise_reload(self.model, self.model_config)
         # On CPU an output layer tied to the embedding keeps a packed copy of the old weights (log-probs were off by 0.5 nats).
         for module in self.model.modules():
@@ -99,7 +110,9 @@ class SafetensorsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Leave the groups."""
+        if self._inbox is not None:
+            self._inbox.leave()
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The safetensors files that carry an update, as a server reads them. Runs inside the servers."""
+"""Which tensors an update has to give, and how a server reads those that come in files. Runs inside the servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OUTPUT_LAYER = "lm_head.weight"
 
 
 class Update:
-    """The tensors of one update of the model whose checkpoint lies in the folder `model`, as they come, file by file.
+    """The tensors of one update of the model whose checkpoint lies in the folder `model`, as they come, part by part.
 
     A cast to the served dtype is no fault. The engines' own loaders leave a missing weight as it was, drop an unknown one and
     cut one that is too large, without a word.
@@ -29,11 +29,14 @@ class Update:
         self._optional = {OUTPUT_LAYER} if tied_embeddings else set()
         self._given: set[str] = set()
 
-    def add(self, paths: Sequence[str]) -> None:
-        """Raise ValueError if these files, which are not loaded yet, hold a tensor that the model has not, or not in this
-        shape, or that was given before.
+    def add_files(self, paths: Sequence[str]) -> None:
+        """See `add`: what is in these files."""
+        self.add([item for path in paths for item in _shapes(path).items()])
+
+    def add(self, given: Sequence[tuple[str, list[int]]]) -> None:
+        """Raise ValueError if among these (name, shape), which are not loaded yet, is a tensor that the model has not, or not
+        in this shape, or that was given before.
         """
-        given = [item for path in paths for item in _shapes(path).items()]
         names = Counter(name for name, _ in given)
         known = self._expected.keys() | self._optional
         _refuse({
@@ -67,7 +70,7 @@ def _refuse(faults: Mapping[str, Set[str]]) -> None:
     """Raise ValueError if there are any: names of tensors by what is wrong with them."""
     found = [f"{len(them)} {fault}: {', '.join(sorted(them)[:5])}" for fault, them in faults.items() if them]
     if found:
-        raise ValueError(f"the files do not hold the tensors of the model ({'; '.join(found)})")
+        raise ValueError(f"what was sent are not the tensors of the model ({'; '.join(found)})")
 
 
 def _shapes(path: str | Path) -> dict[str, list[int]]:

@@ -1,10 +1,9 @@
-"""Delivery of the actor's weights to the inference engine after every step, in rounds.
+"""Delivery of the actor's weights to the inference engine after every step, in rounds (see `rounds.py`), through files.
 
-Each owner of a pipeline stage, or of experts in it, cuts its tensors into buckets. In a round every owner writes its next
-bucket, in HF layout, to a file in shared memory; when all have, rank 0 tells the engine the files' names, and while the engine
-loads them the next round is written. A round's files are removed before the round after the next begins: the shared memory
-holds two rounds at most, of `sync.bucket_mib` each (or, where that is larger, of one parameter from each owner), and no rank
-holds more than one bucket beyond the model.
+In a round every owner writes its next bucket, in HF layout, to a file in shared memory; when all have, rank 0 tells the engine
+the files' names, and while the engine loads them the next round is written. A round's files are removed before the round after
+the next begins: the shared memory holds two rounds at most, of `sync.bucket_mib` each (or, where that is larger, of one
+parameter from each owner), and no rank holds more than one bucket beyond the model.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -28,10 +27,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tepo_megatron.config import SyncConfig
-from tepo_megatron.errors import CheckpointError, ConfigError, SyncError, TepoError
+from tepo_megatron.errors import CheckpointError, ConfigError, SyncError
 from tepo_megatron.parallel import Groups
-from tepo_megatron.weights.gather import Binding, iterate_hf, sent_by
-from tepo_megatron.weights.ops import Architecture, Replicated
+from tepo_megatron.weights.gather import Binding
+from tepo_megatron.weights.ops import Architecture
+from tepo_megatron.weights.rounds import Rounds
 
 
 class Receiver(Protocol):
@@ -48,7 +48,7 @@ class Receiver(Protocol):
 
 
 class WeightSync:
-    """Pushes the weights of `bindings` to `receiver` (given on rank 0 only).
+    """Pushes the weights of `bindings` to `receiver` (given on rank 0 only) through shared memory.
 
     The rounds are the same in every push. Collectives: here, one broadcast and two all-gathers over the host group; in a push,
     one gather over tp for each split parameter, one all-gather over the host group for each round and one at the end.
@@ -62,7 +62,7 @@ class WeightSync:
         groups: Groups,
         receiver: Receiver | None,
     ) -> None:
-        self.cfg, self.arch, self.groups, self.receiver = cfg, arch, groups, receiver
+        self.cfg, self.groups, self.receiver = cfg, groups, receiver
         self._in_use: int | None = None
         folder = Path()
         if groups.is_main:
@@ -70,10 +70,8 @@ class WeightSync:
         name = [str(folder)]
         dist.broadcast_object_list(name, src=0, group=groups.host, device=torch.device("cpu"))
         self.folder = Path(name[0])
-        sent = sent_by(bindings, groups)
-        owners = sum(self._from_all(bool(sent) and groups.tp.rank == 0))
-        self._buckets = _cut(sent, arch, groups.tp.size, limit=cfg.bucket_mib * 2**20 // owners)
-        self.rounds = max(self._from_all(len(self._buckets)))
+        self._plan = Rounds(cfg.bucket_mib, bindings, arch, groups)
+        self.rounds = self._plan.count
 
     def push(self, version: int) -> None:
         """All ranks call it; when it returns, the engine serves `version`, and no file is left.
@@ -84,7 +82,7 @@ class WeightSync:
         loading: Future[None] | None = None
         try:
             for i in range(self.rounds):
-                with self._agreed():
+                with self._plan.agreed():
                     self._write(version, i)
                     if self.receiver is not None:
                         if loading is None:
@@ -94,7 +92,7 @@ class WeightSync:
                             self._remove(version, i - 1)
                 if self.receiver is not None:
                     loading = self.receiver.load(self._files(version, i))
-            with self._agreed():
+            with self._plan.agreed():
                 if self.receiver is not None and loading is not None:
                     loading.result()
                     self._remove(version, self.rounds - 1)
@@ -107,9 +105,7 @@ class WeightSync:
 
     def _write(self, version: int, i: int) -> None:
         """This rank's bucket of round `i`, if it has one. Raises CheckpointError."""
-        if i >= len(self._buckets):
-            return
-        tensors = {name: _on_host(t) for name, t in iterate_hf(self._buckets[i], self.arch, self.groups.tp)}
+        tensors = {name: _on_host(t) for name, t in self._plan.tensors(i)}
         if tensors:  # on tensor-parallel rank 0
             path = self.folder / f"v{version}-{i:05d}-{self.groups.owner}.safetensors"
             _save(tensors, path, with_checksums=self.cfg.verify_every > 0 and version % self.cfg.verify_every == 0)
@@ -120,27 +116,6 @@ class WeightSync:
     def _remove(self, version: int, i: int) -> None:
         for file in self._files(version, i):
             file.unlink()
-
-    @contextlib.contextmanager
-    def _agreed(self) -> Iterator[None]:
-        """What goes wrong within on any rank ends all: there as it is, elsewhere with the rank's number before it."""
-        mine: TepoError | None = None
-        try:
-            yield
-        except TepoError as e:
-            mine = e
-        errors: list[TepoError | None] = self._from_all(mine)
-        if mine is not None:
-            raise mine
-        for rank, error in enumerate(errors):
-            if error is not None:
-                raise type(error)(f"rank {rank}: {error}")
-
-    def _from_all(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank. Collectives: one all-gather over the host group."""
-        values = [value] * self.groups.world_size
-        dist.all_gather_object(values, value, group=self.groups.host)
-        return values
 
     def close(self) -> None:
         """Remove the shared folder. A second call does nothing."""
@@ -164,11 +139,14 @@ class NoSync:
 
 
 def check_one_host(cfg: SyncConfig) -> None:
-    """Raise ConfigError when torchrun started ranks on several machines: files in shared memory reach one."""
+    """Raise ConfigError when torchrun started ranks on several machines, and files in shared memory would reach one."""
+    if cfg.transport != "shm":
+        return
     here, everywhere = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if here != everywhere:
         raise ConfigError(
-            f"sync.transport={cfg.transport} needs all ranks on one machine, but only {here} of {everywhere} are here"
+            f"sync.transport={cfg.transport} needs all ranks on one machine, but only {here} of {everywhere} are here; use "
+            "sync.transport=group"
         )
 
 
@@ -180,25 +158,6 @@ def check_mismatch(mean_logprob_diff: float, version: int, cfg: SyncConfig) -> N
             f"sync.max_logprob_diff={cfg.max_logprob_diff}: the engine does not serve the weights that were sent "
             f"(or, in low precision, the gate is too tight: raise sync.max_logprob_diff)"
         )
-
-
-def _cut(bindings: Sequence[Binding], arch: Architecture, tp: int, limit: int) -> list[list[Binding]]:
-    """Parameters in turn, in buckets whose Hugging Face tensors have at most `limit` bytes, or of one parameter.
-
-    It is the same on all ranks of a tensor-parallel group, which gather a bucket together.
-    """
-    buckets: list[list[Binding]] = []
-    room = 0
-    for b in bindings:
-        if b.name == "output_layer.weight" and arch.tied_embeddings:  # is not sent
-            continue
-        size = b.parameter.nbytes * (1 if isinstance(b.row.op, Replicated) else tp)  # padding of the vocabulary included
-        if not buckets or size > room:
-            buckets.append([])
-            room = limit
-        buckets[-1].append(b)
-        room -= size
-    return buckets
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ from tests.tiny import VOCAB_SIZE, tiny_model
 pytestmark = [pytest.mark.server, pytest.mark.e2e]
 STEPS = 5
 LAYOUTS = {"TP2": {"tp": 2}, "PP2": {"tp": 1, "pp": 2}, "TP2xPP2": {"tp": 2, "pp": 2}, "EP2": {"tp": 1, "ep": 2, "dp": 2}}
-# both sizes of each engine, and all layouts with each
+# both sizes of each engine, and all layouts with each; weights through process groups once
 CASES = [
-    pytest.param(engine, tp, layout, id=f"{engine}-tp{tp}-{layout}", marks=pytest.mark.full)
+    pytest.param(engine, tp, layout, "shm", id=f"{engine}-tp{tp}-{layout}", marks=pytest.mark.full)
     for engine in ("vllm", "sglang")
     for layout, tp in zip(LAYOUTS, (1, 2, 1, 2), strict=True)
-]
+] + [pytest.param("vllm", 1, "PP2", "group", id="vllm-tp1-PP2-group", marks=pytest.mark.full)]
 
 
 @pytest.fixture(scope="session")
@@ -39,12 +39,18 @@ def mixture(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize(("engine", "tp", "layout"), CASES)
+@pytest.mark.parametrize(("engine", "tp", "layout", "transport"), CASES)
 def test_rollouts_are_of_the_actors_weights(
-    tepo, arguments, base: Path, mixture: Path, tmp_path: Path, engine: str, tp: int, layout: str
+    tepo, arguments, base: Path, mixture: Path, tmp_path: Path, engine: str, tp: int, layout: str, transport: str
 ) -> None:
     overrides = {f"parallel__{axis}": size for axis, size in LAYOUTS[layout].items()}
-    overrides |= {"rollout__engine": engine, "rollout__server__tp": tp, "training__steps": STEPS, "name": "run"}
+    overrides |= {
+        "rollout__engine": engine,
+        "rollout__server__tp": tp,
+        "sync__transport": transport,
+        "training__steps": STEPS,
+        "name": "run",
+    }
     overrides |= {"optimizer__warmup_steps": 0, "evaluation__max_problems": 8, "optimizer__lr": "1e-3"}
     model = base
     if layout == "EP2":

@@ -208,7 +208,7 @@ def test_files_that_are_not_the_model_are_refused_by_vllm(served: Served, tmp_pa
     save_file({"model.layers.7.mlp.up_proj.weight": torch.zeros(1)}, tmp_path / "unknown.safetensors")
     call(served, "POST", "/start_weight_update")
     with pytest.raises(RequestFailed, match=r"1 unknown: model\.layers\.7\.mlp\.up_proj\.weight"):
-        call(served, "POST", "/update_weights", {"update_info": {"paths": [str(tmp_path / "unknown.safetensors")]}})
+        call(served, "POST", "/update_weights", {"update_info": {"sources": [str(tmp_path / "unknown.safetensors")]}})
     rollouts = served.engine.generate(make_prompts(4, seed=10), SAMPLING, seed=0)
     assert logprob_diff(served.model, rollouts, SAMPLING.temperature) <= MAX_LOGPROB_DIFF
 

@@ -48,6 +48,10 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
         ({"rolout": {}}, r"rolout: unknown key; did you mean rollout\?"),
         ({"rollout": {"temprature": 1}}, r"rollout.temprature: unknown key; did you mean temperature\?"),
         ({"rollout": {"server": {"prot": 1}}}, r"rollout.server.prot: unknown key; did you mean port\?"),
+        (
+            {"sync": {"transport": "group", "timeout_seconds": 60}},
+            r"sync.timeout_seconds=60 must be below rollout.server.silent_seconds=60",
+        ),
         ({"seed": -1}, "seed: .*greater than or equal to 0 .*-1"),
         ({"platform": "tpu"}, "platform: .*'cpu' or 'cuda' .*'tpu'"),
         ({"optimizer": {"lr": 0}}, "optimizer.lr: .*greater than 0"),

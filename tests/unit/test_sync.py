@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from tepo_megatron.config import SyncConfig
+from tepo_megatron.errors import ConfigError
 from tepo_megatron.rollout.weight_files import tensors
+from tepo_megatron.weights import broadcast
 from tepo_megatron.weights.ops import Replicated
-from tepo_megatron.weights.sync import _cut, _save
+from tepo_megatron.weights.rounds import cut as cut_into_buckets
+from tepo_megatron.weights.sync import _save, check_one_host
 
 SENT = {
     "a.weight": torch.arange(6.0).reshape(2, 3),
@@ -54,7 +58,7 @@ def binding(name: str, numel: int, replicated: bool = False) -> Any:
 
 def cut(bindings: list[Any], tied: bool = True) -> list[list[str]]:
     arch: Any = SimpleNamespace(tied_embeddings=tied)
-    return [[b.name for b in bucket] for bucket in _cut(bindings, arch, tp=2, limit=80)]
+    return [[b.name for b in bucket] for bucket in cut_into_buckets(bindings, arch, tp=2, limit=80)]
 
 
 def test_buckets_hold_whole_parameters_up_to_the_limit() -> None:
@@ -69,3 +73,22 @@ def test_a_tied_output_layer_takes_no_room() -> None:
     copy = binding("output_layer.weight", 50)
     assert cut([copy]) == [] and cut([binding("a", 1), copy, binding("b", 1)]) == [["a", "b"]]
     assert cut([copy], tied=False) == [["output_layer.weight"]]
+
+
+def test_only_files_need_all_ranks_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    check_one_host(SyncConfig(transport="group"))
+    with pytest.raises(ConfigError, match=r"sync\.transport=shm .* only 8 of 16 are here; use sync\.transport=group"):
+        check_one_host(SyncConfig())
+
+
+def test_the_store_is_at_an_address_that_those_see_who_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8", "MASTER_ADDR": "elsewhere"}.items():
+        monkeypatch.setenv(name, value)
+    towards = {"127.0.0.1": "127.0.0.1", "a": "10.0.0.7", "elsewhere": "10.0.0.9"}
+    monkeypatch.setattr(broadcast, "address_towards", towards.__getitem__)
+    assert broadcast._own_address(["127.0.0.1", "127.0.0.1"]) == "127.0.0.1"
+    assert broadcast._own_address(["127.0.0.1", "a"]) == "10.0.0.7"
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert broadcast._own_address(["127.0.0.1"]) == "10.0.0.9"

@@ -37,7 +37,7 @@ FAULTS = {
 def received(model: Path, *rounds: list[str], tied_embeddings: bool = False) -> None:
     update = Update(model, tied_embeddings)
     for paths in rounds:
-        update.add(paths)
+        update.add_files(paths)
     update.finish()
 
 
@@ -54,9 +54,9 @@ def test_only_what_is_missing_waits_for_the_end(tmp_path: Path) -> None:
     saved(tmp_path / "model", MODEL)
     first, unknown = saved(tmp_path / "sent", {"b.weight": torch.zeros(4)}, {"c.bias": torch.zeros(1)})
     update = Update(tmp_path / "model", tied_embeddings=False)
-    update.add([first])
+    update.add_files([first])
     with pytest.raises(ValueError, match=r"1 unknown: c\.bias"):
-        update.add([unknown])
+        update.add_files([unknown])
     with pytest.raises(ValueError, match=r"2 missing: a\.weight, lm_head\.weight"):
         update.finish()
 

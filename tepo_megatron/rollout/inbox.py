@@ -1,0 +1,109 @@
+"""What a process of an inference server knows between the trainer's messages: the update under way, and whom it comes from.
+
+Runs inside the servers, the same for each engine. Weights come in files, or broadcast: then a process takes a whole round
+before the model is touched, and says so in the trainer's store, since an engine's own answer says nothing of its single ranks,
+and some end on an error. Of a round that did not arrive nothing is kept; it is sent again, in new groups, and dropped by who
+has it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tepo_megatron.channel import BrokenChannel, Bucket, Channel, Meeting, arrived_key, join_store, joined_key
+from tepo_megatron.rollout.weight_files import Update, tensors
+
+logger = logging.getLogger(__name__)
+
+
+class Inbox:
+    """One process's."""
+
+    def __init__(self) -> None:
+        self._update: Update | None = None
+        self._next = 0  # number of the round that is to come
+        self._store: dist.Store | None = None
+        self._meeting: Meeting | None = None
+        self._rank = 0
+        self._device = torch.device("cpu")
+        self._channels: list[Channel] = []
+
+    def begin(self, model: str | Path, tied_embeddings: bool) -> None:
+        """Forget what an earlier update gave. See `Update`."""
+        self._update, self._next = Update(model, tied_embeddings), 0
+
+    def join(self, meeting: Meeting, device: torch.device) -> None:
+        """Leave the groups of before and meet the senders. What goes wrong is logged: the trainer misses the word of it."""
+        self.leave()
+        self._rank = meeting.first + (dist.get_rank() if dist.is_initialized() else 0)
+        self._device, self._meeting = device, meeting
+        try:
+            self._store = join_store(meeting)
+            for sender in range(meeting.senders):
+                self._channels.append(Channel(self._store, meeting, sender, self._rank, device))
+            self._tell(joined_key(meeting, self._rank))
+        except BrokenChannel as e:
+            logger.warning("tepo: could not join %s: %s", meeting.name, e)
+            self.leave()
+
+    def leave(self) -> None:
+        """Leave all groups."""
+        for channel in self._channels:
+            channel.close()
+        self._channels, self._store = [], None
+
+    def take(self, sources: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """The (name, tensor) of a round, to be loaded before the next: paths of files, or what `Bucket.to_json` wrote.
+
+        None: there is nothing to load, because the round did not arrive, or is here already. Raises ValueError for tensors that
+        are not those of the model (see `Update.add`), or a round out of turn; when iterated, for one that was damaged.
+        """
+        assert self._update is not None, "the update has to begin first"
+        buckets = [Bucket.from_json(source) for source in sources if source.startswith("{")]
+        if not buckets:
+            self._update.add_files(sources)
+            return tensors(sources)
+        number = buckets[0].number
+        rows = self._receive(buckets)
+        if rows is None or number == self._next - 1:
+            return None
+        if number != self._next:
+            raise ValueError(f"round {number} of the update came when round {self._next} was due")
+        self._update.add([(c.name, list(c.shape)) for bucket in buckets for c in bucket.contents])
+        self._next += 1
+        return (item for bucket, row in zip(buckets, rows, strict=True) for item in bucket.tensors(row))
+
+    def finish(self) -> None:
+        """Raises ValueError if a tensor of the model was not given."""
+        assert self._update is not None, "the update has to begin first"
+        self._update.finish()
+
+    def _receive(self, buckets: Sequence[Bucket]) -> list[torch.Tensor] | None:
+        """The buckets' rows, uint8, in the order in which the servers' ranks all take them; None if they do not come."""
+        if self._meeting is None or not self._channels:
+            return None
+        rows = []
+        try:
+            for bucket in buckets:
+                row = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
+                self._channels[bucket.sender].start(row)
+                self._channels[bucket.sender].wait()
+                rows.append(row)
+            self._tell(arrived_key(self._meeting, buckets[0].number, self._rank))
+        except BrokenChannel as e:
+            logger.warning("tepo: round %d did not arrive: %s", buckets[0].number, e)
+            self.leave()
+            return None
+        return rows
+
+    def _tell(self, key: str) -> None:
+        assert self._store is not None
+        try:
+            self._store.set(key, "1")
+        except RuntimeError as e:
+            raise BrokenChannel(str(e)) from None

@@ -1,0 +1,297 @@
+"""Delivery of the actor's weights through process groups (gloo on CPU, NCCL on GPUs), in the rounds of `rounds.py`.
+
+Each sender is rank 0 of a group of its own, whose other members are all ranks of all inference servers: so every byte of the
+model is broadcast once, by who has it, and no rank of the trainer takes another's. A bucket is one row of bytes; while it is on
+its way, the next one is gathered into a second row. Nothing here touches the default group.
+
+The groups last while the same servers live. When one dies, freezes or comes back, new groups are formed by those that take
+part, and a round that a living rank lacks is sent again to all; who has it drops it. So nobody is given weights half-way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tepo_megatron.channel import (
+    SENDER,
+    BrokenChannel,
+    Bucket,
+    Channel,
+    Content,
+    Meeting,
+    Source,
+    Taker,
+    address_towards,
+    arrived_key,
+    crc32,
+    join_store,
+    joined_key,
+    open_store,
+)
+from tepo_megatron.config import SyncConfig
+from tepo_megatron.errors import ConfigError, SyncError
+from tepo_megatron.parallel import Groups
+from tepo_megatron.weights.gather import Binding
+from tepo_megatron.weights.ops import Architecture
+from tepo_megatron.weights.rounds import Rounds
+
+ATTEMPTS = 3  # to send a round to servers that all live
+
+
+class GroupReceiver(Protocol):
+    """The side of an engine that takes weights from groups. See `rollout.engine.RolloutEngine`."""
+
+    @property
+    def takers(self) -> tuple[Taker, ...]:
+        """The servers in the update under way."""
+
+    def begin_update(self, version: int) -> None:
+        """All weights of `version` are to follow. Raises SyncError."""
+
+    def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
+        """Have them meet the senders."""
+
+    def load(self, sources: Sequence[Source]) -> Future[None]:
+        """Have them take a round."""
+
+    def finish_update(self) -> None:
+        """That was all: serve them. Raises SyncError."""
+
+
+@dataclass
+class _Round:
+    """A round on its way. bucket, row: this rank's, None if it has none; sent: there were groups to send it to; loading: the
+    servers' work, on rank 0; attempts: to send it to the same servers.
+    """
+
+    number: int
+    bucket: Bucket | None = None
+    row: Tensor | None = None
+    sent: bool = False
+    loading: Future[None] | None = None
+    attempts: int = 0
+
+
+class BroadcastSync:
+    """Pushes the weights of `bindings` to `receiver` (given on rank 0 only) through process groups.
+
+    Collectives over the host group: two all-gathers here; in a push five for each round, two for each meeting and two more.
+    sent_bytes: what this rank has handed to broadcasts.
+    """
+
+    def __init__(
+        self,
+        cfg: SyncConfig,
+        bindings: Sequence[Binding],
+        arch: Architecture,
+        groups: Groups,
+        receiver: GroupReceiver | None,
+    ) -> None:
+        self.cfg, self.groups, self.receiver = cfg, groups, receiver
+        self._plan = Rounds(cfg.bucket_mib, bindings, arch, groups)
+        self.rounds = self._plan.count
+        self.sent_bytes = 0
+        senders = self._plan.senders
+        self._sender = senders.index(groups.rank) if groups.rank in senders else None  # the number of this rank's group
+        self._meeting: Meeting | None = None  # at which the groups that there are were formed
+        self._channel: Channel | None = None
+        self._rows: list[Tensor] = []
+        # on rank 0
+        self._store: dist.TCPStore | None = None
+        self._address = ""
+        self._ranks: dict[Taker, range] = {}  # of each server that was invited last, in every group
+        self._meetings = 0
+
+    def push(self, version: int) -> None:
+        """All ranks call it; when it returns, the engine serves `version`.
+
+        Raises SyncError on every rank when the engine refuses the weights, or servers that live do not take them. The engine
+        can only be closed then.
+        """
+        try:
+            under_way: _Round | None = None
+            for i in range(self.rounds):
+                gathered = self._gather(version, i)
+                if under_way is None:
+                    with self._plan.agreed():
+                        if self.receiver is not None:
+                            self.receiver.begin_update(version)
+                else:
+                    self._deliver(under_way)
+                under_way = gathered
+                self._send(under_way)
+            if under_way is not None:
+                self._deliver(under_way)
+            with self._plan.agreed():
+                if self.receiver is not None:
+                    self.receiver.finish_update()
+        except BaseException:
+            self._leave()
+            raise
+        finally:
+            self._rows = []
+
+    def _gather(self, version: int, i: int) -> _Round:
+        """This rank's bucket of round `i`, in one of two rows that are used in turn."""
+        with_checksums = self.cfg.verify_every > 0 and version % self.cfg.verify_every == 0
+        contents: list[Content] = []
+        end = 0
+        for name, tensor in self._plan.tensors(i):
+            row = self._row(i % 2)
+            row[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            checksum = crc32(tensor) if with_checksums else None
+            contents.append(Content(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum))
+            end += tensor.nbytes
+        if self._sender is None or not contents:
+            return _Round(i)
+        return _Round(i, Bucket(i, self._sender, tuple(contents)), self._row(i % 2)[:end])
+
+    def _row(self, which: int) -> Tensor:
+        while len(self._rows) <= which:
+            self._rows.append(torch.empty(self._plan.largest, dtype=torch.uint8, device=self.groups.device))
+        return self._rows[which]
+
+    def _send(self, it: _Round) -> None:
+        """Begin to send a round, in new groups if others take part than are in those that there are."""
+        invitation: Meeting | None = None
+        with self._plan.agreed():
+            invitation = self._invitation()
+        told = self._plan.from_all((it.bucket, invitation))
+        invitation = told[0][1]
+        it.loading, it.attempts = None, it.attempts + 1
+        it.sent = invitation is not None and (invitation == self._meeting or self._meet(invitation))
+        if not it.sent:
+            return
+        if self.receiver is not None:
+            it.loading = self.receiver.load([bucket for bucket, _ in told if bucket is not None])
+        if it.row is not None and self._channel is not None:
+            self._channel.start(it.row)
+            self.sent_bytes += it.row.nbytes
+
+    def _deliver(self, it: _Round) -> None:
+        """Return when all servers that live have a round that was sent; it is sent again when one has not. Raises SyncError."""
+        while not self._arrived(it):
+            self._send(it)
+
+    def _arrived(self, it: _Round) -> bool:
+        """Whether all have it, once it is no longer on its way. Broken groups are left."""
+        broken = arrived = False
+        try:
+            if self._channel is not None:
+                self._channel.wait()
+        except BrokenChannel:
+            broken = True
+        with self._plan.agreed():
+            if self.receiver is not None:
+                if it.loading is not None:
+                    it.loading.result()
+                takers = self.receiver.takers
+                arrived = not takers or (it.sent and self._is_here(it.number, takers))
+                if set(takers) != set(self._ranks):
+                    broken, it.attempts = True, 0
+                elif not arrived and it.attempts >= ATTEMPTS:
+                    raise SyncError(self._not_taken(it))
+        told = self._plan.from_all((broken, arrived))
+        if any(broken for broken, _ in told) or not told[0][1]:
+            self._leave()
+        return bool(told[0][1])
+
+    def _is_here(self, number: int, takers: Sequence[Taker]) -> bool:
+        """Whether every rank of these servers has said that it has the round."""
+        assert self._meeting is not None
+        return self._said([arrived_key(self._meeting, number, rank) for taker in takers for rank in self._ranks[taker]])
+
+    def _said(self, keys: Sequence[str]) -> bool:
+        """Whether all of these are in the store; they are removed."""
+        assert self._store is not None
+        there = [key for key in keys if self._store.check([key])]
+        for key in there:
+            self._store.delete_key(key)
+        return len(there) == len(keys)
+
+    def _invitation(self) -> Meeting | None:
+        """The meeting of the groups that there are, while they suit, or another; None where there is nobody to invite."""
+        takers = self.receiver.takers if self.receiver is not None else ()
+        if not takers:
+            return None
+        if self._meeting is not None and takers == tuple(self._ranks):
+            return self._meeting
+        if self._store is None:
+            try:
+                self._address = self.cfg.address or _own_address([taker.host for taker in takers])
+                self._store = open_store(self._address)
+            except OSError as e:
+                raise ConfigError(
+                    f"sync.address={self.cfg.address}: no port at {self._address or 'an address of this machine'} ({e}); set "
+                    "it to an IPv4 address of rank 0's machine that the servers reach"
+                ) from None
+        end = SENDER + 1
+        self._ranks = {}
+        for taker in takers:
+            self._ranks[taker] = range(end, end + taker.ranks)
+            end += taker.ranks
+        self._meetings += 1
+        name, senders = f"meeting-{self._meetings}", len(self._plan.senders)
+        return Meeting(self._address, self._store.port, name, senders, end, SENDER, self.cfg.timeout_seconds)
+
+    def _meet(self, meeting: Meeting) -> bool:
+        """Form the groups. Whether all came."""
+        self._leave()
+        joining = self.receiver.join({t: meeting.at(r.start) for t, r in self._ranks.items()}) if self.receiver else None
+        if self._sender is not None:
+            with contextlib.suppress(BrokenChannel):
+                store = self._store or join_store(meeting)
+                self._channel = Channel(store, meeting, self._sender, SENDER, self.groups.device)
+        came = self._sender is None or self._channel is not None
+        with self._plan.agreed():
+            if joining is not None:
+                joining.result()
+                came &= self._said([joined_key(meeting, rank) for ranks in self._ranks.values() for rank in ranks])
+        if not all(self._plan.from_all(came)):
+            self._leave()
+            return False
+        self._meeting = meeting
+        return True
+
+    def _leave(self) -> None:
+        """Leave this rank's group: who still waits in it fails at once."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self._meeting = None
+
+    def _not_taken(self, it: _Round) -> str:
+        what = "did not take a round of weights" if it.sent else "did not meet the trainer's ranks"
+        assert self._store is not None
+        return (
+            f"inference servers that live {what} in {ATTEMPTS} attempts of {self.cfg.timeout_seconds:g} s, at "
+            f"{self._address}:{self._store.port}; see their logs, raise sync.timeout_seconds (or rather rollout.server's "
+            "silent_seconds with it), or set sync.address to an address of this machine that they reach"
+        )
+
+    def close(self) -> None:
+        """Leave the groups. A second call does nothing."""
+        self._leave()
+        self._store = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _own_address(hosts: Sequence[str]) -> str:
+    """This machine's address as servers on `hosts`, and ranks on other machines, see it; the loopback one if all are here."""
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        hosts = [*hosts, os.environ["MASTER_ADDR"]]  # this machine by its name for the others
+    addresses = [address_towards(host) for host in hosts]
+    return next((address for address in addresses if not address.startswith("127.")), addresses[0])

@@ -1,0 +1,88 @@
+"""How the weights are cut for their delivery, whatever carries them, and how the ranks agree on its course.
+
+Each owner of a pipeline stage, or of experts in it, cuts its tensors into buckets; a round is the next bucket of every owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tepo_megatron.errors import TepoError
+from tepo_megatron.parallel import Groups
+from tepo_megatron.weights.gather import Binding, iterate_hf, sent_by
+from tepo_megatron.weights.ops import Architecture, Replicated
+
+
+class Rounds:
+    """The same ones in every delivery. Collectives: two all-gathers over the host group.
+
+    senders: the ranks with buckets to send; count: of the rounds; largest: an upper bound of the bytes of this rank's largest
+    bucket, 0 on ranks that send none.
+    """
+
+    def __init__(self, bucket_mib: int, bindings: Sequence[Binding], arch: Architecture, groups: Groups) -> None:
+        self._arch, self._groups = arch, groups
+        sent = sent_by(bindings, groups)
+        sends = bool(sent) and groups.tp.rank == 0
+        self.senders = [rank for rank, it_does in enumerate(self.from_all(sends)) if it_does]
+        self._buckets = cut(sent, arch, groups.tp.size, limit=bucket_mib * 2**20 // len(self.senders))
+        self.count = max(self.from_all(len(self._buckets)))
+        self.largest = max((sum(whole_bytes(b, groups.tp.size) for b in bucket) for bucket in self._buckets), default=0) * sends
+
+    def tensors(self, i: int) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of this rank's bucket of round `i`, the widest dtypes first; nothing on ranks that
+        do not send. See `iterate_hf`.
+        """
+        bucket = self._buckets[i] if i < len(self._buckets) else []
+        widest_first = sorted(bucket, key=lambda b: -b.parameter.element_size())
+        return iterate_hf(widest_first, self._arch, self._groups.tp)
+
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """What goes wrong within on any rank ends all: there as it is, elsewhere with the rank's number before it."""
+        mine: TepoError | None = None
+        try:
+            yield
+        except TepoError as e:
+            mine = e
+        errors: list[TepoError | None] = self.from_all(mine)
+        if mine is not None:
+            raise mine
+        for rank, error in enumerate(errors):
+            if error is not None:
+                raise type(error)(f"rank {rank}: {error}")
+
+    def from_all(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank. Collectives: one all-gather over the host group."""
+        values = [value] * self._groups.world_size
+        dist.all_gather_object(values, value, group=self._groups.host)
+        return values
+
+
+def cut(bindings: Sequence[Binding], arch: Architecture, tp: int, limit: int) -> list[list[Binding]]:
+    """Parameters in turn, in buckets whose Hugging Face tensors have at most `limit` bytes, or of one parameter.
+
+    It is the same on all ranks of a tensor-parallel group, which gather a bucket together.
+    """
+    buckets: list[list[Binding]] = []
+    room = 0
+    for b in bindings:
+        if b.name == "output_layer.weight" and arch.tied_embeddings:  # is not sent
+            continue
+        size = whole_bytes(b, tp)
+        if not buckets or size > room:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(b)
+        room -= size
+    return buckets
+
+
+def whole_bytes(binding: Binding, tp: int) -> int:
+    """Of all its shards, the padding of the vocabulary included."""
+    return int(binding.parameter.nbytes) * (1 if isinstance(binding.row.op, Replicated) else tp)

@@ -1,0 +1,177 @@
+"""Weights over real gloo groups, from every layout, to a fleet of real processes that die and freeze in the midst of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tepo_megatron.config import RolloutConfig, ServerConfig
+from tepo_megatron.errors import SyncError
+from tepo_megatron.rollout.endpoint import Endpoint
+from tepo_megatron.rollout.engine import Launch
+from tepo_megatron.rollout.fleet import Fleet
+from tests.marks import marked
+from tests.parallel import cases
+from tests.parallel.test_weights import ROUNDS, tensors, tiny_moe
+from tests.scripted_server import ScriptedApi
+from tests.tiny import tiny_qwen3
+from tests.unit.test_fleet import behave, process, until
+from tests.worlds import run_world
+
+SECONDS = 5.0  # of sync.timeout_seconds
+
+
+@contextmanager
+def fleet(folder: Path, model: Path, servers: int, **server: Any) -> Iterator[Fleet]:
+    settings = {"restarts": 3, "backoff_seconds": 0.05, "silent_seconds": 1.0, "ready_seconds": 30} | server
+    cfg = RolloutConfig(servers=servers, server=ServerConfig(**settings))
+    launch = Launch(model, max_model_len=64, platform="cpu", precision="fp32", seed=0)
+    endpoints = [
+        Endpoint(f"server {i}", ScriptedApi(takes_broadcasts=True), cfg.server, launch, folder / f"{i}.log")
+        for i in range(servers)
+    ]
+    with Fleet(endpoints, cfg) as made:
+        made.start()
+        made.wait_ready()
+        yield made
+
+
+def sync_of(cfg: Any, receiver: Fleet | None) -> Any:
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.platform import activate
+    from tepo_megatron.weights.broadcast import BroadcastSync
+
+    groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
+    actor = Actor(cfg, groups)
+    return BroadcastSync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
+
+
+def config_of(model: Path, layout: dict[str, int], **sync: Any) -> Any:
+    cfg = cases.run_config(model, layout)
+    settings = {"transport": "group", "bucket_mib": 1, "timeout_seconds": SECONDS} | sync
+    return replace(cfg, sync=replace(cfg.sync, **settings))
+
+
+def got(folder: Path) -> list[dict[str, torch.Tensor]]:
+    """What each rank of each server has got since the last call."""
+    files = sorted(folder.glob("*.safetensors"))
+    read = [{name: tensor.clone() for name, tensor in load_file(file).items()} for file in files]
+    for file in files:
+        file.unlink()
+    return read
+
+
+def is_model(received: dict[str, torch.Tensor], model: dict[str, torch.Tensor]) -> bool:
+    return received.keys() == model.keys() and all(torch.equal(received[name], model[name]) for name in model)
+
+
+def push_twice(rank: int, cfg: Any, folder: Path) -> dict[str, Any]:
+    if rank > 0:
+        with sync_of(cfg, None) as sync:
+            sync.push(1)
+            sync.push(2)
+            return {"sent": sync.sent_bytes}
+    model = Path(cfg.model.path)
+    with fleet(folder, model, servers=2, tp=2) as servers, sync_of(cfg, servers) as sync:
+        for i in range(2):
+            behave(servers, i, save=str(folder))
+        received = []
+        for version in (1, 2):
+            sync.push(version)
+            received.append(got(folder))
+        assert servers.version == 2 and not servers.needs_weights
+        return {"sent": sync.sent_bytes, "rounds": sync.rounds, "meetings": sync._meetings, "received": received}
+
+
+@pytest.mark.parametrize("name", [name if name == "PP2" else marked(name, pytest.mark.full) for name in ROUNDS])
+def test_every_rank_of_every_server_gets_the_model_and_every_byte_is_broadcast_once(tmp_path: Path, name: str) -> None:
+    model = tmp_path / "model"
+    if name == "EP2":
+        tiny_moe(model)
+    else:
+        tiny_qwen3(model, layers=4, vocab_size=cases.VOCAB)
+    cfg = config_of(model, ROUNDS[name], verify_every=2)  # in the second push
+    ranks = run_world(cfg.parallel.world_size, push_twice, cfg, tmp_path)
+    expected = tensors(model)
+    for received in ranks[0]["received"]:
+        assert len(received) == 4 and all(is_model(r, expected) for r in received)
+    assert sum(r["sent"] for r in ranks) == 2 * sum(t.nbytes for t in expected.values())
+    senders = [r for r in ranks if r["sent"]]
+    assert len(senders) == cfg.parallel.pp * cfg.parallel.ep
+    assert ranks[0]["rounds"] > 2 and ranks[0]["meetings"] == 1
+
+
+def push_and_lose(rank: int, cfg: Any, folder: Path, fault: str) -> dict[str, Any]:
+    if rank > 0:
+        with sync_of(cfg, None) as sync:
+            for version in (1, 2, 2):
+                sync.push(version)
+        return {}
+    with fleet(folder, Path(cfg.model.path), servers=3) as servers, sync_of(cfg, servers) as sync:
+        sync.push(1)
+        pids = [process(servers, i).pid for i in range(3)]
+        for i in range(3):
+            behave(servers, i, save=str(folder), **({"broadcast": fault} if i == 1 else {}))
+        sync.push(2)
+        survivors = got(folder)
+        until(lambda: servers.needs_weights)
+        assert [process(servers, i).pid == pid for i, pid in enumerate(pids)] == [True, False, True]
+        behave(servers, 1, save=str(folder))
+        sync.push(2)
+        assert not servers.needs_weights
+        events = "\n".join(servers.take_events())
+        return {"survivors": survivors, "again": got(folder), "events": events, "meetings": sync._meetings}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["die", "midst", "freeze"])
+def test_the_servers_that_live_get_everything_and_go_on_when_one_is_lost(tmp_path: Path, fault: str) -> None:
+    """None of the others is restarted; the one that comes back gets the weights alone."""
+    model = tmp_path / "model"
+    tiny_qwen3(model, layers=4, vocab_size=cases.VOCAB)
+    rank0 = run_world(2, push_and_lose, config_of(model, {"pp": 2}), tmp_path, fault)[0]
+    expected = tensors(model)
+    assert len(rank0["survivors"]) == 2 and all(is_model(r, expected) for r in rank0["survivors"])
+    assert len(rank0["again"]) == 1 and is_model(rank0["again"][0], expected)
+    assert "server 1 is started again (restart 1)" in rank0["events"] and "server 0" not in rank0["events"]
+    assert rank0["meetings"] == 3  # of all, without the lost one, with that one alone
+
+
+def push_to_nobody(rank: int, cfg: Any, folder: Path, fault: str) -> str:
+    if rank > 0:
+        with sync_of(cfg, None) as sync:
+            return outcome(sync)
+    with fleet(folder, Path(cfg.model.path), servers=1) as servers, sync_of(cfg, servers) as sync:
+        behave(servers, 0, broadcast=fault)
+        return outcome(sync)
+
+
+def outcome(sync: Any) -> str:
+    try:
+        sync.push(1)
+    except SyncError as e:
+        return str(e)
+    return "pushed"
+
+
+@pytest.mark.full
+def test_a_server_that_lives_and_does_not_come_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    tiny_qwen3(tmp_path / "model", layers=4, vocab_size=cases.VOCAB)
+    cfg = config_of(tmp_path / "model", {"pp": 2}, timeout_seconds=0.5)
+    for told in run_world(2, push_to_nobody, cfg, tmp_path, "absent", timeout=40):
+        assert "did not meet the trainer's ranks in 3 attempts of 0.5 s, at 127.0.0.1:" in told and "sync.address" in told
+
+
+@pytest.mark.full
+def test_the_only_server_may_be_lost(tmp_path: Path) -> None:
+    tiny_qwen3(tmp_path / "model", layers=4, vocab_size=cases.VOCAB)
+    cfg = config_of(tmp_path / "model", {"pp": 2})
+    assert run_world(2, push_to_nobody, cfg, tmp_path, "midst", timeout=40) == ["pushed", "pushed"]

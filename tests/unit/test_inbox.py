@@ -1,0 +1,155 @@
+"""What a server's process does with weights that are broadcast, over real gloo groups between threads. No server, no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from tepo_megatron.channel import (
+    SENDER,
+    BrokenChannel,
+    Bucket,
+    Channel,
+    Content,
+    Meeting,
+    arrived_key,
+    crc32,
+    join_store,
+    joined_key,
+    open_store,
+)
+from tepo_megatron.rollout.inbox import Inbox
+
+CPU = torch.device("cpu")
+MODEL = {
+    "a.weight": torch.arange(6.0).reshape(2, 3),
+    "b.weight": torch.linspace(-1, 1, 7, dtype=torch.bfloat16),
+    "scale": torch.tensor(2.5, dtype=torch.bfloat16),
+}
+SECONDS = 5.0
+
+
+def packed(number: int, *names: str, sender: int = 0) -> tuple[Bucket, torch.Tensor]:
+    """The bucket of these tensors, with checksums, and its row."""
+    row = torch.cat([MODEL[name].reshape(-1).view(torch.uint8) for name in names])
+    contents = [Content(n, tuple(MODEL[n].shape), str(MODEL[n].dtype).removeprefix("torch."), crc32(MODEL[n])) for n in names]
+    return Bucket(number, sender, tuple(contents)), row
+
+
+class Trainer:
+    """The side of one sender."""
+
+    def __init__(self, store: dist.TCPStore) -> None:
+        self.store, self.meetings = store, 0
+        self.channel: Channel | None = None
+
+    def meet(self, inbox: Inbox, seconds: float = SECONDS) -> Meeting:
+        """A new group with that inbox."""
+        self.meetings += 1
+        self.meeting = Meeting("127.0.0.1", self.store.port, f"m{self.meetings}", 1, 2, SENDER + 1, seconds)
+        with ThreadPoolExecutor() as threads:
+            joining = threads.submit(inbox.join, self.meeting, CPU)
+            self.channel = Channel(self.store, self.meeting, 0, SENDER, CPU)
+            joining.result()
+        assert self.store.check([joined_key(self.meeting, SENDER + 1)])
+        return self.meeting
+
+    def send(self, inbox: Inbox, bucket: Bucket, row: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        """What the inbox has to load then."""
+        assert self.channel is not None
+        with ThreadPoolExecutor() as threads:
+            taking = threads.submit(inbox.take, [bucket.to_json()])
+            self.channel.start(row)
+            self.channel.wait()
+            arrived = taking.result()
+        return None if arrived is None else {name: tensor.clone() for name, tensor in arrived}
+
+    def has(self, number: int) -> bool:
+        return self.store.check([arrived_key(self.meeting, number, SENDER + 1)])
+
+
+@contextmanager
+def met(folder: Path) -> Iterator[tuple[Trainer, Inbox]]:
+    """A trainer and an inbox that wait for an update's first round."""
+    save_file(MODEL, folder / "model.safetensors")
+    trainer, inbox = Trainer(open_store("127.0.0.1")), Inbox()
+    trainer.meet(inbox)
+    inbox.begin(folder, tied_embeddings=False)
+    yield trainer, inbox
+    inbox.leave()
+
+
+def test_what_is_sent_arrives_and_is_acknowledged(tmp_path: Path) -> None:
+    with met(tmp_path) as (trainer, inbox):
+        arrived = trainer.send(inbox, *packed(0, "a.weight", "b.weight"))
+        assert arrived is not None and trainer.has(0) and not trainer.has(1)
+        arrived |= trainer.send(inbox, *packed(1, "scale")) or {}
+        inbox.finish()
+        assert arrived.keys() == MODEL.keys() and all(torch.equal(arrived[name], MODEL[name]) for name in MODEL)
+
+
+def test_a_round_that_is_here_is_dropped_and_one_that_is_not_due_is_refused(tmp_path: Path) -> None:
+    with met(tmp_path) as (trainer, inbox):
+        assert trainer.send(inbox, *packed(0, "a.weight")) is not None
+        trainer.meet(inbox)
+        assert trainer.send(inbox, *packed(0, "a.weight")) is None and trainer.has(0)
+        with pytest.raises(ValueError, match="round 2 of the update came when round 1 was due"):
+            trainer.send(inbox, *packed(2, "scale"))
+
+
+@pytest.mark.parametrize(
+    ("bucket", "fault"),
+    [
+        (Bucket(1, 0, (Content("c.bias", (2,), "float32"),)), "1 unknown: c.bias"),
+        (Bucket(1, 0, (Content("scale", (2,), "float32"),)), "1 of another shape: scale"),
+        (Bucket(1, 0, (Content("a.weight", (2, 3), "float32"),)), "1 given twice: a.weight"),
+    ],
+)
+def test_a_round_that_is_not_the_models_is_refused(bucket: Bucket, fault: str, tmp_path: Path) -> None:
+    with met(tmp_path) as (trainer, inbox):
+        trainer.send(inbox, *packed(0, "a.weight"))
+        with pytest.raises(ValueError, match=fault):
+            trainer.send(inbox, bucket, torch.zeros(bucket.nbytes, dtype=torch.uint8))
+        with pytest.raises(ValueError, match=r"2 missing: b\.weight, scale"):
+            inbox.finish()
+
+
+def test_a_damaged_byte_is_noticed(tmp_path: Path) -> None:
+    with met(tmp_path) as (trainer, inbox):
+        bucket, row = packed(0, "a.weight", "b.weight", "scale")
+        row[-2] ^= 1
+        with pytest.raises(ValueError, match="tensor scale was damaged on its way"):
+            trainer.send(inbox, bucket, row)
+
+
+def test_a_sender_that_leaves_costs_the_round_and_nothing_else(tmp_path: Path) -> None:
+    with met(tmp_path) as (trainer, inbox), ThreadPoolExecutor() as threads:
+        bucket, row = packed(0, "a.weight", "b.weight", "scale")
+        taking = threads.submit(inbox.take, [bucket.to_json()])
+        assert trainer.channel is not None
+        trainer.channel.close()
+        assert taking.result() is None and not trainer.has(0)
+        assert inbox.take([bucket.to_json()]) is None  # nor does it wait for a group that it has left
+        trainer.meet(inbox)
+        assert trainer.send(inbox, bucket, row) is not None
+        inbox.finish()
+
+
+def test_nobody_waits_longer_than_the_meeting_says(tmp_path: Path) -> None:
+    with met(tmp_path) as (trainer, inbox):
+        trainer.meet(inbox, seconds=0.3)
+        bucket, _ = packed(0, "a.weight")
+        assert inbox.take([bucket.to_json()]) is None  # a sender that lives and says nothing
+        alone = Meeting("127.0.0.1", trainer.store.port, "alone", 1, 2, SENDER + 1, 0.3)
+        inbox.join(alone, CPU)
+        assert not trainer.store.check([joined_key(alone, SENDER + 1)])
+        with pytest.raises(BrokenChannel):
+            Channel(join_store(alone), replace(alone, name="alone too"), 0, SENDER, CPU)
