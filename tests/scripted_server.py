@@ -1,6 +1,6 @@
 """A small inference server of our own, a real process behind real HTTP, that fails when told to: what the fleet is tested on.
 
-    python -m tests.scripted_server PORT
+    python -m tests.scripted_server PORT HOST
 
 Its samples depend on (prompt, seed) alone. It keeps the ids of the groups that it delivered in full.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.rollout.engine import INITIAL_VERSION, Launch, Send, StaleWeights
+from tepo_megatron.rollout.engine import INITIAL_VERSION, About, Launch, Send, StaleWeights, served_label
 from tepo_megatron.rollout.samples import checked_rollout, parsed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -38,7 +38,9 @@ class Handler(BaseHTTPRequestHandler):
     lock = threading.Lock()
 
     def do_GET(self) -> None:
-        self.answer(200, {"version": Handler.version, "loaded": Handler.loaded})
+        if self.path == "/about" and self.headers.get("Authorization") != f"Bearer {os.environ[KEY]}":
+            return self.answer(401, {"message": "no key"})
+        return self.answer(200, {"version": Handler.version, "loaded": Handler.loaded})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -98,10 +100,13 @@ class ScriptedApi:
     name = "the scripted server"
 
     def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
-        return [sys.executable, "-m", "tests.scripted_server", str(port)]
+        return [sys.executable, "-m", "tests.scripted_server", str(port), launch.host]
 
     def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
         return {**inherited, KEY: key, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+
+    async def about(self, send: Send) -> About:
+        return About("1.0", served_label((await send("GET", "/about", None))["version"]), max_model_len=64)
 
     async def prepare(self, send: Send) -> None: ...
 
@@ -128,4 +133,4 @@ class ScriptedApi:
 
 if __name__ == "__main__":
     ThreadingHTTPServer.request_queue_size = 128
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+    ThreadingHTTPServer((sys.argv[2], int(sys.argv[1])), Handler).serve_forever()

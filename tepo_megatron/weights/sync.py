@@ -1,7 +1,8 @@
 """Delivery of the actor's weights to the inference engine after every step, in rounds.
 
 Each owner of a pipeline stage, or of experts in it, cuts its tensors into buckets. In a round every owner writes its next
-bucket, in HF layout, to a file in shared memory; when all have, rank 0 tells the engine the files' names, and while the engine
+bucket, in HF layout, to a file in shared memory, or in `sync.folder` where servers or ranks are on other machines; when all
+have, rank 0 tells the engine the files' names, and while the engine
 loads them the next round is written. A round's files are removed before the round after the next begins: the shared memory
 holds two rounds at most, of `sync.bucket_mib` each (or, where that is larger, of one parameter from each owner), and no rank
 holds more than one bucket beyond the model.
@@ -66,14 +67,17 @@ class WeightSync:
         self._in_use: int | None = None
         folder = Path()
         if groups.is_main:
-            folder, self._in_use = _make_folder()
+            folder, self._in_use = _make_folder(cfg.folder)
         name = [str(folder)]
         dist.broadcast_object_list(name, src=0, group=groups.host, device=torch.device("cpu"))
         self.folder = Path(name[0])
         sent = sent_by(bindings, groups)
         owners = sum(self._from_all(bool(sent) and groups.tp.rank == 0))
         self._buckets = _cut(sent, arch, groups.tp.size, limit=cfg.bucket_mib * 2**20 // owners)
-        self.rounds = max(self._from_all(len(self._buckets)))
+        writes = (groups.owner, len(self._buckets) if groups.tp.rank == 0 else 0)
+        # known, not looked up: another machine may see a new file before it sees it listed
+        self._owners: list[tuple[str, int]] = sorted(self._from_all(writes))
+        self.rounds = max(rounds for _, rounds in self._owners)
 
     def push(self, version: int) -> None:
         """All ranks call it; when it returns, the engine serves `version`, and no file is left.
@@ -111,11 +115,15 @@ class WeightSync:
             return
         tensors = {name: _on_host(t) for name, t in iterate_hf(self._buckets[i], self.arch, self.groups.tp)}
         if tensors:  # on tensor-parallel rank 0
-            path = self.folder / f"v{version}-{i:05d}-{self.groups.owner}.safetensors"
-            _save(tensors, path, with_checksums=self.cfg.verify_every > 0 and version % self.cfg.verify_every == 0)
+            path = self._path(version, i, self.groups.owner)
+            checked = self.cfg.verify_every > 0 and version % self.cfg.verify_every == 0
+            _save(tensors, path, with_checksums=checked, for_others=self.cfg.folder is not None)
 
     def _files(self, version: int, i: int) -> list[Path]:
-        return sorted(self.folder.glob(f"v{version}-{i:05d}-*.safetensors"))
+        return [self._path(version, i, owner) for owner, rounds in self._owners if i < rounds]
+
+    def _path(self, version: int, i: int, owner: str) -> Path:
+        return self.folder / f"v{version}-{i:05d}-{owner}.safetensors"
 
     def _remove(self, version: int, i: int) -> None:
         for file in self._files(version, i):
@@ -165,10 +173,13 @@ class NoSync:
 
 def check_one_host(cfg: SyncConfig) -> None:
     """Raise ConfigError when torchrun started ranks on several machines: files in shared memory reach one."""
+    if cfg.folder is not None:
+        return
     here, everywhere = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if here != everywhere:
         raise ConfigError(
-            f"sync.transport={cfg.transport} needs all ranks on one machine, but only {here} of {everywhere} are here"
+            f"sync.transport={cfg.transport} without sync.folder needs all ranks on one machine, but only {here} of "
+            f"{everywhere} are here; set sync.folder to a folder that all machines share"
         )
 
 
@@ -206,17 +217,25 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu").contiguous()
 
 
-def _save(tensors: dict[str, Tensor], path: Path, with_checksums: bool) -> None:
+def _save(tensors: dict[str, Tensor], path: Path, with_checksums: bool, for_others: bool = False) -> None:
     """Write a file, with the CRC-32 of each tensor in its header if asked for. Raises CheckpointError when it cannot.
 
-    `rollout/weight_files.py` reads it.
+    for_others: on another machine, so it gets its name when all of it has left this one. `rollout/weight_files.py` reads it.
     """
     header = {"format": "pt"}
     if with_checksums:
         checksums = {name: zlib.crc32(memoryview(t.reshape(-1).view(torch.uint8).numpy())) for name, t in tensors.items()}
         header["crc32"] = json.dumps(checksums)
     try:
-        save_file(tensors, path, header)
+        if for_others:
+            part = path.with_suffix(".part")
+            save_file(tensors, part, header)
+            _flush(part)
+            part.rename(path)
+            with contextlib.suppress(OSError):  # some file systems flush no folders
+                _flush(path.parent)
+        else:
+            save_file(tensors, path, header)
     except (OSError, SafetensorError) as e:
         wanted, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(path.parent).free
         raise CheckpointError(
@@ -225,12 +244,30 @@ def _save(tensors: dict[str, Tensor], path: Path, with_checksums: bool) -> None:
         ) from None
 
 
-def _make_folder() -> tuple[Path, int]:
-    """A private folder in shared memory and the open lock that marks it as in use, after removing those of killed runs.
+def _flush(path: Path) -> None:
+    """Return when a file, or what a folder lists, is where others see it. Raises OSError."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _make_folder(shared: str | None = None) -> tuple[Path, int]:
+    """A private folder in `shared`, or in shared memory, and the open lock that marks it as in use, after removing those of
+    killed runs. Raises ConfigError.
 
     The kernel drops a lock with its process, and containers that share the memory share the locks, unlike process ids.
     """
     root = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    if shared is not None:
+        root = Path(shared).absolute()  # the servers have working directories of their own
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ConfigError(
+                f"sync.folder={shared}: cannot be made ({e.strerror}); give a folder that all machines share"
+            ) from None
     for folder in root.glob("tepo-sync-*"):
         with contextlib.suppress(OSError):  # another user's, in use, or removed meanwhile
             lock = _lock(folder)
@@ -238,7 +275,10 @@ def _make_folder() -> tuple[Path, int]:
             os.close(lock)
     # locked before it gets the name by which others would find and remove it; the lock stays with the folder
     unnamed = Path(tempfile.mkdtemp(prefix=".tepo-", dir=root))
-    lock = _lock(unnamed)
+    try:
+        lock = _lock(unnamed)
+    except OSError:  # the file system has no locks: nobody can take this folder for an abandoned one
+        lock = os.open(unnamed, os.O_RDONLY | os.O_DIRECTORY)
     return unnamed.rename(unnamed.with_name(f"tepo-sync-{unnamed.name.removeprefix('.tepo-')}")), lock
 
 

@@ -19,6 +19,7 @@ from tepo_megatron.rollout.client import Client
 from tepo_megatron.rollout.engine import Launch
 from tepo_megatron.rollout.engines import build_engine
 from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.rollout.local import LocalServer
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.tiny import VOCAB_SIZE, tiny_qwen3
 
@@ -111,7 +112,9 @@ def save_weights(model: Qwen3ForCausalLM, folder: Path, files: int) -> list[Path
 
 def server_processes(engine: Fleet, server: int = 0) -> list[psutil.Process]:
     """The guard, the server's first process and those that it started."""
-    process = engine._members[server].endpoint.process
+    behind = engine._members[server].endpoint.server
+    assert isinstance(behind, LocalServer)
+    process = behind.process
     assert process is not None and process._guard is not None
     guard = psutil.Process(process._guard.pid)
     return [guard, *guard.children(recursive=True)]
