@@ -143,7 +143,7 @@ class FoundServer:
     def _give_back(self, why: str) -> None:
         record, self._record = self._record, None
         if record is not None:
-            with contextlib.suppress(OSError):  # the folder went with those who served
+            with contextlib.suppress(OSError, RolloutError):  # the folder went with those who served
                 self._rendezvous.end(record, f"{why} ({self._run})")
 
     def _take(self, record: Record) -> bool:

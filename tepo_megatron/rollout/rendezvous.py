@@ -150,8 +150,9 @@ class Rendezvous:
             part.unlink()
 
     def end(self, record: Record, why: str) -> None:
-        """Ask for another start of it."""
-        self._part(record.stem, why).rename(self._path(record, "end"))
+        """Ask for another start of it, unless it is over already."""
+        if record in self.records():
+            self._part(record.stem, why).rename(self._path(record, "end"))
 
     def ended(self, record: Record) -> str | None:
         """Why another start was asked for; None if it was not."""
