@@ -297,5 +297,5 @@ def _beginning(cfg: Config) -> str:
     if server.urls is not None:
         return f"{rollout.engine} at {', '.join(server.urls)}"
     if server.rendezvous is not None:
-        return f"{rollout.engine}: looking for {rollout.servers} servers in {server.rendezvous}"
+        return f"{rollout.engine}: looking for rollout.servers={rollout.servers} in {server.rendezvous}"
     return f"starting {rollout.engine}; its log: {cfg.run_dir / SERVER_LOG}"

@@ -72,17 +72,20 @@ def fingerprint(model: Path) -> str:
 
 
 class Rendezvous:
-    """The folder, as both sides use it. Raises ConfigError for one that cannot be used."""
+    """The folder, as both sides use it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def create(self) -> None:
-        """Make the folder if there is none."""
+        """Make the folder if there is none. Raises ConfigError where others could put records into it."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            mode = self.folder.stat().st_mode
         except OSError as e:
             raise ConfigError(f"rollout.server.rendezvous={self.folder}: cannot be made ({e.strerror}); give another") from None
+        if mode & 0o022:
+            raise ConfigError(f"rollout.server.rendezvous={self.folder}: others can write in it; chmod 700 it, or give another")
 
     def key(self) -> str | None:
         """What the servers ask for: TEPO_SERVER_KEY, or what the folder says; None while that says nothing."""

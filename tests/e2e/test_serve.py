@@ -13,13 +13,12 @@ from tepo_megatron.rollout import record
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
 STEPS = 8
-ENGINE = {"vllm": "-m vllm.entrypoints", "sglang": "-m tepo_megatron.rollout.sglang_server"}
+SERVER = "-m vllm.entrypoints"
 
 
-@pytest.mark.parametrize("engine", ENGINE)
-def test_a_served_engine_killed_in_mid_run_costs_no_sample(tepo, arguments, base: Path, tmp_path: Path, engine: str) -> None:
+def test_a_served_engine_killed_in_mid_run_costs_no_sample(tepo, arguments, base: Path, tmp_path: Path) -> None:
     rendezvous, weights, run = tmp_path / "rendezvous", tmp_path / "weights", tmp_path / "runs" / "far"
-    settings = {"training__steps": STEPS, "rollout__engine": engine, "rollout__server__rendezvous": rendezvous}
+    settings = {"training__steps": STEPS, "rollout__server__rendezvous": rendezvous}
     settings |= {"sync__folder": weights, "rollout__record": "true", "rollout__filter_uniform_groups": "false", "name": "far"}
     settings |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "evaluation__max_problems": 8}
     words = arguments(base, **settings)
@@ -29,9 +28,9 @@ def test_a_served_engine_killed_in_mid_run_costs_no_sample(tepo, arguments, base
     train.until(lambda: path.exists() and path.read_text().count("\n") >= 2, timeout=240)
     (found,) = rendezvous.glob("*.json")
     before = json.loads(found.read_text())
-    assert before["engine"] == engine and before["url"].startswith("http://127.0.0.2:") and before["run"] == "far"
-    assert not any(ENGINE[engine] in line for line in train.left_over())
-    server = min(int(line.split()[0]) for line in serve.left_over() if ENGINE[engine] in line and "guard" not in line)
+    assert before["engine"] == "vllm" and before["url"].startswith("http://127.0.0.2:") and before["run"] == "far"
+    assert not any(SERVER in line for line in train.left_over())
+    server = min(int(line.split()[0]) for line in serve.left_over() if SERVER in line and "guard" not in line)
     os.kill(server, signal.SIGKILL)
     assert train.wait(240) == 0, f"{train.output}\n{serve.output}"
     train.assert_nothing_left()

@@ -306,6 +306,9 @@ def test_all_who_make_a_key_at_once_get_the_same(tmp_path: Path) -> None:
         maker.join()
     assert len(made) == 16 and len(set(made)) == 1 and Rendezvous(tmp_path).key() == made[0]
     assert [path.name for path in tmp_path.iterdir()] == [KEY_FILE]
+    tmp_path.chmod(0o770)
+    with pytest.raises(ConfigError, match="others can write in it"):
+        Rendezvous(tmp_path).create()
     (tmp_path / KEY_FILE).chmod(0o640)
     with pytest.raises(ConfigError, match="others can read the servers' key"):
         Rendezvous(tmp_path).key()
