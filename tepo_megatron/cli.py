@@ -37,13 +37,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Keys of FILE (--seeds '[0, 1]') change it; every other --section.key VALUE reaches every run.",
     )
     ablation.add_argument("file", metavar="FILE", help="a YAML file; start from examples/ablation.yaml")
+    serving = commands.add_parser(
+        "serve",
+        help="keep the inference servers of a config for trainers on other machines",
+        usage="tepo serve CONFIG [--host ADDRESS] [--address NAME] [--section.key VALUE ...]",
+        epilog="The trainer finds them in the folder rollout.server.rendezvous.",
+        allow_abbrev=False,
+    )
+    serving.add_argument("config", metavar="CONFIG", help="the trainer's YAML file")
+    serving.add_argument("--host", default="127.0.0.1", help="the address to listen on, 0.0.0.0 for all (default: %(default)s)")
+    serving.add_argument("--address", help="what other machines call it (default: the host, or this machine's name)")
     words = list(sys.argv[1:] if argv is None else argv)
-    if len(words) > 1 and words[0] in ("train", "ablate") and words[1].startswith("--") and words[1] != "--help":
+    if len(words) > 1 and words[0] in ("train", "ablate", "serve") and words[1].startswith("--") and words[1] != "--help":
         parser.error(f"tepo {words[0]} FILE [--section.key VALUE ...]: the config file comes first")
     args, overrides = parser.parse_known_args(words)
     try:
         if args.command == "train":
             return train(args.config, overrides)
+        if args.command == "serve":
+            return serve(args.config, args.host, args.address, overrides)
         if args.command == "ablate":
             from tepo_megatron.ablation import ablate
             from tepo_megatron.launcher import inside_torchrun
@@ -87,6 +99,18 @@ def train(config_path: str, overrides: list[str]) -> int:
             run_dir.prepare(cfg)
         return run_rank(cfg)
     start(cfg)
+    return 0
+
+
+def serve(config_path: str, host: str, address: str | None, overrides: list[str]) -> int:
+    """`tepo serve CONFIG [--host ADDRESS] [--key value ...]`."""
+    from tepo_megatron.config_io import load_config
+    from tepo_megatron.rollout.serve import serve
+    from tepo_megatron.weights.hf_io import HfReader
+
+    cfg = load_config(config_path, overrides)
+    HfReader(cfg.model.path)
+    serve(cfg, host, address, lambda text: print(text, flush=True))
     return 0
 
 

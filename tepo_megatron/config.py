@@ -10,6 +10,7 @@ import re
 import typing
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -29,6 +30,7 @@ Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: `true` is no numb
 NonNegative = Annotated[int, Field(ge=0, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")  # hosts that are this machine, whichever it is
 Benchmark = Literal["aime24", "aime25", "amc", "math500", "omni_math", "olympiad_bench", "minerva"]  # the columns of Table 1
 
 
@@ -84,12 +86,16 @@ class DataConfig:
 
 @config
 class ServerConfig:
-    """An inference server that the run starts, watches and stops (loopback only).
+    """An inference server that the run starts, watches and stops (loopback only), or that others started.
 
-    python: the interpreter of the engine's environment; None: this one for vLLM, for SGLang the one of `make sglang`.
+    python: the interpreter of the engine's environment; None: this one for vLLM, for SGLang the one of `make sglang`. urls:
+    where the servers are, one for each of rollout.servers; they ask for the key in TEPO_SERVER_KEY. rendezvous: a folder in
+    which `tepo serve` says where they are; the run waits for rollout.servers of them. Both null: the run starts its own.
     """
 
     python: str | None = None
+    urls: list[str] | None = None
+    rendezvous: str | None = None
     tp: Positive = 1  # tensor-parallel ranks of the engine
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: any free port
     ready_seconds: PositiveFloat = 300.0
@@ -101,6 +107,21 @@ class ServerConfig:
     precision: Literal["fp32", "bf16"] | None = None  # None: as model.precision
     kv_cache_gib: PositiveFloat | None = None  # platform cpu: size of the KV cache; None leaves it to the engine
     extra_args: list[str] = Field(default_factory=list)  # passed to the engine's own command line
+
+    def __post_init__(self) -> None:
+        if self.urls is not None and self.rendezvous is not None:
+            raise ValueError("urls and rendezvous are two ways to find the same servers; remove one of them")
+        for url in self.urls or ():
+            if not re.fullmatch(r"https?://[\w.-]+(:\d+)?|https?://\[[0-9a-fA-F:]+\](:\d+)?", url):
+                raise ValueError(f"urls: {url!r} is not http(s)://HOST:PORT, which is all that a server's address has")
+        if len(set(self.urls or ())) < len(self.urls or ()):
+            raise ValueError(f"urls={self.urls} names one twice")
+
+    @property
+    def remote(self) -> bool:
+        """Whether weights may have to reach another machine."""
+        hosts = [urlsplit(url).hostname or "" for url in self.urls or ()]
+        return self.rendezvous is not None or any(not _LOOPBACK.fullmatch(host) for host in hosts)
 
 
 @config
@@ -148,6 +169,10 @@ class RolloutConfig:
             raise ValueError(
                 f"in_flight={self.in_flight}: nothing is under way when new weights come while max_staleness=0; set "
                 "max_staleness to 1 or more, or in_flight to finish"
+            )
+        if self.server.urls is not None and len(self.server.urls) != self.servers:
+            raise ValueError(
+                f"server.urls names {len(self.server.urls)} servers, not servers={self.servers}; set that to their number"
             )
 
 
@@ -245,12 +270,16 @@ class TrainingConfig:
 class SyncConfig:
     """How weights reach the engine, and how far its log-probs may lie from the actor's.
 
-    transport: `shm`, safetensors files in shared memory, one per owner of a pipeline stage, for servers on this machine;
-    `group`, broadcasts to all servers' ranks in process groups of their own (gloo on CPU, NCCL on GPUs). address: of rank 0's
-    machine, at which those meet; None: the one on the way to the servers. The port that is open there asks for no key.
+    transport: `shm`, safetensors files, one per owner of a pipeline stage; `group`, broadcasts to all servers' ranks in process
+    groups of their own (gloo on CPU, NCCL on GPUs).
+    folder: where the files lie; None: shared memory, which reaches this machine alone. One that others see is on a file system
+    which all ranks and servers share, and of this run alone: what killed runs left there is removed.
+    address: of rank 0's machine, at which the groups meet; None: the one on the way to the servers. The port that is open there
+    asks for no key.
     """
 
     transport: Literal["shm", "group"] = "shm"
+    folder: str | None = None
     bucket_mib: Positive = 512  # of a round, all owners together; shared memory, or the senders, hold two rounds
     address: str | None = None
     timeout_seconds: PositiveFloat = 30.0  # of `group`: for all to meet, and for a round to arrive
@@ -363,6 +392,13 @@ class Config:
             )
         if self.resume and self.overwrite:
             raise ValueError("resume=true and overwrite=true contradict each other; set one of them to false")
+        sends = not self.rollout.only and self.rollout.replay is None
+        if sends and self.rollout.server.remote and self.sync.transport == "shm" and self.sync.folder is None:
+            raise ValueError(
+                "sync.folder is not set, and shared memory does not reach servers of other machines; set it to a folder that "
+                "the trainer shares with the servers of rollout.server.urls or rollout.server.rendezvous (/dev/shm where they "
+                "are on one machine), or use sync.transport=group"
+            )
         if self.rollout.only:
             if self.rollout.replay is not None:
                 raise ValueError("rollout.only=true samples and rollout.replay does not; remove one of them")

@@ -25,8 +25,8 @@ from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout import record
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
-from tepo_megatron.rollout.engine import Launch, RolloutEngine
-from tepo_megatron.rollout.engines import build_engine
+from tepo_megatron.rollout.engine import RolloutEngine
+from tepo_megatron.rollout.engines import build_engine, launch_of
 from tepo_megatron.rollout.replay import Replay
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.sinks import LOST_FILE, METRICS_FILE, RunLog, replace_file
@@ -90,7 +90,7 @@ class Driver:
                 )
             if method.max_refills or method.overlong:
                 log.message(f"rounds of prompts per step: up to {1 + method.max_refills}; overlong shaping: {method.overlong}")
-            log.message(f"starting {cfg.rollout.engine}; its log: {cfg.run_dir / SERVER_LOG}")
+            log.message(_beginning(cfg))
             engine = (make_engine or _engine)(cfg)
             if cfg.rollout.function is not None:
                 log.message(f"each sample is made by {cfg.rollout.function}")
@@ -287,11 +287,14 @@ class MainDriver(Driver):
 
 
 def _engine(cfg: Config) -> RolloutEngine:
-    launch = Launch(
-        model_path=Path(cfg.model.path),
-        max_model_len=cfg.sequence_tokens,
-        platform=cfg.platform,
-        precision=cfg.rollout.server.precision or cfg.model.precision,
-        seed=cfg.seed,
-    )
-    return build_engine(cfg.rollout, launch, cfg.run_dir / SERVER_LOG)
+    return build_engine(cfg.rollout, launch_of(cfg), cfg.run_dir / SERVER_LOG)
+
+
+def _beginning(cfg: Config) -> str:
+    """Where the engine comes from."""
+    rollout, server = cfg.rollout, cfg.rollout.server
+    if server.urls is not None:
+        return f"{rollout.engine} at {', '.join(server.urls)}"
+    if server.rendezvous is not None:
+        return f"{rollout.engine}: looking for rollout.servers={rollout.servers} in {server.rendezvous}"
+    return f"starting {rollout.engine}; its log: {cfg.run_dir / SERVER_LOG}"

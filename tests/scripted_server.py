@@ -1,6 +1,6 @@
 """A small inference server of our own, a real process behind real HTTP, that fails when told to: what the fleet is tested on.
 
-    python -m tests.scripted_server PORT [RANKS MODEL]
+    python -m tests.scripted_server PORT HOST [RANKS MODEL]
 
 Its samples depend on (prompt, seed) alone. It keeps the ids of the groups that it delivered in full. With the last two
 arguments it takes weights of that model by broadcast too, with as many ranks, each a thread of its own with a real inbox.
@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from tepo_megatron.channel import Bucket, Meeting, Source
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.rollout.engine import INITIAL_VERSION, Launch, Send, StaleWeights
+from tepo_megatron.rollout.engine import INITIAL_VERSION, About, Launch, Send, StaleWeights, served_label
 from tepo_megatron.rollout.samples import checked_rollout, parsed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -48,7 +48,9 @@ class Handler(BaseHTTPRequestHandler):
     lock = threading.Lock()
 
     def do_GET(self) -> None:
-        self.answer(200, {"version": Handler.version, "loaded": Handler.loaded})
+        if self.path == "/about" and self.headers.get("Authorization") != f"Bearer {os.environ[KEY]}":
+            return self.answer(401, {"message": "no key"})
+        return self.answer(200, {"version": Handler.version, "loaded": Handler.loaded})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -196,11 +198,14 @@ class ScriptedApi:
         self.takes_broadcasts = takes_broadcasts
 
     def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
-        command = [sys.executable, "-m", "tests.scripted_server", str(port)]
+        command = [sys.executable, "-m", "tests.scripted_server", str(port), launch.host]
         return [*command, str(cfg.tp), str(launch.model_path)] if self.takes_broadcasts else command
 
     def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
         return {**inherited, KEY: key, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+
+    async def about(self, send: Send) -> About:
+        return About("1.0", served_label((await send("GET", "/about", None))["version"]), max_model_len=64)
 
     async def prepare(self, send: Send) -> None: ...
 
@@ -237,7 +242,7 @@ class ScriptedApi:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        Handler.ranks = [Rank(sys.argv[3], number) for number in range(int(sys.argv[2]))]
+    if len(sys.argv) > 3:
+        Handler.ranks = [Rank(sys.argv[4], number) for number in range(int(sys.argv[3]))]
     ThreadingHTTPServer.request_queue_size = 128
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+    ThreadingHTTPServer((sys.argv[2], int(sys.argv[1])), Handler).serve_forever()

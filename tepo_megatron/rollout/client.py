@@ -89,6 +89,15 @@ class Client:
         await self._http.aclose()
 
 
+async def healthy(url: str) -> bool:
+    """Whether a server at `url` says that it takes requests."""
+    async with httpx.AsyncClient(timeout=CONNECT_SECONDS, trust_env=False, verify=url.startswith("https")) as http:
+        try:
+            return (await http.get(f"{url}/health")).status_code == httpx.codes.OK
+        except httpx.RequestError:
+            return False
+
+
 def _message(response: httpx.Response) -> str:
     """What an error answer says, on one line, at most 500 characters: {"error": {"message": ...}} or {"message": ...}."""
     try:

@@ -1,81 +1,130 @@
-"""One inference server of this machine: its process, its connections, and the version of the weights that it serves."""
+"""One inference server as its users see it: its connections, and the version of the weights that it serves.
+
+What the server is, a process of this machine or one that others started, is known to the `Server` behind it alone.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from urllib.parse import urlsplit
 
 from tepo_megatron.channel import Meeting, Source
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.errors import RolloutError, SyncError
+from tepo_megatron.errors import ConfigError, RolloutError, SyncError
 from tepo_megatron.rollout.client import Client, RequestFailed
 from tepo_megatron.rollout.cut import Ask
-from tepo_megatron.rollout.engine import INITIAL_VERSION, EngineApi, Launch, Send
-from tepo_megatron.rollout.served_model import without_generation_config
-from tepo_megatron.rollout.server import LOOPBACK, ServerProcess, choose_port
+from tepo_megatron.rollout.engine import (
+    INITIAL_LABEL,
+    INITIAL_VERSION,
+    UNKNOWN_VERSION,
+    About,
+    Address,
+    EngineApi,
+    Send,
+    Server,
+)
 from tepo_megatron.types import Rollout
 
-# A dead engine closes its connections first and ends a moment later; waiting for that makes the error name the cause.
-DEATH_SECONDS = 1.0
 
+class Connected:
+    """A server, brought up again and again, and the connections to it.
 
-class Endpoint:
-    """A server, started again and again by its fleet. All methods but `stop` run in the fleet's event loop.
-
-    name: in messages; log_path: the server's log; host, ranks: where it runs, and in how many processes it holds the model.
+    All methods but `stop` and `forget` run in one event loop. client, address and about: since it was last `ready`.
     """
 
-    def __init__(self, name: str, api: EngineApi, cfg: ServerConfig, launch: Launch, log_path: Path) -> None:
-        self.name, self.api = name, api
-        self.host, self.ranks = LOOPBACK, cfg.tp
-        self._cfg, self._launch, self._log_path = cfg, launch, log_path
+    def __init__(self, server: Server, api: EngineApi, cfg: ServerConfig) -> None:
+        self.server, self.api, self._cfg = server, api, cfg
+        self.client: Client | None = None
+        self.address: Address | None = None
+        self.about: About | None = None
+
+    @property
+    def name(self) -> str:
+        """In messages."""
+        return self.server.name
+
+    def launch(self) -> None:
+        """Have the server come up; returns at once. Raises RolloutError (busy port, unwritable log), ConfigError."""
+        self.server.launch()
+
+    async def ready(self) -> None:
+        """Return when the server takes requests. Raises RolloutError, ConfigError when it is not what the run needs."""
+        cfg, address = self._cfg, await self.server.reached()
+        client = Client(address.url, address.key, request_seconds=cfg.request_seconds, silent_seconds=cfg.silent_seconds)
+        self.client, self.address = client, address
+        try:
+            self.about = await self.api.about(client.send)
+            await self._greet(client, self.about)
+        except RequestFailed as e:
+            raise await self.failure(e.what) from None
+        except (KeyError, TypeError, IndexError, ValueError) as e:
+            if isinstance(e, ConfigError):
+                raise
+            raise await self.failure(f"does not tell what it serves ({e!r}); is this {self.api.name}?") from None
+
+    async def _greet(self, client: Client, about: About) -> None:
+        """What this user of it says first."""
+
+    async def failure(self, what: str) -> RolloutError:
+        """An error that says `what` the server did, whether it died of it, and where to look."""
+        return await self.server.failure(what)
+
+    @property
+    def running(self) -> bool:
+        """Whether it lives, as far as can be known without asking it."""
+        return self.server.running
+
+    def stop(self) -> None:
+        """The run is over. May be called again, and before `launch`; from any thread."""
+        self.server.stop()
+
+    async def close(self) -> None:
+        """End at once all that is left of an ill server."""
+        await self.server.end()
+        if self.client is not None:
+            await self.client.close()
+        self.client = None
+
+    def forget(self) -> None:
+        """Remove what lay on the disk for the server's sake."""
+        self.server.forget()
+
+
+class Endpoint(Connected):
+    """A server of a fleet. max_model_len: tokens of the longest sequence that the run may ask for; ranks: processes that hold
+    the model.
+    """
+
+    def __init__(self, server: Server, api: EngineApi, cfg: ServerConfig, max_model_len: int) -> None:
+        super().__init__(server, api, cfg)
+        self._max_model_len, self.ranks = max_model_len, cfg.tp
         self.version = INITIAL_VERSION
         self._coming = INITIAL_VERSION  # the version of the update under way
         self.in_flight = 0  # requests
-        self.process: ServerProcess | None = None
-        self.client: Client | None = None
-        self._served_model: tempfile.TemporaryDirectory[str] | None = None
 
-    def launch(self) -> None:
-        """Start the process; returns at once. Raises RolloutError (busy port, unwritable log), ConfigError (not installed)."""
-        port, key = choose_port(self._cfg.port), secrets.token_urlsafe(32)
-        url = f"http://{LOOPBACK}:{port}"
-        if self._served_model is None:
-            self._served_model = without_generation_config(self._launch.model_path)
-        launch = replace(self._launch, model_path=Path(self._served_model.name))
-        process = ServerProcess(
-            self.api.command(self._cfg, launch, port),
-            env=self.api.environment(self._cfg, launch, os.environ, key),
-            health_url=f"{url}/health",
-            log_path=self._log_path,
-            ready_seconds=self._cfg.ready_seconds,
-            name=self.name,
-        )
-        process.start()
-        self.process, self.version = process, INITIAL_VERSION
-        cfg = self._cfg
-        self.client = Client(url, key, request_seconds=cfg.request_seconds, silent_seconds=cfg.silent_seconds)
+    @property
+    def host(self) -> str:
+        """Where it runs, as seen from here. RolloutError when it is not connected."""
+        self._connected()
+        assert self.address is not None
+        return str(urlsplit(self.address.url).hostname)
 
-    async def ready(self) -> None:
-        """Return when the server takes requests and weights. Raises RolloutError."""
-        process, client = self._running()
-        await asyncio.to_thread(process.wait_ready)
-        try:
-            await self.api.prepare(client.send)
-        except RequestFailed as e:
-            raise await self.failure(e.what) from None
+    async def _greet(self, client: Client, about: About) -> None:
+        """Find out whether it can serve the run, and with which weights it begins."""
+        if about.max_model_len < self._max_model_len:
+            raise ConfigError(
+                f"{self.name} takes sequences of {about.max_model_len} tokens, and data.max_prompt_tokens + "
+                f"rollout.max_response_tokens = {self._max_model_len}; start it for that many, or lower one of them"
+            )
+        await self.api.prepare(client.send)
+        self.version = INITIAL_VERSION if about.label == INITIAL_LABEL else UNKNOWN_VERSION
 
     async def generate(self, asks: Sequence[Ask]) -> list[Rollout]:
         """The samples that are asked for, of the version served. Raises RequestFailed, and RolloutError for an answer that is
         not what was asked for.
         """
-        _, client = self._running()
-        send, version = client.send, self.version
+        send, version = self._connected().send, self.version
         try:
             async with asyncio.TaskGroup() as tasks:
                 answers = [
@@ -87,15 +136,14 @@ class Endpoint:
 
     async def interrupt(self) -> None:
         """Have what is under way answered with what there is of it. Raises RequestFailed."""
-        _, client = self._running()
-        await self.api.interrupt(client.send)
+        await self.api.interrupt(self._connected().send)
 
     async def begin_update(self, version: int) -> None:
         """New weights are to come. Raises (as the other three) SyncError when the server refuses them, RequestFailed when it
         cannot be reached; it can no longer be trusted then, nor after an update that was broken off: servers stay healthy and
         keep their old version after an update that failed half-way.
         """
-        self.version, self._coming = INITIAL_VERSION, version
+        self.version, self._coming = UNKNOWN_VERSION, version
         await self._updating(self.api.begin_update)
 
     async def join(self, meeting: Meeting) -> None:
@@ -112,45 +160,14 @@ class Endpoint:
         self.version = self._coming
 
     async def _updating(self, say: Callable[[Send], Awaitable[None]]) -> None:
-        _, client = self._running()
         try:
-            await say(client.send)
+            await say(self._connected().send)
         except RequestFailed as e:
             if e.answered:
                 raise SyncError(f"weights of version {self._coming}: {self.name} {e.what}") from None
             raise
 
-    async def failure(self, what: str) -> RolloutError:
-        """An error that says `what` the server did, whether it died of it, and how its log ends."""
-        process, _ = self._running()
-        await asyncio.to_thread(process.ends_within, DEATH_SECONDS)
-        return process.failure(what)
-
-    @property
-    def running(self) -> bool:
-        """Whether its first process lives."""
-        return self.process is not None and self.process.running
-
-    def stop(self) -> None:
-        """End the server and its processes, bounded in time. May be called again, and before `launch`; from any thread."""
-        if self.process is not None:
-            self.process.stop()
-
-    async def close(self) -> None:
-        """End at once all that is left of an ill server."""
-        if self.process is not None:
-            await asyncio.to_thread(self.process.stop, at_once=True)
-        if self.client is not None:
-            await self.client.close()
-        self.client = None
-
-    def forget(self) -> None:
-        """Remove what lay on the disk for the server's sake."""
-        if self._served_model is not None:
-            self._served_model.cleanup()
-        self._served_model = None
-
-    def _running(self) -> tuple[ServerProcess, Client]:
-        if self.process is None or self.client is None:
+    def _connected(self) -> Client:
+        if self.client is None:
             raise RolloutError(f"{self.name} is not running")
-        return self.process, self.client
+        return self.client

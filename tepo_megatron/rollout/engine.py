@@ -12,10 +12,15 @@ from typing import Any, Literal, Protocol, Self
 from tepo_megatron.channel import Bucket, Meeting, Source, Taker
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
+from tepo_megatron.rollout.server import LOOPBACK
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 # The version of an engine that still serves the weights of its model directory.
 INITIAL_VERSION = -1
+# That of a server to which others sent weights: no fleet's, so that it never serves before it was given some.
+UNKNOWN_VERSION = -2
+
+INITIAL_LABEL = "default"  # what vLLM and SGLang call the weights of their model directory
 
 
 class StaleWeights(RolloutError):
@@ -23,8 +28,8 @@ class StaleWeights(RolloutError):
 
 
 def served_label(version: int) -> str:
-    """What vLLM and SGLang call the weights of `version`: "default" before any were sent."""
-    return "default" if version == INITIAL_VERSION else str(version)
+    """What vLLM and SGLang call the weights of `version`."""
+    return INITIAL_LABEL if version == INITIAL_VERSION else str(version)
 
 
 def in_words(sources: Sequence[Source]) -> list[str]:
@@ -149,7 +154,7 @@ class Launch:
 
     model_path: Hugging Face directory that it loads first; max_model_len: prompt and response tokens of a sequence at most;
     precision: of the served weights; seed: of the server (each request brings its own); first_device: of the GPUs that this
-    process sees, the first one that the server takes.
+    process sees, the first one that the server takes; host: the address that it listens on.
     """
 
     model_path: Path
@@ -158,10 +163,33 @@ class Launch:
     precision: Precision
     seed: int
     first_device: int = 0
+    host: str = LOOPBACK
+
+
+@dataclass(frozen=True)
+class About:
+    """What a server says of itself. engine_version: as the engine numbers them; label: of the weights that it serves."""
+
+    engine_version: str
+    label: str
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server is reached, and the key that it asks for."""
+
+    url: str
+    key: str
 
 
 # (method, path, JSON body) -> JSON answer; raises client.RequestFailed
 Send = Callable[[str, str, Mapping[str, Any] | None], Awaitable[Any]]
+
+
+async def longest_sequence(send: Send) -> int:
+    """Tokens of a sequence at most, by the list of models that both engines have from OpenAI's protocol."""
+    return int((await send("GET", "/v1/models", None))["data"][0]["max_model_len"])
 
 
 class EngineApi(Protocol):
@@ -170,11 +198,15 @@ class EngineApi(Protocol):
     name: str
 
     def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
-        """argv of a server on the loopback interface, free of secrets. Raises ConfigError when it is not installed."""
+        """argv of a server on `launch.host`, free of secrets. Raises ConfigError when it is not installed."""
         ...
 
     def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
         """The server's whole environment; `key` is what it asks of every request."""
+        ...
+
+    async def about(self, send: Send) -> About:
+        """What a healthy server says of itself."""
         ...
 
     async def prepare(self, send: Send) -> None:
@@ -203,4 +235,43 @@ class EngineApi(Protocol):
 
     async def finish_update(self, send: Send, version: int) -> None:
         """Serve what was loaded and drop every cache of the old weights. Raises SyncError when it serves others."""
+        ...
+
+
+class Server(Protocol):
+    """What stands behind an endpoint: a process of this machine (`local.py`), or one that others started (`remote.py`).
+
+    All methods but `stop` and `forget` run in one event loop. name: in messages; again: what becomes of it after a failure.
+    """
+
+    name: str
+    again: str
+
+    def launch(self) -> None:
+        """Have it come up, at first and after each `end`; returns at once. Raises RolloutError, ConfigError."""
+        ...
+
+    async def reached(self) -> Address:
+        """Return once it takes requests. Raises RolloutError when it does not, ConfigError when the run cannot use it."""
+        ...
+
+    async def failure(self, what: str) -> RolloutError:
+        """An error that says `what` it did, and where to look."""
+        ...
+
+    @property
+    def running(self) -> bool:
+        """Whether it lives, as far as can be known without asking it."""
+        ...
+
+    async def end(self) -> None:
+        """This start of it is over, at once: what comes up next serves its first weights."""
+        ...
+
+    def stop(self) -> None:
+        """The run is over; bounded in time. May be called again, and before `launch`; from any thread."""
+        ...
+
+    def forget(self) -> None:
+        """Remove what lay on the disk for the server's sake."""
         ...

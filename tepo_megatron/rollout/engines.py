@@ -1,4 +1,7 @@
-"""The engines that `rollout.engine` can name. A new one is a file with an `EngineApi` and a row here."""
+"""The engines that `rollout.engine` can name, and where their servers are.
+
+A new engine is a file with an `EngineApi` and a row here.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,63 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tepo_megatron.config import RolloutConfig
+from tepo_megatron.config import Config, RolloutConfig
 from tepo_megatron.rollout.endpoint import Endpoint
-from tepo_megatron.rollout.engine import EngineApi, Launch
+from tepo_megatron.rollout.engine import EngineApi, Launch, Server
 from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.rollout.local import LocalServer
+from tepo_megatron.rollout.remote import FoundServer, NamedServer
+from tepo_megatron.rollout.rendezvous import Rendezvous
 from tepo_megatron.rollout.sglang import SglangApi
 from tepo_megatron.rollout.vllm import VllmApi
 
 ENGINES: Mapping[str, Callable[[], EngineApi]] = {"vllm": VllmApi, "sglang": SglangApi}
 
 
+def launch_of(cfg: Config) -> Launch:
+    """What the servers of a run are started with."""
+    return Launch(
+        model_path=Path(cfg.model.path),
+        max_model_len=cfg.sequence_tokens,
+        platform=cfg.platform,
+        precision=cfg.rollout.server.precision or cfg.model.precision,
+        seed=cfg.seed,
+    )
+
+
 def build_engine(cfg: RolloutConfig, launch: Launch, log_path: Path) -> Fleet:
-    """The servers of the config, not yet started. log_path: of a single server; several have their number in the name."""
-    endpoints = []
-    for i in range(cfg.servers):
-        one = cfg.servers == 1
-        name = "the inference server" if one else f"inference server {i}"
-        log = log_path if one else log_path.with_stem(f"{log_path.stem}-{i}")
-        here = replace(launch, first_device=launch.first_device + i * cfg.server.tp)
-        endpoints.append(Endpoint(name, ENGINES[cfg.engine](), cfg.server, here, log))
-    return Fleet(endpoints, cfg)
+    """The servers of the config, not yet started. log_path: in the run's folder, of a single server that is started here;
+    several have their number in the name.
+    """
+    apis = [ENGINES[cfg.engine]() for _ in range(cfg.servers)]
+    servers: list[NamedServer] | list[FoundServer] | list[LocalServer]
+    if cfg.server.urls is not None:
+        servers = [NamedServer(name_of(cfg, i), cfg.server, url) for i, url in enumerate(cfg.server.urls)]
+    elif cfg.server.rendezvous is not None:
+        servers = _found(cfg, Path(cfg.server.rendezvous), launch, log_path.parent)
+    else:
+        servers = local_servers(cfg, apis, launch, log_path)
+    pairs: list[tuple[Server, EngineApi]] = list(zip(servers, apis, strict=True))
+    return Fleet([Endpoint(server, api, cfg.server, launch.max_model_len) for server, api in pairs], cfg)
+
+
+def local_servers(
+    cfg: RolloutConfig, apis: list[EngineApi], launch: Launch, log_path: Path, key: str | None = None
+) -> list[LocalServer]:
+    """Servers of this machine, each on GPUs of its own. key: what they ask for; None: each what it chooses."""
+    logs = [log_path if cfg.servers == 1 else log_path.with_stem(f"{log_path.stem}-{i}") for i in range(cfg.servers)]
+    here = [replace(launch, first_device=launch.first_device + i * cfg.server.tp) for i in range(cfg.servers)]
+    return [LocalServer(name_of(cfg, i), apis[i], cfg.server, here[i], logs[i], key) for i in range(cfg.servers)]
+
+
+def name_of(cfg: RolloutConfig, i: int) -> str:
+    """Of a server, in messages."""
+    return "the inference server" if cfg.servers == 1 else f"inference server {i}"
+
+
+def _found(cfg: RolloutConfig, folder: Path, launch: Launch, run: Path) -> list[FoundServer]:
+    rendezvous, used = Rendezvous(folder), set[str]()
+    return [
+        FoundServer(name_of(cfg, i), cfg.server, launch, rendezvous, engine=cfg.engine, run=run, used=used)
+        for i in range(cfg.servers)
+    ]

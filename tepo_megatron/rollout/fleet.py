@@ -22,7 +22,7 @@ from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.rollout.client import RequestFailed
 from tepo_megatron.rollout.cut import Ask, joined, rests
 from tepo_megatron.rollout.endpoint import Endpoint
-from tepo_megatron.rollout.engine import INITIAL_VERSION, Deliver, Groups, StaleWeights
+from tepo_megatron.rollout.engine import INITIAL_VERSION, UNKNOWN_VERSION, Deliver, Groups, StaleWeights
 from tepo_megatron.rollout.loop import Arrivals, LoopThread
 from tepo_megatron.rollout.member import Life, Member
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -39,13 +39,14 @@ class Fleet:
 
     def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig) -> None:
         self._cfg, self._endpoints = cfg, endpoints
-        self._members: list[Member] = []
+        self._members: list[Member[Endpoint]] = []
         self._version = INITIAL_VERSION
         self._loop = LoopThread("fleet")
         self._changed = asyncio.Condition()
         self._keepers: list[asyncio.Task[None]] = []
         self._events: list[str] = []
-        self._updating: list[tuple[Member, Life]] = []  # who takes part in the update under way, and its life when that began
+        # who takes part in the update under way, and its life when that began
+        self._updating: list[tuple[Member[Endpoint], Life]] = []
         self._refused = ""  # why the weights were refused: what is served is not known then
 
     @property
@@ -223,16 +224,27 @@ class Fleet:
                 await asyncio.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
         raise error
 
-    async def _free(self, avoid: Endpoint | None) -> tuple[Member, Life]:
+    async def _free(self, avoid: Endpoint | None) -> tuple[Member[Endpoint], Life]:
         """The least loaded server with room for a request, rather not `avoid`; waits for one. Raises RolloutError."""
         while True:
             async with self._changed:
                 self._check_enough()
                 serving = [(m, m.life) for m in self._members if m.life is not None and m.endpoint.version == self._version]
                 free = [each for each in serving if each[0].endpoint.in_flight < self._cfg.server.concurrency]
+                if self._cfg.only and not serving:
+                    self._refuse_other_weights()
                 if free:
                     return min(free, key=lambda each: (each[0].endpoint is avoid, each[0].endpoint.in_flight))
                 await self._changed.wait()
+
+    def _refuse_other_weights(self) -> None:
+        """Raise RolloutError where weights are waited for that nobody will send."""
+        for member in self._members:
+            if member.up and member.endpoint.version == UNKNOWN_VERSION:
+                raise RolloutError(
+                    f"rollout.only=true samples with the weights of model.path, and {member.endpoint.name} serves others, "
+                    "which another run sent; start it again"
+                )
 
     async def _begin(self, version: int) -> None:
         self._version = version

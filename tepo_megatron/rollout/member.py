@@ -1,16 +1,18 @@
-"""One server's place in a fleet: kept alive, given up when that does not help."""
+"""One server's place among several: kept alive, given up when that does not help."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError, TepoError
 from tepo_megatron.rollout.client import RequestFailed
-from tepo_megatron.rollout.endpoint import Endpoint
+from tepo_megatron.rollout.endpoint import Connected
 
 LONGEST_PAUSE = 30.0  # seconds before a start
+C = TypeVar("C", bound=Connected)
 MOST_ERRORS = 3  # answers with an error, one after the other, after which a server is started again
 
 
@@ -30,7 +32,7 @@ class Life:
         return await self._end
 
 
-class Member:
+class Member(Generic[C]):
     """cfg: restarts and backoff_seconds of it count; tell: called when something changed that others wait for; event: told what
     the user should know. All in one event loop.
 
@@ -38,7 +40,7 @@ class Member:
     """
 
     def __init__(
-        self, endpoint: Endpoint, cfg: ServerConfig, tell: Callable[[], Awaitable[None]], event: Callable[[str], None]
+        self, endpoint: C, cfg: ServerConfig, tell: Callable[[], Awaitable[None]], event: Callable[[str], None]
     ) -> None:
         self.endpoint = endpoint
         self.life: Life | None = None
@@ -68,7 +70,7 @@ class Member:
                 if not once_up or self._restarts > self._cfg.restarts:
                     raise error
                 pause = min(LONGEST_PAUSE, self._cfg.backoff_seconds * 2 ** (self._restarts - 1))
-                self._event(f"{error}\n{endpoint.name} is started again (restart {self._restarts}) after {pause:g} s")
+                self._event(f"{error}\n{endpoint.name} {endpoint.server.again} (restart {self._restarts}) after {pause:g} s")
                 await asyncio.sleep(pause)
                 endpoint.launch()
         except TepoError as e:

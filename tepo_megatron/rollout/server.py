@@ -33,16 +33,16 @@ _ERROR = re.compile(rb"(?<![^ ])[\w.]+(Error|Exception): .+")
 _NOISE = re.compile(rb"nanobind:|^ - (leaked |\.\.\. skipped)|resource_tracker|^\s*warnings\.warn\(|^See https://nanobind")
 
 
-def choose_port(port: int) -> int:
-    """`port` if nothing listens there on the loopback interface, any free port for 0. Raises RolloutError."""
-    with socket.socket() as probe:
+def choose_port(port: int, host: str = LOOPBACK) -> int:
+    """`port` if nothing listens there on `host`, any free port for 0. Raises RolloutError."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         # Connections of an earlier run that are still closing are no bar.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((LOOPBACK, port))
+            probe.bind((host, port))
         except OSError as e:
             raise RolloutError(
-                f"rollout.server.port={port} cannot be used on {LOOPBACK} ({e.strerror}); "
+                f"rollout.server.port={port} cannot be used on {host} ({e.strerror}); "
                 "stop what listens there, or set it to 0 for any free port"
             ) from None
         return int(probe.getsockname()[1])

@@ -25,10 +25,9 @@ import torch
 from tepo_megatron.channel import Meeting, Source
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, SyncError
-from tepo_megatron.rollout.engine import Launch, Send, StaleWeights, in_words, served_label
+from tepo_megatron.rollout.engine import About, Launch, Send, StaleWeights, in_words, longest_sequence, served_label
 from tepo_megatron.rollout.environment import devices, without_torchrun
 from tepo_megatron.rollout.samples import checked_rollout, parsed, prompt_seed
-from tepo_megatron.rollout.server import LOOPBACK
 from tepo_megatron.rollout.sglang_loader import BEGIN, FINISH, JOIN, LOADER, MODEL_VARIABLE
 from tepo_megatron.rollout.sglang_server import CPU_VARIABLE, KEY_VARIABLE
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -46,13 +45,12 @@ class SglangApi:
     name = "SGLang 0.5.23"
 
     def __init__(self) -> None:
-        self._tp = 1
+        self._tp = 1  # the server's
 
     def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
         """Raises ConfigError where there is no environment with SGLang."""
-        self._tp = cfg.tp
         command = [str(_python(cfg)), "-P", "-m", SERVER]
-        command += ["--host", LOOPBACK, "--port", str(port)]
+        command += ["--host", launch.host, "--port", str(port)]
         command += ["--model-path", str(launch.model_path), "--dtype", _DTYPES[launch.precision]]
         command += ["--context-length", str(launch.max_model_len), "--random-seed", str(launch.seed)]
         command += ["--tp-size", str(cfg.tp), "--skip-tokenizer-init", "--sampling-defaults", "openai"]
@@ -84,8 +82,16 @@ class SglangApi:
             env["TORCH_COMPILE_DISABLE"] = "1"  # else a helper is compiled at the first request
         return env
 
+    async def about(self, send: Send) -> About:
+        """Three answers: its version, the label of its weights, the model it serves."""
+        server = await send("GET", "/server_info", None)
+        served = await send("GET", "/model_info", None)
+        length = await longest_sequence(send)
+        return About(str(server["version"]), str(served["weight_version"]), length)
+
     async def prepare(self, send: Send) -> None:
-        """Nothing."""
+        """An update names its files once for each tensor-parallel rank."""
+        self._tp = int((await send("GET", "/server_info", None))["tp_size"])
 
     async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
         """One request that holds the prompt once per sample: the samples of `n` would share one seed."""

@@ -129,6 +129,8 @@ def main(argv: list[str]) -> None:
 
 # SGLang's processes are spawned: each imports this file again, under the second name.
 if __name__ in ("__main__", "__mp_main__"):
+    if not os.environ.get(KEY_VARIABLE):
+        raise SystemExit(f"{KEY_VARIABLE} is not set: without a key anyone could replace the weights")
     hide(os.environ[KEY_VARIABLE])
     if os.environ.get(CPU_VARIABLE):
         fill_gaps()

@@ -15,10 +15,9 @@ from typing import Any
 from tepo_megatron.channel import Meeting, Source
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import SyncError
-from tepo_megatron.rollout.engine import Launch, Send, StaleWeights, in_words, served_label
+from tepo_megatron.rollout.engine import About, Launch, Send, StaleWeights, in_words, longest_sequence, served_label
 from tepo_megatron.rollout.environment import devices, without_torchrun
 from tepo_megatron.rollout.samples import checked_rollout, parsed, prompt_seed
-from tepo_megatron.rollout.server import LOOPBACK
 from tepo_megatron.rollout.vllm_auth import API_KEY_VARIABLE
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -37,7 +36,7 @@ class VllmApi:
     def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
         """The `vllm` command is not used: that of the CPU wheel does not find its own package metadata."""
         command = [cfg.python or sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--host", LOOPBACK, "--port", str(port), "--middleware", MIDDLEWARE]
+        command += ["--host", launch.host, "--port", str(port), "--middleware", MIDDLEWARE]
         command += ["--model", str(launch.model_path), "--served-model-name", SERVED_NAME]
         command += ["--dtype", _DTYPES[launch.precision], "--max-model-len", str(launch.max_model_len)]
         command += ["--seed", str(launch.seed), "--tensor-parallel-size", str(cfg.tp)]
@@ -76,6 +75,13 @@ class VllmApi:
             # Eager anyway; else one helper of the sampler is compiled at the first request (18 s and a C++ compiler).
             env["TORCH_COMPILE_DISABLE"] = "1"
         return env
+
+    async def about(self, send: Send) -> About:
+        """Three answers: its version, the model it serves, the label of its weights."""
+        version = await send("GET", "/version", None)
+        served = await send("GET", "/weight_info", None)
+        length = await longest_sequence(send)
+        return About(str(version["version"]), str(served["weight_version"]), length)
 
     async def prepare(self, send: Send) -> None:
         """Files need no rendezvous, but vLLM wants to be asked."""

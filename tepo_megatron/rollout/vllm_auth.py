@@ -25,7 +25,10 @@ class RequireKey:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._expected = f"Bearer {os.environ[API_KEY_VARIABLE]}".encode()
+        key = os.environ.get(API_KEY_VARIABLE)
+        if not key:
+            raise RuntimeError(f"{API_KEY_VARIABLE} is not set: without a key anyone could replace the weights")
+        self._expected = f"Bearer {key}".encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":

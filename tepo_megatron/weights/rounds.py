@@ -21,8 +21,8 @@ from tepo_megatron.weights.ops import Architecture, Replicated
 class Rounds:
     """The same ones in every delivery. Collectives: two all-gathers over the host group.
 
-    senders: the ranks with buckets to send; count: of the rounds; largest: an upper bound of the bytes of this rank's largest
-    bucket, 0 on ranks that send none.
+    senders: the ranks with buckets to send; mine: how many this rank sends; count: of the rounds; largest: the bytes of this
+    rank's largest bucket at most, 0 on ranks that send none.
     """
 
     def __init__(self, bucket_mib: int, bindings: Sequence[Binding], arch: Architecture, groups: Groups) -> None:
@@ -31,7 +31,8 @@ class Rounds:
         sends = bool(sent) and groups.tp.rank == 0
         self.senders = [rank for rank, it_does in enumerate(self.from_all(sends)) if it_does]
         self._buckets = cut(sent, arch, groups.tp.size, limit=bucket_mib * 2**20 // len(self.senders))
-        self.count = max(self.from_all(len(self._buckets)))
+        self.mine = len(self._buckets) if sends else 0
+        self.count = max(self.from_all(self.mine))
         self.largest = max((sum(whole_bytes(b, groups.tp.size) for b in bucket) for bucket in self._buckets), default=0) * sends
 
     def tensors(self, i: int) -> Iterator[tuple[str, Tensor]]:

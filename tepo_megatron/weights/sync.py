@@ -1,9 +1,10 @@
 """Delivery of the actor's weights to the inference engine after every step, in rounds (see `rounds.py`), through files.
 
-In a round every owner writes its next bucket, in HF layout, to a file in shared memory; when all have, rank 0 tells the engine
-the files' names, and while the engine loads them the next round is written. A round's files are removed before the round after
-the next begins: the shared memory holds two rounds at most, of `sync.bucket_mib` each (or, where that is larger, of one
-parameter from each owner), and no rank holds more than one bucket beyond the model.
+In a round every owner writes its next bucket, in HF layout, to a file in shared memory, or in `sync.folder` where servers or
+ranks are on other machines; when all have, rank 0 tells the engine the files' names, and while the engine loads them the next
+round is written. A round's files are removed before the round after the next begins: the shared memory holds two rounds at
+most, of `sync.bucket_mib` each (or, where that is larger, of one parameter from each owner), and no rank holds more than one
+bucket beyond the model.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Receiver(Protocol):
 class WeightSync:
     """Pushes the weights of `bindings` to `receiver` (given on rank 0 only) through shared memory.
 
-    The rounds are the same in every push. Collectives: here, one broadcast and two all-gathers over the host group; in a push,
-    one gather over tp for each split parameter, one all-gather over the host group for each round and one at the end.
+    The rounds are the same in every push. Collectives: here, one broadcast and three all-gathers over the host group; in a
+    push, one gather over tp for each split parameter, one all-gather over the host group for each round and one at the end.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class WeightSync:
         self._in_use: int | None = None
         folder = Path()
         if groups.is_main:
-            folder, self._in_use = _make_folder()
+            folder, self._in_use = _make_folder(cfg.folder)
         name = [str(folder)]
         dist.broadcast_object_list(name, src=0, group=groups.host, device=torch.device("cpu"))
         self.folder = Path(name[0])
         self._plan = Rounds(cfg.bucket_mib, bindings, arch, groups)
         self.rounds = self._plan.count
+        # known, not looked up: another machine may see a new file before it sees it listed
+        self._owners: list[tuple[str, int]] = sorted(self._plan.from_all((groups.owner, self._plan.mine)))
 
     def push(self, version: int) -> None:
         """All ranks call it; when it returns, the engine serves `version`, and no file is left.
@@ -107,11 +110,15 @@ class WeightSync:
         """This rank's bucket of round `i`, if it has one. Raises CheckpointError."""
         tensors = {name: _on_host(t) for name, t in self._plan.tensors(i)}
         if tensors:  # on tensor-parallel rank 0
-            path = self.folder / f"v{version}-{i:05d}-{self.groups.owner}.safetensors"
-            _save(tensors, path, with_checksums=self.cfg.verify_every > 0 and version % self.cfg.verify_every == 0)
+            path = self._path(version, i, self.groups.owner)
+            checked = self.cfg.verify_every > 0 and version % self.cfg.verify_every == 0
+            _save(tensors, path, with_checksums=checked, for_others=self.cfg.folder is not None)
 
     def _files(self, version: int, i: int) -> list[Path]:
-        return sorted(self.folder.glob(f"v{version}-{i:05d}-*.safetensors"))
+        return [self._path(version, i, owner) for owner, rounds in self._owners if i < rounds]
+
+    def _path(self, version: int, i: int, owner: str) -> Path:
+        return self.folder / f"v{version}-{i:05d}-{owner}.safetensors"
 
     def _remove(self, version: int, i: int) -> None:
         for file in self._files(version, i):
@@ -140,13 +147,13 @@ class NoSync:
 
 def check_one_host(cfg: SyncConfig) -> None:
     """Raise ConfigError when torchrun started ranks on several machines, and files in shared memory would reach one."""
-    if cfg.transport != "shm":
+    if cfg.transport != "shm" or cfg.folder is not None:
         return
     here, everywhere = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if here != everywhere:
         raise ConfigError(
-            f"sync.transport={cfg.transport} needs all ranks on one machine, but only {here} of {everywhere} are here; use "
-            "sync.transport=group"
+            f"sync.transport={cfg.transport} without sync.folder needs all ranks on one machine, but only {here} of "
+            f"{everywhere} are here; set sync.folder to a folder that all machines share, or use sync.transport=group"
         )
 
 
@@ -165,17 +172,25 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu").contiguous()
 
 
-def _save(tensors: dict[str, Tensor], path: Path, with_checksums: bool) -> None:
+def _save(tensors: dict[str, Tensor], path: Path, with_checksums: bool, for_others: bool = False) -> None:
     """Write a file, with the CRC-32 of each tensor in its header if asked for. Raises CheckpointError when it cannot.
 
-    `rollout/weight_files.py` reads it.
+    for_others: on another machine, so it gets its name when all of it has left this one. `rollout/weight_files.py` reads it.
     """
     header = {"format": "pt"}
     if with_checksums:
         checksums = {name: zlib.crc32(memoryview(t.reshape(-1).view(torch.uint8).numpy())) for name, t in tensors.items()}
         header["crc32"] = json.dumps(checksums)
     try:
-        save_file(tensors, path, header)
+        if for_others:
+            part = path.with_suffix(".part")
+            save_file(tensors, part, header)
+            _flush(part)
+            part.rename(path)
+            with contextlib.suppress(OSError):  # some file systems flush no folders
+                _flush(path.parent)
+        else:
+            save_file(tensors, path, header)
     except (OSError, SafetensorError) as e:
         wanted, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(path.parent).free
         raise CheckpointError(
@@ -184,12 +199,30 @@ def _save(tensors: dict[str, Tensor], path: Path, with_checksums: bool) -> None:
         ) from None
 
 
-def _make_folder() -> tuple[Path, int]:
-    """A private folder in shared memory and the open lock that marks it as in use, after removing those of killed runs.
+def _flush(path: Path) -> None:
+    """Return when a file, or what a folder lists, is where others see it. Raises OSError."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _make_folder(shared: str | None = None) -> tuple[Path, int]:
+    """A private folder in `shared`, or in shared memory, and the open lock that marks it as in use, after removing those of
+    killed runs. Raises ConfigError.
 
     The kernel drops a lock with its process, and containers that share the memory share the locks, unlike process ids.
     """
     root = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    if shared is not None:
+        root = Path(shared).absolute()  # the servers have working directories of their own
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ConfigError(
+                f"sync.folder={shared}: cannot be made ({e.strerror}); give a folder that all machines share"
+            ) from None
     for folder in root.glob("tepo-sync-*"):
         with contextlib.suppress(OSError):  # another user's, in use, or removed meanwhile
             lock = _lock(folder)
@@ -197,7 +230,10 @@ def _make_folder() -> tuple[Path, int]:
             os.close(lock)
     # locked before it gets the name by which others would find and remove it; the lock stays with the folder
     unnamed = Path(tempfile.mkdtemp(prefix=".tepo-", dir=root))
-    lock = _lock(unnamed)
+    try:
+        lock = _lock(unnamed)
+    except OSError:  # the file system has no locks: nobody can take this folder for an abandoned one
+        lock = os.open(unnamed, os.O_RDONLY | os.O_DIRECTORY)
     return unnamed.rename(unnamed.with_name(f"tepo-sync-{unnamed.name.removeprefix('.tepo-')}")), lock
 
 

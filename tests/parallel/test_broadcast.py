@@ -17,6 +17,7 @@ from tepo_megatron.errors import SyncError
 from tepo_megatron.rollout.endpoint import Endpoint
 from tepo_megatron.rollout.engine import Launch
 from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.rollout.local import LocalServer
 from tests.marks import marked
 from tests.parallel import cases
 from tests.parallel.test_weights import ROUNDS, tensors, tiny_moe
@@ -33,10 +34,11 @@ def fleet(folder: Path, model: Path, servers: int, **server: Any) -> Iterator[Fl
     settings = {"restarts": 3, "backoff_seconds": 0.05, "silent_seconds": 1.0, "ready_seconds": 30} | server
     cfg = RolloutConfig(servers=servers, server=ServerConfig(**settings))
     launch = Launch(model, max_model_len=64, platform="cpu", precision="fp32", seed=0)
-    endpoints = [
-        Endpoint(f"server {i}", ScriptedApi(takes_broadcasts=True), cfg.server, launch, folder / f"{i}.log")
-        for i in range(servers)
-    ]
+    endpoints = []
+    for i in range(servers):
+        api = ScriptedApi(takes_broadcasts=True)
+        here = LocalServer(f"server {i}", api, cfg.server, launch, folder / f"{i}.log")
+        endpoints.append(Endpoint(here, api, cfg.server, launch.max_model_len))
     with Fleet(endpoints, cfg) as made:
         made.start()
         made.wait_ready()

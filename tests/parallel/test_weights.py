@@ -188,12 +188,12 @@ def push_and_fail(rank: int, cfg: Any, cannot_write: int | None, refuses: int | 
     with sync_of(cfg, Recorder(refuses) if rank == 0 else None) as sync:
         original, calls = module._save, 0
 
-        def save(tensors: Any, path: Path, with_checksums: bool) -> None:
+        def save(tensors: Any, path: Path, **settings: Any) -> None:
             nonlocal calls
             calls += 1
             if rank == cannot_write and calls == 2:
                 module.save_file = full
-            original(tensors, path, with_checksums)
+            original(tensors, path, **settings)
 
         module._save = save
         try:

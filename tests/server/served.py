@@ -19,6 +19,8 @@ from tepo_megatron.rollout.client import Client
 from tepo_megatron.rollout.engine import Launch
 from tepo_megatron.rollout.engines import build_engine
 from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.rollout.local import LocalServer
+from tepo_megatron.rollout.server import LOOPBACK
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.tiny import VOCAB_SIZE, tiny_qwen3
 
@@ -39,17 +41,23 @@ class Served:
 
 @contextmanager
 def serve(
-    name: str, folder: Path, *, generation_config: Mapping[str, Any] | None = None, servers: int = 1, **server: Any
+    name: str,
+    folder: Path,
+    *,
+    generation_config: Mapping[str, Any] | None = None,
+    servers: int = 1,
+    host: str = LOOPBACK,
+    **server: Any,
 ) -> Iterator[Served]:
     """Ready servers of engine `name`, whose failures are final. generation_config: of the model's author, whom nobody asked;
-    server: fields of ServerConfig.
+    host: the address that they listen on; server: fields of ServerConfig.
     """
     model = tiny_qwen3(folder / "model", tied=True, seed=0)
     if generation_config is not None:
         (folder / "model" / "generation_config.json").write_text(json.dumps(generation_config))
     settings = {"kv_cache_gib": 0.25, "ready_seconds": 240, "restarts": 0} | server
     cfg = RolloutConfig(engine=name, servers=servers, server=ServerConfig(**settings))
-    launch = Launch(folder / "model", max_model_len=128, platform="cpu", precision="fp32", seed=0)
+    launch = Launch(folder / "model", max_model_len=128, platform="cpu", precision="fp32", seed=0, host=host)
     log_path = folder / "server.log"
     with build_engine(cfg, launch, log_path) as engine:
         engine.start()
@@ -111,7 +119,9 @@ def save_weights(model: Qwen3ForCausalLM, folder: Path, files: int) -> list[Path
 
 def server_processes(engine: Fleet, server: int = 0) -> list[psutil.Process]:
     """The guard, the server's first process and those that it started."""
-    process = engine._members[server].endpoint.process
+    behind = engine._members[server].endpoint.server
+    assert isinstance(behind, LocalServer)
+    process = behind.process
     assert process is not None and process._guard is not None
     guard = psutil.Process(process._guard.pid)
     return [guard, *guard.children(recursive=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -64,6 +65,8 @@ CONTROLS = {
     ),
 }
 REFUSED = {"vllm": r"400: .*max_model_len", "sglang": r"400: .*context length"}
+# answers that every stranger may have: how the server is, and its counters
+OPEN = {"/health", "/health_generate", "/ready", "/metrics"}
 ABOUT = {"vllm": "/weight_info", "sglang": "/model_info"}
 # of the model's author: nearly greedy, and a response ends at any lower-case letter
 HOSTILE = {"temperature": 0.01, "top_k": 1, "repetition_penalty": 2.0, "eos_token_id": list(range(30, 56))}
@@ -73,7 +76,7 @@ HOSTILE = {"temperature": 0.01, "top_k": 1, "repetition_penalty": 2.0, "eos_toke
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     name, tp = request.param
     folder = tmp_path_factory.mktemp(name)
-    with serve(name, folder, tp=tp, generation_config=HOSTILE) as served:
+    with serve(name, folder, tp=tp, generation_config=HOSTILE, host="0.0.0.0") as served:
         yield served
 
 
@@ -122,14 +125,26 @@ def test_samples_of_equal_prompts_are_independent(served: Served) -> None:
     assert len({tuple(ids) for ids in sampled}) == len(sampled)
 
 
-def test_only_health_answers_without_the_key(served: Served) -> None:
-    with httpx.Client(base_url=client(served).url, trust_env=False) as stranger:
+@pytest.mark.parametrize("host", ["127.0.0.1", "another address"])
+def test_only_health_answers_without_the_key(served: Served, host: str) -> None:
+    """Every route that the server has, by its own account, wherever it is reached."""
+    url = client(served).url
+    routes = {
+        (method.upper(), re.sub(r"{[^}]*}", "x", path))
+        for path, methods in call(served, "GET", "/openapi.json")["paths"].items()
+        for method in methods
+        if path not in OPEN
+    }
+    posted = {path for method, path in routes if method == "POST"}
+    assert posted >= set(CONTROLS[served.name]) and ("GET", ABOUT[served.name]) in routes
+    if host != "127.0.0.1":
+        url = url.replace("127.0.0.1", other_address())
+    with httpx.Client(base_url=url, trust_env=False) as stranger:
         assert stranger.get("/health").status_code == 200
-        for path in CONTROLS[served.name]:
-            assert stranger.post(path, json={}).status_code == 401, path
-            wrong = {"Authorization": "Bearer wrong"}
-            assert stranger.post(path, json={}, headers=wrong).status_code == 401, path
-        assert stranger.get(ABOUT[served.name]).status_code == 401
+        for method, path in routes:
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer"}):
+                answer = stranger.request(method, path, json={}, headers=headers)
+                assert answer.status_code == 401, (method, path, headers)
     key = client(served)._key
     assert key not in served.log_path.read_text()
     assert not any(key in word for process in server_processes(served.engine) for word in process.cmdline())
@@ -232,6 +247,12 @@ def test_a_server_killed_in_mid_generation_is_one_prompt_error_and_leaves_nothin
     served.engine.close()
     gone, alive = psutil.wait_procs(processes, timeout=5)
     assert not alive and len(gone) == len(processes)
+
+
+def other_address() -> str:
+    """Of this machine, and not of its loopback interface where it has another one."""
+    found = [a.address for nic in psutil.net_if_addrs().values() for a in nic if a.family == socket.AF_INET]
+    return next((address for address in found if not address.startswith("127.")), "127.0.0.2")
 
 
 def maps(process: psutil.Process) -> str:

@@ -26,6 +26,7 @@ from tepo_megatron.rollout.custom import CustomRollouts, load_function
 from tepo_megatron.rollout.endpoint import Endpoint
 from tepo_megatron.rollout.engine import Launch, Send
 from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.rollout.local import LocalServer
 from tepo_megatron.rollout.samples import checked_rollout
 from tepo_megatron.types import Prompt, Rollout, SamplingParams, TrainBatch
 from tests.scripted_server import ScriptedApi
@@ -331,10 +332,14 @@ def test_a_file_may_hold_dataclasses_and_defaults(tmp_path: Path) -> None:
 @contextmanager
 def fleet(folder: Path, api: type[ScriptedApi] = ScriptedApi, servers: int = 3, **settings: Any) -> Iterator[Fleet]:
     (folder / "model").mkdir(exist_ok=True)
-    server = ServerConfig(backoff_seconds=0.05, silent_seconds=1.0, concurrency=4, ready_seconds=20, **settings)
-    cfg = RolloutConfig(servers=servers, server=server)
+    settings_of_one = ServerConfig(backoff_seconds=0.05, silent_seconds=1.0, concurrency=4, ready_seconds=20, **settings)
+    cfg = RolloutConfig(servers=servers, server=settings_of_one)
     launch = Launch(folder / "model", max_model_len=64, platform="cpu", precision="fp32", seed=0)
-    endpoints = [Endpoint(f"server {i}", api(), cfg.server, launch, folder / f"{i}.log") for i in range(servers)]
+    endpoints = []
+    for i in range(servers):
+        made_of = api()
+        server = LocalServer(f"server {i}", made_of, cfg.server, launch, folder / f"{i}.log")
+        endpoints.append(Endpoint(server, made_of, cfg.server, launch.max_model_len))
     with Fleet(endpoints, cfg) as made:
         made.start()
         made.wait_ready()

@@ -19,6 +19,7 @@ from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.rollout.endpoint import Endpoint
 from tepo_megatron.rollout.engine import Launch
 from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.rollout.local import LocalServer
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.scripted_server import ScriptedApi
 
@@ -42,7 +43,11 @@ def fleet(
         server=ServerConfig(**settings),
     )
     launch = Launch(folder / "model", max_model_len=64, platform="cpu", precision="fp32", seed=0)
-    endpoints = [Endpoint(f"server {i}", ScriptedApi(), cfg.server, launch, folder / f"{i}.log") for i in range(servers)]
+    endpoints = []
+    for i in range(servers):
+        api = ScriptedApi()
+        server = LocalServer(f"server {i}", api, cfg.server, launch, folder / f"{i}.log")
+        endpoints.append(Endpoint(server, api, cfg.server, launch.max_model_len))
     with Fleet(endpoints, cfg) as made:
         made.start()
         made.wait_ready()
@@ -57,7 +62,9 @@ def behave(fleet: Fleet, server: int, **behaviour: Any) -> None:
 
 def process(fleet: Fleet, server: int) -> psutil.Process:
     """The server's first process."""
-    found = fleet._members[server].endpoint.process
+    behind = fleet._members[server].endpoint.server
+    assert isinstance(behind, LocalServer)
+    found = behind.process
     assert found is not None and found._guard is not None
     return psutil.Process(found._guard.pid).children()[0]
 

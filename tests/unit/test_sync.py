@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +18,7 @@ from tepo_megatron.rollout.weight_files import tensors
 from tepo_megatron.weights import broadcast
 from tepo_megatron.weights.ops import Replicated
 from tepo_megatron.weights.rounds import cut as cut_into_buckets
-from tepo_megatron.weights.sync import _save, check_one_host
+from tepo_megatron.weights.sync import _make_folder, _save, check_one_host
 
 SENT = {
     "a.weight": torch.arange(6.0).reshape(2, 3),
@@ -33,6 +36,44 @@ def sent(path: Path, with_checksums: bool) -> Path:
 def test_what_is_sent_arrives(tmp_path: Path, with_checksums: bool) -> None:
     read = dict(tensors([str(sent(tmp_path / "sent", with_checksums))]))
     assert read.keys() == SENT.keys() and all(torch.equal(read[name], SENT[name]) for name in SENT)
+
+
+def test_a_file_for_another_machine_has_its_name_once_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, seen = tmp_path / "sent.safetensors", []
+
+    def fsync(file: int) -> None:
+        seen.append((os.fstat(file).st_size, path.exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    _save(SENT, path, with_checksums=True, for_others=True)
+    assert seen[0] == (path.stat().st_size, False) and seen[1][1]
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert dict(tensors([str(path)])).keys() == SENT.keys()
+
+
+def test_ranks_of_several_machines_need_a_folder_that_all_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"only 2 of 4 are here; set sync\.folder"):
+        check_one_host(SyncConfig())
+    check_one_host(SyncConfig(folder="/shared"))
+
+
+def test_a_shared_folder_works_without_locks_and_is_named_where_it_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    first, file = _make_folder(str(tmp_path / "shared"))
+    second, other = _make_folder(str(tmp_path / "shared"))
+    assert first.parent == second.parent == tmp_path / "shared" and first.exists() and second.exists()
+    os.close(file)
+    os.close(other)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"sync\.folder=.*: cannot be made"):
+        _make_folder(str(tmp_path / "file" / "folder"))
 
 
 @pytest.mark.parametrize("back", [1, 30])
@@ -78,8 +119,9 @@ def test_a_tied_output_layer_takes_no_room() -> None:
 def test_only_files_need_all_ranks_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setenv("WORLD_SIZE", "16")
-    check_one_host(SyncConfig(transport="group"))
-    with pytest.raises(ConfigError, match=r"sync\.transport=shm .* only 8 of 16 are here; use sync\.transport=group"):
+    for reaching in (SyncConfig(transport="group"), SyncConfig(folder="shared")):
+        check_one_host(reaching)
+    with pytest.raises(ConfigError, match=r"without sync\.folder needs .* only 8 of 16 are here; set sync\.folder .*=group"):
         check_one_host(SyncConfig())
 
 

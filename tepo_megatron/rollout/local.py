@@ -1,0 +1,103 @@
+"""A server that this process starts, watches and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import secrets
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from tepo_megatron.config import ServerConfig
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.rollout.engine import Address, EngineApi, Launch
+from tepo_megatron.rollout.served_model import without_generation_config
+from tepo_megatron.rollout.server import LOOPBACK, ServerProcess, choose_port
+
+# A dead engine closes its connections first and ends a moment later; waiting for that makes the error name the cause.
+DEATH_SECONDS = 1.0
+
+
+class LocalServer:
+    """See `engine.Server`. log_path: the server's log; key: what it asks for; None: a new one at each start."""
+
+    again = "is started again"
+
+    def __init__(
+        self, name: str, api: EngineApi, cfg: ServerConfig, launch: Launch, log_path: Path, key: str | None = None
+    ) -> None:
+        self.name, self.log_path = name, log_path
+        self._api, self._cfg, self._launch, self._key = api, cfg, launch, key
+        self.process: ServerProcess | None = None
+        self._address: Address | None = None
+        self._served_model: tempfile.TemporaryDirectory[str] | None = None
+
+    def launch(self) -> None:
+        """Start the process; returns at once. Raises RolloutError (busy port, unwritable log), ConfigError (not installed)."""
+        port, key = choose_port(self._cfg.port, self._launch.host), self._key or secrets.token_urlsafe(32)
+        url = url_of(self._launch.host, port)
+        if self._served_model is None:
+            self._served_model = without_generation_config(self._launch.model_path)
+        launch = replace(self._launch, model_path=Path(self._served_model.name))
+        process = ServerProcess(
+            self._api.command(self._cfg, launch, port),
+            env=self._api.environment(self._cfg, launch, os.environ, key),
+            health_url=f"{url}/health",
+            log_path=self.log_path,
+            ready_seconds=self._cfg.ready_seconds,
+            name=self.name,
+        )
+        process.start()
+        self.process, self._address = process, Address(url, key)
+
+    async def reached(self) -> Address:
+        """Raises RolloutError when it ends, or is not healthy `rollout.server.ready_seconds` after its start."""
+        if self.process is None or self._address is None:
+            raise RolloutError(f"{self.name} is not running")
+        await asyncio.to_thread(self.process.wait_ready)
+        return self._address
+
+    async def failure(self, what: str) -> RolloutError:
+        """Whether it died of it, and how its log ends."""
+        if self.process is None:
+            return RolloutError(f"{self.name} {what}")
+        await asyncio.to_thread(self.process.ends_within, DEATH_SECONDS)
+        return self.process.failure(what)
+
+    @property
+    def running(self) -> bool:
+        """Whether its first process lives."""
+        return self.process is not None and self.process.running
+
+    async def end(self) -> None:
+        """End what is left of it, without the grace that an ill server has no use for."""
+        if self.process is not None:
+            await asyncio.to_thread(self.process.stop, at_once=True)
+
+    def stop(self) -> None:
+        """End the server and its processes."""
+        if self.process is not None:
+            self.process.stop()
+
+    def forget(self) -> None:
+        """Remove the links to the model."""
+        if self._served_model is not None:
+            self._served_model.cleanup()
+        self._served_model = None
+
+
+def url_of(host: str, port: int) -> str:
+    """Where a server that listens on `host` is reached; from this machine where that is every address it has."""
+    if host in ("0.0.0.0", "::"):
+        host = LOOPBACK if host == "0.0.0.0" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address, is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

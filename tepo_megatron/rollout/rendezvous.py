@@ -1,0 +1,202 @@
+"""A folder in which servers say where they are, and trainers which of them they use. All machines of a run see it.
+
+    key                       what every server asks for, unless TEPO_SERVER_KEY says it
+    HOST-PORT.json            a healthy server, as a `Record`
+    HOST-PORT.START.taken     the run that uses this start of it
+    HOST-PORT.START.end       why this start is over, as whoever used it says: it has to be started again
+
+Every file appears under its name when it is complete, and the folder is its owner's alone: whoever could write a record would
+be sent the key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import socket
+import stat
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from tepo_megatron.errors import ConfigError, RolloutError
+
+KEY_VARIABLE = "TEPO_SERVER_KEY"
+KEY_FILE = "key"
+SHORTEST_KEY = 16  # characters
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a served engine says of itself, once it is healthy; a new one for each start.
+
+    run: the name in its config; model: `fingerprint` of what it loaded; start: unlike that of every other start; host, pid: of
+    the `tepo serve` that keeps it; log: its path there.
+    """
+
+    engine: str
+    engine_version: str
+    url: str
+    run: str
+    tp: int
+    model: str
+    max_model_len: int
+    precision: str
+    host: str
+    pid: int
+    start: str
+    log: str
+
+    @property
+    def stem(self) -> str:
+        """HOST-PORT: no two servers that live have one."""
+        return f"{self.host}-{self.url.rpartition(':')[2]}"
+
+    @property
+    def where(self) -> str:
+        """In messages."""
+        return f"{self.url} (of pid {self.pid} on {self.host}, log {self.log})"
+
+
+def fingerprint(model: Path) -> str:
+    """SHA-256 of the model's config.json. Raises ConfigError."""
+    try:
+        return sha256((model / "config.json").read_bytes()).hexdigest()
+    except OSError as e:
+        raise ConfigError(
+            f"model.path={model}: cannot read config.json ({e.strerror}); give a Hugging Face directory"
+        ) from None
+
+
+class Rendezvous:
+    """The folder, as both sides use it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def create(self) -> None:
+        """Make the folder if there is none. Raises ConfigError where others could put records into it."""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            mode = self.folder.stat().st_mode
+        except OSError as e:
+            raise ConfigError(f"rollout.server.rendezvous={self.folder}: cannot be made ({e.strerror}); give another") from None
+        if mode & 0o022:
+            raise ConfigError(f"rollout.server.rendezvous={self.folder}: others can write in it; chmod 700 it, or give another")
+
+    def key(self) -> str | None:
+        """What the servers ask for: TEPO_SERVER_KEY, or what the folder says; None while that says nothing."""
+        given = key_from_environment()
+        if given is not None:
+            return given
+        path = self.folder / KEY_FILE
+        try:
+            mode, key = path.stat().st_mode, path.read_text().strip()
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            raise ConfigError(f"{path}: cannot read the servers' key ({e.strerror}); run as the user who serves") from None
+        if stat.S_IMODE(mode) & 0o077:
+            raise ConfigError(f"{path}: others can read the servers' key; remove it and start the servers again")
+        return checked_key(key, str(path))
+
+    def make_key(self) -> str:
+        """`key`, after making one if there is none: of several that make one at once all get the same."""
+        if (known := self.key()) is not None:
+            return known
+        part = self._part(KEY_FILE, secrets.token_urlsafe(32) + "\n")
+        with contextlib.suppress(FileExistsError):
+            os.link(part, self.folder / KEY_FILE)  # complete, or not there; never in the place of another
+        part.unlink()
+        made = self.key()
+        assert made is not None, "it was made above"
+        return made
+
+    def records(self) -> list[Record]:
+        """The servers that are or were healthy, ordered by name. Raises RolloutError for a file that is no record."""
+        found = []
+        for path in sorted(self.folder.glob("*.json")):
+            try:
+                found.append(Record(**json.loads(path.read_text())))
+            except FileNotFoundError:  # withdrawn meanwhile
+                continue
+            except (OSError, ValueError, TypeError) as e:
+                raise RolloutError(
+                    f"{path}: not the record of a server ({e}); remove it, or use one version of `tepo`"
+                ) from None
+        return found
+
+    def publish(self, record: Record) -> None:
+        """Say that a server is healthy, in the place of what was said of an earlier one at the same address."""
+        self._clear(record)
+        part = self._part(record.stem, json.dumps(dataclasses.asdict(record), indent=2) + "\n")
+        part.rename(self.folder / f"{record.stem}.json")
+
+    def withdraw(self, record: Record) -> None:
+        """Say no more of it."""
+        (self.folder / f"{record.stem}.json").unlink(missing_ok=True)
+        self._clear(record)
+
+    def take(self, record: Record, run: str) -> str | None:
+        """Have a start for `run` alone. Returns None, or the run that has it already."""
+        path = self._path(record, "taken")
+        part = self._part(record.stem, f"{run}\n")
+        try:
+            os.link(part, path)
+            return None
+        except FileExistsError:
+            return path.read_text().strip()
+        finally:
+            part.unlink()
+
+    def end(self, record: Record, why: str) -> None:
+        """Ask for another start of it, unless it is over already."""
+        if record in self.records():
+            self._part(record.stem, why).rename(self._path(record, "end"))
+
+    def ended(self, record: Record) -> str | None:
+        """Why another start was asked for; None if it was not."""
+        try:
+            return self._path(record, "end").read_text()
+        except FileNotFoundError:
+            return None
+
+    def _path(self, record: Record, what: str) -> Path:
+        return self.folder / f"{record.stem}.{record.start}.{what}"
+
+    def _clear(self, record: Record) -> None:
+        for what in ("taken", "end"):
+            for path in self.folder.glob(f"{record.stem}.*.{what}"):
+                path.unlink(missing_ok=True)
+
+    def _part(self, name: str, text: str) -> Path:
+        """A complete file of its owner's, under a name that nobody looks for."""
+        path = self.folder / f".{name}.{secrets.token_hex(8)}"
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        return path
+
+
+def key_from_environment() -> str | None:
+    """TEPO_SERVER_KEY; None where it is not set."""
+    given = os.environ.get(KEY_VARIABLE)
+    return None if given is None else checked_key(given, KEY_VARIABLE)
+
+
+def checked_key(key: str, source: str) -> str:
+    """Raise ConfigError for a key that a header cannot hold, or that could be guessed."""
+    if len(key) < SHORTEST_KEY or not (key.isascii() and key.isprintable()) or " " in key:
+        raise ConfigError(
+            f"{source}: the servers' key has {SHORTEST_KEY} printable characters at least, and no space; make a new one"
+        )
+    return key
+
+
+def this_host() -> str:
+    """What the other machines call this one."""
+    return socket.gethostname()

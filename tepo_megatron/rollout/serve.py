@@ -1,0 +1,134 @@
+"""`tepo serve`: the servers of a config, kept alive on this machine for trainers on others.
+
+They are started, watched and started again as a trainer's own are. What is healthy stands in the rendezvous folder; a trainer
+that is done with a server, or finds it ill, asks there for another start of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from tepo_megatron.config import Config
+from tepo_megatron.errors import ConfigError, RolloutError
+from tepo_megatron.rollout.endpoint import Connected
+from tepo_megatron.rollout.engines import ENGINES, launch_of, local_servers
+from tepo_megatron.rollout.local import LocalServer, is_loopback
+from tepo_megatron.rollout.member import Member
+from tepo_megatron.rollout.rendezvous import Record, Rendezvous, fingerprint, this_host
+
+LOOK_SECONDS = 1.0  # between looks at what trainers ask for
+STEADY_SECONDS = 60.0  # a server that was up for so long is no longer one that fails again and again
+EVERYWHERE = ("0.0.0.0", "::")
+
+
+def serve(cfg: Config, host: str, address: str | None, tell: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; returns when no process of the servers is left.
+
+    host: the address to listen on; address: what other machines call it; None: `host`, or this machine's name where that is
+    every address; tell: told what the user should know. Raises ConfigError, and RolloutError when every server was lost.
+    """
+    if cfg.rollout.server.urls is not None or cfg.rollout.server.rendezvous is None:
+        raise ConfigError(
+            "tepo serve starts servers and says in rollout.server.rendezvous where they are; set that to a folder which the "
+            "trainer sees, and remove rollout.server.urls"
+        )
+    address = address or (this_host() if host in EVERYWHERE else host)
+    if is_loopback(host):
+        tell(f"listening on {host}: trainers of this machine alone can use the servers; give --host for others")
+    asyncio.run(_Service(cfg, host, address, Rendezvous(Path(cfg.rollout.server.rendezvous)), tell).run())
+
+
+class _Service:
+    def __init__(self, cfg: Config, host: str, address: str, rendezvous: Rendezvous, tell: Callable[[str], None]) -> None:
+        self._cfg, self._address, self._rendezvous, self._say = cfg, address, rendezvous, tell
+        rendezvous.create()
+        launch = replace(launch_of(cfg), host=host)
+        log = rendezvous.folder / f"{this_host()}-{os.getpid()}.log"
+        apis = [ENGINES[cfg.rollout.engine]() for _ in range(cfg.rollout.servers)]
+        self._servers = local_servers(cfg.rollout, apis, launch, log, key=rendezvous.make_key())
+        self._launch, self._model = launch, fingerprint(launch.model_path)
+        self._members = [
+            Member(Connected(server, api, cfg.rollout.server), cfg.rollout.server, self._changed, tell)
+            for server, api in zip(self._servers, apis, strict=True)
+        ]
+        self._records: dict[int, tuple[Record, float]] = {}  # by the number of the server, with the time since when
+        self._lost: set[int] = set()
+        self._over = asyncio.Event()
+
+    async def run(self) -> None:
+        """See `serve`."""
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signum, self._over.set)
+        keepers: list[asyncio.Task[None]] = []
+        try:
+            for server in self._servers:
+                server.launch()
+            keepers = [asyncio.create_task(member.keep()) for member in self._members]
+            while not self._over.is_set():
+                for i, (record, since) in list(self._records.items()):
+                    self._attend(self._members[i], record, since)
+                try:
+                    await asyncio.wait_for(self._over.wait(), LOOK_SECONDS)
+                except TimeoutError:
+                    continue
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
+            for i in list(self._records):
+                self._rendezvous.withdraw(self._records.pop(i)[0])
+            await asyncio.gather(*(asyncio.to_thread(server.stop) for server in self._servers))
+            await asyncio.gather(*keepers, return_exceptions=True)
+            for server in self._servers:
+                server.forget()
+        if len(self._lost) == len(self._members):
+            raise RolloutError(str(self._members[0].lost))
+
+    def _attend(self, member: Member[Connected], record: Record, since: float) -> None:
+        """What a server that is up needs."""
+        why = self._rendezvous.ended(record)
+        if why is not None or time.monotonic() - since > STEADY_SECONDS:
+            member.delivered()  # its starts until now are not held against it
+        if why is not None and member.life is not None:
+            member.life.end(RolloutError(f"{member.endpoint.name} was given back: {why}"))
+
+    async def _changed(self) -> None:
+        """A server came up, went down or was lost."""
+        for i, member in enumerate(self._members):
+            if member.up and i not in self._records and not self._over.is_set():
+                record = self._record(member.endpoint, self._servers[i])
+                self._rendezvous.publish(record)
+                self._records[i] = (record, time.monotonic())
+                self._say(f"{member.endpoint.name} is ready: {record.where}")
+            elif not member.up and i in self._records:
+                self._rendezvous.withdraw(self._records.pop(i)[0])
+            if member.lost is not None and i not in self._lost:
+                self._lost.add(i)
+                self._say(f"{member.endpoint.name} is lost: {member.lost}")
+        if len(self._lost) == len(self._members):
+            self._over.set()
+
+    def _record(self, connected: Connected, server: LocalServer) -> Record:
+        assert connected.about is not None and connected.address is not None, "it is up"
+        port = connected.address.url.rpartition(":")[2]
+        name = f"[{self._address}]" if ":" in self._address else self._address
+        return Record(
+            engine=self._cfg.rollout.engine,
+            engine_version=connected.about.engine_version,
+            url=f"http://{name}:{port}",
+            run=self._cfg.name,
+            tp=self._cfg.rollout.server.tp,
+            model=self._model,
+            max_model_len=connected.about.max_model_len,
+            precision=self._launch.precision,
+            host=this_host(),
+            pid=os.getpid(),
+            start=secrets.token_hex(8),
+            log=str(server.log_path),
+        )

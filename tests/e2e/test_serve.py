@@ -1,0 +1,51 @@
+"""`tepo serve` and `tepo train` as two commands that share folders alone: a served engine is killed in mid-run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tepo_megatron.rollout import record
+
+pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
+STEPS = 8
+SERVER = "-m vllm.entrypoints"
+
+
+def test_a_served_engine_killed_in_mid_run_costs_no_sample(tepo, arguments, base: Path, tmp_path: Path) -> None:
+    rendezvous, weights, run = tmp_path / "rendezvous", tmp_path / "weights", tmp_path / "runs" / "far"
+    settings = {"training__steps": STEPS, "rollout__server__rendezvous": rendezvous}
+    settings |= {"sync__folder": weights, "rollout__record": "true", "rollout__filter_uniform_groups": "false", "name": "far"}
+    settings |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "evaluation__max_problems": 8}
+    words = arguments(base, **settings)
+    serve = tepo("serve", words[1], "--host", "127.0.0.2", *words[2:])
+    train = tepo(*words)
+    path = run / "metrics.jsonl"
+    train.until(lambda: path.exists() and path.read_text().count("\n") >= 2, timeout=240)
+    (found,) = rendezvous.glob("*.json")
+    before = json.loads(found.read_text())
+    assert before["engine"] == "vllm" and before["url"].startswith("http://127.0.0.2:") and before["run"] == "far"
+    assert not any(SERVER in line for line in train.left_over())
+    server = min(int(line.split()[0]) for line in serve.left_over() if SERVER in line and "guard" not in line)
+    os.kill(server, signal.SIGKILL)
+    assert train.wait(240) == 0, f"{train.output}\n{serve.output}"
+    train.assert_nothing_left()
+    assert "SIGKILL" in serve.output and "is started again (restart 1)" in serve.output
+    assert f"at {before['url']}" in train.output and "is started again (restart 1)" in train.output
+    for step in range(1, STEPS + 1):
+        rollouts, _ = record.read(run / record.FOLDER, step)
+        assert len(rollouts) == 64 and {r.policy_version for r in rollouts} == {step - 1}
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(records) == STEPS and all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records)
+    assert list(weights.iterdir()) == []  # what carried the weights is gone
+
+    key = (rendezvous / "key").read_text().strip()
+    assert not any(key in text for text in (serve.output, train.output, *(log.read_text() for log in rendezvous.glob("*.log"))))
+    os.kill(serve.process.pid, signal.SIGTERM)
+    assert serve.wait(30) == 0, serve.output
+    serve.assert_nothing_left()
+    assert list(rendezvous.glob("*.json")) == []

@@ -1,0 +1,14 @@
+"""`tepo serve` with the scripted server in the place of an engine: python -m tests.scripted_serve CONFIG HOST"""
+
+from __future__ import annotations
+
+import sys
+
+from tepo_megatron.config_io import load_config
+from tepo_megatron.rollout import engines
+from tepo_megatron.rollout.serve import serve
+from tests.scripted_server import ScriptedApi
+
+if __name__ == "__main__":
+    engines.ENGINES["vllm"] = ScriptedApi  # type: ignore[index]
+    serve(load_config(sys.argv[1]), sys.argv[2], None, lambda text: print(text, flush=True))

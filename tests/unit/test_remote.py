@@ -1,0 +1,392 @@
+"""Servers that others start: found, given weights, lost, found again and given back. Real processes behind real HTTP."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tepo_megatron.config import Config, RolloutConfig, ServerConfig
+from tepo_megatron.config_io import validate
+from tepo_megatron.errors import ConfigError, RolloutError
+from tepo_megatron.rollout import engines
+from tepo_megatron.rollout.engine import INITIAL_VERSION, UNKNOWN_VERSION, Launch
+from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.rollout.local import LocalServer, url_of
+from tepo_megatron.rollout.rendezvous import KEY_FILE, KEY_VARIABLE, Record, Rendezvous, fingerprint
+from tests.scripted_server import ScriptedApi
+from tests.unit.test_fleet import PROMPTS, SAMPLING, ids, until
+
+KEY = "a-key-for-the-tests-alone"
+OWN_SETTINGS = {"backoff_seconds": 0.05, "silent_seconds": 2.0, "ready_seconds": 40, "concurrency": 4}
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engines.ENGINES, "vllm", ScriptedApi)  # type: ignore[arg-type]
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+
+
+def model_in(folder: Path) -> Path:
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text('{"hidden_size": 8}')
+    return folder / "model"
+
+
+def launch_of(folder: Path, **change: Any) -> Launch:
+    settings = {"max_model_len": 64, "platform": "cpu", "precision": "fp32", "seed": 0} | change
+    return Launch(model_in(folder), **settings)
+
+
+@contextmanager
+def trainer(folder: Path, run: str = "run", servers: int = 1, only: bool = False, **server: Any) -> Iterator[Fleet]:
+    """A fleet of servers that others start, ready."""
+    cfg = RolloutConfig(servers=servers, only=only, server=ServerConfig(**(OWN_SETTINGS | server)))
+    with engines.build_engine(cfg, launch_of(folder), folder / run / "server.log") as fleet:
+        fleet.start()
+        fleet.wait_ready()
+        yield fleet
+
+
+def record_of(folder: Path, url: str, **change: Any) -> Record:
+    record = Record(
+        engine="vllm", engine_version="1.0", url=url, run="r", tp=1, model=fingerprint(model_in(folder)), max_model_len=64,
+        precision="fp32", host="there", pid=7, start="0", log="there.log",
+    )  # fmt: skip
+    return dataclasses.replace(record, **change)
+
+
+@dataclasses.dataclass
+class Serving:
+    """`tepo serve` in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    rendezvous: Rendezvous
+    log: Path
+
+    def records(self) -> list[Record]:
+        return self.rendezvous.records()
+
+    def processes(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
+    """Starts `tepo serve`, and ends it after the test."""
+    started: list[Serving] = []
+
+    def start(servers: int, **server: Any) -> Serving:
+        folder = tmp_path / "rendezvous"
+        tree = {
+            "name": "served",
+            "platform": "cpu",
+            "model": {"path": str(model_in(tmp_path)), "precision": "fp32"},
+            "data": {"train": "t", "max_prompt_tokens": 32},
+            "rollout": {"servers": servers, "max_response_tokens": 32, "server": OWN_SETTINGS | server},
+            "sync": {"folder": str(tmp_path)},
+        }
+        tree["rollout"]["server"] |= {"rendezvous": str(folder)}  # type: ignore[index]
+        (tmp_path / "serve.yaml").write_text(yaml.safe_dump(tree))
+        log = tmp_path / f"serve-{len(started)}.txt"
+        command = [sys.executable, "-m", "tests.scripted_serve", str(tmp_path / "serve.yaml"), "127.0.0.2"]
+        with log.open("w") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        started.append(Serving(process, Rendezvous(folder), log))
+        return started[-1]
+
+    yield start
+    for serve in started:
+        serve.process.terminate()
+        try:
+            serve.process.wait(30)
+        finally:
+            serve.process.kill()
+
+
+def server_process(serving: Serving, record: Record) -> psutil.Process:
+    """The first process of the server with this record."""
+    port = record.url.rpartition(":")[2]
+    return next(p for p in serving.processes() if "tests.scripted_server" in p.cmdline() and port in p.cmdline()[-2:]
+                and "tepo_megatron.rollout.guard" not in p.cmdline())  # fmt: skip
+
+
+@pytest.mark.full
+def test_servers_are_found_killed_found_again_and_given_back(serving: Callable[..., Serving], tmp_path: Path) -> None:
+    serve = serving(servers=2)
+    with trainer(tmp_path, servers=2, rendezvous=str(serve.rendezvous.folder)) as fleet:
+        before = {record.start: record for record in serve.records()}
+        assert len(before) == 2 and all(r.url.startswith("http://127.0.0.2:") for r in before.values())
+        fleet.update_weights([], version=3)
+        expected = ids(fleet.generate(PROMPTS, SAMPLING, seed=7))
+        first = next(iter(before.values()))
+        server_process(serve, first).kill()
+        until(lambda: fleet.needs_weights, seconds=30)
+        assert len(ids(fleet.generate(PROMPTS, SAMPLING, seed=7))) == len(expected)  # by the other one
+        fleet.update_weights([], version=4)
+        rollouts = fleet.generate(PROMPTS, SAMPLING, seed=7)
+        assert ids(rollouts) == expected and {r.policy_version for r in rollouts} == {4}
+        after = {record.start for record in serve.records()}
+        assert len(after) == 2 and first.start not in after and len(after & before.keys()) == 1
+    # given back: other starts, with their first weights, for any other run
+    until(lambda: len(serve.records()) == 2 and not after & {r.start for r in serve.records()}, seconds=30)
+    with trainer(tmp_path, run="another", servers=2, rendezvous=str(serve.rendezvous.folder)) as fleet:
+        assert not fleet.needs_weights
+        assert {r.policy_version for r in fleet.generate(PROMPTS, SAMPLING, seed=7)} == {INITIAL_VERSION}
+
+    key_file = serve.rendezvous.folder / KEY_FILE
+    key = key_file.read_text().strip()
+    assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
+    processes = serve.processes()
+    assert not any(key in word for p in processes for word in p.cmdline())
+    assert not any(key in path.read_text() for path in [serve.log, *serve.rendezvous.folder.glob("*.log")])
+    serve.process.send_signal(signal.SIGTERM)
+    assert serve.process.wait(20) == 0, serve.log.read_text()
+    assert not psutil.wait_procs(processes, timeout=5)[1]
+    left = {path.name for path in serve.rendezvous.folder.iterdir() if path.suffix != ".log"}
+    assert left == {KEY_FILE}
+
+
+@pytest.mark.full
+def test_a_server_that_a_killed_run_left_half_way_starts_anew(serving: Callable[..., Serving], tmp_path: Path) -> None:
+    serve = serving(servers=1)
+    settings: dict[str, Any] = {"rendezvous": str(serve.rendezvous.folder)}
+    with pytest.raises(ZeroDivisionError), trainer(tmp_path, **settings) as killed:
+        killed.begin_update(5)
+        for endpoint in killed._endpoints:
+            endpoint.server.stop = lambda: None  # type: ignore[method-assign]  # whoever is killed gives nothing back
+        _ = 1 / 0
+    start = serve.records()[0].start
+    with (
+        pytest.raises(RolloutError, match=r"is used by the run .*/run; wait for its end"),
+        trainer(tmp_path, run="another", **settings),
+    ):
+        pass
+    with trainer(tmp_path, **settings) as resumed:
+        assert serve.records()[0].start != start
+        assert resumed.version == INITIAL_VERSION and not resumed.needs_weights
+        resumed.update_weights([], version=5)  # half an update would refuse another one
+        assert {r.policy_version for r in resumed.generate(PROMPTS, SAMPLING, seed=7)} == {5}
+
+
+@pytest.mark.full
+def test_serving_ends_when_no_server_can_be_kept(serving: Callable[..., Serving], tmp_path: Path) -> None:
+    serve = serving(servers=2, ready_seconds=0.01)
+    assert serve.process.wait(60) == 1
+    assert "inference server 0 is lost" in serve.log.read_text() and "was not ready after 0.01 s" in serve.log.read_text()
+    assert serve.records() == []
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A folder, and the URL of a server with KEY that nobody keeps."""
+    folder = tmp_path_factory.mktemp("one")
+    server = LocalServer("it", ScriptedApi(), ServerConfig(), launch_of(folder, host="127.0.0.2"), folder / "log", KEY)
+    server.launch()
+    assert server.process is not None and server._address is not None
+    server.process.wait_ready()
+    yield folder, server._address.url
+    server.stop()
+    server.forget()
+
+
+@pytest.mark.slow
+def test_weights_of_another_run_are_never_taken_for_the_first_ones(
+    one: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, url = one
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    with trainer(folder, urls=[url]) as earlier:
+        assert {r.policy_version for r in earlier.generate(PROMPTS[:2], SAMPLING, seed=0)} == {INITIAL_VERSION}
+        earlier.update_weights([], version=0)
+    with trainer(folder, urls=[url]) as later:
+        assert later._members[0].endpoint.version == UNKNOWN_VERSION and later.needs_weights
+        later.update_weights([], version=0)  # the same number, other weights
+        assert not later.needs_weights
+        assert {r.policy_version for r in later.generate(PROMPTS[:2], SAMPLING, seed=0)} == {0}
+    with (
+        trainer(folder, urls=[url], only=True) as sampler,
+        pytest.raises(RolloutError, match=r"rollout\.only=true samples with the weights of model\.path, and .* serves others"),
+    ):
+        sampler.generate(PROMPTS[:1], SAMPLING, seed=0)
+
+
+@pytest.mark.slow
+def test_a_server_is_taken_from_the_rendezvous_and_given_back(
+    one: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By one of two that look for it, and by no other run."""
+    folder, url = one
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    rendezvous, record = Rendezvous(tmp_path), record_of(folder, url)
+    rendezvous.publish(record)
+    with trainer(folder, servers=2, ready_seconds=3, rendezvous=str(tmp_path)) as fleet:
+        assert [member.up for member in fleet._members].count(True) == 1
+        fleet.update_weights([], version=8)
+        assert {r.policy_version for r in fleet.generate(PROMPTS[:2], SAMPLING, seed=0)} == {8}
+        with (
+            pytest.raises(RolloutError, match=r"is used by the run .*/run; wait for its end"),
+            trainer(folder, run="another", rendezvous=str(tmp_path)),
+        ):
+            pass
+        assert rendezvous.ended(record) is None
+    assert "its run is over" in str(rendezvous.ended(record))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"engine": "sglang"}, r"it is sglang, and rollout\.engine=vllm"),
+        ({"model": "0" * 64}, r"its model's config\.json is not that of model\.path="),
+        ({"precision": "bf16"}, r"it serves bf16, and rollout\.server\.precision or model\.precision is fp32"),
+        ({"tp": 2}, r"it has 2 tensor-parallel ranks, and rollout\.server\.tp=1"),
+    ],
+)
+def test_a_server_of_another_kind_is_refused_by_name(
+    one: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: dict[str, Any], complaint: str
+) -> None:
+    folder, url = one
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    Rendezvous(tmp_path).publish(record_of(folder, url, **change))
+    with (
+        pytest.raises(RolloutError, match=rf"{url} \(of pid 7 on there, log there\.log\): {complaint}"),
+        trainer(folder, rendezvous=str(tmp_path)),
+    ):
+        pass
+
+
+@pytest.mark.slow
+def test_what_a_fleet_of_others_cannot_do_without(
+    one: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder, url = one
+    with pytest.raises(ConfigError, match=f"{KEY_VARIABLE} is not set"), trainer(folder, urls=[url]):
+        pass
+    monkeypatch.setenv(KEY_VARIABLE, KEY + "-and-more")
+    with pytest.raises(RolloutError, match=rf"{url}\) answered /about with 401: no key"), trainer(folder, urls=[url]):
+        pass
+    with (
+        pytest.raises(RolloutError, match=r"did not answer /health with 200 within 1 s"),
+        trainer(folder, urls=["http://127.0.0.2:9"], ready_seconds=1),
+    ):
+        pass
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    Rendezvous(tmp_path).publish(record_of(folder, "http://127.0.0.2:9"))
+    with (
+        pytest.raises(RolloutError, match=r"no free server in .* within 1 s; .*: http://127\.0\.0\.2:9"),
+        trainer(folder, rendezvous=str(tmp_path), ready_seconds=1),
+    ):
+        pass
+    cfg = RolloutConfig(server=ServerConfig(urls=[url]))
+    with engines.build_engine(cfg, launch_of(folder, max_model_len=65), folder / "log") as fleet:
+        fleet.start()
+        with pytest.raises(RolloutError, match=r"takes sequences of 64 tokens, and .* = 65; start it for that many"):
+            fleet.wait_ready()
+
+
+def test_all_who_make_a_key_at_once_get_the_same(tmp_path: Path) -> None:
+    made: list[str] = []
+    makers = [threading.Thread(target=lambda: made.append(Rendezvous(tmp_path).make_key())) for _ in range(16)]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join()
+    assert len(made) == 16 and len(set(made)) == 1 and Rendezvous(tmp_path).key() == made[0]
+    assert [path.name for path in tmp_path.iterdir()] == [KEY_FILE]
+    tmp_path.chmod(0o770)
+    with pytest.raises(ConfigError, match="others can write in it"):
+        Rendezvous(tmp_path).create()
+    (tmp_path / KEY_FILE).chmod(0o640)
+    with pytest.raises(ConfigError, match="others can read the servers' key"):
+        Rendezvous(tmp_path).key()
+
+
+@pytest.mark.parametrize("bad", ["", "short", "with a space in the middle", "not-ascii-enough-ü"])
+def test_a_key_that_protects_nothing_is_refused(bad: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, bad)
+    with pytest.raises(ConfigError, match=KEY_VARIABLE):
+        Rendezvous(tmp_path).make_key()
+
+
+def test_no_server_starts_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tepo_megatron.rollout.vllm_auth import API_KEY_VARIABLE, RequireKey
+
+    for key in (None, ""):
+        monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+        if key is not None:
+            monkeypatch.setenv(API_KEY_VARIABLE, key)
+        with pytest.raises(RuntimeError, match="without a key"):
+            RequireKey(None)  # type: ignore[arg-type]
+        env = dict(os.environ) | ({} if key is None else {"TEPO_SGLANG_KEY": key})
+        command = [sys.executable, "-P", "-m", "tepo_megatron.rollout.sglang_server", "--host", "0.0.0.0"]
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 1 and "without a key" in ended.stderr
+
+
+def test_a_start_is_taken_once_and_forgotten_with_its_server(tmp_path: Path) -> None:
+    rendezvous, record = Rendezvous(tmp_path), record_of(tmp_path, "http://127.0.0.2:9")
+    rendezvous.publish(record)
+    assert rendezvous.records() == [record]
+    assert rendezvous.take(record, "a") is None and rendezvous.take(record, "b") == "a"
+    assert rendezvous.ended(record) is None
+    rendezvous.end(record, "why")
+    assert rendezvous.ended(record) == "why"
+    again = dataclasses.replace(record, start="1")
+    rendezvous.publish(again)
+    assert rendezvous.records() == [again] and rendezvous.take(again, "b") is None and rendezvous.ended(again) is None
+    rendezvous.withdraw(again)
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}
+    (tmp_path / "x.json").write_text('{"engine": 1}')
+    with pytest.raises(RolloutError, match=r"x\.json: not the record of a server"):
+        rendezvous.records()
+
+
+def test_addresses() -> None:
+    assert url_of("0.0.0.0", 80) == "http://127.0.0.1:80" and url_of("::", 80) == "http://[::1]:80"
+    assert url_of("10.0.0.1", 80) == "http://10.0.0.1:80" and url_of("fd00::2", 80) == "http://[fd00::2]:80"
+
+
+def config(**server: Any) -> Config:
+    sync = {"folder": server.pop("folder", None)}
+    rollout = {name: server.pop(name) for name in ("servers", "only") if name in server} | {"server": server}
+    return validate({"name": "a", "model": {"path": "m"}, "data": {"train": "t"}, "sync": sync, "rollout": rollout})
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "node-7.cluster", "[fd00::2]"])
+def test_weights_must_reach_the_servers(host: str) -> None:
+    for server in ({"urls": [f"http://{host}:80"]}, {"rendezvous": "r"}):
+        with pytest.raises(ConfigError, match=r"sync\.folder is not set"):
+            config(**server)
+        assert config(**server, folder="f").rollout.server.remote
+        assert config(**server, only=True).rollout.server.remote
+    for here in ("127.0.0.1", "127.0.0.2", "localhost", "[::1]"):
+        assert not config(urls=[f"https://{here}:80"]).rollout.server.remote
+
+
+@pytest.mark.parametrize(
+    ("server", "complaint"),
+    [
+        ({"urls": ["http://localhost:1"], "rendezvous": "r"}, "two ways to find the same servers"),
+        ({"urls": ["localhost:1"]}, r"is not http\(s\)://HOST:PORT"),
+        ({"urls": ["http://user:secret@localhost:1"]}, r"is not http\(s\)://HOST:PORT"),
+        ({"urls": ["http://localhost:1/v1"]}, r"is not http\(s\)://HOST:PORT"),
+        ({"urls": ["http://localhost:1"] * 2, "servers": 2}, "names one twice"),
+        ({"urls": ["http://localhost:1", "http://localhost:2"]}, r"names 2 servers, not servers=1"),
+    ],
+)
+def test_urls_that_are_none(server: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        config(**server)
