@@ -114,6 +114,8 @@ class RolloutConfig:
     # steps by which the weights that sampled a rollout may be older than those that learn from it; 0: training and sampling
     # take turns; 1: the next step's rollouts are sampled meanwhile (objective.correction weighs the difference)
     max_staleness: Annotated[int, Field(ge=0, le=1, strict=True)] = 0
+    # trainer and engine share the devices: while one works, the other has released what it can (`colocation.py`)
+    colocate: bool = False
     prompts_per_step: Positive = 64
     samples_per_prompt: Annotated[int, Field(ge=2, strict=True)] = 8  # advantages are relative to the group
     # scales actor, old and rollout log-probs alike; vLLM raises smaller ones to 0.01 without a word
@@ -138,8 +140,20 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if self.min_servers > self.servers:
             raise ValueError(f"min_servers={self.min_servers} exceeds servers={self.servers}; lower it or start more")
+        if self.colocate:
+            self._check_colocation()
         if self.servers > 1 and self.server.port:
             raise ValueError(f"server.port={self.server.port} can be that of one server, not of {self.servers}; set it to 0")
+
+    def _check_colocation(self) -> None:
+        if self.max_staleness:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} samples while training goes on, and with colocate=true they take turns; "
+                "set max_staleness to 0, or colocate to false"
+            )
+        if self.replay is not None or self.only:
+            one = "only=true trains nothing" if self.only else f"replay={self.replay} starts no engine"
+            raise ValueError(f"colocate=true has trainer and engine take turns, and {one}; remove one of them")
 
 
 @config
@@ -283,10 +297,12 @@ class LoggingConfig:
     """metrics.jsonl and log.txt are always written.
 
     noise_floor_every: steps between measurements of the rounding noise in dH, each of which repeats the old pass under another
-    packing; the first is at step 1; 0: never.
+    packing; the first is at step 1; 0: never. memory: record what ranks and servers hold at the end of each phase, as
+    rollout.colocate does by itself.
     """
 
     noise_floor_every: NonNegative = 20
+    memory: bool = False
     tensorboard: bool = False
     wandb_project: str | None = None
 

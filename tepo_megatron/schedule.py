@@ -3,6 +3,9 @@
                      | while step s is trained          | its rollouts were sampled by
 max_staleness: 0     | the engine waits                 | the weights of step s - 1, those that training starts from
 max_staleness: 1     | the rollouts of s + 1 are sampled | the weights of step s - 2
+
+Where trainer and engine share their devices (rollout.colocate) the engine sleeps while a step is trained, and wakes when
+something is to be sampled: what lies between, a checkpoint for one, finds the trainer as training left it.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.beside import Nothing
+from tepo_megatron.colocation import Apart
 from tepo_megatron.config import Config
 from tepo_megatron.driver import Driver
+from tepo_megatron.memory_report import MemoryReport
 from tepo_megatron.metrics import Metrics
 from tepo_megatron.parallel import Groups
 from tepo_megatron.timing import Clock
@@ -25,46 +30,71 @@ from tepo_megatron.weights.sync import NoSync, WeightSync
 class Schedule:
     """The rollout side of the loop, the same calls on every rank. first: the step whose weights the actor has at the start."""
 
-    def __init__(self, cfg: Config, driver: Driver, sync: WeightSync | NoSync, groups: Groups, first: int) -> None:
-        self._driver, self._sync, self._groups = driver, sync, groups
+    def __init__(
+        self,
+        cfg: Config,
+        driver: Driver,
+        sync: WeightSync | NoSync,
+        groups: Groups,
+        first: int,
+        turns: Apart,
+        memory: MemoryReport,
+    ) -> None:
+        self._driver, self._sync, self._groups, self._turns, self._memory = driver, sync, groups, turns, memory
         self._ahead, self._last = cfg.rollout.max_staleness > 0, cfg.training.steps
-        self._evaluate_every = cfg.evaluation.every
+        self._evaluates, self._evaluate_every = cfg.data.eval is not None, cfg.evaluation.every
         self._next: tuple[Nothing, Clock] | None = None  # rollouts that are being sampled ahead
-        self._trained = self._version = first  # of the actor's weights, and of those that are served
-        sync.push(version=first)
+        self._trained = first  # the version of the actor's weights
+        self._version: int | None = None  # of those that are served
+        if not turns.shared:
+            self._serve(Clock())
         if first == 0:
             self.evaluate(0)
 
     def take(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
         """The graded rollouts to train on in `step`, and their metrics."""
+        if self._next is None:
+            self._serve(clock)
         with clock.phase("wait"):
             working, sampling = self._next or self._begin(step)
             taken: tuple[list[Rollout], Metrics] = self._wait(working)
         clock.seconds |= sampling.seconds
         self._next = None
+        self._memory.end_phase("generate")
+        with clock.phase("sync"):
+            self.train()
         if self._ahead:
-            self.give(step - 1, clock)
+            self._give(step - 1, clock)
             with clock.paused():
                 self.evaluate_if_due(step - 1)
             if step < self._last:
                 self._next = self._begin(step + 1)
         return taken
 
+    def train(self) -> None:
+        """Have the actor ready to be trained, saved and exported."""
+        self._turns.train()
+        self._memory.begin_phase()
+
     def give(self, step: int, clock: Clock) -> None:
-        """Have the weights of `step`, the actor's, served: at once, or, while rollouts are sampled ahead, after those."""
-        self._trained = step
-        if self._next is None and self._version != step:
-            with clock.phase("sync"):
-                self._push()
+        """Have the weights of `step`, the actor's, served: at once; while rollouts are sampled ahead, after those; where
+        trainer and engine share their devices, when something is to be sampled with them.
+        """
+        self._memory.end_phase("train")
+        self._give(step, clock)
 
     def evaluate_if_due(self, step: int) -> None:
         """Evaluate the weights of `step`, if they are served and it is time; the last ones are evaluated in the end."""
         due = self._evaluate_every > 0 and step % self._evaluate_every == 0
-        if due and 0 < step < self._last and self._version == step:
+        served = self._trained if self._turns.shared else self._version
+        if due and 0 < step < self._last and served == step:
             self.evaluate(step)
 
     def evaluate(self, step: int) -> None:
-        """Evaluate the weights that are served, those of `step`."""
+        """Evaluate the weights that are served, those of `step`, on the held-out problems if there are any."""
+        if not self._evaluates:
+            return
+        self._serve(Clock())
         self._wait(self._driver.beside(lambda: self._driver.evaluate(step)))
 
     def _begin(self, step: int) -> tuple[Nothing, Clock]:
@@ -81,7 +111,19 @@ class Schedule:
             weights_wanted, made = share(working.wait(), self._groups)
             if not weights_wanted:
                 return made
-            self._push()
+            self._turns.repair(self._push)
+
+    def _give(self, step: int, clock: Clock) -> None:
+        self._trained = step
+        if self._next is None and not self._turns.shared:
+            self._serve(clock)
+
+    def _serve(self, clock: Clock) -> None:
+        """Have the actor's weights served, unless they are."""
+        if self._turns.engine_sleeps or self._version != self._trained:
+            with clock.phase("sync"):
+                self._turns.generate(self._push)
+            self._memory.begin_phase()
 
     def _push(self) -> None:
         self._sync.push(version=self._trained)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.rollout.engine import INITIAL_VERSION, Launch, Send, StaleWeights
+from tepo_megatron.rollout.engine import INITIAL_VERSION, EnginePart, Launch, Send, StaleWeights
 from tepo_megatron.rollout.samples import checked_rollout, parsed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -28,17 +28,20 @@ KEY = "TEPO_SCRIPTED_KEY"
 
 class Handler(BaseHTTPRequestHandler):
     """behaviour: errors (answers with 500 to come), slow (seconds of an answer), loading (seconds of a load), refuse or die (in
-    the next update; at: in which of its requests). loaded: names of the files of the last update.
+    the next update or change of sleep; at: in which of its requests). loaded: names of the files of the last update. asleep:
+    what it has released; like SGLang it dies of being told twice, or while it samples.
     """
 
     version = INITIAL_VERSION
     loading: ClassVar[Any] = None  # names, in an update
     loaded: ClassVar[Any] = None
+    asleep: ClassVar[list[str]] = []
+    sampling: ClassVar[int] = 0
     behaviour: ClassVar[dict[str, Any]] = {}
     lock = threading.Lock()
 
     def do_GET(self) -> None:
-        self.answer(200, {"version": Handler.version, "loaded": Handler.loaded})
+        self.answer(200, {"version": Handler.version, "loaded": Handler.loaded, "asleep": Handler.asleep})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -49,6 +52,8 @@ class Handler(BaseHTTPRequestHandler):
             if "version" in body:
                 Handler.version = body["version"]
             return self.answer(200, {})
+        if self.path in ("/sleep", "/wake/weights", "/wake/kv_cache"):
+            return self.rest()
         if self.path in ("/begin", "/load", "/update"):
             return self.update(body)
         with Handler.lock:
@@ -58,18 +63,43 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(500, {"message": "out of order"})
         if body["max_tokens"] > 100:
             return self.answer(400, {"message": "max_tokens is too large"})
+        with Handler.lock:
+            Handler.sampling += 1
         time.sleep(Handler.behaviour.get("slow", 0.0))
+        with Handler.lock:
+            Handler.sampling -= 1
+        if Handler.asleep:
+            os._exit(4)
         chance = random.Random(f"{body['seed']}/{body['prompt']}")
         samples = [[chance.randrange(3, 60) for _ in range(body["max_tokens"])] for _ in range(body["samples"])]
         return self.answer(200, {"samples": samples, "version": Handler.version})
 
-    def update(self, body: dict[str, Any]) -> None:
-        """Begun, loaded, or finished; each only when it is its turn."""
+    def rest(self) -> None:
+        """Sleep, or wake in part."""
+        if self.fails("cannot do that"):
+            return
+        part = self.path.rpartition("/")[2]
+        if Handler.sampling or (part == "sleep") == bool(Handler.asleep) or (part != "sleep" and part != Handler.asleep[0]):
+            os._exit(4)
+        Handler.asleep = ["weights", "kv_cache"] if part == "sleep" else Handler.asleep[1:]
+        self.answer(200, {})
+
+    def fails(self, why: str) -> bool:
+        """Whether it was told to refuse or to die of this request, and does."""
         if self.path == Handler.behaviour.get("at", "/update"):
             if Handler.behaviour.pop("refuse", False):
-                return self.answer(500, {"message": "cannot load these"})
+                self.answer(500, {"message": why})
+                return True
             if Handler.behaviour.pop("die", False):
                 os._exit(3)
+        return False
+
+    def update(self, body: dict[str, Any]) -> None:
+        """Begun, loaded, or finished; each only when it is its turn."""
+        if self.fails("cannot load these"):
+            return
+        if Handler.asleep[:1] == ["weights"]:
+            os._exit(4)
         if (Handler.loading is None) != (self.path == "/begin"):
             return self.answer(500, {"message": "out of turn"})
         if self.path == "/begin":
@@ -84,6 +114,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, status: int, content: Any) -> None:
         data = json.dumps(content).encode()
         self.send_response(status)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -124,6 +155,12 @@ class ScriptedApi:
 
     async def finish_update(self, send: Send, version: int) -> None:
         await send("POST", "/update", {"version": version})
+
+    async def sleep(self, send: Send) -> None:
+        await send("POST", "/sleep", {})
+
+    async def wake(self, send: Send, part: EnginePart) -> None:
+        await send("POST", f"/wake/{part}", {})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,15 @@ from pathlib import Path
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.rollout.client import Client, RequestFailed
-from tepo_megatron.rollout.engine import INITIAL_VERSION, EngineApi, Launch, Send
+from tepo_megatron.rollout.engine import (
+    DISCARDED_VERSION,
+    ENGINE_PARTS,
+    INITIAL_VERSION,
+    EngineApi,
+    EnginePart,
+    Launch,
+    Send,
+)
 from tepo_megatron.rollout.served_model import without_generation_config
 from tepo_megatron.rollout.server import LOOPBACK, ServerProcess, choose_port
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -34,6 +42,7 @@ class Endpoint:
         self.version = INITIAL_VERSION
         self._coming = INITIAL_VERSION  # the version of the update under way
         self.in_flight = 0  # requests
+        self.asleep: frozenset[EnginePart] = frozenset()  # what it has released
         self.process: ServerProcess | None = None
         self.client: Client | None = None
         self._served_model: tempfile.TemporaryDirectory[str] | None = None
@@ -54,7 +63,7 @@ class Endpoint:
             name=self.name,
         )
         process.start()
-        self.process, self.version = process, INITIAL_VERSION
+        self.process, self.version, self.asleep = process, INITIAL_VERSION, frozenset()
         cfg = self._cfg
         self.client = Client(url, key, request_seconds=cfg.request_seconds, silent_seconds=cfg.silent_seconds)
 
@@ -100,6 +109,24 @@ class Endpoint:
                 raise SyncError(f"weights of version {self._coming}: {self.name} {e.what}") from None
             raise
 
+    async def sleep(self) -> None:
+        """Release weights and KV cache. Raises (as `wake`) RequestFailed, and RolloutError for an answer that is not what was
+        asked for; what memory it holds is not known then.
+        """
+        _, client = self._running()
+        await client.rest()
+        self.version = DISCARDED_VERSION
+        await self.api.sleep(client.send)
+        self.asleep = frozenset(ENGINE_PARTS)
+
+    async def wake(self, part: EnginePart) -> None:
+        """Take the memory of `part` again."""
+        _, client = self._running()
+        await self.api.wake(client.send, part)
+        self.asleep -= {part}
+        if not self.asleep:
+            client.rise()
+
     async def failure(self, what: str) -> RolloutError:
         """An error that says `what` the server did, whether it died of it, and how its log ends."""
         process, _ = self._running()
@@ -110,6 +137,11 @@ class Endpoint:
     def running(self) -> bool:
         """Whether its first process lives."""
         return self.process is not None and self.process.running
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of its processes, in host memory."""
+        return 0 if self.process is None else self.process.resident_bytes
 
     def stop(self) -> None:
         """End the server and its processes, bounded in time. May be called again, and before `launch`; from any thread."""

@@ -15,6 +15,11 @@ from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 # The version of an engine that still serves the weights of its model directory.
 INITIAL_VERSION = -1
+# The version of a server that slept: its weights are gone, and it serves nothing until it is given others.
+DISCARDED_VERSION = -2
+# What a sleeping engine releases, in the order in which it is woken.
+EnginePart = Literal["weights", "kv_cache"]
+ENGINE_PARTS: tuple[EnginePart, ...] = ("weights", "kv_cache")
 
 
 class StaleWeights(RolloutError):
@@ -98,6 +103,23 @@ class RolloutEngine(Protocol):
         """Whether part of the engine waits for the weights of `version`, to be given by another update."""
         ...
 
+    def sleep(self) -> None:
+        """Release weights and KV cache, once no request is under way. Returns when the memory is free.
+
+        Raises RolloutError, as `wake` does: for an engine that is not awake, and when too few servers are left.
+        """
+        ...
+
+    def wake(self, part: EnginePart) -> None:
+        """Take the memory of `part` again: first of the weights, whose values are gone and which an update gives anew, then of
+        the KV cache, after which the engine serves.
+        """
+        ...
+
+    def resident_bytes(self) -> int:
+        """Host memory of the engine's processes: the sum of their resident sets."""
+        ...
+
     def take_events(self) -> list[str]:
         """What the user should know of what happened since the last call, a line or more each."""
         ...
@@ -117,7 +139,7 @@ class Launch:
 
     model_path: Hugging Face directory that it loads first; max_model_len: prompt and response tokens of a sequence at most;
     precision: of the served weights; seed: of the server (each request brings its own); first_device: of the GPUs that this
-    process sees, the first one that the server takes.
+    process sees, the first one that the server takes; sleeps: the server will be told to sleep.
     """
 
     model_path: Path
@@ -126,6 +148,7 @@ class Launch:
     precision: Precision
     seed: int
     first_device: int = 0
+    sleeps: bool = False
 
 
 # (method, path, JSON body) -> JSON answer; raises client.RequestFailed
@@ -163,4 +186,12 @@ class EngineApi(Protocol):
 
     async def finish_update(self, send: Send, version: int) -> None:
         """Serve what was loaded and drop every cache of the old weights. Raises SyncError when it serves others."""
+        ...
+
+    async def sleep(self, send: Send) -> None:
+        """Release weights and KV cache of an idle, awake server. Raises RolloutError for an answer that says otherwise."""
+        ...
+
+    async def wake(self, send: Send, part: EnginePart) -> None:
+        """Take the memory of `part` again, once after each `sleep`; with the KV cache's it serves. Raises as that."""
         ...
