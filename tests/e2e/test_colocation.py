@@ -19,6 +19,8 @@ RUN: dict[str, Any] = {
     "optimizer__warmup_steps": 0, "optimizer__lr": "1e-3", "evaluation__every": 2, "evaluation__max_problems": 4,
     "rollout__server__kv_cache_gib": 0.25, "rollout__oversample": 1.5,
 }  # fmt: skip
+# what the server's log says of five turns: each return of the KV cache; each flush, two to go to sleep and one of an update
+TOLD = {"vllm": ("wake up the engine with tags: ['kv_cache']", 5), "sglang": ("Cache flushed successfully!", 15)}
 MEASURED = ("actor/grad_norm", "loss/total", "actor/entropy", "rollout/logprob_diff_max", "loss/kl")
 
 
@@ -34,8 +36,8 @@ def test_a_run_in_turns_learns_what_the_same_rollouts_teach_without_them(
     tmp_path: Path,
     engine: str,
 ) -> None:
-    """The rollouts are recorded and learned from again with neither engine nor turns: each update and weight is the same, to the
-    last bit. Sampling ends with the last group that is wanted, so that the engine is put to sleep in the middle of others.
+    """The rollouts are recorded and learned from again with neither engine nor turns: each update and weight is the same, to
+    the last bit. Sampling ends with the last group that is wanted, so that the engine is put to sleep in the middle of others.
     """
     runs = tmp_path / "runs"
     turns = RUN | {"rollout__colocate": "true", "rollout__record": "true", "checkpoint__every": 2, "rollout__engine": engine}
@@ -53,4 +55,7 @@ def test_a_run_in_turns_learns_what_the_same_rollouts_teach_without_them(
     first, last = weights(runs / "turns"), weights(runs / "apart")
     assert first.keys() == last.keys() and all(torch.equal(first[name], last[name]) for name in first)
     assert output.count("accuracy at step") == 3 and "is started again" not in output
+    # it sampled for step 0's evaluation and step 1, for step 2, for its evaluation, before a checkpoint, for step 3, and last
+    log, (line, times) = (runs / "turns/server.log").read_text(), TOLD[engine]
+    assert log.count(line) == times
     assert "memory, GiB" in output and (runs / "turns/checkpoints/step-00000002").exists()
