@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.test_resume import finished, model  # noqa: F401
+from tests.e2e.test_resume import model  # noqa: F401
 from tests.parallel.resume_worlds import weights
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
@@ -22,6 +22,13 @@ RUN: dict[str, Any] = {
 # what the server's log says of five turns: each return of the KV cache; each flush, two to go to sleep and one of an update
 TOLD = {"vllm": ("wake up the engine with tags: ['kv_cache']", 5), "sglang": ("Cache flushed successfully!", 15)}
 MEASURED = ("actor/grad_norm", "loss/total", "actor/entropy", "rollout/logprob_diff_max", "loss/kl")
+
+
+def finished(command: Any) -> str:
+    assert command.wait(300) == 0, command.output
+    command.assert_nothing_left()
+    output: str = command.output
+    return output
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -57,5 +64,5 @@ def test_a_run_in_turns_learns_what_the_same_rollouts_teach_without_them(
     assert output.count("accuracy at step") == 3 and "is started again" not in output
     # it sampled for step 0's evaluation and step 1, for step 2, for its evaluation, before a checkpoint, for step 3, and last
     log, (line, times) = (runs / "turns/server.log").read_text(), TOLD[engine]
-    assert log.count(line) == times
+    assert log.count(line) == times, log
     assert "memory, GiB" in output and (runs / "turns/checkpoints/step-00000002").exists()
