@@ -138,6 +138,8 @@ class RolloutConfig:
     # responses that are under way when new weights are there; finish: they are waited for; continue: each goes on at once under
     # the new weights, those that oversample leaves over too; restart: their groups are sampled anew
     in_flight: Literal["finish", "continue", "restart"] = "finish"
+    # trainer and engine share the devices: while one works, the other has released what it can (`colocation.py`)
+    colocate: bool = False
     prompts_per_step: Positive = 64
     samples_per_prompt: Annotated[int, Field(ge=2, strict=True)] = 8  # advantages are relative to the group
     # scales actor, old and rollout log-probs alike; vLLM raises smaller ones to 0.01 without a word
@@ -163,6 +165,8 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if self.min_servers > self.servers:
             raise ValueError(f"min_servers={self.min_servers} exceeds servers={self.servers}; lower it or start more")
+        if self.colocate:
+            self._check_colocation()
         if self.servers > 1 and self.server.port:
             raise ValueError(f"server.port={self.server.port} can be that of one server, not of {self.servers}; set it to 0")
         if self.in_flight != "finish" and self.max_staleness == 0:
@@ -174,6 +178,21 @@ class RolloutConfig:
             raise ValueError(
                 f"server.urls names {len(self.server.urls)} servers, not servers={self.servers}; set that to their number"
             )
+
+    def _check_colocation(self) -> None:
+        if self.max_staleness:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} samples while training goes on, and with colocate=true they take turns; "
+                "set max_staleness to 0, or colocate to false"
+            )
+        if self.server.remote:
+            raise ValueError(
+                "colocate=true shares this machine's devices, and server.urls or server.rendezvous name servers that others "
+                "started; remove one of them"
+            )
+        if self.replay is not None or self.only:
+            one = "only=true trains nothing" if self.only else f"replay={self.replay} starts no engine"
+            raise ValueError(f"colocate=true has trainer and engine take turns, and {one}; remove one of them")
 
 
 @config
@@ -328,10 +347,12 @@ class LoggingConfig:
     """metrics.jsonl and log.txt are always written.
 
     noise_floor_every: steps between measurements of the rounding noise in dH, each of which repeats the old pass under another
-    packing; the first is at step 1; 0: never.
+    packing; the first is at step 1; 0: never. memory: record what ranks and servers hold at the end of each phase, as
+    rollout.colocate does by itself.
     """
 
     noise_floor_every: NonNegative = 20
+    memory: bool = False
     tensorboard: bool = False
     wandb_project: str | None = None
 

@@ -110,6 +110,17 @@ class Driver:
         """The engine, once it serves."""
         return None
 
+    @property
+    def engine(self) -> RolloutEngine | None:
+        """The engine, in whatever state; None on other ranks, and where there is none."""
+        return None
+
+    def engine_to_sleep(self) -> None:
+        """Wait until the engine serves and put it to sleep: the actor, built next, finds its memory free."""
+
+    def tell(self, text: str) -> None:
+        """A message to the user."""
+
     def beside(self, work: Callable[[], Any]) -> Nothing:
         """Begin work that needs the engine; this thread goes on."""
         return Nothing()
@@ -156,8 +167,22 @@ class MainDriver(Driver):
         # one thread for all: processes that it starts (graders) are told to end when it ends
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
 
+    @property
+    def engine(self) -> RolloutEngine | None:
+        return None if isinstance(self._source, Replay) else self._source.engine
+
+    def engine_to_sleep(self) -> None:
+        assert self.engine is not None, "the config allows colocation with an engine only"
+        waiting = Clock()
+        self.engine.wait_ready()
+        self.engine.sleep()
+        self._log.message(f"{self._cfg.rollout.engine} ready after {waiting.total:.0f} s; it sleeps while the actor is built")
+
+    def tell(self, text: str) -> None:
+        self._log.message(text)
+
     def beside(self, work: Callable[[], Any]) -> Beside:
-        engine = None if isinstance(self._source, Replay) else self._source.engine
+        engine = self.engine
         return Beside(self._thread.submit(work), lambda: engine is not None and engine.needs_weights)
 
     def engine_when_ready(self) -> RolloutEngine | None:

@@ -7,6 +7,9 @@ Rollouts of step t are begun once weights of version t - 1 - max_staleness or ne
     1, finish                | between the rollouts of 2 steps  | t - 2 (the first: 0)
     k, finish                | when nothing is being sampled    | t - 1 - k or newer, as time has it
     k, continue or restart   | after every step                 | t - 1 - k or newer, as time has it
+
+Where trainer and engine share their devices (rollout.colocate) the engine sleeps while a step is trained, and wakes when
+something is to be sampled: what lies between, a checkpoint for one, finds the trainer as training left it.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.beside import Nothing
+from tepo_megatron.colocation import Apart
 from tepo_megatron.config import Config
 from tepo_megatron.driver import Driver
+from tepo_megatron.memory_report import MemoryReport
 from tepo_megatron.metrics import Metrics
 from tepo_megatron.parallel import Groups
 from tepo_megatron.timing import Clock
@@ -33,25 +38,40 @@ class Schedule:
     """The rollout side of the loop, the same calls on every rank. first: the step whose weights the actor has at the start."""
 
     def __init__(
-        self, cfg: Config, driver: Driver, sync: WeightSync | BroadcastSync | NoSync, groups: Groups, first: int
+        self,
+        cfg: Config,
+        driver: Driver,
+        sync: WeightSync | BroadcastSync | NoSync,
+        groups: Groups,
+        first: int,
+        turns: Apart,
+        memory: MemoryReport,
     ) -> None:
-        self._driver, self._sync, self._groups = driver, sync, groups
+        self._driver, self._sync, self._groups, self._turns, self._memory = driver, sync, groups, turns, memory
         self._staleness, self._interrupts = cfg.rollout.max_staleness, cfg.rollout.in_flight != "finish"
-        self._last, self._evaluate_every = cfg.training.steps, cfg.evaluation.every
+        self._evaluates, self._evaluate_every = cfg.data.eval is not None, cfg.evaluation.every
+        self._last = cfg.training.steps
         self._ahead: deque[tuple[Nothing, Clock]] = deque()  # the rollouts of steps to come, done or not
         self._begun = first  # the last step whose rollouts were begun
-        self._trained = self._version = first  # of the actor's weights, and of those that are served
-        sync.push(version=first)
+        self._trained = first  # the version of the actor's weights
+        self._version: int | None = None  # of those that are served
+        if not turns.shared:
+            self._serve(Clock())
         if first == 0:
             self.evaluate(0)
 
     def take(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
         """The graded rollouts to train on in `step`, and their metrics."""
+        if not self._ahead:
+            self._serve(clock)
         self._begin_what_may_be()
         with clock.phase("wait"):
             working, sampling = self._ahead.popleft()
             taken: tuple[list[Rollout], Metrics] = self._wait(working)
         clock.seconds |= sampling.seconds
+        self._memory.end_phase("generate")
+        with clock.phase("sync"):
+            self.train()
         if self._staleness:
             if not share(any(not working.done for working, _ in self._ahead), self._groups):
                 self._serve(clock)
@@ -60,10 +80,18 @@ class Schedule:
             self._begin_what_may_be()
         return taken
 
+    def train(self) -> None:
+        """Have the actor ready to be trained, saved and exported."""
+        self._turns.train()
+        self._memory.begin_phase()
+
     def give(self, step: int, clock: Clock) -> None:
-        """Have the weights of `step`, the actor's, served: at once, or when nothing is sampled that they must wait for."""
+        """Have the weights of `step`, the actor's, served: at once, or when nothing is sampled that they must wait for; where
+        trainer and engine share their devices, when something is to be sampled with them.
+        """
+        self._memory.end_phase("train")
         self._trained = step
-        if self._interrupts or not self._ahead:
+        if not self._turns.shared and (self._interrupts or not self._ahead):
             self._serve(clock)
 
     def evaluate_if_due(self, step: int) -> None:
@@ -71,15 +99,20 @@ class Schedule:
         evaluated in the end.
         """
         due = self._evaluate_every > 0 and step % self._evaluate_every == 0
-        if due and 0 < step < self._last and self._version == step:
+        served = self._trained if self._turns.shared else self._version
+        if due and 0 < step < self._last and served == step:
             self.evaluate(step)
 
     def evaluate(self, step: int) -> None:
-        """Evaluate the weights that are served, those of `step`."""
+        """Evaluate the weights that are served, those of `step`, on the held-out problems if there are any."""
+        if not self._evaluates:
+            return
+        self._serve(Clock())
         self._wait(self._driver.beside(lambda: self._driver.evaluate(step)))
 
     def _begin_what_may_be(self) -> None:
         """Have rollouts sampled as far ahead as the weights that are served may be used."""
+        assert self._version is not None
         while self._begun < min(self._last, self._version + 1 + self._staleness):
             self._begun += 1
             sampling = Clock()
@@ -97,12 +130,14 @@ class Schedule:
             weights_wanted, made = share(working.wait(), self._groups)
             if not weights_wanted:
                 return made
-            self._push()
+            self._turns.repair(self._push)
 
     def _serve(self, clock: Clock) -> None:
-        if self._version != self._trained:
+        """Have the actor's weights served, unless they are."""
+        if self._turns.engine_sleeps or self._version != self._trained:
             with clock.phase("sync"):
-                self._push()
+                self._turns.generate(self._push)
+            self._memory.begin_phase()
 
     def _push(self) -> None:
         self._sync.push(version=self._trained)

@@ -39,6 +39,7 @@ class StepLog:
         self._ratios: list[Tensor] = []
         self._histograms: dict[str, Tensor] = {}
         self._trained_tokens = 0
+        self._memory: dict[str, float | None] = {}
 
     def receive(self, collected: tuple[list[Rollout], Metrics]) -> list[Rollout]:
         """Take over the metrics of all samples; returns the rollouts that were kept."""
@@ -57,6 +58,10 @@ class StepLog:
             if value is not None:
                 self._metrics.add(name, value)
 
+    def memory(self, values: dict[str, float | None]) -> None:
+        """Record what was held in the step's phases: keys of the record, none where it is not measured."""
+        self._memory = values
+
     def add(self, result: UpdateResult) -> None:
         """Record one optimizer step.
 
@@ -72,7 +77,7 @@ class StepLog:
         self._ratios.append(result.ratio_B)
 
     def record(self, clock: Clock) -> dict[str, float | None]:
-        """One flat record: KEYS, then seconds by phase, then trained tokens (prompt and response) per second."""
+        """One flat record: KEYS, then memory, seconds by phase, and trained tokens (prompt and response) per second."""
         values = self._metrics.means()
         if self._ratios:
             ratios = torch.quantile(torch.cat(self._ratios), torch.tensor([0.01, 0.5, 0.99], dtype=torch.float64))
@@ -82,6 +87,7 @@ class StepLog:
             for share, quantile in zip(("p05", "p50", "p95"), quantiles(counts, (0.05, 0.5, 0.95)), strict=True):
                 values[f"{name}_{share}"] = quantile
         record = {key: values.get(key) for key in KEYS}
+        record |= self._memory
         for phase in PHASES:
             record[f"seconds/{phase}"] = clock.seconds.get(phase, 0.0)
         record["seconds/total"] = clock.total

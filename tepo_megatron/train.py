@@ -9,9 +9,11 @@ from tepo_megatron import parallel
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.advantages import group_advantages, penalized
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
+from tepo_megatron.colocation import Apart, Colocation, everybody
 from tepo_megatron.config import Config
 from tepo_megatron.driver import Driver, EngineFactory
 from tepo_megatron.losses import Objective, build_objective
+from tepo_megatron.memory_report import MemoryReport
 from tepo_megatron.platform import Platform
 from tepo_megatron.schedule import Schedule
 from tepo_megatron.seeding import derive_seed
@@ -38,6 +40,9 @@ def train(cfg: Config, platform: Platform, make_engine: EngineFactory | None = N
 
 
 def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
+    if cfg.rollout.colocate:
+        driver.engine_to_sleep()
+        everybody(groups)
     actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
     if objective.ref_beta:
         actor.keep_reference()
@@ -46,7 +51,9 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
         _open_sync(cfg, groups, actor, driver) as sync,
     ):
         first = _resume(checkpoints, actor, driver) if cfg.resume else 0
-        schedule = Schedule(cfg, driver, sync, groups, first)
+        turns = Colocation(actor, driver.engine, groups) if cfg.rollout.colocate else Apart()
+        memory = MemoryReport(groups, driver.engine, enabled=cfg.logging.memory or cfg.rollout.colocate)
+        schedule = Schedule(cfg, driver, sync, groups, first, turns, memory)
         for step in range(first + 1, cfg.training.steps + 1):
             clock, log = Clock(), StepLog()
             rollouts = log.receive(schedule.take(step, clock))
@@ -70,10 +77,12 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
                         if result.mismatch is not None:
                             _check(log.mismatch(result.mismatch), batch, step, cfg)
             schedule.give(step, clock)
+            log.memory(memory.values())
             driver.log_step(step, log, clock)
             schedule.evaluate_if_due(step)
             last = step == cfg.training.steps
             if _is_due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.every):
+                schedule.train()  # after an evaluation the trainer may be elsewhere
                 checkpoints.save(step, actor, driver.state(step) | {"noise_floor": actor.noise_floor})
             driver.saved(checkpoints.poll())
 
@@ -81,6 +90,8 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
         if cfg.export_hf:  # before what follows, so that nothing that fails afterwards costs the model
             actor.export_hf(cfg.run_dir / "hf")
         schedule.evaluate(cfg.training.steps)
+    if table := memory.table():
+        driver.tell(table)
     driver.finish()
 
 

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from tepo_megatron.channel import Bucket, Meeting, Source
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.rollout.engine import INITIAL_VERSION, About, Launch, Send, StaleWeights, served_label
+from tepo_megatron.rollout.engine import INITIAL_VERSION, About, EnginePart, Launch, Send, StaleWeights, served_label
 from tepo_megatron.rollout.samples import checked_rollout, parsed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -33,9 +33,10 @@ KEY = "TEPO_SCRIPTED_KEY"
 
 class Handler(BaseHTTPRequestHandler):
     """behaviour: errors (answers with 500 to come), slow (seconds of an answer), loading (seconds of a load), refuse or die (in
-    the next update; at: in which of its requests), broadcast (what happens to its first rank in the next round that is sent:
-    `die` before it, or in the `midst` of it, `freeze` before it; `absent`: it never comes to a meeting), save (the folder for
-    what its ranks got in an update). loaded: names of the files of the last update.
+    the next update or change of sleep; at: in which of its requests), broadcast (what happens to its first rank in the next
+    round that is sent: `die` before it, or in the `midst` of it, `freeze` before it; `absent`: it never comes to a meeting),
+    save (the folder for what its ranks got in an update). loaded: names of the files of the last update. asleep: what it has
+    released; like SGLang it dies of being told twice, or while it samples.
     """
 
     ranks: ClassVar[list[Any]] = []
@@ -43,6 +44,8 @@ class Handler(BaseHTTPRequestHandler):
     version = INITIAL_VERSION
     loading: ClassVar[Any] = None  # names, in an update
     loaded: ClassVar[Any] = None
+    asleep: ClassVar[list[str]] = []
+    sampling: ClassVar[int] = 0
     behaviour: ClassVar[dict[str, Any]] = {}
     interruptions = 0
     lock = threading.Lock()
@@ -50,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/about" and self.headers.get("Authorization") != f"Bearer {os.environ[KEY]}":
             return self.answer(401, {"message": "no key"})
-        return self.answer(200, {"version": Handler.version, "loaded": Handler.loaded})
+        self.answer(200, {"version": Handler.version, "loaded": Handler.loaded, "asleep": Handler.asleep})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -63,6 +66,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(200, {})
         if self.path == "/join":
             return self.join(body)
+        if self.path in ("/sleep", "/wake/weights", "/wake/kv_cache"):
+            return self.rest()
         if self.path in ("/begin", "/load", "/update"):
             return self.update(body)
         if self.path == "/interrupt":
@@ -77,7 +82,13 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(400, {"message": "max_tokens is too large"})
         chance = random.Random(f"{body['seed']}/{body['prompt']}")
         samples = [[chance.randrange(3, 60) for _ in range(body["max_tokens"])] for _ in range(body["samples"])]
+        with Handler.lock:
+            Handler.sampling += 1
         there = self.sampled(body["max_tokens"])
+        with Handler.lock:
+            Handler.sampling -= 1
+        if Handler.asleep:
+            os._exit(4)
         answer = {"samples": [sample[:there] for sample in samples], "version": Handler.version}
         return self.answer(200, answer | {"stop_reason": "length" if there == body["max_tokens"] else "abort"})
 
@@ -90,13 +101,32 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(pause)
         return tokens
 
-    def update(self, body: dict[str, Any]) -> None:
-        """Begun, loaded, or finished; each only when it is its turn."""
+    def rest(self) -> None:
+        """Sleep, or wake in part."""
+        if self.fails("cannot do that"):
+            return
+        part = self.path.rpartition("/")[2]
+        if Handler.sampling or (part == "sleep") == bool(Handler.asleep) or (part != "sleep" and part != Handler.asleep[0]):
+            os._exit(4)
+        Handler.asleep = ["weights", "kv_cache"] if part == "sleep" else Handler.asleep[1:]
+        self.answer(200, {})
+
+    def fails(self, why: str) -> bool:
+        """Whether it was told to refuse or to die of this request, and does."""
         if self.path == Handler.behaviour.get("at", "/update"):
             if Handler.behaviour.pop("refuse", False):
-                return self.answer(500, {"message": "cannot load these"})
+                self.answer(500, {"message": why})
+                return True
             if Handler.behaviour.pop("die", False):
                 os._exit(3)
+        return False
+
+    def update(self, body: dict[str, Any]) -> None:
+        """Begun, loaded, or finished; each only when it is its turn."""
+        if self.fails("cannot load these"):
+            return
+        if Handler.asleep[:1] == ["weights"]:
+            os._exit(4)
         if (Handler.loading is None) != (self.path == "/begin"):
             return self.answer(500, {"message": "out of turn"})
         if self.path == "/begin":
@@ -130,6 +160,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, status: int, content: Any) -> None:
         data = json.dumps(content).encode()
         self.send_response(status)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -239,6 +270,12 @@ class ScriptedApi:
 
     async def finish_update(self, send: Send, version: int) -> None:
         await send("POST", "/update", {"version": version})
+
+    async def sleep(self, send: Send) -> None:
+        await send("POST", "/sleep", {})
+
+    async def wake(self, send: Send, part: EnginePart) -> None:
+        await send("POST", f"/wake/{part}", {})
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tepo_megatron.actor import build
 from tepo_megatron.actor.minibatch import MinibatchInputs
+from tepo_megatron.actor.offload import PARTS, Offload, Part
 from tepo_megatron.actor.output_rows import OutputRows
 from tepo_megatron.actor.reference import HostWeights
 from tepo_megatron.actor.schedule import Schedule
@@ -57,11 +58,24 @@ class Actor:
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         self._rows, self._schedule = rows, Schedule(self.chunks, rows, groups)
+        self._offload = Offload(self.chunks, self.optimizer, groups.device)
         self._step = 0
         self._reference: HostWeights | None = None
         self.noise_floor: float | None = None
         self._alignment = Alignment(cp=groups.cp.size, total=groups.tp.size if cfg.parallel.sequence_parallel else 1)
         self._pipeline = Pipeline(groups.pp.size, groups.vpp)
+
+    def offload(self, *parts: Part) -> None:
+        """Take these parts, or all, off the device: see `Offload`. Until `load`, what needs them raises RuntimeError."""
+        self._offload.release(parts or PARTS)
+
+    def load(self, *parts: Part) -> None:
+        """Put these parts, or all, back as they were; gradients are 0."""
+        self._offload.restore(parts or PARTS)
+
+    def require_loaded(self, what: str, *parts: Part) -> None:
+        """Raise RuntimeError naming `what`, which needs these parts, or all, when one is offloaded."""
+        self._offload.require(what, parts or PARTS)
 
     def attach_old_stats(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the log-probs and entropies of the current weights, valid on the last pipeline stage.
@@ -73,6 +87,7 @@ class Actor:
 
     def keep_reference(self) -> None:
         """Read the reference policy, `model.reference` or else `model.path`, into host memory (all ranks call it)."""
+        self.require_loaded("the reference policy", "parameters")
         parameters = [b.parameter for b in self.bindings]
         kept = HostWeights(parameters)
         path = self.cfg.model.reference or self.cfg.model.path
@@ -171,6 +186,7 @@ class Actor:
 
         plan: of the microbatches, instead of the usual one.
         """
+        self.require_loaded("an update")
         plan = plan or self._plan(batch)
         inputs = MinibatchInputs(batch, self.groups.device, self.noise_floor)
         weights = self._batch_statistics(batch, inputs, objective) if objective.needs_batch_statistics else None
@@ -208,6 +224,7 @@ class Actor:
 
         plan: of the microbatches, instead of the usual one. Collectives beyond the forward pass: those of `WholeStats`.
         """
+        self.require_loaded("a forward pass", "parameters")
         whole = WholeStats(batch.num_tokens, self.groups)
 
         def visit(microbatch: PackedMicrobatch, output: Tensor) -> None:
@@ -219,6 +236,7 @@ class Actor:
 
     def export_hf(self, out: Path) -> None:
         """Write the current weights as a Hugging Face directory (all ranks call it)."""
+        self.require_loaded("an export", "parameters")
         export_hf(self.bindings, self.arch, self.groups, Path(self.cfg.model.path), out)
 
     def _plan(self, batch: TrainBatch, max_tokens: int | None = None, longest_first: bool = True) -> Plan:

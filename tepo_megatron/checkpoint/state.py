@@ -59,7 +59,9 @@ def written(actor: Actor) -> Iterator[Box]:
     """What this rank writes: over all ranks, every element of the state once.
 
     Its range of each parameter and of what the optimizer keeps for it, and what is not trained if this is its first replica.
+    Raises RuntimeError for an actor that is offloaded.
     """
+    actor.require_loaded("a checkpoint", "parameters", "optimizer")
     shardings = _shardings(actor)
     for shard in shards(actor.optimizer):
         sharding = shardings[id(shard.parameter)]
@@ -82,6 +84,7 @@ def objects(actor: Actor) -> dict[str, Any]:
 
 def wanted(actor: Actor) -> Iterator[Box]:
     """What this rank reads: all its weights, and its range of the optimizer's state. The data are the places to read into."""
+    actor.require_loaded("to resume", "parameters", "optimizer")
     shardings = _shardings(actor)
     for sharding in shardings.values():
         yield from _boxes(sharding, "", _flat(sharding.data), 0, sharding.data.numel())

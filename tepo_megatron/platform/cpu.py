@@ -7,7 +7,7 @@ needs a GPU. Each redirection is one function with its reason, in the file of wh
     cuda_api.py   torch.cuda: current device, streams, events, memory, random state
     gloo.py       the two collectives that gloo lacks, and those of a rank alone
     adam.py       Adam in the form that the distributed optimizer expects of a fused one
-    memory.py     freed memory, which glibc would give back
+    memory.py     freed memory, which glibc would give back at once
     mcore.py      importing Megatron-Core, and its own slips where there is neither GPU nor Transformer Engine
 
 They last as long as the process and cover all of it: a process is a CPU process or a CUDA process.

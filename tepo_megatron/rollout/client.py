@@ -34,6 +34,7 @@ class Client:
     def __init__(self, url: str, key: str, *, request_seconds: float, silent_seconds: float) -> None:
         self.url, self._key = url, key
         self._request_seconds, self._silent_seconds = request_seconds, silent_seconds
+        self._asking, self._resting = asyncio.Lock(), False  # about its health
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"},
@@ -46,10 +47,13 @@ class Client:
         )
 
     async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON answer to one request, which is never repeated: it may have had its effect. Raises RequestFailed."""
+        """The JSON answer to one request, which is never repeated: it may have had its effect. Raises RequestFailed.
+
+        An answer without a type is returned as text: some of SGLang's are a bare line.
+        """
         try:
             response = (await self._http.request(method, path, json=body)).raise_for_status()
-            return response.json()
+            return response.json() if "content-type" in response.headers else response.text
         except httpx.HTTPStatusError as e:
             what = f"answered {path} with {e.response.status_code}: {_message(e.response)}"
             raise RequestFailed(what, answered=True, refused=e.response.is_client_error) from None
@@ -62,6 +66,26 @@ class Client:
         except json.JSONDecodeError:
             raise RequestFailed(f"answered {path} with something that is not JSON", answered=True) from None
 
+    async def rest(self) -> None:
+        """From now on the server is asked for a connection instead of its health; returns when no such question is open.
+
+        SGLang samples a token to answer `/health`, which kills a server that is asleep or about to sleep.
+        """
+        async with self._asking:
+            self._resting = True
+
+    def rise(self) -> None:
+        """Ask for its health again."""
+        self._resting = False
+
+    async def _ask_for_health(self) -> None:
+        limit = max(HEALTH_SECONDS, self._silent_seconds)
+        async with self._asking:
+            if self._resting:
+                await self._http.head("/", timeout=limit)
+            else:
+                (await self._http.get("/health", timeout=limit)).raise_for_status()
+
     async def illness(self) -> str:
         """Return when the server is ill, and how: it takes no connections, says so itself, or is silent for too long.
 
@@ -71,7 +95,7 @@ class Client:
         while True:
             await asyncio.sleep(HEALTH_SECONDS)
             try:
-                (await self._http.get("/health", timeout=max(HEALTH_SECONDS, self._silent_seconds))).raise_for_status()
+                await self._ask_for_health()
                 heard = time.monotonic()
             except httpx.TimeoutException:
                 if time.monotonic() - heard >= self._silent_seconds:

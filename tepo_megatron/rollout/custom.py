@@ -21,7 +21,7 @@ from typing import Self
 from tepo_megatron.channel import Meeting, Source, Taker
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.rollout.conversation import Conversation, Decode, Encode, OutOfRoom, WeightsChanged
-from tepo_megatron.rollout.engine import Deliver, Groups, RolloutEngine
+from tepo_megatron.rollout.engine import Deliver, EnginePart, Groups, RolloutEngine
 from tepo_megatron.rollout.loop import Arrivals, LoopThread
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -236,6 +236,18 @@ class CustomRollouts:
     def finish_update(self) -> None:
         """See `RolloutEngine.finish_update`."""
         self.engine.finish_update()
+
+    def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        self.engine.sleep()
+
+    def wake(self, part: EnginePart) -> None:
+        """See `RolloutEngine.wake`."""
+        self.engine.wake(part)
+
+    def resident_bytes(self) -> int:
+        """See `RolloutEngine.resident_bytes`."""
+        return self.engine.resident_bytes()
 
     def take_events(self) -> list[str]:
         """See `RolloutEngine.take_events`."""

@@ -15,12 +15,14 @@ from tepo_megatron.errors import ConfigError, RolloutError, SyncError
 from tepo_megatron.rollout.client import Client, RequestFailed
 from tepo_megatron.rollout.cut import Ask
 from tepo_megatron.rollout.engine import (
+    ENGINE_PARTS,
     INITIAL_LABEL,
     INITIAL_VERSION,
     UNKNOWN_VERSION,
     About,
     Address,
     EngineApi,
+    EnginePart,
     Send,
     Server,
 )
@@ -102,6 +104,12 @@ class Endpoint(Connected):
         self.version = INITIAL_VERSION
         self._coming = INITIAL_VERSION  # the version of the update under way
         self.in_flight = 0  # requests
+        self.asleep: frozenset[EnginePart] = frozenset()  # what it has released
+
+    def launch(self) -> None:
+        """See `Connected.launch`; it comes up awake."""
+        super().launch()
+        self.asleep = frozenset()
 
     @property
     def host(self) -> str:
@@ -109,6 +117,11 @@ class Endpoint(Connected):
         self._connected()
         assert self.address is not None
         return str(urlsplit(self.address.url).hostname)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of its processes, in this machine's memory."""
+        return self.server.resident_bytes
 
     async def _greet(self, client: Client, about: About) -> None:
         """Find out whether it can serve the run, and with which weights it begins."""
@@ -166,6 +179,24 @@ class Endpoint(Connected):
             if e.answered:
                 raise SyncError(f"weights of version {self._coming}: {self.name} {e.what}") from None
             raise
+
+    async def sleep(self) -> None:
+        """Release weights and KV cache. Raises (as `wake`) RequestFailed, and RolloutError for an answer that is not what was
+        asked for; what memory it holds is not known then.
+        """
+        client = self._connected()
+        await client.rest()
+        self.version = UNKNOWN_VERSION
+        await self.api.sleep(client.send)
+        self.asleep = frozenset(ENGINE_PARTS)
+
+    async def wake(self, part: EnginePart) -> None:
+        """Take the memory of `part` again."""
+        client = self._connected()
+        await self.api.wake(client.send, part)
+        self.asleep -= {part}
+        if not self.asleep:
+            client.rise()
 
     def _connected(self) -> Client:
         if self.client is None:

@@ -17,10 +17,15 @@ from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 # The version of an engine that still serves the weights of its model directory.
 INITIAL_VERSION = -1
-# That of a server to which others sent weights: no fleet's, so that it never serves before it was given some.
+# That of a server to which others sent weights, or whose weights are gone since it slept: no fleet's, so that it never serves
+# before it was given some.
 UNKNOWN_VERSION = -2
 
 INITIAL_LABEL = "default"  # what vLLM and SGLang call the weights of their model directory
+
+# What a sleeping engine releases, in the order in which it is woken.
+EnginePart = Literal["weights", "kv_cache"]
+ENGINE_PARTS: tuple[EnginePart, ...] = ("weights", "kv_cache")
 
 
 class StaleWeights(RolloutError):
@@ -135,6 +140,23 @@ class RolloutEngine(Protocol):
         """Whether part of the engine waits for the weights of `version`, to be given by another update."""
         ...
 
+    def sleep(self) -> None:
+        """Release weights and KV cache, once no request is under way. Returns when the memory is free.
+
+        Raises RolloutError, as `wake` does: for an engine that is not awake, and when too few servers are left.
+        """
+        ...
+
+    def wake(self, part: EnginePart) -> None:
+        """Take the memory of `part` again: first of the weights, whose values are gone and which an update gives anew, then of
+        the KV cache, after which the engine serves.
+        """
+        ...
+
+    def resident_bytes(self) -> int:
+        """Host memory of the engine's processes: the sum of their resident sets."""
+        ...
+
     def take_events(self) -> list[str]:
         """What the user should know of what happened since the last call, a line or more each."""
         ...
@@ -154,7 +176,8 @@ class Launch:
 
     model_path: Hugging Face directory that it loads first; max_model_len: prompt and response tokens of a sequence at most;
     precision: of the served weights; seed: of the server (each request brings its own); first_device: of the GPUs that this
-    process sees, the first one that the server takes; host: the address that it listens on.
+    process sees, the first one that the server takes; host: the address that it listens on; sleeps: the server will be told to
+    sleep.
     """
 
     model_path: Path
@@ -164,6 +187,7 @@ class Launch:
     seed: int
     first_device: int = 0
     host: str = LOOPBACK
+    sleeps: bool = False
 
 
 @dataclass(frozen=True)
@@ -237,6 +261,14 @@ class EngineApi(Protocol):
         """Serve what was loaded and drop every cache of the old weights. Raises SyncError when it serves others."""
         ...
 
+    async def sleep(self, send: Send) -> None:
+        """Release weights and KV cache of an idle, awake server. Raises RolloutError for an answer that says otherwise."""
+        ...
+
+    async def wake(self, send: Send, part: EnginePart) -> None:
+        """Take the memory of `part` again, once after each `sleep`; with the KV cache's it serves. Raises as that."""
+        ...
+
 
 class Server(Protocol):
     """What stands behind an endpoint: a process of this machine (`local.py`), or one that others started (`remote.py`).
@@ -262,6 +294,11 @@ class Server(Protocol):
     @property
     def running(self) -> bool:
         """Whether it lives, as far as can be known without asking it."""
+        ...
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of its processes, in this machine's memory."""
         ...
 
     async def end(self) -> None:

@@ -30,6 +30,7 @@ def launch_of(cfg: Config) -> Launch:
         platform=cfg.platform,
         precision=cfg.rollout.server.precision or cfg.model.precision,
         seed=cfg.seed,
+        sleeps=cfg.rollout.colocate,
     )
 
 

@@ -22,9 +22,10 @@ from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.rollout.client import RequestFailed
 from tepo_megatron.rollout.cut import Ask, joined, rests
 from tepo_megatron.rollout.endpoint import Endpoint
-from tepo_megatron.rollout.engine import INITIAL_VERSION, UNKNOWN_VERSION, Deliver, Groups, StaleWeights
+from tepo_megatron.rollout.engine import INITIAL_VERSION, UNKNOWN_VERSION, Deliver, EnginePart, Groups, StaleWeights
 from tepo_megatron.rollout.loop import Arrivals, LoopThread
 from tepo_megatron.rollout.member import Life, Member
+from tepo_megatron.rollout.rest import Rest
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 RETRY_SECONDS = 0.2  # before a request is sent again, doubled each time
@@ -43,6 +44,7 @@ class Fleet:
         self._version = INITIAL_VERSION
         self._loop = LoopThread("fleet")
         self._changed = asyncio.Condition()
+        self._rest = Rest(self._changed)
         self._keepers: list[asyncio.Task[None]] = []
         self._events: list[str] = []
         # who takes part in the update under way, and its life when that began
@@ -69,7 +71,8 @@ class Fleet:
         if self._keepers:
             raise RolloutError("the inference servers were already started; close the fleet first")
         self._version, self._refused, self._changed = INITIAL_VERSION, "", asyncio.Condition()
-        self._members = [Member(e, self._cfg.server, self._tell, self._event) for e in self._endpoints]
+        self._rest = Rest(self._changed)
+        self._members = [Member(e, self._cfg.server, self._tell, self._event, self._rest.may_start) for e in self._endpoints]
         for endpoint in self._endpoints:
             endpoint.launch()
         self._loop.run(self._keep_all())
@@ -85,20 +88,17 @@ class Fleet:
         A failed request is sent again, to another server if there is one, up to `rollout.attempts` times; one that a server
         refuses (4xx) fails the call at once. Raises RolloutError, with fewer servers than `min_servers` too.
         """
-        self._require_start()
-        self._require_trust()
+        self._require_service()
         return self._loop.run(self._generate(prompts, sampling, seed))
 
     def open(self) -> Groups:
         """See `RolloutEngine.open`; requests as in `generate`."""
-        self._require_start()
-        self._require_trust()
+        self._require_service()
         return Arrivals(self._loop, self._generate)
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `RolloutEngine.sample`: one request, routed and repeated like those of `generate`. Raises as that does."""
-        self._require_start()
-        self._require_trust()
+        self._require_service()
         return await asyncio.wrap_future(self._loop.submit(self._group(prompt, sampling, seed)))
 
     def begin_update(self, version: int) -> None:
@@ -108,6 +108,7 @@ class Fleet:
         """
         self._require_start()
         self._require_trust()
+        self._rest.require_weights()
         self._loop.run(self._begin(version))
 
     @property
@@ -136,6 +137,22 @@ class Fleet:
         self.load(files).result()
         self.finish_update()
 
+    def sleep(self) -> None:
+        """See `RolloutEngine.sleep`. A server that does not is ended; while the fleet sleeps none is started."""
+        self._require_start()
+        self._loop.run(self._rest.sleep(self._members))
+        self._check_enough()
+
+    def wake(self, part: EnginePart) -> None:
+        """See `RolloutEngine.wake`. A server that does not is ended, and started again once all is awake."""
+        self._require_start()
+        self._loop.run(self._rest.wake(self._members, part))
+        self._check_enough()
+
+    def resident_bytes(self) -> int:
+        """See `RolloutEngine.resident_bytes`."""
+        return sum(endpoint.resident_bytes for endpoint in self._endpoints)
+
     def close(self) -> None:
         """End all servers, bounded in time. May be called again, and before `start`."""
         self._loop.stop()
@@ -158,6 +175,11 @@ class Fleet:
     def _require_trust(self) -> None:
         if self._refused:
             raise SyncError(f"{self._refused}; the engine can no longer be used: close it and start a new one")
+
+    def _require_service(self) -> None:
+        self._require_start()
+        self._require_trust()
+        self._rest.require_awake("sampling")
 
     # what goes on in the loop
 
@@ -230,6 +252,8 @@ class Fleet:
             async with self._changed:
                 self._check_enough()
                 serving = [(m, m.life) for m in self._members if m.life is not None and m.endpoint.version == self._version]
+                if self._rest.asleep:
+                    serving = []  # what a caller left behind
                 free = [each for each in serving if each[0].endpoint.in_flight < self._cfg.server.concurrency]
                 if self._cfg.only and not serving:
                     self._refuse_other_weights()

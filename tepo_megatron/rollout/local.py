@@ -71,6 +71,11 @@ class LocalServer:
         """Whether its first process lives."""
         return self.process is not None and self.process.running
 
+    @property
+    def resident_bytes(self) -> int:
+        """The sum of its processes' resident sets."""
+        return 0 if self.process is None else self.process.resident_bytes
+
     async def end(self) -> None:
         """End what is left of it, without the grace that an ill server has no use for."""
         if self.process is not None:

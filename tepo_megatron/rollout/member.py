@@ -34,24 +34,35 @@ class Life:
 
 class Member(Generic[C]):
     """cfg: restarts and backoff_seconds of it count; tell: called when something changed that others wait for; event: told what
-    the user should know. All in one event loop.
+    the user should know; may_start: set while a server may be started, which takes its memory; None: it always may. All in one
+    event loop.
 
     life: the server is healthy, None: it is not; lost: why it is not started any more.
     """
 
     def __init__(
-        self, endpoint: C, cfg: ServerConfig, tell: Callable[[], Awaitable[None]], event: Callable[[str], None]
+        self,
+        endpoint: C,
+        cfg: ServerConfig,
+        tell: Callable[[], Awaitable[None]],
+        event: Callable[[str], None],
+        may_start: asyncio.Event | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.life: Life | None = None
         self.lost: TepoError | None = None
-        self._cfg, self._tell, self._event = cfg, tell, event
+        self._cfg, self._tell, self._event, self._may_start = cfg, tell, event, may_start
         self._restarts = self._errors = 0  # answers with an error; both since the last good one
 
     @property
     def up(self) -> bool:
         """Whether the server takes requests."""
         return self.life is not None
+
+    @property
+    def between(self) -> bool:
+        """Whether a process that is no server any more, or not yet, holds memory."""
+        return not self.up and self.endpoint.running
 
     async def keep(self) -> None:
         """Keep the server, which was launched, alive until it is lost."""
@@ -65,6 +76,7 @@ class Member(Generic[C]):
                 except RolloutError as e:
                     error = e
                 await endpoint.close()
+                await self._tell()
                 self._restarts += 1
                 # one that fails before it ever served has a wrong setting, which waiting would hide
                 if not once_up or self._restarts > self._cfg.restarts:
@@ -72,6 +84,8 @@ class Member(Generic[C]):
                 pause = min(LONGEST_PAUSE, self._cfg.backoff_seconds * 2 ** (self._restarts - 1))
                 self._event(f"{error}\n{endpoint.name} {endpoint.server.again} (restart {self._restarts}) after {pause:g} s")
                 await asyncio.sleep(pause)
+                while self._may_start is not None and not self._may_start.is_set():
+                    await self._may_start.wait()
                 endpoint.launch()
         except TepoError as e:
             self.lost = e

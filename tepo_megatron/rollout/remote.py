@@ -56,6 +56,11 @@ class NamedServer:
         """Nothing is known of its process."""
         return True
 
+    @property
+    def resident_bytes(self) -> int:
+        """It has memory of its own."""
+        return 0
+
     async def end(self) -> None:
         """Nothing can be done to it."""
 
@@ -128,6 +133,11 @@ class FoundServer:
     def running(self) -> bool:
         """`tepo serve` watches its process."""
         return True
+
+    @property
+    def resident_bytes(self) -> int:
+        """It has memory of its own."""
+        return 0
 
     async def end(self) -> None:
         """Have `tepo serve` start it again."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import httpx
+import psutil
 
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout import guard
@@ -101,6 +102,17 @@ class ServerProcess:
     def running(self) -> bool:
         """Whether the server's first process lives."""
         return self._guard is not None and self._guard.poll() is None
+
+    @property
+    def resident_bytes(self) -> int:
+        """The sum of the resident sets of all processes of the server."""
+        total = 0
+        if self._guard is not None and self.running:
+            with contextlib.suppress(psutil.Error):  # ended meanwhile
+                for process in psutil.Process(self._guard.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        total += process.memory_info().rss
+        return total
 
     def wait_ready(self) -> None:
         """Return when `health_url` answers 200. Raises RolloutError if the server ends, or `ready_seconds` after `start`."""

@@ -25,7 +25,17 @@ import torch
 from tepo_megatron.channel import Meeting, Source
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, SyncError
-from tepo_megatron.rollout.engine import About, Launch, Send, StaleWeights, in_words, longest_sequence, served_label
+from tepo_megatron.rollout.engine import (
+    ENGINE_PARTS,
+    About,
+    EnginePart,
+    Launch,
+    Send,
+    StaleWeights,
+    in_words,
+    longest_sequence,
+    served_label,
+)
 from tepo_megatron.rollout.environment import devices, without_torchrun
 from tepo_megatron.rollout.samples import checked_rollout, parsed, prompt_seed
 from tepo_megatron.rollout.sglang_loader import BEGIN, FINISH, JOIN, LOADER, MODEL_VARIABLE
@@ -36,6 +46,7 @@ SERVER = "tepo_megatron.rollout.sglang_server"
 ENVIRONMENT = ".venv-sglang"  # beside this one, made by `make sglang`
 CPU_KV_CACHE_GIB = 1.0
 MAX_REQUESTS = 256  # sequences sampled at once
+IDLE_SECONDS = 60  # for what was aborted to leave the scheduler
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -56,6 +67,8 @@ class SglangApi:
         command += ["--tp-size", str(cfg.tp), "--skip-tokenizer-init", "--sampling-defaults", "openai"]
         command += ["--max-running-requests", str(MAX_REQUESTS), "--custom-weight-loader", LOADER]
         command += ["--log-level-http", "warning"]
+        if launch.sleeps and launch.platform == "cuda":
+            command += ["--enable-memory-saver"]
         if launch.platform == "cpu":
             # SGLang cannot guess the size of a CPU's cache
             command += ["--device", "cpu", "--attention-backend", "torch_native"]
@@ -123,6 +136,20 @@ class SglangApi:
         served = (await send("GET", "/model_info", None)).get("weight_version")
         if served != str(version):
             raise SyncError(f"sent weights of version {version}, but SGLang reports {served!r}")
+
+    async def sleep(self, send: Send) -> None:
+        """A server that is told to release memory while anything is in its scheduler dies of it: so it takes nothing more,
+        drops what clients left behind, and flushes its cache, which waits until it is idle. On CPU it releases nothing.
+        """
+        await send("POST", "/pause_generation", {"mode": "abort"})
+        await send("POST", f"/flush_cache?timeout={IDLE_SECONDS}", None)
+        await send("POST", "/release_memory_occupation", {"tags": list(ENGINE_PARTS)})
+
+    async def wake(self, send: Send, part: EnginePart) -> None:
+        """A part that is resumed twice kills the server."""
+        await send("POST", "/resume_memory_occupation", {"tags": [part]})
+        if part == "kv_cache":
+            await send("POST", "/continue_generation", {})
 
     def _payload(self, *names: str) -> dict[str, Any]:
         named = [(name, torch.empty(0)) for name in names]

@@ -14,8 +14,17 @@ from typing import Any
 
 from tepo_megatron.channel import Meeting, Source
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.errors import SyncError
-from tepo_megatron.rollout.engine import About, Launch, Send, StaleWeights, in_words, longest_sequence, served_label
+from tepo_megatron.errors import RolloutError, SyncError
+from tepo_megatron.rollout.engine import (
+    About,
+    EnginePart,
+    Launch,
+    Send,
+    StaleWeights,
+    in_words,
+    longest_sequence,
+    served_label,
+)
 from tepo_megatron.rollout.environment import devices, without_torchrun
 from tepo_megatron.rollout.samples import checked_rollout, parsed, prompt_seed
 from tepo_megatron.rollout.vllm_auth import API_KEY_VARIABLE
@@ -46,6 +55,8 @@ class VllmApi:
         command += ["--disable-uvicorn-access-log", "--disable-log-stats"]
         if cfg.kv_cache_gib is not None:
             command += ["--kv-cache-memory-bytes", str(int(cfg.kv_cache_gib * 2**30))]
+        if launch.sleeps and launch.platform == "cuda":
+            command += ["--enable-sleep-mode"]
         if launch.platform == "cpu":
             # After the first chunk of a seeded prompt vLLM 0.32 turns its generator back, which a CPU cannot do: whole prompts.
             command += ["--enforce-eager", "--no-enable-chunked-prefill"]
@@ -120,6 +131,21 @@ class VllmApi:
         served = await send("GET", "/weight_info", None)
         if served != {"weight_version": str(version)}:
             raise SyncError(f"sent weights of version {version}, but vLLM reports {served}")
+
+    async def sleep(self, send: Send) -> None:
+        """Level 2: the weights are not kept in host memory, since an update follows each time. On CPU vLLM stops sampling and
+        releases nothing.
+        """
+        await self._switch(send, "/sleep?level=2", "sleeping")
+
+    async def wake(self, send: Send, part: EnginePart) -> None:
+        """It samples again once both are back."""
+        await self._switch(send, f"/wake_up?tags={part}", "sleeping" if part == "weights" else "awake")
+
+    async def _switch(self, send: Send, path: str, status: str) -> None:
+        answer = await send("POST", path, None)
+        if answer.get("status") != status:
+            raise RolloutError(f"vLLM answered {path} with {answer} when it should have said that it is {status}")
 
     async def _check_version(self, send: Send, version: int) -> None:
         served = await send("GET", "/weight_info", None)

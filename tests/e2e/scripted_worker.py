@@ -37,6 +37,20 @@ class ScriptedEngine:
         self._loaded: dict[str, torch.Tensor] = {}  # in the update under way
 
     needs_weights = False
+    asleep: tuple[str, ...] = ()
+
+    def sleep(self) -> None:
+        assert not self.asleep
+        self.asleep = ("weights", "kv_cache")
+        for weight in self._model.parameters():  # they are gone
+            weight.detach().fill_(torch.nan)
+
+    def wake(self, part: str) -> None:
+        assert part == self.asleep[0]
+        self.asleep = self.asleep[1:]
+
+    def resident_bytes(self) -> int:
+        return 2**20
 
     def take_events(self) -> list[str]:
         return []
@@ -53,6 +67,7 @@ class ScriptedEngine:
     def __exit__(self, *exc_info: object) -> None: ...
 
     def begin_update(self, version: int) -> None:
+        assert "weights" not in self.asleep
         self._coming, self._loaded = version, {}
 
     def load(self, files: Sequence[Path]) -> Future[None]:
@@ -76,6 +91,7 @@ class ScriptedEngine:
         return ScriptedGroups(self.generate)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
+        assert not self.asleep
         if self._behaviour == "dies" and self.version >= 1:
             raise RolloutError("the inference server was killed by SIGKILL while it generated; its log ends with: ...")
         if self._behaviour == "slow":

@@ -111,6 +111,7 @@ class FollowingEngine(ScriptedEngine):
         self.update_weights(sorted(Path(cfg.model.path).glob("*.safetensors")), INITIAL_VERSION)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
+        assert not self.asleep
         asked = {"attempt": self._attempt, "version": self.version, "seed": seed, "prompts": [p.id for p in prompts]}
         with self._journal.open("a") as f:
             f.write(json.dumps(asked) + "\n")

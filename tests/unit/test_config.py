@@ -80,6 +80,13 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
         ({"evaluation": {"temperature": 0.001}}, "temperature=0.001 is raised to 0.01 by vLLM"),
         ({"optimizer": {"lr": float("inf")}}, "optimizer.lr: .*finite number"),
         ({"training": {"steps": True}}, "training.steps: .*integer"),
+        ({"rollout": {"colocate": "both"}}, "rollout.colocate: .*boolean"),
+        (
+            {"rollout": {"colocate": True, "max_staleness": 1}},
+            "max_staleness=1 samples while .*set max_staleness to 0, or colo",
+        ),
+        ({"rollout": {"colocate": True, "replay": "runs/a"}}, "replay=runs/a starts no engine; remove one of them"),
+        ({"rollout": {"colocate": True, "only": True}}, "only=true trains nothing; remove one of them"),
     ],
 )
 def test_refused(change: dict, message: str) -> None:

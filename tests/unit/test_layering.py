@@ -55,7 +55,7 @@ ROWS = [
         "sinks",
         "report",
     ],
-    ["step_log", "driver", "schedule", "train"],
+    ["step_log", "driver", "colocation", "memory_report", "schedule", "train"],
     ["launcher", "worker", "ablation", "cli", "__main__"],
 ]
 BESIDE = {
@@ -66,7 +66,8 @@ BESIDE = {
     ("weights.rounds", "weights.gather"), ("weights.broadcast", "weights.gather"), ("weights.broadcast", "weights.rounds"),
     ("actor", "weights.gather"), 
     ("losses", "advantages"), ("evaluation", "rollout"), ("report", "sinks"),
-    ("driver", "step_log"), ("schedule", "driver"), ("train", "schedule"),
+    ("driver", "step_log"), ("schedule", "driver"), ("schedule", "colocation"), ("schedule", "memory_report"),
+    ("train", "schedule"), ("train", "colocation"), ("train", "memory_report"),
     ("train", "driver"), ("train", "step_log"), ("worker", "launcher"), ("cli", "launcher"),
     ("checkpoint", "actor"), ("weights.convert", "actor"), ("weights.convert", "weights.gather"), ("cli", "ablation"),
     ("__main__", "cli"),

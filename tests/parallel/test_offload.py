@@ -1,0 +1,182 @@
+"""Parts of an actor that leave the device, their memory with them, and come back: bit for bit, on several layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tepo_megatron.actor.offload import ON_CPU, ON_CUDA, PARTS, Offload, Part
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import plain, validate
+from tepo_megatron.platform import memory
+from tepo_megatron.types import TrainBatch
+from tests.marks import marked
+from tests.parallel import cases
+from tests.worlds import run_world
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2": {"tp": 2, "sequence_parallel": True},
+    "PP2": {"pp": 2},
+    "DP2": {"dp": 2},
+}
+CPU = torch.device("cpu")
+FAST = [("TP2", "fp32", "cuda"), ("PP2", "fp32", "cuda"), ("DP2", "bf16", "cuda"), ("DP2", "fp32", "cpu")]
+CASES = [(a, b, c) for a in LAYOUTS for b in ("fp32", "bf16") for c in ("cpu", "cuda")]
+
+
+def config(model: Path, layout: str, precision: str) -> Config:
+    tree = plain(cases.run_config(model, LAYOUTS[layout]))
+    tree["model"]["precision"] = precision
+    return validate(tree)
+
+
+def offloads(actor: Any, targets: str) -> None:
+    """Have the actor offload as on that platform; on "cuda", to a second copy in host memory, whose first is really freed."""
+    actor._offload = Offload(actor.chunks, actor.optimizer, CPU, {"cpu": ON_CPU, "cuda": ON_CUDA}[targets])
+
+
+def sizes(actor: Any, part: Part) -> list[int]:
+    """Bytes of every tensor's storage, found from the model and the optimizer instead of from Megatron's buffers."""
+    parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
+    if part == "gradients":
+        return [p.main_grad.untyped_storage().size() for p in parameters]
+    if part == "parameters":
+        return [b.parameter.untyped_storage().size() for b in actor.bindings]
+    mine = {p.untyped_storage()._cdata for p in parameters}
+    state = getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])[0].optimizer.state
+    found = [t for main, moments in state.items() for t in (main, moments["exp_avg"], moments["exp_avg_sq"])]
+    return [t.untyped_storage().size() for t in found if t.untyped_storage()._cdata not in mine]
+
+
+def trained(rank: int, cfg: Config, batches: Sequence[TrainBatch], targets: str | None) -> dict[str, Any]:
+    """Losses, gradient norms, weights and moments of some updates; with parts offloaded and loaded before and after each."""
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.losses import build_objective
+    from tepo_megatron.platform import activate
+
+    groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
+    actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
+    if targets is not None:
+        offloads(actor, targets)
+        actor.offload()  # before there are moments
+        actor.load()
+    actor.start_step(1)
+    losses = []
+    for batch in batches:
+        result = actor.update(batch, objective)
+        losses.append((result.metrics["loss/total"], result.metrics["actor/grad_norm"]))
+        if targets is not None:
+            _round_trip(actor, targets)
+    shards = [
+        {k: v.clone() for k, v in {"weight": shard.weight, **shard.state}.items()} for shard in _shards(actor)
+    ]  # the moments too
+    parallel.shutdown()
+    return {"losses": losses, "weights": [b.parameter.detach().clone() for b in actor.bindings], "shards": shards}
+
+
+def _shards(actor: Any) -> list[Any]:
+    from tepo_megatron.checkpoint.optimizer import shards
+
+    return list(shards(actor.optimizer))
+
+
+def _round_trip(actor: Any, targets: str) -> None:
+    """In the order of a run: gradients and optimizer, then parameters; back, and parameters alone there and back."""
+    gone: dict[Part, bool] = {part: targets == "cuda" or part == "gradients" for part in PARTS}
+    full = {part: sizes(actor, part) for part in PARTS}
+    assert all(min(full[part]) > 0 for part in PARTS)
+    actor.offload("gradients", "optimizer")
+    assert sizes(actor, "parameters") == full["parameters"]
+    with pytest.raises(RuntimeError, match="a checkpoint needs the optimizer, which are offloaded; load them first"):
+        actor.require_loaded("a checkpoint", "parameters", "optimizer")
+    with pytest.raises(RuntimeError, match="offloading needs the gradients"):
+        actor.offload("gradients")
+    actor.offload("parameters")
+    for part in PARTS:
+        assert sizes(actor, part) == ([0] * len(full[part]) if gone[part] else full[part]), part
+    actor.load("parameters")
+    actor.offload("parameters")
+    actor.load()
+    assert {part: sizes(actor, part) for part in PARTS} == full
+    assert all(not p.main_grad.any() for chunk in actor.chunks for p in chunk.parameters())
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "targets"), [case if case in FAST else marked(case, pytest.mark.full) for case in CASES]
+)
+def test_training_goes_on_as_if_nothing_had_left(case: cases.Case, layout: str, precision: str, targets: str) -> None:
+    cfg = config(case.model, layout, precision)
+    batches = case.batches * 2
+    straight = run_world(2, trained, cfg, batches, None)
+    offloaded = run_world(2, trained, cfg, batches, targets)
+    for there, here in zip(offloaded, straight, strict=True):
+        assert there["losses"] == here["losses"]
+        for a, b in zip(there["weights"], here["weights"], strict=True):
+            assert torch.equal(a, b)
+        assert len(there["shards"]) == len(here["shards"]) > 0
+        for x, y in zip(there["shards"], here["shards"], strict=True):
+            assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+
+
+def _refused(rank: int, cfg: Config, batch: TrainBatch) -> list[str]:
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.checkpoint.state import wanted, written
+    from tepo_megatron.losses import build_objective
+    from tepo_megatron.platform import activate
+
+    groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
+    actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
+    actor.offload()
+    uses = (
+        lambda: actor.update(batch, objective), lambda: actor.attach_old_stats(batch), lambda: actor.export_hf(Path("no")),
+        actor.keep_reference, lambda: list(written(actor)), lambda: list(wanted(actor)),
+    )  # fmt: skip
+    told = []
+    for use in uses:
+        with pytest.raises(RuntimeError) as refused:
+            use()
+        told.append(str(refused.value))
+    actor.load()
+    actor.update(batch, objective)
+    parallel.shutdown()
+    return told
+
+
+def test_whatever_needs_what_is_away_is_refused(case: cases.Case) -> None:
+    (told,) = run_world(1, _refused, cases.run_config(case.model, {}), case.batches[0])
+    assert [t.partition(" needs the ")[0] for t in told] == [
+        "an update", "a forward pass", "an export", "the reference policy", "a checkpoint", "to resume",
+    ]  # fmt: skip
+    assert all(t.endswith("which are offloaded; load them first") for t in told)
+
+
+def _resident(rank: int) -> tuple[int, int, int, int]:
+    """Bytes while a buffer is there, when it was freed, when that was given back, and the peak since."""
+    from tepo_megatron.platform import activate
+
+    activate("cpu")
+    buffer = torch.ones(64 * 2**20, dtype=torch.uint8)
+    view = buffer[5:9]
+    there = memory.usage(CPU).held
+    buffer.untyped_storage().resize_(0)
+    freed = memory.usage(CPU).held
+    memory.give_back(CPU)
+    memory.reset_peak(CPU)
+    gone = memory.usage(CPU)
+    buffer.untyped_storage().resize_(64 * 2**20)
+    buffer.fill_(7)
+    assert view.tolist() == [7] * 4
+    return there, freed, gone.held, memory.usage(CPU).peak - gone.peak
+
+
+def test_what_is_released_leaves_the_resident_set_and_is_counted() -> None:
+    ((there, freed, gone, peak),) = run_world(1, _resident)
+    mib = 2**20
+    assert there - freed < 8 * mib, "platform/memory.py keeps what is freed, until it is given back"
+    assert there - gone > 60 * mib and 60 * mib < peak < 72 * mib
