@@ -6,14 +6,13 @@ import asyncio
 import ipaddress
 import os
 import secrets
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout.engine import Address, EngineApi, Launch
-from tepo_megatron.rollout.served_model import without_generation_config
+from tepo_megatron.rollout.served_model import ServedModel
 from tepo_megatron.rollout.server import LOOPBACK, ServerProcess, choose_port
 
 # A dead engine closes its connections first and ends a moment later; waiting for that makes the error name the cause.
@@ -32,18 +31,19 @@ class LocalServer:
         self._api, self._cfg, self._launch, self._key = api, cfg, launch, key
         self.process: ServerProcess | None = None
         self._address: Address | None = None
-        self._served_model: tempfile.TemporaryDirectory[str] | None = None
+        self._served: ServedModel | None = None
 
     def launch(self) -> None:
         """Start the process; returns at once. Raises RolloutError (busy port, unwritable log), ConfigError (not installed)."""
         port, key = choose_port(self._cfg.port, self._launch.host), self._key or secrets.token_urlsafe(32)
         url = url_of(self._launch.host, port)
-        if self._served_model is None:
-            self._served_model = without_generation_config(self._launch.model_path)
-        launch = replace(self._launch, model_path=Path(self._served_model.name))
+        if self._served is None:
+            self._served = ServedModel(self._launch.model_path)
+        launch = replace(self._launch, model_path=self._served.path)
+        inherited = os.environ | {"TMPDIR": str(self._served.scratch)}
         process = ServerProcess(
             self._api.command(self._cfg, launch, port),
-            env=self._api.environment(self._cfg, launch, os.environ, key),
+            env=self._api.environment(self._cfg, launch, inherited, key),
             health_url=f"{url}/health",
             log_path=self.log_path,
             ready_seconds=self._cfg.ready_seconds,
@@ -87,10 +87,10 @@ class LocalServer:
             self.process.stop()
 
     def forget(self) -> None:
-        """Remove the links to the model."""
-        if self._served_model is not None:
-            self._served_model.cleanup()
-        self._served_model = None
+        """Remove the links to the model, and what the server left beside them."""
+        if self._served is not None:
+            self._served.remove()
+        self._served = None
 
 
 def url_of(host: str, port: int) -> str:

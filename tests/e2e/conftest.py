@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,19 +79,22 @@ class Command:
             time.sleep(0.1)
 
 
-@pytest.fixture
-def tepo(tmp_path: Path) -> Iterator[Callable[..., Command]]:
-    """Start `tepo WORDS...`, with the engine of scripted_worker.py if one is named; what still runs at the end is killed."""
+@contextmanager
+def commands(folder: Path) -> Iterator[Callable[..., Command]]:
+    """Start `tepo WORDS...`, with the engine of scripted_worker.py if one is named; what still runs at the end is killed.
+
+    folder: for their output.
+    """
     started: list[Command] = []
 
-    def start(*words: str | Path, engine: str | None = None) -> Command:
+    def start(*words: str | Path, engine: str | None = None, env: Mapping[str, str] | None = None) -> Command:
         mark = uuid.uuid4().hex
         program = [Path(sys.executable).parent / "tepo"] if engine is None else [sys.executable, "-m", "tests.e2e.scripted_run"]
-        log = tmp_path / f"output-{len(started)}.txt"
+        log = folder / f"output-{len(started)}.txt"
         process = subprocess.Popen(
             [*program, *words],
-            cwd=ROOT, env=os.environ | {MARK: mark, "TEPO_TEST_ENGINE": engine or ""}, stdin=subprocess.DEVNULL,
-            stdout=log.open("w"), stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            cwd=ROOT, env={**os.environ, **(env or {}), MARK: mark, "TEPO_TEST_ENGINE": engine or ""},
+            stdin=subprocess.DEVNULL, stdout=log.open("w"), stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         started.append(Command(process, mark, log))
         return started[-1]
@@ -100,6 +104,13 @@ def tepo(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         for line in command.left_over():
             os.kill(int(line.split()[0]), signal.SIGKILL)
         command.process.wait(10)
+
+
+@pytest.fixture
+def tepo(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """See `commands`."""
+    with commands(tmp_path) as start:
+        yield start
 
 
 @pytest.fixture(scope="session")
@@ -115,17 +126,13 @@ def arguments(tmp_path: Path) -> Callable[..., list[str]]:
     """`train examples/demo.yaml` on a model directory, with a run directory under tmp_path, and more overrides."""
 
     def build(model: Path, **overrides: object) -> list[str]:
-        keys = {
-            "output": tmp_path / "runs",
-            "model.path": model,
-            "data.train": model / "train.jsonl",
-            "data.eval": model / "eval.jsonl",
-        }
-        keys |= {k.replace("__", "."): v for k, v in overrides.items()}
-        return [
-            "train",
-            "examples/demo.yaml",
-            *(word for k, v in keys.items() for word in (f"--{k}", str(v))),
-        ]
+        return ["train", "examples/demo.yaml", *settings(model, output=tmp_path / "runs", **overrides)]
 
     return build
+
+
+def settings(model: Path, **overrides: object) -> list[str]:
+    """Of a model with its problems, and more, as words of a command."""
+    keys = {"model.path": model, "data.train": model / "train.jsonl", "data.eval": model / "eval.jsonl"}
+    keys |= {k.replace("__", "."): v for k, v in overrides.items()}
+    return [word for k, v in keys.items() for word in (f"--{k}", str(v))]

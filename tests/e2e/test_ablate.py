@@ -14,6 +14,7 @@ pytestmark = pytest.mark.e2e
 RUNS = {"tepo": None, "grpo": None, "exploding": {"objective": {"name": "grpo"}, "optimizer": {"lr": 1e30}}}
 
 
+@pytest.mark.full
 def test_two_objectives_and_a_run_that_fails(tepo, tmp_path: Path) -> None:
     model = tmp_path / "model"
     tiny_qwen3(model, layers=2)

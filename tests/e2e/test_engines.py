@@ -1,24 +1,42 @@
-"""Runs of every engine with trainers of several layouts: what it samples with is what the actor has, to the last bits."""
+"""Runs of every engine with trainers of several layouts: what it samples with is what the actor has, to the last bits.
+
+Each server is started once, by `tepo serve`, and serves one run after the other: none may take the weights that the run before
+it left for its own.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from transformers import Qwen3MoeConfig
 
+from tests.e2e.conftest import commands, settings
 from tests.tiny import VOCAB_SIZE, tiny_model
 
-pytestmark = [pytest.mark.server, pytest.mark.e2e]
+pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
 STEPS = 5
 LAYOUTS = {"TP2": {"tp": 2}, "PP2": {"tp": 1, "pp": 2}, "TP2xPP2": {"tp": 2, "pp": 2}, "EP2": {"tp": 1, "ep": 2, "dp": 2}}
-# both sizes of each engine, and all layouts with each; weights through process groups once
+RUNS = {"dense": [("TP2", "shm"), ("PP2", "shm"), ("TP2xPP2", "shm"), ("PP2", "group")], "mixture": [("EP2", "shm")]}
 CASES = [
-    pytest.param(engine, tp, layout, "shm", id=f"{engine}-tp{tp}-{layout}", marks=pytest.mark.full)
+    pytest.param((engine, tp, model), layout, transport, id=f"{engine}-tp{tp}-{layout}-{transport}")
     for engine in ("vllm", "sglang")
-    for layout, tp in zip(LAYOUTS, (1, 2, 1, 2), strict=True)
-] + [pytest.param("vllm", 1, "PP2", "group", id="vllm-tp1-PP2-group", marks=pytest.mark.full)]
+    for tp in (1, 2)
+    for model, runs in RUNS.items()
+    for layout, transport in runs
+]
+
+
+@dataclass
+class ServedElsewhere:
+    """A server that a `tepo serve` keeps. settings: of a run that uses it; key: what it asks for."""
+
+    model: Path
+    settings: dict[str, object]
+    key: str
 
 
 @pytest.fixture(scope="session")
@@ -39,26 +57,35 @@ def mixture(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize(("engine", "tp", "layout", "transport"), CASES)
+@pytest.fixture(scope="module")
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, base: Path, mixture: Path
+) -> Iterator[ServedElsewhere]:
+    engine, tp, kind = request.param
+    folder, model = tmp_path_factory.mktemp(f"{engine}-{tp}-{kind}"), base if kind == "dense" else mixture
+    about = {"rollout__engine": engine, "rollout__server__tp": tp}
+    where = {"rollout__server__rendezvous": folder / "servers", "sync__folder": folder / "weights", "output": folder}
+    with commands(folder) as tepo:
+        serve = tepo("serve", "examples/demo.yaml", *settings(model, **about, **where))
+        serve.until(lambda: bool(list((folder / "servers").glob("*.json"))), timeout=240)
+        (record,) = (folder / "servers").glob("*.json")
+        found = about | {"rollout__server__urls": f"[{json.loads(record.read_text())['url']}]"}
+        yield ServedElsewhere(model, found, (folder / "servers" / "key").read_text().strip())
+
+
+@pytest.mark.parametrize(("served", "layout", "transport"), CASES, indirect=["served"])
 def test_rollouts_are_of_the_actors_weights(
-    tepo, arguments, base: Path, mixture: Path, tmp_path: Path, engine: str, tp: int, layout: str, transport: str
+    tepo, arguments, served: ServedElsewhere, layout: str, transport: str, tmp_path: Path
 ) -> None:
     overrides = {f"parallel__{axis}": size for axis, size in LAYOUTS[layout].items()}
-    overrides |= {
-        "rollout__engine": engine,
-        "rollout__server__tp": tp,
-        "sync__transport": transport,
-        "training__steps": STEPS,
-        "name": "run",
-    }
     overrides |= {"optimizer__warmup_steps": 0, "evaluation__max_problems": 8, "optimizer__lr": "1e-3"}
-    model = base
-    if layout == "EP2":
-        model = mixture  # which never solves a problem: the entropy moves its weights
-        overrides |= {"rollout__filter_uniform_groups": "false", "objective__entropy_coefficient": 0.1}
-        overrides |= {"training__epochs": 1, "rollout__prompts_per_step": 8, "training__minibatch_prompts": 4}
-    command = tepo(*arguments(model, **overrides))
-    assert command.wait(300) == 0, command.output
+    overrides |= {"training__steps": STEPS, "rollout__prompts_per_step": 8, "training__minibatch_prompts": 4}
+    overrides |= served.settings | {"name": "run", "sync__transport": transport}
+    overrides |= {"sync__folder": tmp_path / "weights"} if transport == "shm" else {}
+    if layout == "EP2":  # the mixture never solves a problem: the entropy moves its weights
+        overrides |= {"rollout__filter_uniform_groups": "false", "objective__entropy_coefficient": 0.1, "training__epochs": 1}
+    command = tepo(*arguments(served.model, **overrides), env={"TEPO_SERVER_KEY": served.key})
+    assert command.wait(240) == 0, command.output
     command.assert_nothing_left()
     records = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
     assert len(records) == STEPS

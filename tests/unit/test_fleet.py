@@ -224,7 +224,7 @@ def test_groups_stream_in_as_they_are_done_and_to_close_the_stream_ends_the_rest
             groups.next()
 
 
-@pytest.mark.parametrize("in_flight", ["finish", "continue", "restart"])
+@pytest.mark.parametrize("in_flight", ["continue", *(pytest.param(x, marks=pytest.mark.full) for x in ("finish", "restart"))])
 def test_what_is_under_way_when_new_weights_come(in_flight: str, expected: list[list[int]], tmp_path: Path) -> None:
     with fleet(tmp_path, servers=2, in_flight=in_flight) as two:
         two.update_weights([], version=0)
