@@ -21,12 +21,11 @@ pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
 STEPS = 5
 LAYOUTS = {"TP2": {"tp": 2}, "PP2": {"tp": 1, "pp": 2}, "TP2xPP2": {"tp": 2, "pp": 2}, "EP2": {"tp": 1, "ep": 2, "dp": 2}}
 RUNS = {"dense": [("TP2", "shm"), ("PP2", "shm"), ("TP2xPP2", "shm"), ("PP2", "group")], "mixture": [("EP2", "shm")]}
-CASES = [
-    pytest.param((engine, tp, model), layout, transport, id=f"{engine}-tp{tp}-{layout}-{transport}")
-    for engine in ("vllm", "sglang")
-    for tp in (1, 2)
-    for model, runs in RUNS.items()
-    for layout, transport in runs
+SERVERS = [(engine, tp, model) for engine in ("vllm", "sglang") for tp in (1, 2) for model in RUNS]
+CASES = [  # pytest keeps a server for the cases that name the same object
+    pytest.param(server, layout, transport, id=f"{server[0]}-tp{server[1]}-{layout}-{transport}")
+    for server in SERVERS
+    for layout, transport in RUNS[server[2]]
 ]
 
 
