@@ -22,7 +22,7 @@ STEPS = 5
 LAYOUTS = {"TP2": {"tp": 2}, "PP2": {"tp": 1, "pp": 2}, "TP2xPP2": {"tp": 2, "pp": 2}, "EP2": {"tp": 1, "ep": 2, "dp": 2}}
 RUNS = {"dense": [("TP2", "shm"), ("PP2", "shm"), ("TP2xPP2", "shm"), ("PP2", "group")], "mixture": [("EP2", "shm")]}
 SERVERS = [(engine, tp, model) for engine in ("vllm", "sglang") for tp in (1, 2) for model in RUNS]
-CASES = [  # pytest keeps a server for the cases that name the same object
+CASES = [
     pytest.param(server, layout, transport, id=f"{server[0]}-tp{server[1]}-{layout}-{transport}")
     for server in SERVERS
     for layout, transport in RUNS[server[2]]
@@ -72,7 +72,7 @@ def served(
         yield ServedElsewhere(model, found, (folder / "servers" / "key").read_text().strip())
 
 
-@pytest.mark.parametrize(("served", "layout", "transport"), CASES, indirect=["served"])
+@pytest.mark.parametrize(("served", "layout", "transport"), CASES, indirect=["served"], scope="module")
 def test_rollouts_are_of_the_actors_weights(
     tepo, arguments, served: ServedElsewhere, layout: str, transport: str, tmp_path: Path
 ) -> None:
