@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -191,8 +192,8 @@ def parse_generated(answer: Any, prompt: Prompt, sampling: SamplingParams, versi
         encoded, routing = meta.get("routed_experts"), sampling.routing
         if routing is None or encoded is None:
             return None
-        flat = torch.frombuffer(bytearray(base64.b64decode(encoded, validate=True)), dtype=torch.int32)
-        return flat.view(-1, routing.num_layers, routing.per_token)
+        flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype=np.int32)
+        return torch.from_numpy(flat.reshape(-1, routing.num_layers, routing.per_token).copy())
 
     def rollout(sample: Any) -> Rollout:
         meta, ids = sample["meta_info"], sample["output_ids"]

@@ -149,7 +149,7 @@ def own_choices(actor: Any, batch: TrainBatch) -> list[Tensor]:
         actor._schedule.forward([microbatch], lambda microbatch, output: None)
         actor._schedule._experts = kept
         experts.append(torch.stack(RouterReplay.get_recorded_data(), dim=1).to(torch.int16))
-        assert experts[-1].shape == (one.lengths[0], len(SPARSE), PER_TOKEN)
+        assert experts[-1].shape == (one.lengths[0], len(actor.arch.sparse_layers), PER_TOKEN)
         kept.clear()
     return experts
 
