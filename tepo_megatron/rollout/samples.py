@@ -87,7 +87,7 @@ def _checked_experts(experts: Tensor | None, length: int, routing: Routing | Non
     shape = (length - 1, routing.num_layers, routing.per_token)
     if experts.shape != shape:
         raise ValueError(f"experts of shape {list(experts.shape)} instead of {list(shape)} (tokens, layers, per token)")
-    known_LKT = experts[:, list(routing.sparse_layers)].to(torch.int16)
+    known_LKT = experts[:, list(routing.sparse_layers)]
     experts_LKT = torch.cat((known_LKT, torch.full_like(known_LKT[:1], NO_EXPERT)))
-    routing.check(experts_LKT)
-    return experts_LKT
+    routing.check(experts_LKT)  # while no number was cut off
+    return experts_LKT.to(torch.int16)

@@ -81,8 +81,9 @@ def test_the_layers_with_experts_are_kept_and_the_last_token_has_none(parse: Any
         (GIVEN[:, :2], "shape|size"),
         (GIVEN + 10, "experts 280 to 303 of a model that has 300"),
         (np.zeros_like(GIVEN), "chosen twice"),
+        (GIVEN % 300 + 2**15 * (GIVEN == 280), "of a model that has 300"),
     ],
-    ids=["none", "a token less", "too many", "a layer less", "of no such expert", "twice"],
+    ids=["none", "a token less", "too many", "a layer less", "of no such expert", "twice", "that 16 bits cannot hold"],
 )
 def test_anything_else_is_refused(parse: Any, answer: Any, name: str, experts: Any, complaint: str) -> None:
     with pytest.raises(RolloutError, match=f"prompt 7: .*({complaint}).*{name}"):
