@@ -149,6 +149,7 @@ def preflight(cfg: Config) -> None:
     from tepo_megatron.method import resolve
     from tepo_megatron.not_yet import not_yet
     from tepo_megatron.rollout.custom import load_function
+    from tepo_megatron.rollout.experts import replayed_routing
     from tepo_megatron.weights.families import find_family, read_config
     from tepo_megatron.weights.families.tokens import check_tokenizer
     from tepo_megatron.weights.hf_io import HfReader
@@ -160,6 +161,7 @@ def preflight(cfg: Config) -> None:
     hf_config = read_config(cfg.model.path)
     architecture = find_family(hf_config).architecture(hf_config)
     check_layout(architecture, cfg.parallel)
+    replayed_routing(cfg)
     check_tokenizer(cfg.model.path, architecture.vocab_size)
     HfReader(cfg.model.path)
     if cfg.model.reference is not None:

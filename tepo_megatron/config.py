@@ -151,6 +151,9 @@ class RolloutConfig:
     function: str | None = None
     # end a response, beside the end-of-sequence tokens of the model's config.json and its tokenizer
     stop_token_ids: list[NonNegative] = Field(default_factory=list)
+    # the experts that the engine's routers chose for each token are chosen by the actor's in every pass (not by the reference
+    # policy's): its log-probs are of the network that sampled. What cannot return them is refused (`rollout/experts.py`)
+    replay_experts: bool = False
     filter_uniform_groups: bool = True  # drop groups that are all right or all wrong (unshaped score)
     # further rounds of prompts when dropped groups left too few; None: 9 under objective.dynamic_sampling, else 0
     max_refills: NonNegative | None = None
@@ -167,6 +170,11 @@ class RolloutConfig:
             raise ValueError(f"min_servers={self.min_servers} exceeds servers={self.servers}; lower it or start more")
         if self.colocate:
             self._check_colocation()
+        if self.replay_experts and self.function is not None:
+            raise ValueError(
+                f"replay_experts=true and function={self.function}: the turns of a sample are requests of their own, whose "
+                "experts are not joined; set replay_experts to false, or function to null"
+            )
         if self.servers > 1 and self.server.port:
             raise ValueError(f"server.port={self.server.port} can be that of one server, not of {self.servers}; set it to 0")
         if self.in_flight != "finish" and self.max_staleness == 0:

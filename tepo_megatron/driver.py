@@ -27,6 +27,7 @@ from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
 from tepo_megatron.rollout.engine import RolloutEngine
 from tepo_megatron.rollout.engines import build_engine, launch_of
+from tepo_megatron.rollout.experts import replayed_routing
 from tepo_megatron.rollout.replay import Replay
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.sinks import LOST_FILE, METRICS_FILE, RunLog, replace_file
@@ -53,6 +54,7 @@ class Driver:
             yield Driver()
             return
         method = resolve(cfg)
+        routing = replayed_routing(cfg)
         tokenizer = load_tokenizer(cfg.model.path)
         data = cfg.data
 
@@ -68,7 +70,7 @@ class Driver:
         if cfg.rollout.replay is not None:
             with RunLog(cfg.run_dir, cfg.logging, cfg.training.steps) as log:
                 log.message(f"objective {cfg.objective.name}; rollouts of {cfg.rollout.replay}, no engine")
-                yield MainDriver(cfg, Replay(Path(cfg.rollout.replay)), None, [], log)
+                yield MainDriver(cfg, Replay(Path(cfg.rollout.replay), routing), None, [], log)
             return
         train, dropped = read(data.train)
         held_out, dropped_held_out = read(data.eval) if data.eval else ([], 0)
@@ -102,7 +104,10 @@ class Driver:
             prompts = PromptStream(train, cfg.seed, data.shuffle)
             stops = stop_tokens(cfg.model.path, tokenizer, cfg.rollout.stop_token_ids)
             collector = Collector(
-                cfg.rollout, engine, reward, prompts, cfg.seed, stops, max_refills=method.max_refills, overlong=method.overlong
+                *(cfg.rollout, engine, reward, prompts, cfg.seed, stops),
+                max_refills=method.max_refills,
+                overlong=method.overlong,
+                routing=routing,
             )
             yield MainDriver(cfg, collector, prompts, held_out[: cfg.evaluation.max_problems], log)
 
@@ -211,7 +216,7 @@ class MainDriver(Driver):
         if not self._held_out or isinstance(self._source, Replay) or step in self._evaluations:
             return
         cfg = self._cfg.evaluation
-        sampling = replace(self._source.sampling, samples=cfg.samples, temperature=cfg.temperature)
+        sampling = replace(self._source.sampling, samples=cfg.samples, temperature=cfg.temperature, routing=None)
         # one seed for all evaluations: before and after are compared on the same random numbers
         seed = derive_seed(self._cfg.seed, "evaluation")
         result = evaluate(self._source.engine, self._source.reward, self._held_out, sampling, seed)

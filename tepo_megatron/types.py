@@ -9,6 +9,8 @@ Layout suffixes of tensors:
     _S  packed tokens of one microbatch on this context-parallel rank
     _R  its response rows: the positions whose LABEL is a response token, the only ones to reach the output layer
     _G  sequences of one microbatch (whole sequences, whichever context-parallel ranks hold their tokens)
+    _K  layers with experts, first to last, of the whole model
+    _T  experts chosen for one token in one of them
 """
 
 from __future__ import annotations
@@ -39,10 +41,34 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """A model's experts: `per_token` of `number` are chosen in each of `sparse_layers` (ascending) out of num_layers."""
+
+    num_layers: int
+    sparse_layers: tuple[int, ...]
+    per_token: int
+    number: int
+
+    def check(self, experts_LKT: Tensor) -> None:
+        """Raise ValueError unless these are choices of this model: of each token distinct experts, of the last perhaps none."""
+        shape = (experts_LKT.shape[0], len(self.sparse_layers), self.per_token)
+        if experts_LKT.shape != shape:
+            raise ValueError(f"experts of shape {list(experts_LKT.shape)} instead of {list(shape)} (tokens, layers, per token)")
+        chosen_LKT = experts_LKT[:-1] if bool((experts_LKT[-1:] == NO_EXPERT).all()) else experts_LKT
+        if chosen_LKT.numel() and not 0 <= int(chosen_LKT.min()) <= int(chosen_LKT.max()) < self.number:
+            raise ValueError(f"experts {int(chosen_LKT.min())} to {int(chosen_LKT.max())} of a model that has {self.number}")
+        if bool((chosen_LKT.sort(dim=-1).values.diff(dim=-1) == 0).any()):
+            raise ValueError("an expert was chosen twice for one token")
+
+
+NO_EXPERT = -1  # whose choice nobody made
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How to sample. samples: responses per prompt; max_tokens: response tokens at most; stop_token_ids: each of them ends a
     response, as its last token (none: the engine decides); max_sequence_tokens: of prompt and response together, None for no
-    such limit.
+    such limit; routing: of the model, if the experts that were chosen are to be returned.
 
     Whatever is not named here is switched off in the engine (top_p=1, top_k=-1, min_p=0, repetition_penalty=1),
     since log-probs are recomputed by the actor under `temperature` alone.
@@ -53,6 +79,7 @@ class SamplingParams:
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     max_sequence_tokens: int | None = None
+    routing: Routing | None = None
 
     def after(self, prompt: Prompt) -> SamplingParams:
         """The same for this prompt alone, with `max_tokens` the only limit. Raises ValueError where it leaves no token."""
@@ -76,6 +103,8 @@ class Rollout:
     over, which sampled the tokens from that place in the sequence on; stop_reason: "stop" or "length".
     reward: what the policy is trained on (shaped); score: the unshaped verdict of the grader, which group filters and
     accuracies use; status: why (`exact`, `no_box`, `timeout`, ...). Before grading: nan, nan, "ungraded".
+    experts_LKT: int16, the experts that the engine's routers chose; NO_EXPERT of the last token, which never was an input.
+    None: not asked for.
     """
 
     prompt_id: int
@@ -89,9 +118,14 @@ class Rollout:
     score: float = float("nan")
     status: str = "ungraded"
     later_versions: tuple[tuple[int, int], ...] = ()
+    experts_LKT: Tensor | None = None
 
     def __post_init__(self) -> None:
         length = self.token_ids_L.numel()
+        if self.experts_LKT is not None and self.experts_LKT.shape[0] != length:
+            raise ValueError(
+                f"rollout of prompt {self.prompt_id}: experts of {self.experts_LKT.shape[0]} tokens, and it has {length}"
+            )
         if self.response_mask_L.numel() != length or self.rollout_logprobs_L.numel() != length:
             raise ValueError(f"rollout of prompt {self.prompt_id}: token ids, mask and log-probs differ in length")
         if length and bool(self.response_mask_L[0]):
@@ -177,6 +211,15 @@ class TrainBatch:
         """fp32 nats: the engine's log-probs of the response tokens."""
         return torch.cat([r.rollout_logprobs_L[r.response_mask_L] for r in self.rollouts])
 
+    @property
+    def experts(self) -> list[Tensor]:
+        """int16, each [L, K, T]: the experts of each sequence. Raises ValueError naming the prompt of one without."""
+        chosen = [r.experts_LKT for r in self.rollouts if r.experts_LKT is not None]
+        if len(chosen) < len(self):
+            prompt = next(r.prompt_id for r in self.rollouts if r.experts_LKT is None)
+            raise ValueError(f"rollout.replay_experts=true, and a rollout of prompt {prompt} has none to replay")
+        return chosen
+
     @cached_property
     def sequence_N(self) -> Tensor:
         """int64: the sequence of each response token, in [0, B)."""
@@ -250,7 +293,8 @@ class PackedMicrobatch:
     labels_R: int64, that token; sequence_R: int64, its sequence, in [0, G); token_R: int64, its place in the flat _N
     tensors of the TrainBatch (where old log-probs and the like are kept); position_R: int64, its place in its response, from 0;
     chunk_R: int64, the zigzag chunk of its sequence in which it lies, in [0, 2 cp); lengths_G: |y| of each sequence over all
-    context-parallel ranks, at least 1; sequences_G: int64, the index of each sequence in the TrainBatch.
+    context-parallel ranks, at least 1; sequences_G: int64, the index of each sequence in the TrainBatch; experts_SKT: int16,
+    the experts that each token is sent to (those of padding and of tokens without any are arbitrary); None: as routers choose.
     """
 
     tokens_S: Tensor
@@ -264,6 +308,7 @@ class PackedMicrobatch:
     chunk_R: Tensor
     lengths_G: Tensor
     sequences_G: Tensor
+    experts_SKT: Tensor | None = None
 
     def to(self, device: torch.device) -> PackedMicrobatch:
         """The same microbatch with its tensors on `device`."""

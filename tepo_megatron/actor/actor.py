@@ -12,6 +12,7 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from tepo_megatron.actor import build
+from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.minibatch import MinibatchInputs
 from tepo_megatron.actor.offload import PARTS, Offload, Part
 from tepo_megatron.actor.output_rows import OutputRows
@@ -46,7 +47,8 @@ class Actor:
         self.family = find_family(hf_config)
         self.arch = self.family.architecture(hf_config)
         self.cfg, self.groups = cfg, groups
-        self.config = build.transformer_config(self.arch, cfg.model, cfg.parallel, groups.device)
+        replays = cfg.rollout.replay_experts
+        self.config = build.transformer_config(self.arch, cfg.model, cfg.parallel, groups.device, replays)
         chunks = build.build_chunks(self.config, self.arch, cfg.model, groups)
         self.bindings = bind(chunks, self.family, self.arch)
         # before the optimizer, which copies its fp32 masters from the weights
@@ -57,7 +59,10 @@ class Actor:
         self.optimizer, self.scheduler = build.build_optimizer(cfg.optimizer, cfg.model, self.chunks)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
-        self._rows, self._schedule = rows, Schedule(self.chunks, rows, groups)
+        experts = None
+        if replays:
+            experts = ExpertReplay(self.chunks, self.arch.sparse_layers, groups, cfg.parallel.sequence_parallel)
+        self._rows, self._schedule = rows, Schedule(self.chunks, rows, groups, experts)
         self._offload = Offload(self.chunks, self.optimizer, groups.device)
         self._step = 0
         self._reference: HostWeights | None = None
@@ -98,11 +103,12 @@ class Actor:
     def attach_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the log-probs of the reference policy, valid on the last pipeline stage. `keep_reference` comes first.
 
+        Its experts are those that its own routers choose.
         Collectives beyond the forward pass: those of `WholeStats`.
         """
         assert self._reference is not None, "keep_reference comes first"
         with self._reference.in_place():
-            return replace(batch, ref_logprobs_N=self._whole_stats(batch).logprob_R)
+            return replace(batch, ref_logprobs_N=self._whole_stats(batch, replays=False).logprob_R)
 
     def reference_divergence(self, batch: TrainBatch, estimator: str) -> Tensor:
         """[B] fp64 on the host: KL(old, reference) summed over each response, in nats; the same on every rank.
@@ -219,10 +225,11 @@ class Actor:
         keys_N = hash_rows(derive_seed(self.cfg.seed, "weighting", self._step, batch.update), batch.token_keys_N)
         return objective.batch_statistics(stats_N, inputs.whole(stats_N), keys_N.to(self.groups.device))
 
-    def _whole_stats(self, batch: TrainBatch, plan: Plan | None = None) -> TokenStats:
+    def _whole_stats(self, batch: TrainBatch, plan: Plan | None = None, replays: bool = True) -> TokenStats:
         """Log-probs and entropies (fp32 _N) of the current weights, without gradient, valid on the last pipeline stage.
 
-        plan: of the microbatches, instead of the usual one. Collectives beyond the forward pass: those of `WholeStats`.
+        plan: of the microbatches, instead of the usual one; replays: the batch's experts, under rollout.replay_experts.
+        Collectives beyond the forward pass: those of `WholeStats`.
         """
         self.require_loaded("a forward pass", "parameters")
         whole = WholeStats(batch.num_tokens, self.groups)
@@ -231,7 +238,7 @@ class Actor:
             whole.add(microbatch, self._stats(microbatch, output))
 
         plan = plan or self._plan(batch, self.cfg.training.tokens_without_grad)
-        self._schedule.forward(self._microbatches(batch, plan), visit)
+        self._schedule.forward(self._microbatches(batch, plan, replays), visit)
         return whole.gather()
 
     def export_hf(self, out: Path) -> None:
@@ -251,12 +258,13 @@ class Actor:
             pipeline=self._pipeline,
         )
 
-    def _microbatches(self, batch: TrainBatch, plan: Plan) -> list[PackedMicrobatch]:
-        """This rank's packed microbatches."""
+    def _microbatches(self, batch: TrainBatch, plan: Plan, replays: bool = True) -> list[PackedMicrobatch]:
+        """This rank's packed microbatches, with the experts that its tokens are sent to if those are replayed."""
         ids = [r.token_ids_L for r in batch.rollouts]
         masks = [r.response_mask_L for r in batch.rollouts]
+        experts = batch.experts if replays and self.cfg.rollout.replay_experts else None
         return [
-            pack(ids, masks, batch.first_tokens, indices, self._alignment, self.groups.cp.rank)
+            pack(ids, masks, batch.first_tokens, indices, self._alignment, self.groups.cp.rank, experts)
             for indices in plan[self.groups.dp.rank]
         ]
 

@@ -37,9 +37,9 @@ def use_transformer_engine(model: ModelConfig, device: torch.device) -> bool:
 
 
 def transformer_config(
-    arch: Architecture, model: ModelConfig, parallel: ParallelConfig, device: torch.device
+    arch: Architecture, model: ModelConfig, parallel: ParallelConfig, device: torch.device, replay_experts: bool = False
 ) -> TransformerConfig:
-    """Megatron's config of this architecture on this mesh."""
+    """Megatron's config of this architecture on this mesh. replay_experts: its routers can be told what to choose."""
     dtype = DTYPES[model.precision]
     lend_to_megatron()
     return TransformerConfig(
@@ -82,6 +82,7 @@ def transformer_config(
         **_uneven_pipeline(arch, parallel),
         **_mixture_of_experts(arch, use_transformer_engine(model, device)),
         moe_token_dispatcher_type="alltoall",
+        moe_enable_routing_replay=replay_experts,
         # Megatron 0.16 without both of these: interleaved 1F1B over gloo gives silently wrong activations
         overlap_p2p_comm=parallel.vpp > 1,
         batch_p2p_comm=parallel.vpp == 1,

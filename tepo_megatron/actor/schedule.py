@@ -11,6 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.output_rows import OutputRows
 from tepo_megatron.parallel import Groups
 from tepo_megatron.types import PackedMicrobatch
@@ -21,10 +22,15 @@ Visitor = Callable[[PackedMicrobatch, Tensor], None]
 
 
 class Schedule:
-    """Runs microbatches over the pipeline; only the last stage calls the given function, with its response rows."""
+    """Runs microbatches over the pipeline; only the last stage calls the given function, with its response rows.
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], rows: OutputRows | None, groups: Groups) -> None:
-        self._chunks, self._rows, self._groups = list(chunks), rows, groups
+    experts: for microbatches that say to which experts their tokens are sent; None: routers choose.
+    """
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], rows: OutputRows | None, groups: Groups, experts: ExpertReplay | None = None
+    ) -> None:
+        self._chunks, self._rows, self._groups, self._experts = list(chunks), rows, groups, experts
 
     def forward(self, microbatches: Sequence[PackedMicrobatch], visit: Visitor) -> None:
         """Without gradients: `visit` sees the logits of each microbatch."""
@@ -54,6 +60,8 @@ class Schedule:
             microbatch = next(data).to(self._groups.device)
             if self._rows is not None:
                 self._rows.current = microbatch.rows_R
+            if self._experts is not None and microbatch.experts_SKT is not None:
+                self._experts.set(self._chunks.index(chunk), microbatch.experts_SKT)
             output = chunk(
                 microbatch.tokens_S, None, None, packed_seq_params=packed_seq_params(microbatch)
             )  # positions come from cu_seqlens
@@ -71,6 +79,8 @@ class Schedule:
             micro_batch_size=1,
             **how,
         )
+        if self._experts is not None:
+            self._experts.clear()
 
 
 def packed_seq_params(microbatch: PackedMicrobatch) -> PackedSeqParams:

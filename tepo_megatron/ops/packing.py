@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.ops.context_parallel import shard_zigzag_packed
-from tepo_megatron.types import PackedMicrobatch
+from tepo_megatron.types import NO_EXPERT, PackedMicrobatch
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,14 @@ def pack(
     indices: Sequence[int],
     alignment: Alignment,
     cp_rank: int,
+    experts: Sequence[Tensor] | None = None,
 ) -> PackedMicrobatch:
     """Pack the sequences `indices` one after another and take this context-parallel rank's part.
 
     token_ids, response_masks: of the whole batch, each [L]; first_token: place of each sequence's first response token in the
-    flat _N tensors. Labels are shifted per sequence before the context-parallel split, so no label is lost at a boundary.
-    Without indices: one dummy token without response rows, so that an empty rank still joins every collective.
+    flat _N tensors; experts: of the whole batch, each [L, K, T]. Labels are shifted per sequence before the context-parallel
+    split, so no label is lost at a boundary. Without indices: one dummy token without response rows, so that an empty rank
+    still joins every collective.
     """
     sizes = [token_ids[i].numel() for i in indices] or [1]
     lengths = alignment.padded(sizes)
@@ -68,8 +70,8 @@ def pack(
     sequence_S = torch.arange(len(lengths)).repeat_interleave(length_G)
     offset_S = torch.arange(total) - starts[sequence_S]
     tokens_S, is_response_S = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.bool)
+    is_token_S = offset_S < size_G[sequence_S]
     if indices:
-        is_token_S = offset_S < size_G[sequence_S]
         tokens_S[is_token_S] = torch.cat([token_ids[i] for i in indices])
         is_response_S[is_token_S] = torch.cat([response_masks[i] for i in indices])
     # the row before each response token of the same sequence
@@ -78,6 +80,7 @@ def pack(
     seen_S = is_row_S.cumsum(0)
     position_S = seen_S - 1 - (seen_S - is_row_S.long())[starts[:-1]][sequence_S]
     rows_G = torch.bincount(sequence_S[is_row_S], minlength=len(lengths))
+    experts_SKT = None if experts is None else _experts(experts, indices, is_token_S)
     chunk_S = offset_S // (length_G // alignment.sequence)[sequence_S]  # a multiple of its number of chunks
 
     def local(x: Tensor) -> Tensor:
@@ -97,4 +100,17 @@ def pack(
         chunk_R=local(chunk_S)[rows_R],
         lengths_G=rows_G[: len(indices)].clamp(min=1).float(),
         sequences_G=torch.tensor(list(indices), dtype=torch.int64),
+        experts_SKT=None if experts_SKT is None else local(experts_SKT),
     )
+
+
+def _experts(experts: Sequence[Tensor], indices: Sequence[int], is_token_S: Tensor) -> Tensor:
+    """[S, K, T]. A token whose experts are not known, padding or the last of its sequence, is no other token's context: any
+    different experts do.
+    """
+    _, layers, chosen = experts[0].shape
+    experts_SKT = torch.full((is_token_S.numel(), layers, chosen), NO_EXPERT, dtype=torch.int16)
+    if indices:
+        experts_SKT[is_token_S] = torch.cat([experts[i] for i in indices])
+    any_T = torch.arange(chosen, dtype=torch.int16)
+    return torch.where(experts_SKT == NO_EXPERT, any_T, experts_SKT)

@@ -15,15 +15,15 @@ from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.rollout.engine import INITIAL_VERSION, Groups, RolloutEngine
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.timing import Clock
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.types import Prompt, Rollout, Routing, SamplingParams
 
 
 class Collector:
     """Rank 0's side of the rollout phase.
 
-    stop_token_ids: of `SamplingParams`; max_refills: `cfg.max_refills`, resolved; overlong: changes the rewards of the graded
-    samples, None for none. Shaping is a step here and no part of `reward`, which grades evaluations too: those may have another
-    length limit.
+    stop_token_ids, routing: of `SamplingParams`; max_refills: `cfg.max_refills`, resolved; overlong: changes the rewards of the
+    graded samples, None for none. Shaping is a step here and no part of `reward`, which grades evaluations too: those may have
+    another length limit.
     """
 
     def __init__(
@@ -37,11 +37,13 @@ class Collector:
         *,
         max_refills: int,
         overlong: OverlongShaping | None,
+        routing: Routing | None = None,
     ) -> None:
         self.cfg, self.engine, self.reward, self.prompts, self.seed = cfg, engine, reward, prompts, seed
         self.max_refills, self.overlong = max_refills, overlong
         self.sampling = SamplingParams(
-            cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, stop_token_ids, cfg.max_sequence_tokens
+            *(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, stop_token_ids, cfg.max_sequence_tokens),
+            routing=routing,
         )
         self._groups: Groups | None = None
         self._under_way: dict[int, Prompt] = {}  # by id, in the order in which they were taken

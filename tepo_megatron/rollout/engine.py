@@ -177,7 +177,7 @@ class Launch:
     model_path: Hugging Face directory that it loads first; max_model_len: prompt and response tokens of a sequence at most;
     precision: of the served weights; seed: of the server (each request brings its own); first_device: of the GPUs that this
     process sees, the first one that the server takes; host: the address that it listens on; sleeps: the server will be told to
-    sleep.
+    sleep; returns_experts: it will be asked which experts its routers chose.
     """
 
     model_path: Path
@@ -188,6 +188,7 @@ class Launch:
     first_device: int = 0
     host: str = LOOPBACK
     sleeps: bool = False
+    returns_experts: bool = False
 
 
 @dataclass(frozen=True)

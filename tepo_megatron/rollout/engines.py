@@ -31,6 +31,7 @@ def launch_of(cfg: Config) -> Launch:
         precision=cfg.rollout.server.precision or cfg.model.precision,
         seed=cfg.seed,
         sleeps=cfg.rollout.colocate,
+        returns_experts=cfg.rollout.replay_experts,
     )
 
 

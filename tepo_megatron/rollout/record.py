@@ -22,6 +22,7 @@ _TEXTS = ("stop_reason", "answer", "status", "later_versions")  # as JSON
 _NUMBERS = {"prompt_id": torch.int64, "policy_version": torch.int64, "reward": torch.float64, "score": torch.float64}
 _SUM = "crc32"
 _TOKENS = ("token_ids_L", "response_mask_L", "rollout_logprobs_L")
+_EXPERTS = "experts_LKT"  # of each token too, where they were asked for
 
 
 def file_of(folder: Path, step: int) -> Path:
@@ -35,6 +36,9 @@ def write(folder: Path, step: int, rollouts: Sequence[Rollout], metrics: Metrics
     tensors: dict[str, Tensor] = {"length": torch.tensor([r.token_ids_L.numel() for r in rollouts])}
     for name in _TOKENS:
         tensors[name] = torch.cat([getattr(r, name) for r in rollouts]) if rollouts else torch.empty(0)
+    experts = [r.experts_LKT for r in rollouts if r.experts_LKT is not None]
+    if experts and len(experts) == len(rollouts):
+        tensors[_EXPERTS] = torch.cat(experts)
     for name, dtype in _NUMBERS.items():
         tensors[name] = torch.tensor([getattr(r, name) for r in rollouts], dtype=dtype)
     text = {name: json.dumps([getattr(r, name) for r in rollouts]) for name in _TEXTS}
@@ -61,7 +65,8 @@ def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
         if text.pop(_SUM) != _sum_of(tensors, text):
             raise ValueError("its checksum differs")
         lengths = tensors.pop("length").tolist()
-        per_token = {name: tensors.pop(name).split(lengths) for name in _TOKENS}
+        names = [*_TOKENS, _EXPERTS] if _EXPERTS in tensors else _TOKENS
+        per_token = {name: tensors.pop(name).split(lengths) for name in names}
         columns = {name: tensors[name].tolist() for name in _NUMBERS} | {name: json.loads(text[name]) for name in _TEXTS}
         columns["later_versions"] = [tuple(map(tuple, changes)) for changes in columns["later_versions"]]
         metrics = Metrics(json.loads(text["metrics"]))

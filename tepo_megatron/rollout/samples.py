@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout.cut import CUT
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams
 
 LARGEST_SEED = 2**63 - 1
+RETURN_EXPERTS = "--enable-return-routed-experts"  # of both engines' servers
 
 
 def prompt_seed(seed: int, prompt_id: int, samples: int) -> int:
@@ -42,10 +44,12 @@ def checked_rollout(
     stop_reason: str,
     sampling: SamplingParams,
     version: int,
+    experts: Tensor | None = None,
 ) -> Rollout:
     """One sampled response, the token it stopped at included; one that was cut off may have none yet.
 
-    Raises ValueError (TypeError for what is no list).
+    experts: integer [tokens that were an input, layers of the model, experts of one token]; none of what was cut off: whoever
+    samples its rest chooses for all its tokens. Raises ValueError (TypeError for what is no list).
     """
     if stop_reason == CUT and len(ids) == sampling.max_tokens:
         stop_reason = "length"
@@ -70,4 +74,20 @@ def checked_rollout(
         policy_version=version,
         stop_reason=stop_reason,
         answer=prompt.answer,
+        experts_LKT=None if stop_reason == CUT else _checked_experts(experts, context + len(ids), sampling.routing),
     )
+
+
+def _checked_experts(experts: Tensor | None, length: int, routing: Routing | None) -> Tensor | None:
+    """int16 [length, K, T]: of the layers that have experts, and none of the last token. None where none are asked for."""
+    if routing is None:
+        return None
+    if experts is None:
+        raise ValueError(f"it lacks the experts that were chosen; start its server with {RETURN_EXPERTS}")
+    shape = (length - 1, routing.num_layers, routing.per_token)
+    if experts.shape != shape:
+        raise ValueError(f"experts of shape {list(experts.shape)} instead of {list(shape)} (tokens, layers, per token)")
+    known_LKT = experts[:, list(routing.sparse_layers)]
+    experts_LKT = torch.cat((known_LKT, torch.full_like(known_LKT[:1], NO_EXPERT)))
+    routing.check(experts_LKT)  # while no number was cut off
+    return experts_LKT.to(torch.int16)

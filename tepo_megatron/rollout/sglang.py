@@ -20,7 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from tepo_megatron.channel import Meeting, Source
 from tepo_megatron.config import ServerConfig
@@ -37,7 +39,7 @@ from tepo_megatron.rollout.engine import (
     served_label,
 )
 from tepo_megatron.rollout.environment import devices, without_torchrun
-from tepo_megatron.rollout.samples import checked_rollout, parsed, prompt_seed
+from tepo_megatron.rollout.samples import RETURN_EXPERTS, checked_rollout, parsed, prompt_seed
 from tepo_megatron.rollout.sglang_loader import BEGIN, FINISH, JOIN, LOADER, MODEL_VARIABLE
 from tepo_megatron.rollout.sglang_server import CPU_VARIABLE, KEY_VARIABLE
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -69,6 +71,8 @@ class SglangApi:
         command += ["--log-level-http", "warning"]
         if launch.sleeps and launch.platform == "cuda":
             command += ["--enable-memory-saver"]
+        if launch.returns_experts:
+            command += [RETURN_EXPERTS]
         if launch.platform == "cpu":
             # SGLang cannot guess the size of a CPU's cache
             command += ["--device", "cpu", "--attention-backend", "torch_native"]
@@ -177,11 +181,19 @@ def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dic
         "return_logprob": True,
         "logprob_start_len": -1,  # of the response alone
         "stream": False,
+        "return_routed_experts": sampling.routing is not None,
     }
 
 
 def parse_generated(answer: Any, prompt: Prompt, sampling: SamplingParams, version: int) -> list[Rollout]:
     """The rollouts in an answer of `/generate`, by sample index. Raises RolloutError if it is not what was asked for."""
+
+    def experts(meta: Any) -> Tensor | None:  # int32, flat
+        encoded, routing = meta.get("routed_experts"), sampling.routing
+        if routing is None or encoded is None:
+            return None
+        flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype=np.int32)
+        return torch.from_numpy(flat.reshape(-1, routing.num_layers, routing.per_token).copy())
 
     def rollout(sample: Any) -> Rollout:
         meta, ids = sample["meta_info"], sample["output_ids"]
@@ -191,7 +203,8 @@ def parse_generated(answer: Any, prompt: Prompt, sampling: SamplingParams, versi
             raise ValueError("its log-probs are of other tokens than its response")
         if ids and meta["prompt_tokens"] != len(prompt.token_ids):
             raise ValueError("it changed the prompt's tokens")
-        return checked_rollout(prompt, ids, [entry[0] for entry in given], meta["finish_reason"]["type"], sampling, version)
+        logprobs, reason = [entry[0] for entry in given], meta["finish_reason"]["type"]
+        return checked_rollout(prompt, ids, logprobs, reason, sampling, version, experts(meta))
 
     def rollouts(answer: Any) -> list[Rollout]:
         if len(answer) != sampling.samples:

@@ -1,10 +1,10 @@
 """Starts the unmodified SGLang server with the key from the environment, on CPU too: `python -m ...sglang_server ARGUMENTS`.
 
-Runs in SGLang's environment and imports nothing of the trainer's. On CPU four things are filled in, in the process alone, that
+Runs in SGLang's environment and imports nothing of the trainer's. On CPU five things are filled in, in the process alone, that
 no wheel of SGLang 0.5.23 brings: the schemas of two image operators (PyPI has CUDA builds of torchvision only), the names of
-`sgl_kernel` (imported, never called), its hash of (seed, position, column), from which seeded sampling draws, and the switch to
-batch-invariant kernels (Triton's), which seeded sampling asks for and which does nothing here: a sample depends on its
-neighbours by rounding alone.
+`sgl_kernel` (imported, never called), its hash of (seed, position, column), from which seeded sampling draws, the switch to
+batch-invariant kernels (Triton's), which seeded sampling asks for and which does nothing here (a sample depends on its
+neighbours by rounding alone), and host memory that is not pinned, in which the chosen experts are kept.
 """
 
 from __future__ import annotations
@@ -57,6 +57,14 @@ def fill_gaps() -> None:
     from sglang.srt import batch_invariant_ops
 
     batch_invariant_ops.enable_batch_invariant_mode = lambda: None
+    from sglang.srt.mem_cache.pool_host import common
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = _unpinned
+
+
+def _unpinned(dims: tuple[int, ...], *, dtype: Any, device: str, allocator: Any, **pinning: Any) -> Any:
+    """SGLang's own function asks CUDA to pin the memory."""
+    return allocator.allocate(dims, dtype=dtype, device=device)
 
 
 _libraries: list[Any] = []  # a library's operators live as long as it does

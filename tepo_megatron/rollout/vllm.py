@@ -6,11 +6,17 @@ process of its own, in which `vllm_plugin.py` loads weights and `vllm_auth.py` a
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from tepo_megatron.channel import Meeting, Source
 from tepo_megatron.config import ServerConfig
@@ -26,7 +32,7 @@ from tepo_megatron.rollout.engine import (
     served_label,
 )
 from tepo_megatron.rollout.environment import devices, without_torchrun
-from tepo_megatron.rollout.samples import checked_rollout, parsed, prompt_seed
+from tepo_megatron.rollout.samples import RETURN_EXPERTS, checked_rollout, parsed, prompt_seed
 from tepo_megatron.rollout.vllm_auth import API_KEY_VARIABLE
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -57,6 +63,8 @@ class VllmApi:
             command += ["--kv-cache-memory-bytes", str(int(cfg.kv_cache_gib * 2**30))]
         if launch.sleeps and launch.platform == "cuda":
             command += ["--enable-sleep-mode"]
+        if launch.returns_experts:
+            command += [RETURN_EXPERTS]
         if launch.platform == "cpu":
             # After the first chunk of a seeded prompt vLLM 0.32 turns its generator back, which a CPU cannot do: whole prompts.
             command += ["--enforce-eager", "--no-enable-chunked-prefill"]
@@ -74,6 +82,8 @@ class VllmApi:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
+        if launch.returns_experts:
+            env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other returns none
         if launch.platform == "cuda":
             env |= devices(inherited, launch.first_device, cfg.tp)
         if launch.platform == "cpu":
@@ -180,6 +190,13 @@ def parse_completion(answer: Any, prompt: Prompt, sampling: SamplingParams, vers
     def logprobs(choice: Any) -> list[float]:  # none of one that was cut off before its first token
         return choice["logprobs"]["token_logprobs"] if choice["token_ids"] != [] else []
 
+    def experts(choice: Any) -> Tensor | None:  # a file of numpy's, of the narrowest type
+        given = choice.get("routed_experts")
+        if sampling.routing is None or given is None:
+            return None
+        array = np.load(io.BytesIO(base64.b64decode(given, validate=True)), allow_pickle=False)
+        return torch.from_numpy(array.astype(np.int32))
+
     def rollouts(answer: Any) -> list[Rollout]:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         indices = [choice["index"] for choice in choices]
@@ -187,6 +204,9 @@ def parse_completion(answer: Any, prompt: Prompt, sampling: SamplingParams, vers
             raise ValueError(f"samples {indices} instead of {sampling.samples}")
         if any(choice["prompt_token_ids"] != list(prompt.token_ids) for choice in choices):
             raise ValueError("it changed the prompt's tokens")
-        return [checked_rollout(prompt, c["token_ids"], logprobs(c), c["finish_reason"], sampling, version) for c in choices]
+        return [
+            checked_rollout(prompt, c["token_ids"], logprobs(c), c["finish_reason"], sampling, version, experts(c))
+            for c in choices
+        ]
 
     return parsed(answer, prompt, VllmApi.name, rollouts)

@@ -14,18 +14,22 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3MoeConfig
 
+from tepo_megatron.rollout import record
 from tests.e2e.conftest import commands, settings
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
 STEPS = 5
 LAYOUTS = {"TP2": {"tp": 2}, "PP2": {"tp": 1, "pp": 2}, "TP2xPP2": {"tp": 2, "pp": 2}, "EP2": {"tp": 1, "ep": 2, "dp": 2}}
+LAYOUTS["EP2 replay"] = LAYOUTS["EP2"]  # of the engine's experts
+RETURN_EXPERTS = ("sglang",)  # on a CPU
 RUNS = {"dense": [("TP2", "shm"), ("PP2", "shm"), ("TP2xPP2", "shm"), ("PP2", "group")], "mixture": [("EP2", "shm")]}
 SERVERS = [(engine, tp, model) for engine in ("vllm", "sglang") for tp in (1, 2) for model in RUNS]
 CASES = [
     pytest.param(server, layout, transport, id=f"{server[0]}-tp{server[1]}-{layout}-{transport}")
     for server in SERVERS
     for layout, transport in RUNS[server[2]]
+    + [("EP2 replay", "shm")] * (server[2] == "mixture" and server[0] in RETURN_EXPERTS)
 ]
 
 
@@ -63,6 +67,8 @@ def served(
     engine, tp, kind = request.param
     folder, model = tmp_path_factory.mktemp(f"{engine}-{tp}-{kind}"), base if kind == "dense" else mixture
     about = {"rollout__engine": engine, "rollout__server__tp": tp}
+    if kind == "mixture" and engine in RETURN_EXPERTS:
+        about["rollout__replay_experts"] = "true"
     where = {"rollout__server__rendezvous": folder / "servers", "sync__folder": folder / "weights", "output": folder}
     with commands(folder) as tepo:
         serve = tepo("serve", "examples/demo.yaml", *settings(model, **about, **where))
@@ -81,7 +87,11 @@ def test_rollouts_are_of_the_actors_weights(
     overrides |= {"training__steps": STEPS, "rollout__prompts_per_step": 8, "training__minibatch_prompts": 4}
     overrides |= served.settings | {"name": "run", "sync__transport": transport}
     overrides |= {"sync__folder": tmp_path / "weights"} if transport == "shm" else {}
-    if layout == "EP2":  # the mixture never solves a problem: the entropy moves its weights
+    if layout == "EP2":
+        overrides["rollout__replay_experts"] = "false"  # asked for by the run or not, the server could tell
+    if layout == "EP2 replay":
+        overrides["rollout__record"] = "true"
+    if layout.startswith("EP2"):  # the mixture never solves a problem: the entropy moves its weights
         overrides |= {"rollout__filter_uniform_groups": "false", "objective__entropy_coefficient": 0.1, "training__epochs": 1}
     command = tepo(*arguments(served.model, **overrides), env={"TEPO_SERVER_KEY": served.key})
     assert command.wait(240) == 0, command.output
@@ -91,3 +101,6 @@ def test_rollouts_are_of_the_actors_weights(
     print(f"largest mean log-prob difference: {max(r['rollout/logprob_diff_mean'] for r in records):.1e}")
     for r in records:
         assert r["rollout/logprob_diff_mean"] <= 1e-5 and r["actor/grad_norm"] > 0 and r["rollout/staleness"] == 0
+    if layout == "EP2 replay":
+        kept, _ = record.read(tmp_path / "runs/run" / record.FOLDER, STEPS)
+        assert all(r.experts_LKT is not None and r.experts_LKT.shape[1:] == (2, 2) for r in kept)

@@ -1,0 +1,199 @@
+"""Training with the experts that an engine chose: on every layout the gradient of the network with those experts, as an
+independent model in fp64 has it; and with the router's own choices, bit for bit what the router does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeConfig
+
+from tepo_megatron.types import NO_EXPERT, Rollout, TrainBatch
+from tests.marks import marked
+from tests.parallel import cases
+from tests.parallel.test_families import (
+    EIGHT_HEADS,
+    EP2,
+    EXPERTS,
+    TOLERANCE,
+    TP_SP,
+    in_file_names,
+    rewarded_batch,
+    sent,
+    shaped,
+    transformers_model,
+    whole_gradients,
+)
+from tests.tiny import tiny_model
+from tests.worlds import run_world
+
+NUMBER, PER_TOKEN = EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
+SPARSE = (0, 2, 3)  # of four layers: under VPP2 a chunk has no router
+LAYOUTS = [{}, TP_SP, {"pp": 2}, {"cp": 2}, EP2]
+FULL = [
+    {"pp": 2, "vpp": 2}, {"dp": 2}, {"ep": 2, "cp": 2}, {"cp": 2} | TP_SP, EP2 | {"pp": 2}, EP2 | TP_SP, {"pp": 2, "cp": 2},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("replay") / "model"
+    config = shaped(Qwen3MoeConfig, EIGHT_HEADS, EXPERTS, num_hidden_layers=4, norm_topk_prob=True, mlp_only_layers=[1])
+    tiny_model(path, config, seed=1, scale=8.0)
+    return path
+
+
+def replaying(model: Path, layout: dict[str, Any]) -> Any:
+    cfg = cases.run_config(model, layout, max_tokens=50, objective={"name": "reinforce"})
+    return replace(cfg, rollout=replace(cfg.rollout, replay_experts=True))
+
+
+def with_experts(batch: TrainBatch, experts: list[Tensor]) -> TrainBatch:
+    rollouts = tuple(replace(r, experts_LKT=e) for r, e in zip(batch.rollouts, experts, strict=True))
+    return replace(batch, rollouts=rollouts)
+
+
+def random_experts(rollout: Rollout, generator: torch.Generator) -> Tensor:
+    """None of them the router's: of six experts, two of each token by chance, in any order; none of the last token."""
+    order = torch.rand(rollout.token_ids_L.numel(), len(SPARSE), NUMBER, generator=generator).argsort(dim=-1)
+    experts_LKT = order[..., :PER_TOKEN].to(torch.int16)
+    experts_LKT[-1] = NO_EXPERT
+    return experts_LKT
+
+
+@pytest.fixture(scope="module")
+def given() -> TrainBatch:
+    batch, generator = rewarded_batch(), torch.Generator().manual_seed(11)
+    return with_experts(batch, [random_experts(r, generator) for r in batch.rollouts])
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, given: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs [N] and gradients of -sum A log pi / N of transformers' model in fp64, whose gates are told what to choose."""
+    network = transformers_model(model).double()
+    told: dict[int, Tensor] = {}
+
+    def gate(layer: int, module: Any) -> Any:
+        def forward(hidden_LH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits = torch.nn.functional.linear(hidden_LH, module.weight)
+            return logits, logits.gather(1, told[layer]).softmax(-1), told[layer]
+
+        return forward
+
+    for layer in SPARSE:
+        router = network.model.layers[layer].mlp.gate
+        router.forward = gate(layer, router)
+    logprobs = []
+    for rollout in given.rollouts:
+        assert rollout.experts_LKT is not None
+        experts_LKT = rollout.experts_LKT[:-1].long()
+        told.update({layer: experts_LKT[:, k] for k, layer in enumerate(SPARSE)})
+        ids = rollout.token_ids_L
+        logp = torch.log_softmax(network(ids[None, :-1]).logits[0] / cases.TEMPERATURE, dim=-1)
+        logprobs.append(logp.gather(1, ids[1:, None]).squeeze(1)[rollout.response_mask_L[1:]])
+    advantages_N = given.advantages_B.double()[given.sequence_N]
+    (-(advantages_N * torch.cat(logprobs)).sum() / given.num_tokens).backward()
+    gradients = in_file_names("qwen3_moe", {n: p.grad.clone() for n, p in network.named_parameters()})
+    return torch.cat(logprobs).detach(), gradients
+
+
+def old_pass_and_gradients(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.losses import build_objective
+    from tepo_megatron.platform import activate
+
+    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor.start_step(1)
+    old = actor.attach_old_stats(batch)
+    actor.backward(old, build_objective(cfg.objective))
+    out = {
+        "logprobs": actor.groups.broadcast_from_last_stage(old.old_logprobs_N.clone()),
+        "gradients": sent(actor, whole_gradients(actor)),
+    }
+    parallel.shutdown()
+    return out
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(marked(layout, pytest.mark.full) for layout in FULL)], ids=str)
+def test_given_experts_on_every_layout(
+    model: Path, given: TrainBatch, expected: tuple[Tensor, dict[str, Tensor]], layout: dict[str, Any]
+) -> None:
+    cfg = replaying(model, layout)
+    ranks = run_world(cfg.parallel.world_size, old_pass_and_gradients, cfg, given)
+    logprobs, gradients = expected
+    for rank in ranks:
+        assert (rank["logprobs"] - logprobs).abs().max() <= TOLERANCE * logprobs.abs().max()
+    merged = {n: t for rank in ranks for n, t in rank["gradients"].items()}
+    assert merged.keys() == gradients.keys()
+    assert all(gradients[n].norm() > 0 for n in gradients if "gate.weight" in n)  # routers learn
+    worst = max(gradients, key=lambda n: cases.distance(merged[n], gradients[n]) if gradients[n].norm() else 0.0)
+    found = cases.distance(merged[worst], gradients[worst])
+    assert found <= TOLERANCE, f"the gradient of {worst} differs by {found:.1e}"
+
+
+def own_choices(actor: Any, batch: TrainBatch) -> list[Tensor]:
+    """[L, K, T] of each sequence, as the routers of the only rank choose them."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    experts = []
+    for i in range(len(batch)):
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+        (microbatch,) = actor._microbatches(one := batch.select([i], 0), [[[0]]], replays=False)
+        actor._schedule._experts, kept = None, actor._schedule._experts
+        actor._schedule.forward([microbatch], lambda microbatch, output: None)
+        actor._schedule._experts = kept
+        experts.append(torch.stack(RouterReplay.get_recorded_data(), dim=1).to(torch.int16))
+        assert experts[-1].shape == (one.lengths[0], len(actor.arch.sparse_layers), PER_TOKEN)
+        kept.clear()
+    return experts
+
+
+def own_and_others(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Tensor]:
+    """Log-probs of free routers, of their choices replayed, of those with one changed, of free routers again, and those of a
+    reference policy, which is the policy.
+    """
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.platform import activate
+
+    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor.keep_reference()
+    experts = own_choices(actor, batch)
+    changed = [e.clone() for e in experts]
+    first = changed[0][0, 1]  # of the first token, in the second of the layers
+    first[0] = next(e for e in range(NUMBER) if e not in first)
+
+    def logprobs(batch: TrainBatch, replays: bool = True) -> Tensor:
+        return actor._whole_stats(batch, replays=replays).logprob_R
+
+    out = {
+        "free": logprobs(batch, replays=False),
+        "own": logprobs(with_experts(batch, experts)),
+        "changed": logprobs(with_experts(batch, changed)),
+        "free again": logprobs(with_experts(batch, changed), replays=False),
+    }
+    out["reference"] = actor.attach_ref_logprobs(with_experts(batch, changed)).ref_logprobs_N
+    parallel.shutdown()
+    return out
+
+
+def test_own_choices_are_replayed_bit_for_bit_and_another_one_shows(model: Path) -> None:
+    batch = rewarded_batch()
+    (out,) = run_world(1, own_and_others, replaying(model, {}), batch)
+    assert torch.equal(out["own"], out["free"]) and torch.equal(out["free again"], out["free"])
+    assert torch.equal(out["reference"], out["free"])  # its routers choose by themselves
+    first = batch.response_lengths[0]
+    difference_N = (out["changed"] - out["free"]).abs()
+    assert difference_N[:first].min() > 1e-5  # every response token has seen the first token
+    assert difference_N[first:].max() <= 1e-5
+
+
+def test_a_rollout_without_experts_is_named(model: Path) -> None:
+    with pytest.raises(AssertionError, match="a rollout of prompt 0 has none to replay"):
+        run_world(1, old_pass_and_gradients, replaying(model, {}), rewarded_batch())
