@@ -71,6 +71,8 @@ class Nobody:
 
     def finish_update(self) -> None: ...
 
+    def verify(self, sent: Mapping[str, int]) -> None: ...
+
 
 class Timed:
     """A fleet, with the seconds in which it was loading or finishing."""
@@ -100,6 +102,9 @@ class Timed:
         start = time.perf_counter()
         self.fleet.finish_update()
         self._add(start)
+
+    def verify(self, sent: Mapping[str, int]) -> None:
+        self.fleet.verify(sent)
 
     def _add(self, start: float) -> None:
         self.seconds += time.perf_counter() - start

@@ -295,6 +295,8 @@ class SyncConfig:
     which all ranks and servers share, and of this run alone: what killed runs left there is removed.
     address: of rank 0's machine, at which the groups meet; None: the one on the way to the servers. The port that is open there
     asks for no key.
+    verify_every: then the engine checks each tensor that arrives by its CRC-32, and all servers tell the checksums of what they
+    serve: it must be the same on all, and other than before where a tensor is. On CPU vLLM has none of linear layers.
     """
 
     transport: Literal["shm", "group"] = "shm"
@@ -302,7 +304,7 @@ class SyncConfig:
     bucket_mib: Positive = 512  # of a round, all owners together; shared memory, or the senders, hold two rounds
     address: str | None = None
     timeout_seconds: PositiveFloat = 30.0  # of `group`: for all to meet, and for a round to arrive
-    verify_every: NonNegative = 0  # steps between deliveries whose tensors the engine checks by their CRC-32; 0: none
+    verify_every: NonNegative = 0  # steps between deliveries that are checked at both ends; 0: none
     max_logprob_diff: PositiveFloat = 0.05  # mean |rollout - old| in nats: above it the engine serves other weights
 
 

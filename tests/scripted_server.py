@@ -35,8 +35,8 @@ class Handler(BaseHTTPRequestHandler):
     """behaviour: errors (answers with 500 to come), slow (seconds of an answer), loading (seconds of a load), refuse or die (in
     the next update or change of sleep; at: in which of its requests), broadcast (what happens to its first rank in the next
     round that is sent: `die` before it, or in the `midst` of it, `freeze` before it; `absent`: it never comes to a meeting),
-    save (the folder for what its ranks got in an update). loaded: names of the files of the last update. asleep: what it has
-    released; like SGLang it dies of being told twice, or while it samples.
+    save (the folder for what its ranks got in an update), checksums (its answer when it is asked for those). loaded: names of
+    the files of the last update. asleep: what it has released; like SGLang it dies of being told twice, or while it samples.
     """
 
     ranks: ClassVar[list[Any]] = []
@@ -70,6 +70,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.rest()
         if self.path in ("/begin", "/load", "/update"):
             return self.update(body)
+        if self.path == "/checksums":
+            return self.fails("cannot tell") or self.answer(200, Handler.behaviour.get("checksums"))
         if self.path == "/interrupt":
             Handler.interruptions += 1
             return self.answer(200, {})
@@ -270,6 +272,9 @@ class ScriptedApi:
 
     async def finish_update(self, send: Send, version: int) -> None:
         await send("POST", "/update", {"version": version})
+
+    async def checksums(self, send: Send) -> Mapping[str, str] | None:
+        return await send("POST", "/checksums", {})
 
     async def sleep(self, send: Send) -> None:
         await send("POST", "/sleep", {})

@@ -237,6 +237,10 @@ class CustomRollouts:
         """See `RolloutEngine.finish_update`."""
         self.engine.finish_update()
 
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """See `RolloutEngine.verify`."""
+        self.engine.verify(sent)
+
     def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
         self.engine.sleep()

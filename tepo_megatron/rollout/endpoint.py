@@ -6,7 +6,7 @@ What the server is, a process of this machine or one that others started, is kno
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from tepo_megatron.channel import Meeting, Source
@@ -171,6 +171,15 @@ class Endpoint(Connected):
         """Serve what was loaded."""
         await self._updating(lambda send: self.api.finish_update(send, self._coming))
         self.version = self._coming
+
+    async def checksums(self) -> Mapping[str, str] | None:
+        """See `EngineApi.checksums`. Raises SyncError when it does not tell, RequestFailed when it cannot be reached."""
+        try:
+            return await self.api.checksums(self._connected().send)
+        except RequestFailed as e:
+            if e.answered:
+                raise SyncError(f"checksums of version {self.version}: {self.name} {e.what}") from None
+            raise
 
     async def _updating(self, say: Callable[[Send], Awaitable[None]]) -> None:
         try:

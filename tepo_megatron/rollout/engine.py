@@ -135,6 +135,13 @@ class RolloutEngine(Protocol):
         """All is loaded. Returns when the new weights serve and no cache of the old ones is left."""
         ...
 
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """Ask all servers for the checksums of what they serve, after an update of tensors with these CRC-32 (Hugging Face
+        names). Raises SyncError when servers differ, or a tensor changed since the last call and not in a server, as far as
+        their checksums reach.
+        """
+        ...
+
     @property
     def needs_weights(self) -> bool:
         """Whether part of the engine waits for the weights of `version`, to be given by another update."""
@@ -259,6 +266,10 @@ class EngineApi(Protocol):
 
     async def finish_update(self, send: Send, version: int) -> None:
         """Serve what was loaded and drop every cache of the old weights. Raises SyncError when it serves others."""
+        ...
+
+    async def checksums(self, send: Send) -> Mapping[str, str] | None:
+        """ "rank:parameter" -> a checksum of what is served, in the engine's own names; None: the engine has none."""
         ...
 
     async def sleep(self, send: Send) -> None:

@@ -137,6 +137,15 @@ class SglangApi:
         if served != str(version):
             raise SyncError(f"sent weights of version {version}, but SGLang reports {served!r}")
 
+    async def checksums(self, send: Send) -> Mapping[str, str] | None:
+        """Of all parameters; it does not answer for its health meanwhile."""
+        answer = await send("POST", "/weights_checker", {"action": "checksum"})
+        return {
+            f"rank{rank['parallelism_info'][0]['rank']}:{name}": checksum
+            for rank in answer["ranks"]
+            for name, checksum in rank["checksums"].items()
+        }
+
     async def sleep(self, send: Send) -> None:
         """A server that is told to release memory while anything is in its scheduler dies of it: so it takes nothing more,
         drops what clients left behind, and flushes its cache, which waits until it is idle. On CPU it releases nothing.

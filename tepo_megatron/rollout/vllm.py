@@ -132,6 +132,11 @@ class VllmApi:
         if served != {"weight_version": str(version)}:
             raise SyncError(f"sent weights of version {version}, but vLLM reports {served}")
 
+    async def checksums(self, send: Send) -> Mapping[str, str] | None:
+        """Of parameters, not of buffers; on CPU none of a linear layer, whose parameters are empty there."""
+        checksums: dict[str, str] = (await send("POST", "/weight_checker", {"action": "checksum"}))["checksums"]
+        return checksums
+
     async def sleep(self, send: Send) -> None:
         """Level 2: the weights are not kept in host memory, since an update follows each time. On CPU vLLM stops sampling and
         releases nothing.

@@ -6,8 +6,8 @@ Each owner of a pipeline stage, or of experts in it, cuts its tensors into bucke
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +16,13 @@ from tepo_megatron.errors import TepoError
 from tepo_megatron.parallel import Groups
 from tepo_megatron.weights.gather import Binding, iterate_hf, sent_by
 from tepo_megatron.weights.ops import Architecture, Replicated
+
+
+class Verifier(Protocol):
+    """The side of an engine that tells what it serves. See `rollout.engine.RolloutEngine`."""
+
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """Whether it is what was sent: tensors with these CRC-32. Raises SyncError."""
 
 
 class Rounds:
@@ -57,6 +64,16 @@ class Rounds:
         for rank, error in enumerate(errors):
             if error is not None:
                 raise type(error)(f"rank {rank}: {error}")
+
+    def verify(self, receiver: Verifier | None, mine: Mapping[str, int]) -> None:
+        """Compare what is served with what was sent. mine: the CRC-32 of what this rank sent. Raises SyncError on all ranks.
+
+        Collectives: two all-gathers over the host group.
+        """
+        told = self.from_all(mine)
+        with self.agreed():
+            if receiver is not None:
+                receiver.verify({name: crc32 for them in told for name, crc32 in them.items()})
 
     def from_all(self, value: Any) -> list[Any]:
         """Every rank's value, by rank. Collectives: one all-gather over the host group."""

@@ -15,8 +15,7 @@ import json
 import os
 import shutil
 import tempfile
-import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, Self
@@ -27,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tepo_megatron.channel import crc32
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import CheckpointError, ConfigError, SyncError
 from tepo_megatron.parallel import Groups
@@ -47,6 +47,9 @@ class Receiver(Protocol):
     def finish_update(self) -> None:
         """That was all: serve them. Raises SyncError."""
 
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """Whether what is served is what was sent: tensors with these CRC-32. Raises SyncError."""
+
 
 class WeightSync:
     """Pushes the weights of `bindings` to `receiver` (given on rank 0 only) through shared memory.
@@ -65,6 +68,7 @@ class WeightSync:
     ) -> None:
         self.cfg, self.groups, self.receiver = cfg, groups, receiver
         self._in_use: int | None = None
+        self._sent: dict[str, int] = {}  # CRC-32 of what this rank sent when it was checked last
         folder = Path()
         if groups.is_main:
             folder, self._in_use = _make_folder(cfg.folder)
@@ -100,6 +104,8 @@ class WeightSync:
                     loading.result()
                     self._remove(version, self.rounds - 1)
                     self.receiver.finish_update()
+            if _is_due(version, self.cfg):
+                self._plan.verify(self.receiver, self._sent)
         except BaseException:
             if self.receiver is not None:
                 for file in self.folder.iterdir():
@@ -111,8 +117,9 @@ class WeightSync:
         tensors = {name: _on_host(t) for name, t in self._plan.tensors(i)}
         if tensors:  # on tensor-parallel rank 0
             path = self._path(version, i, self.groups.owner)
-            checked = self.cfg.verify_every > 0 and version % self.cfg.verify_every == 0
-            _save(tensors, path, with_checksums=checked, for_others=self.cfg.folder is not None)
+            checksums = {name: crc32(t) for name, t in tensors.items()} if _is_due(version, self.cfg) else {}
+            self._sent |= checksums
+            _save(tensors, path, checksums, for_others=self.cfg.folder is not None)
 
     def _files(self, version: int, i: int) -> list[Path]:
         return [self._path(version, i, owner) for owner, rounds in self._owners if i < rounds]
@@ -167,19 +174,23 @@ def check_mismatch(mean_logprob_diff: float, version: int, cfg: SyncConfig) -> N
         )
 
 
+def _is_due(version: int, cfg: SyncConfig) -> bool:
+    """Whether this delivery is checked."""
+    return cfg.verify_every > 0 and version % cfg.verify_every == 0
+
+
 def _on_host(tensor: Tensor) -> Tensor:
     """As a file takes it; a tensor that is like that already is not copied: it is written before training goes on."""
     return tensor.detach().to("cpu").contiguous()
 
 
-def _save(tensors: dict[str, Tensor], path: Path, with_checksums: bool, for_others: bool = False) -> None:
-    """Write a file, with the CRC-32 of each tensor in its header if asked for. Raises CheckpointError when it cannot.
+def _save(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, int], for_others: bool = False) -> None:
+    """Write a file, with the CRC-32 of tensors in its header where there are any. Raises CheckpointError when it cannot.
 
     for_others: on another machine, so it gets its name when all of it has left this one. `rollout/weight_files.py` reads it.
     """
     header = {"format": "pt"}
-    if with_checksums:
-        checksums = {name: zlib.crc32(memoryview(t.reshape(-1).view(torch.uint8).numpy())) for name, t in tensors.items()}
+    if checksums:
         header["crc32"] = json.dumps(checksums)
     try:
         if for_others:
