@@ -62,7 +62,11 @@ class Nobody:
     def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
         raise AssertionError("nobody is invited")
 
+    base: int | None = None
+
     def begin_update(self, version: int) -> None: ...
+
+    def keep(self, names: Sequence[str]) -> None: ...
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
         done: Future[None] = Future()
@@ -84,6 +88,13 @@ class Timed:
         start, self.seconds = time.perf_counter(), 0.0
         self.fleet.begin_update(version)
         self.seconds += time.perf_counter() - start
+
+    @property
+    def base(self) -> int | None:
+        return self.fleet.base
+
+    def keep(self, names: Sequence[str]) -> None:
+        self.fleet.keep(names)
 
     @property
     def takers(self) -> tuple[Taker, ...]:

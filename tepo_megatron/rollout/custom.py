@@ -221,6 +221,15 @@ class CustomRollouts:
         self.engine.begin_update(version)
 
     @property
+    def base(self) -> int | None:
+        """See `RolloutEngine.base`."""
+        return self.engine.base
+
+    def keep(self, names: Sequence[str]) -> None:
+        """See `RolloutEngine.keep`."""
+        self.engine.keep(names)
+
+    @property
     def takers(self) -> tuple[Taker, ...]:
         """See `RolloutEngine.takers`."""
         return self.engine.takers

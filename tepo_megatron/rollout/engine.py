@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from tepo_megatron.channel import Bucket, Meeting, Source, Taker
+from tepo_megatron.channel import Bucket, Kept, Meeting, Source, Taker
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout.server import LOOPBACK
@@ -108,6 +108,17 @@ class RolloutEngine(Protocol):
 
         Raises SyncError (as the other two), after which the engine can only be closed. An update that was not finished is
         forgotten.
+        """
+        ...
+
+    @property
+    def base(self) -> int | None:
+        """The version that all who take part in the update under way served before it; None: there is no such version."""
+        ...
+
+    def keep(self, names: Sequence[str]) -> None:
+        """In the update under way these tensors are not given: they stay those of `base`. Before any `load`; where some of the
+        updates of an engine leave tensors out, it is told so in all of them. Raises SyncError.
         """
         ...
 
@@ -258,6 +269,10 @@ class EngineApi(Protocol):
 
     async def join(self, send: Send, meeting: Meeting) -> None:
         """Have all ranks of the server meet the trainer's, if they can (see `inbox.Inbox.join`)."""
+        ...
+
+    async def keep(self, send: Send, kept: Kept) -> None:
+        """The update that has begun leaves tensors out."""
         ...
 
     async def load(self, send: Send, sources: Sequence[Source]) -> None:

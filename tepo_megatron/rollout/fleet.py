@@ -50,6 +50,7 @@ class Fleet:
         self._events: list[str] = []
         # who takes part in the update under way, and its life when that began
         self._updating: list[tuple[Member[Endpoint], Life]] = []
+        self._bases: set[int] = set()  # versions that these served before
         self._refused = ""  # why the weights were refused: what is served is not known then
         self._checks = Checks(same_precision=cfg.server.precision is None)
 
@@ -113,6 +114,16 @@ class Fleet:
         self._require_trust()
         self._rest.require_weights()
         self._loop.run(self._begin(version))
+
+    @property
+    def base(self) -> int | None:
+        """See `RolloutEngine.base`."""
+        return next(iter(self._bases)) if len(self._bases) == 1 else None
+
+    def keep(self, names: Sequence[str]) -> None:
+        """See `RolloutEngine.keep`. Without a base there is nothing to keep."""
+        base = UNKNOWN_VERSION if self.base is None else self.base
+        self._loop.run(self._each(lambda endpoint: endpoint.keep(base, names)))
 
     @property
     def takers(self) -> tuple[Taker, ...]:
@@ -285,6 +296,7 @@ class Fleet:
             life.end(RolloutError(f"{member.endpoint.name} was given weights half-way"))
         behind = [(m, m.life) for m in self._members if m.life is not None and m.endpoint.version != version]
         self._updating = [(m, life) for m, life in behind if life not in broken_off]
+        self._bases = {m.endpoint.version for m, _ in self._updating}
         await self._until_idle()
         await self._each(lambda endpoint: endpoint.begin_update(version))
 

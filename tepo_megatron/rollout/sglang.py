@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tepo_megatron.channel import Meeting, Source
+from tepo_megatron.channel import Kept, Meeting, Source
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.rollout.engine import (
@@ -38,7 +38,7 @@ from tepo_megatron.rollout.engine import (
 )
 from tepo_megatron.rollout.environment import devices, without_torchrun
 from tepo_megatron.rollout.samples import checked_rollout, parsed, prompt_seed
-from tepo_megatron.rollout.sglang_loader import BEGIN, FINISH, JOIN, LOADER, MODEL_VARIABLE
+from tepo_megatron.rollout.sglang_loader import BEGIN, FINISH, JOIN, KEEP, LOADER, MODEL_VARIABLE
 from tepo_megatron.rollout.sglang_server import CPU_VARIABLE, KEY_VARIABLE
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -123,6 +123,10 @@ class SglangApi:
     async def join(self, send: Send, meeting: Meeting) -> None:
         """An update without tensors that says where."""
         await send("POST", "/update_weights_from_tensor", self._payload(JOIN, json.dumps(asdict(meeting))))
+
+    async def keep(self, send: Send, kept: Kept) -> None:
+        """An update without tensors that says what is to stay."""
+        await send("POST", "/update_weights_from_tensor", self._payload(KEEP, json.dumps(asdict(kept))))
 
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
         """Their names alone are sent."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tepo_megatron.channel import Meeting, Source
+from tepo_megatron.channel import Kept, Meeting, Source
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.rollout.engine import (
@@ -117,6 +117,10 @@ class VllmApi:
     async def join(self, send: Send, meeting: Meeting) -> None:
         """The same route again."""
         await send("POST", "/init_weight_transfer_engine", {"init_info": {"meeting": asdict(meeting)}})
+
+    async def keep(self, send: Send, kept: Kept) -> None:
+        """As `join`: the route that begins an update takes nothing."""
+        await send("POST", "/init_weight_transfer_engine", {"init_info": {"kept": asdict(kept)}})
 
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
         """One chunk of vLLM's."""

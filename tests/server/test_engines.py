@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import socket
 import threading
@@ -202,6 +203,28 @@ def test_checksums_tell_other_weights_as_far_as_they_reach(served: Served, tmp_p
     assert stale == {n for n in sent[0] if sent[0][n] != sent[1][n]} - packed and len(stale) > 3
     with pytest.raises(SyncError, match=r"server 0 and server 1 serve different ones: .*embed_tokens"):
         checks.compare(version, {"server 0": answers[0], "server 1": answers[1]}, sent[1])
+
+
+@pytest.mark.full
+def test_layers_that_are_left_out_stay(served: Served, tmp_path: Path) -> None:
+    engine, prompts, old = served.engine, make_prompts(8, seed=13), served.model
+    new, mixed = tiny_qwen3(tmp_path / "new", tied=True, seed=400), copy.deepcopy(old)
+    mixed.load_state_dict({name: t for name, t in new.state_dict().items() if ".layers.1." in name}, strict=False)
+    for model, part in ((old, ""), (mixed, ".layers.1."), (mixed, "nothing")):  # all, with their version; a layer; nothing
+        weights = dict(model.named_parameters())
+        sent = {name: weight.detach().clone() for name, weight in weights.items() if part in name}
+        engine.begin_update(engine.version + 1)
+        engine.keep([name for name in weights if name not in sent])
+        if sent:
+            save_file(sent, tmp_path / "sent.safetensors")
+            engine.load([tmp_path / "sent.safetensors"]).result()
+        engine.finish_update()
+        served.model = model
+        rollouts = engine.generate(prompts, SAMPLING, seed=0)
+        diff = logprob_diff(model, rollouts, SAMPLING.temperature)
+        print(f"largest log-prob difference after a push of {len(sent)} tensors: {diff:.1e}")
+        assert diff <= MAX_LOGPROB_DIFF
+    assert logprob_diff(old, rollouts, SAMPLING.temperature) > 10 * MAX_LOGPROB_DIFF
 
 
 @pytest.mark.parametrize("in_flight", ["continue", pytest.param("restart", marks=pytest.mark.full)])
