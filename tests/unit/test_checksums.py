@@ -88,7 +88,7 @@ def test_servers_that_still_serve_what_they_did_end_the_fleet(tmp_path: Path) ->
             two.verify(SENT | {NORM: 9})
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_only_servers_of_the_version_are_asked(tmp_path: Path) -> None:
     with fleet(tmp_path, servers=2) as two:
         two.update_weights([Path("a")], 1)
@@ -102,7 +102,7 @@ def test_only_servers_of_the_version_are_asked(tmp_path: Path) -> None:
             two.verify(SENT)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_server_that_dies_of_the_question_is_started_again(tmp_path: Path) -> None:
     with fleet(tmp_path, servers=2) as two:
         two.update_weights([Path("a")], 1)
