@@ -40,6 +40,8 @@ class Receiver:
     def finish_update(self) -> None:
         self._ask("finish", None)
 
+    def verify(self, sent: Mapping[str, int]) -> None: ...
+
     def _ask(self, what: str, value: Any) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([what, value]) + "\n")

@@ -62,7 +62,11 @@ class Nobody:
     def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
         raise AssertionError("nobody is invited")
 
+    base: int | None = None
+
     def begin_update(self, version: int) -> None: ...
+
+    def keep(self, names: Sequence[str]) -> None: ...
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
         done: Future[None] = Future()
@@ -70,6 +74,8 @@ class Nobody:
         return done
 
     def finish_update(self) -> None: ...
+
+    def verify(self, sent: Mapping[str, int]) -> None: ...
 
 
 class Timed:
@@ -82,6 +88,13 @@ class Timed:
         start, self.seconds = time.perf_counter(), 0.0
         self.fleet.begin_update(version)
         self.seconds += time.perf_counter() - start
+
+    @property
+    def base(self) -> int | None:
+        return self.fleet.base
+
+    def keep(self, names: Sequence[str]) -> None:
+        self.fleet.keep(names)
 
     @property
     def takers(self) -> tuple[Taker, ...]:
@@ -100,6 +113,9 @@ class Timed:
         start = time.perf_counter()
         self.fleet.finish_update()
         self._add(start)
+
+    def verify(self, sent: Mapping[str, int]) -> None:
+        self.fleet.verify(sent)
 
     def _add(self, start: float) -> None:
         self.seconds += time.perf_counter() - start

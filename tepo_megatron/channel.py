@@ -113,6 +113,15 @@ Source = Path | Bucket
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What an update to `version` leaves as it is in version `base`: tensors by their Hugging Face names."""
+
+    version: int
+    base: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Taker:
     """A server in an update: where it runs, its ranks, and what tells it from the one that it was before a restart."""
 

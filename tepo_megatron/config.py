@@ -303,14 +303,19 @@ class SyncConfig:
     which all ranks and servers share, and of this run alone: what killed runs left there is removed.
     address: of rank 0's machine, at which the groups meet; None: the one on the way to the servers. The port that is open there
     asks for no key.
+    delta: with `shm`, only decoder layers (whole ones) and other parameters are sent whose bytes changed since the last push;
+    servers that lack it get all. The engine stops sampling before the first of it is written.
+    verify_every: then the engine checks each tensor that arrives by its CRC-32, and all servers tell the checksums of what they
+    serve: it must be the same on all, and other than before where a tensor is. On CPU vLLM has none of linear layers.
     """
 
     transport: Literal["shm", "group"] = "shm"
     folder: str | None = None
     bucket_mib: Positive = 512  # of a round, all owners together; shared memory, or the senders, hold two rounds
     address: str | None = None
+    delta: bool = False
     timeout_seconds: PositiveFloat = 30.0  # of `group`: for all to meet, and for a round to arrive
-    verify_every: NonNegative = 0  # steps between deliveries whose tensors the engine checks by their CRC-32; 0: none
+    verify_every: NonNegative = 0  # steps between deliveries that are checked at both ends; 0: none
     max_logprob_diff: PositiveFloat = 0.05  # mean |rollout - old| in nats: above it the engine serves other weights
 
 
@@ -418,6 +423,10 @@ class Config:
             raise ValueError(
                 f"sync.timeout_seconds={self.sync.timeout_seconds:g} must be below rollout.server.silent_seconds="
                 f"{self.rollout.server.silent_seconds:g}: a server that waits for weights may not answer about its health"
+            )
+        if self.sync.transport == "group" and self.sync.delta:
+            raise ValueError(
+                "sync.delta=true with sync.transport=group is not built; use sync.transport=shm, or set it to false"
             )
         if self.resume and self.overwrite:
             raise ValueError("resume=true and overwrite=true contradict each other; set one of them to false")

@@ -22,7 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tepo_megatron.channel import Bucket, Meeting, Source
+from tepo_megatron.channel import Bucket, Kept, Meeting, Source
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.rollout.engine import INITIAL_VERSION, About, EnginePart, Launch, Send, StaleWeights, served_label
 from tepo_megatron.rollout.samples import checked_rollout, parsed
@@ -35,8 +35,9 @@ class Handler(BaseHTTPRequestHandler):
     """behaviour: errors (answers with 500 to come), slow (seconds of an answer), loading (seconds of a load), refuse or die (in
     the next update or change of sleep; at: in which of its requests), broadcast (what happens to its first rank in the next
     round that is sent: `die` before it, or in the `midst` of it, `freeze` before it; `absent`: it never comes to a meeting),
-    save (the folder for what its ranks got in an update). loaded: names of the files of the last update. asleep: what it has
-    released; like SGLang it dies of being told twice, or while it samples.
+    save (the folder for what its ranks got in an update), checksums (its answer when it is asked for those). loaded: names of
+    the files of the last update; kept: what it left out. asleep: what it has released; like SGLang it dies of being told twice,
+    or while it samples.
     """
 
     ranks: ClassVar[list[Any]] = []
@@ -44,6 +45,7 @@ class Handler(BaseHTTPRequestHandler):
     version = INITIAL_VERSION
     loading: ClassVar[Any] = None  # names, in an update
     loaded: ClassVar[Any] = None
+    kept: ClassVar[Any] = None
     asleep: ClassVar[list[str]] = []
     sampling: ClassVar[int] = 0
     behaviour: ClassVar[dict[str, Any]] = {}
@@ -53,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/about" and self.headers.get("Authorization") != f"Bearer {os.environ[KEY]}":
             return self.answer(401, {"message": "no key"})
-        self.answer(200, {"version": Handler.version, "loaded": Handler.loaded, "asleep": Handler.asleep})
+        self.answer(200, {"version": Handler.version, "loaded": Handler.loaded, "kept": Handler.kept, "asleep": Handler.asleep})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -68,8 +70,13 @@ class Handler(BaseHTTPRequestHandler):
             return self.join(body)
         if self.path in ("/sleep", "/wake/weights", "/wake/kv_cache"):
             return self.rest()
+        if self.path == "/keep":
+            Handler.kept = body
+            return self.fails("cannot keep these") or self.answer(200, {})
         if self.path in ("/begin", "/load", "/update"):
             return self.update(body)
+        if self.path == "/checksums":
+            return self.fails("cannot tell") or self.answer(200, Handler.behaviour.get("checksums"))
         if self.path == "/interrupt":
             Handler.interruptions += 1
             return self.answer(200, {})
@@ -130,7 +137,7 @@ class Handler(BaseHTTPRequestHandler):
         if (Handler.loading is None) != (self.path == "/begin"):
             return self.answer(500, {"message": "out of turn"})
         if self.path == "/begin":
-            Handler.loading = []
+            Handler.loading, Handler.kept = [], None
             for rank in Handler.ranks:
                 rank.begin()
         elif self.path == "/load":
@@ -263,6 +270,9 @@ class ScriptedApi:
     async def join(self, send: Send, meeting: Meeting) -> None:
         await send("POST", "/join", asdict(meeting))
 
+    async def keep(self, send: Send, kept: Kept) -> None:
+        await send("POST", "/keep", asdict(kept))
+
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
         files = [source.name for source in sources if isinstance(source, Path)]
         buckets = [source.to_json() for source in sources if isinstance(source, Bucket)]
@@ -270,6 +280,9 @@ class ScriptedApi:
 
     async def finish_update(self, send: Send, version: int) -> None:
         await send("POST", "/update", {"version": version})
+
+    async def checksums(self, send: Send) -> Mapping[str, str] | None:
+        return await send("POST", "/checksums", {})
 
     async def sleep(self, send: Send) -> None:
         await send("POST", "/sleep", {})

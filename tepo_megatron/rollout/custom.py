@@ -221,6 +221,15 @@ class CustomRollouts:
         self.engine.begin_update(version)
 
     @property
+    def base(self) -> int | None:
+        """See `RolloutEngine.base`."""
+        return self.engine.base
+
+    def keep(self, names: Sequence[str]) -> None:
+        """See `RolloutEngine.keep`."""
+        self.engine.keep(names)
+
+    @property
     def takers(self) -> tuple[Taker, ...]:
         """See `RolloutEngine.takers`."""
         return self.engine.takers
@@ -236,6 +245,10 @@ class CustomRollouts:
     def finish_update(self) -> None:
         """See `RolloutEngine.finish_update`."""
         self.engine.finish_update()
+
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """See `RolloutEngine.verify`."""
+        self.engine.verify(sent)
 
     def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""

@@ -6,10 +6,10 @@ What the server is, a process of this machine or one that others started, is kno
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from urllib.parse import urlsplit
 
-from tepo_megatron.channel import Meeting, Source
+from tepo_megatron.channel import Kept, Meeting, Source
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError, SyncError
 from tepo_megatron.rollout.client import Client, RequestFailed
@@ -152,12 +152,16 @@ class Endpoint(Connected):
         await self.api.interrupt(self._connected().send)
 
     async def begin_update(self, version: int) -> None:
-        """New weights are to come. Raises (as the other three) SyncError when the server refuses them, RequestFailed when it
+        """New weights are to come. Raises (as the other four) SyncError when the server refuses them, RequestFailed when it
         cannot be reached; it can no longer be trusted then, nor after an update that was broken off: servers stay healthy and
         keep their old version after an update that failed half-way.
         """
         self.version, self._coming = UNKNOWN_VERSION, version
         await self._updating(self.api.begin_update)
+
+    async def keep(self, base: int, names: Sequence[str]) -> None:
+        """The update leaves these as they are in `base`."""
+        await self._updating(lambda send: self.api.keep(send, Kept(self._coming, base, tuple(names))))
 
     async def join(self, meeting: Meeting) -> None:
         """Meet ranks of the trainer."""
@@ -171,6 +175,15 @@ class Endpoint(Connected):
         """Serve what was loaded."""
         await self._updating(lambda send: self.api.finish_update(send, self._coming))
         self.version = self._coming
+
+    async def checksums(self) -> Mapping[str, str] | None:
+        """See `EngineApi.checksums`. Raises SyncError when it does not tell, RequestFailed when it cannot be reached."""
+        try:
+            return await self.api.checksums(self._connected().send)
+        except RequestFailed as e:
+            if e.answered:
+                raise SyncError(f"checksums of version {self.version}: {self.name} {e.what}") from None
+            raise
 
     async def _updating(self, say: Callable[[Send], Awaitable[None]]) -> None:
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from tepo_megatron.channel import Bucket, Meeting, Source, Taker
+from tepo_megatron.channel import Bucket, Kept, Meeting, Source, Taker
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout.server import LOOPBACK
@@ -112,6 +112,17 @@ class RolloutEngine(Protocol):
         ...
 
     @property
+    def base(self) -> int | None:
+        """The version that all who take part in the update under way served before it; None: there is no such version."""
+        ...
+
+    def keep(self, names: Sequence[str]) -> None:
+        """In the update under way these tensors are not given: they stay those of `base`. Before any `load`; where some of the
+        updates of an engine leave tensors out, it is told so in all of them. Raises SyncError.
+        """
+        ...
+
+    @property
     def takers(self) -> tuple[Taker, ...]:
         """Who takes part in the update under way, as far as is known."""
         ...
@@ -133,6 +144,13 @@ class RolloutEngine(Protocol):
 
     def finish_update(self) -> None:
         """All is loaded. Returns when the new weights serve and no cache of the old ones is left."""
+        ...
+
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """Ask all servers for the checksums of what they serve, after an update of tensors with these CRC-32 (Hugging Face
+        names). Raises SyncError when servers differ, or a tensor changed since the last call and not in a server, as far as
+        their checksums reach.
+        """
         ...
 
     @property
@@ -254,12 +272,20 @@ class EngineApi(Protocol):
         """Have all ranks of the server meet the trainer's, if they can (see `inbox.Inbox.join`)."""
         ...
 
+    async def keep(self, send: Send, kept: Kept) -> None:
+        """The update that has begun leaves tensors out."""
+        ...
+
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
         """Load the tensors of these sources; files are not needed any more when it returns."""
         ...
 
     async def finish_update(self, send: Send, version: int) -> None:
         """Serve what was loaded and drop every cache of the old weights. Raises SyncError when it serves others."""
+        ...
+
+    async def checksums(self, send: Send) -> Mapping[str, str] | None:
+        """ "rank:parameter" -> a checksum of what is served, in the engine's own names; None: the engine has none."""
         ...
 
     async def sleep(self, send: Send) -> None:

@@ -19,6 +19,7 @@ from typing import Self
 from tepo_megatron.channel import Meeting, Source, Taker
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError, SyncError
+from tepo_megatron.rollout.checksums import Checks
 from tepo_megatron.rollout.client import RequestFailed
 from tepo_megatron.rollout.cut import Ask, joined, rests
 from tepo_megatron.rollout.endpoint import Endpoint
@@ -49,7 +50,9 @@ class Fleet:
         self._events: list[str] = []
         # who takes part in the update under way, and its life when that began
         self._updating: list[tuple[Member[Endpoint], Life]] = []
+        self._bases: set[int] = set()  # versions that these served before
         self._refused = ""  # why the weights were refused: what is served is not known then
+        self._checks = Checks(same_precision=cfg.server.precision is None)
 
     @property
     def version(self) -> int:
@@ -71,6 +74,7 @@ class Fleet:
         if self._keepers:
             raise RolloutError("the inference servers were already started; close the fleet first")
         self._version, self._refused, self._changed = INITIAL_VERSION, "", asyncio.Condition()
+        self._checks = Checks(same_precision=self._cfg.server.precision is None)
         self._rest = Rest(self._changed)
         self._members = [Member(e, self._cfg.server, self._tell, self._event, self._rest.may_start) for e in self._endpoints]
         for endpoint in self._endpoints:
@@ -112,6 +116,16 @@ class Fleet:
         self._loop.run(self._begin(version))
 
     @property
+    def base(self) -> int | None:
+        """See `RolloutEngine.base`."""
+        return next(iter(self._bases)) if len(self._bases) == 1 else None
+
+    def keep(self, names: Sequence[str]) -> None:
+        """See `RolloutEngine.keep`. Without a base there is nothing to keep."""
+        base = UNKNOWN_VERSION if self.base is None else self.base
+        self._loop.run(self._each(lambda endpoint: endpoint.keep(base, names)))
+
+    @property
     def takers(self) -> tuple[Taker, ...]:
         """See `RolloutEngine.takers`."""
         return tuple(Taker(m.endpoint.host, m.endpoint.ranks, life) for m, life in self._updating if m.life is life)
@@ -130,6 +144,11 @@ class Fleet:
         """See `RolloutEngine.finish_update`."""
         self._require_trust()
         self._loop.run(self._finish())
+
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """See `RolloutEngine.verify`."""
+        self._require_trust()
+        self._loop.run(self._verify(sent))
 
     def update_weights(self, files: Sequence[Path], version: int) -> None:
         """An update whose files all exist: begun, loaded and finished."""
@@ -277,6 +296,7 @@ class Fleet:
             life.end(RolloutError(f"{member.endpoint.name} was given weights half-way"))
         behind = [(m, m.life) for m in self._members if m.life is not None and m.endpoint.version != version]
         self._updating = [(m, life) for m, life in behind if life not in broken_off]
+        self._bases = {m.endpoint.version for m, _ in self._updating}
         await self._until_idle()
         await self._each(lambda endpoint: endpoint.begin_update(version))
 
@@ -319,6 +339,23 @@ class Fleet:
         await self._each(lambda endpoint: endpoint.finish_update())
         self._updating = []
         await self._tell()
+
+    async def _verify(self, sent: Mapping[str, int]) -> None:
+        asked = [(m, m.life) for m in self._members if m.life is not None and m.endpoint.version == self._version]
+        results = await asyncio.gather(*(m.endpoint.checksums() for m, _ in asked), return_exceptions=True)
+        answers: dict[str, Mapping[str, str]] = {}
+        for (member, life), result in zip(asked, results, strict=True):
+            if isinstance(result, RequestFailed):
+                await member.failed(life, result)
+            elif isinstance(result, BaseException):
+                raise result
+            elif result is not None:
+                answers[member.endpoint.name] = result
+        try:
+            self._checks.compare(self._version, answers, sent)
+        except SyncError:
+            self._refused = f"the check of version {self._version} failed"
+            raise
 
     def _check_enough(self) -> None:
         """Raise RolloutError when too many servers were lost."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.channel import BrokenChannel, Bucket, Channel, Meeting, arrived_key, join_store, joined_key
+from tepo_megatron.channel import BrokenChannel, Bucket, Channel, Kept, Meeting, arrived_key, join_store, joined_key
 from tepo_megatron.rollout.weight_files import Update, tensors
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,10 @@ class Inbox:
     def __init__(self) -> None:
         self._update: Update | None = None
         self._next = 0  # number of the round that is to come
+        # versions that updates gave which said theirs: of the model now, before the update under way, and that of this update
+        self._version: int | None = None
+        self._before: int | None = None
+        self._coming: int | None = None
         self._store: dist.Store | None = None
         self._meeting: Meeting | None = None
         self._rank = 0
@@ -36,6 +40,24 @@ class Inbox:
     def begin(self, model: str | Path, tied_embeddings: bool) -> None:
         """Forget what an earlier update gave. See `Update`."""
         self._update, self._next = Update(model, tied_embeddings), 0
+        self._before, self._version, self._coming = self._version, None, None
+
+    def keep(self, kept: Kept) -> None:
+        """What the update does not give. Raises ValueError for tensors that are not the model's, or not of `kept.base` here."""
+        assert self._update is not None, "the update has to begin first"
+        if kept.names and kept.base != self._before:
+            raise ValueError(
+                f"{len(kept.names)} tensors of version {kept.base} are to stay, but the weights here are of another "
+                f"({self._before if self._before is not None else 'unknown'})"
+            )
+        self._update.keep(kept.names)
+        self._coming = kept.version
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """The tensors that the update under way does not give."""
+        assert self._update is not None, "the update has to begin first"
+        return self._update.kept
 
     def join(self, meeting: Meeting, device: torch.device) -> None:
         """Leave the groups of before and meet the senders. What goes wrong is logged: the trainer misses the word of it."""
@@ -82,6 +104,7 @@ class Inbox:
         """Raises ValueError if a tensor of the model was not given."""
         assert self._update is not None, "the update has to begin first"
         self._update.finish()
+        self._version = self._coming
 
     def _receive(self, buckets: Sequence[Bucket]) -> list[torch.Tensor] | None:
         """The buckets' rows, uint8, in the order in which the servers' ranks all take them; None if they do not come."""

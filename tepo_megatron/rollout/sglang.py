@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tepo_megatron.channel import Meeting, Source
+from tepo_megatron.channel import Kept, Meeting, Source
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.rollout.engine import (
@@ -40,7 +40,7 @@ from tepo_megatron.rollout.engine import (
 )
 from tepo_megatron.rollout.environment import devices, without_torchrun
 from tepo_megatron.rollout.samples import RETURN_EXPERTS, checked_rollout, parsed, prompt_seed
-from tepo_megatron.rollout.sglang_loader import BEGIN, FINISH, JOIN, LOADER, MODEL_VARIABLE
+from tepo_megatron.rollout.sglang_loader import BEGIN, FINISH, JOIN, KEEP, LOADER, MODEL_VARIABLE
 from tepo_megatron.rollout.sglang_server import CPU_VARIABLE, KEY_VARIABLE
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -128,6 +128,10 @@ class SglangApi:
         """An update without tensors that says where."""
         await send("POST", "/update_weights_from_tensor", self._payload(JOIN, json.dumps(asdict(meeting))))
 
+    async def keep(self, send: Send, kept: Kept) -> None:
+        """An update without tensors that says what is to stay."""
+        await send("POST", "/update_weights_from_tensor", self._payload(KEEP, json.dumps(asdict(kept))))
+
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
         """Their names alone are sent."""
         await send("POST", "/update_weights_from_tensor", self._payload(*in_words(sources)))
@@ -140,6 +144,15 @@ class SglangApi:
         served = (await send("GET", "/model_info", None)).get("weight_version")
         if served != str(version):
             raise SyncError(f"sent weights of version {version}, but SGLang reports {served!r}")
+
+    async def checksums(self, send: Send) -> Mapping[str, str] | None:
+        """Of all parameters; it does not answer for its health meanwhile."""
+        answer = await send("POST", "/weights_checker", {"action": "checksum"})
+        return {
+            f"rank{rank['parallelism_info'][0]['rank']}:{name}": checksum
+            for rank in answer["ranks"]
+            for name, checksum in rank["checksums"].items()
+        }
 
     async def sleep(self, send: Send) -> None:
         """A server that is told to release memory while anything is in its scheduler dies of it: so it takes nothing more,

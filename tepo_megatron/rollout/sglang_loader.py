@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 import torch
 
-from tepo_megatron.channel import Meeting
+from tepo_megatron.channel import Kept, Meeting
 from tepo_megatron.rollout.inbox import Inbox
 
 LOADER = "tepo_megatron.rollout.sglang_loader.load_sources"
 MODEL_VARIABLE = "TEPO_MODEL_PATH"  # the folder that the server was started with
-# instead of a source: the loader has no hook of its own for the two ends of an update, nor for a meeting (with its fields)
-BEGIN, FINISH, JOIN = "tepo:begin", "tepo:finish", "tepo:join"
+# instead of a source: the loader has no hook of its own for the two ends of an update, nor for a meeting or what an update
+# leaves out (with their fields)
+BEGIN, FINISH, JOIN, KEEP = "tepo:begin", "tepo:finish", "tepo:join", "tepo:keep"
 
 _inbox = Inbox()  # of this process
 
@@ -27,8 +28,9 @@ def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torc
     all.
 
     BEGIN alone forgets what an earlier update gave; FINISH alone raises ValueError unless all tensors of the model's checkpoint
-    were given since; JOIN with a `Meeting` joins it. A round raises it, and leaves the model as it was, if it holds a tensor
-    that is not the model's, has not its shape, or was given before. SGLang ends on it.
+    were given since; JOIN with a `Meeting` joins it; KEEP with a `Kept` says what stays, and raises it where that is not here.
+    A round raises it, and leaves the model as it was, if it holds a tensor that is not the model's, has not its shape, or was
+    given before. SGLang ends on it.
     """
     names = [name for name, _ in named_tensors]
     if names == [BEGIN]:
@@ -37,6 +39,8 @@ def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torc
         _inbox.finish()
     elif names[:1] == [JOIN]:
         _inbox.join(Meeting(**json.loads(names[1])), next(model.parameters()).device)
+    elif names[:1] == [KEEP]:
+        _inbox.keep(Kept(**json.loads(names[1])))
     else:
         arrived = _inbox.take(names)
         if arrived is not None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tepo_megatron.channel import Meeting, Source
+from tepo_megatron.channel import Kept, Meeting, Source
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.rollout.engine import (
@@ -128,6 +128,10 @@ class VllmApi:
         """The same route again."""
         await send("POST", "/init_weight_transfer_engine", {"init_info": {"meeting": asdict(meeting)}})
 
+    async def keep(self, send: Send, kept: Kept) -> None:
+        """As `join`: the route that begins an update takes nothing."""
+        await send("POST", "/init_weight_transfer_engine", {"init_info": {"kept": asdict(kept)}})
+
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
         """One chunk of vLLM's."""
         await send("POST", "/update_weights", {"update_info": {"sources": in_words(sources)}})
@@ -141,6 +145,11 @@ class VllmApi:
         served = await send("GET", "/weight_info", None)
         if served != {"weight_version": str(version)}:
             raise SyncError(f"sent weights of version {version}, but vLLM reports {served}")
+
+    async def checksums(self, send: Send) -> Mapping[str, str] | None:
+        """Of parameters, not of buffers; on CPU none of a linear layer, whose parameters are empty there."""
+        checksums: dict[str, str] = (await send("POST", "/weight_checker", {"action": "checksum"}))["checksums"]
+        return checksums
 
     async def sleep(self, send: Send) -> None:
         """Level 2: the weights are not kept in host memory, since an update follows each time. On CPU vLLM stops sampling and

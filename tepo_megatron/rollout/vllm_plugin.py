@@ -7,6 +7,8 @@ vLLM 0.32.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +20,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from tepo_megatron.channel import Meeting
+from tepo_megatron.channel import Kept, Meeting
 from tepo_megatron.rollout.inbox import Inbox
 
 BACKEND = "tepo_shm"
+_LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 def register() -> None:
@@ -32,9 +35,10 @@ def register() -> None:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """meeting: the fields of a `Meeting` to join; None: files need none."""
+    """meeting: the fields of a `Meeting` to join; None: files need none. kept: those of a `Kept`, in an update."""
 
     meeting: dict[str, Any] | None = None
+    kept: dict[str, Any] | None = None
 
 
 @dataclass
@@ -45,7 +49,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Replaces all weights by those that are sent: `start_weight_update`, `update_weights` for each round,
+    """Replaces all weights but those that stay by those that are sent: `start_weight_update`, `update_weights` for each round,
     `finish_weight_update`. After an error of the last two vLLM has to be started again.
     """
 
@@ -55,10 +59,12 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     _touched = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """At the start, and then whenever there are new groups to join."""
+        """At the start, whenever there are new groups to join, and when an update leaves tensors out."""
         self._inbox = self._inbox or Inbox()
         if init_info.meeting is not None:
             self._inbox.join(Meeting(**init_info.meeting), self.device)
+        if init_info.kept is not None:
+            self._inbox.keep(Kept(**init_info.kept))
 
     def start_weight_update(self) -> None:
         """Forget what an earlier update gave; the model is touched by the first tensors that may be loaded."""
@@ -87,7 +93,7 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not self._touched:
             # Back to the layout of a checkpoint: on CPU the linear weights are packed, and their originals freed.
             if self.device.type == "cpu":
-                _forget_packed_experts(self.model)
+                _forget_packed_experts(self.model, self._inbox.kept)
             initialize_layerwise_reload(self.model)
             self._touched = True
         # Copies: vLLM keeps the tensors of a layer until it has all of them, and one would keep its whole round's memory.
@@ -103,6 +109,8 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         assert self._inbox is not None, "the trainer calls init_transfer_engine first"
         self._inbox.finish()
+        if not self._touched:  # nothing changed
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         # On CPU an output layer tied to the embedding keeps a packed copy of the old weights (log-probs were off by 0.5 nats).
         for module in self.model.modules():
@@ -115,12 +123,15 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._inbox.leave()
 
 
-def _forget_packed_experts(model: torch.nn.Module) -> None:
-    """Have the experts set up anew once they are loaded.
+def _forget_packed_experts(model: torch.nn.Module, kept: Set[str]) -> None:
+    """Have the experts set up anew once they are loaded; those of layers that stay as they are keep their kernel.
 
     On CPU they are padded and packed when their kernel is built, which happens once: an update would leave plain weights where
     the kernel reads packed ones (log-probs were off by 1 nat), or fail on the padding.
     """
-    for module in model.modules():
-        if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+    layers = {match.group() for name in kept if (match := _LAYER.match(name))}
+    for name, module in model.named_modules():
+        match = _LAYER.match(name)
+        stays = match is not None and match.group() in layers
+        if not stays and getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
             module.quant_method.moe_kernel = None

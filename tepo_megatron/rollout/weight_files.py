@@ -28,6 +28,12 @@ class Update:
         }
         self._optional = {OUTPUT_LAYER} if tied_embeddings else set()
         self._given: set[str] = set()
+        self.kept: frozenset[str] = frozenset()  # not to be given
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Expect none of these. Raise ValueError if one is not the model's."""
+        _refuse({"unknown": set(names) - self._expected.keys() - self._optional})
+        self.kept = frozenset(names)
 
     def add_files(self, paths: Sequence[str]) -> None:
         """See `add`: what is in these files."""
@@ -35,20 +41,21 @@ class Update:
 
     def add(self, given: Sequence[tuple[str, list[int]]]) -> None:
         """Raise ValueError if among these (name, shape), which are not loaded yet, is a tensor that the model has not, or not
-        in this shape, or that was given before.
+        in this shape, or that was given before, or was to be kept.
         """
         names = Counter(name for name, _ in given)
         known = self._expected.keys() | self._optional
         _refuse({
             "given twice": {name for name, count in names.items() if count > 1 or name in self._given},
             "unknown": names.keys() - known,
+            "given that were to stay": names.keys() & self.kept,
             "of another shape": {name for name, shape in given if shape != self._expected.get(name, shape)},
         })  # fmt: skip
         self._given |= names.keys()
 
     def finish(self) -> None:
         """Raise ValueError if a tensor of the model was not given."""
-        _refuse({"missing": self._expected.keys() - self._given - self._optional})
+        _refuse({"missing": self._expected.keys() - self._given - self.kept - self._optional})
 
 
 def tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -66,6 +66,9 @@ class GroupReceiver(Protocol):
     def finish_update(self) -> None:
         """That was all: serve them. Raises SyncError."""
 
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """Whether what is served is what was sent: tensors with these CRC-32. Raises SyncError."""
+
 
 @dataclass
 class _Round:
@@ -105,6 +108,7 @@ class BroadcastSync:
         self._meeting: Meeting | None = None  # at which the groups that there are were formed
         self._channel: Channel | None = None
         self._rows: list[Tensor] = []
+        self._sent: dict[str, int] = {}  # CRC-32 of what this rank sent when it was checked last
         # on rank 0
         self._store: dist.TCPStore | None = None
         self._address = ""
@@ -134,6 +138,8 @@ class BroadcastSync:
             with self._plan.agreed():
                 if self.receiver is not None:
                     self.receiver.finish_update()
+            if self._is_due(version):
+                self._plan.verify(self.receiver, self._sent)
         except BaseException:
             self._leave()
             raise
@@ -142,18 +148,24 @@ class BroadcastSync:
 
     def _gather(self, version: int, i: int) -> _Round:
         """This rank's bucket of round `i`, in one of two rows that are used in turn."""
-        with_checksums = self.cfg.verify_every > 0 and version % self.cfg.verify_every == 0
+        with_checksums = self._is_due(version)
         contents: list[Content] = []
         end = 0
         for name, tensor in self._plan.tensors(i):
             row = self._row(i % 2)
             row[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
             checksum = crc32(tensor) if with_checksums else None
+            if checksum is not None:
+                self._sent[name] = checksum
             contents.append(Content(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum))
             end += tensor.nbytes
         if self._sender is None or not contents:
             return _Round(i)
         return _Round(i, Bucket(i, self._sender, tuple(contents)), self._row(i % 2)[:end])
+
+    def _is_due(self, version: int) -> bool:
+        """Whether this delivery is checked."""
+        return self.cfg.verify_every > 0 and version % self.cfg.verify_every == 0
 
     def _row(self, which: int) -> Tensor:
         while len(self._rows) <= which:

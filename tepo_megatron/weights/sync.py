@@ -4,7 +4,7 @@ In a round every owner writes its next bucket, in HF layout, to a file in shared
 ranks are on other machines; when all have, rank 0 tells the engine the files' names, and while the engine loads them the next
 round is written. A round's files are removed before the round after the next begins: the shared memory holds two rounds at
 most, of `sync.bucket_mib` each (or, where that is larger, of one parameter from each owner), and no rank holds more than one
-bucket beyond the model.
+bucket beyond the model. With `sync.delta` what did not change since the last push is left out (see `delta.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import json
 import os
 import shutil
 import tempfile
-import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, Self
@@ -27,9 +26,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tepo_megatron.channel import crc32
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import CheckpointError, ConfigError, SyncError
 from tepo_megatron.parallel import Groups
+from tepo_megatron.weights.delta import Delta, names_without
 from tepo_megatron.weights.gather import Binding
 from tepo_megatron.weights.ops import Architecture
 from tepo_megatron.weights.rounds import Rounds
@@ -41,18 +42,28 @@ class Receiver(Protocol):
     def begin_update(self, version: int) -> None:
         """All weights of `version` are to follow. Raises SyncError."""
 
+    @property
+    def base(self) -> int | None:
+        """The version that all who take the update had before it; None: there is no such version."""
+
+    def keep(self, names: Sequence[str]) -> None:
+        """These tensors do not follow: they stay as they were in the version before. Raises SyncError."""
+
     def load(self, files: Sequence[Path]) -> Future[None]:
         """Some of its tensors; the files are in use until the future has a result, or SyncError."""
 
     def finish_update(self) -> None:
         """That was all: serve them. Raises SyncError."""
 
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """Whether what is served is what was sent: tensors with these CRC-32. Raises SyncError."""
+
 
 class WeightSync:
     """Pushes the weights of `bindings` to `receiver` (given on rank 0 only) through shared memory.
 
-    The rounds are the same in every push. Collectives: here, one broadcast and three all-gathers over the host group; in a
-    push, one gather over tp for each split parameter, one all-gather over the host group for each round and one at the end.
+    Collectives: here, one broadcast and three all-gathers over the host group; in a push, one gather over tp for each split
+    parameter that is sent, one all-gather over the host group for each round and one at the end, with `sync.delta` six more.
     """
 
     def __init__(
@@ -65,6 +76,7 @@ class WeightSync:
     ) -> None:
         self.cfg, self.groups, self.receiver = cfg, groups, receiver
         self._in_use: int | None = None
+        self._sent: dict[str, int] = {}  # CRC-32 of what this rank sent when it was checked last
         folder = Path()
         if groups.is_main:
             folder, self._in_use = _make_folder(cfg.folder)
@@ -74,7 +86,8 @@ class WeightSync:
         self._plan = Rounds(cfg.bucket_mib, bindings, arch, groups)
         self.rounds = self._plan.count
         # known, not looked up: another machine may see a new file before it sees it listed
-        self._owners: list[tuple[str, int]] = sorted(self._plan.from_all((groups.owner, self._plan.mine)))
+        self._owners = self._from_owners(None)
+        self._delta = Delta(self._plan) if cfg.delta else None
 
     def push(self, version: int) -> None:
         """All ranks call it; when it returns, the engine serves `version`, and no file is left.
@@ -83,46 +96,70 @@ class WeightSync:
         engine can only be closed then.
         """
         loading: Future[None] | None = None
+        before: list[Path] = []
         try:
-            for i in range(self.rounds):
+            only = self._begin(version) if self._delta is not None else None
+            for i, files in self._files(version, only):
                 with self._plan.agreed():
-                    self._write(version, i)
+                    self._write(version, i, only)
                     if self.receiver is not None:
-                        if loading is None:
-                            self.receiver.begin_update(version)
-                        else:
+                        if loading is not None:
                             loading.result()
-                            self._remove(version, i - 1)
+                            _remove(before)
+                        elif self._delta is None:
+                            self.receiver.begin_update(version)
                 if self.receiver is not None:
-                    loading = self.receiver.load(self._files(version, i))
+                    loading, before = self.receiver.load(files), files
             with self._plan.agreed():
-                if self.receiver is not None and loading is not None:
-                    loading.result()
-                    self._remove(version, self.rounds - 1)
+                if self.receiver is not None:
+                    if loading is not None:
+                        loading.result()
+                        _remove(before)
                     self.receiver.finish_update()
+            if _is_due(version, self.cfg):
+                self._plan.verify(self.receiver, self._sent)
         except BaseException:
             if self.receiver is not None:
                 for file in self.folder.iterdir():
                     file.unlink()
             raise
 
-    def _write(self, version: int, i: int) -> None:
+    def _write(self, version: int, i: int, only: Sequence[Binding] | None) -> None:
         """This rank's bucket of round `i`, if it has one. Raises CheckpointError."""
-        tensors = {name: _on_host(t) for name, t in self._plan.tensors(i)}
+        tensors = {name: _on_host(t) for name, t in self._plan.tensors(i, only)}
         if tensors:  # on tensor-parallel rank 0
             path = self._path(version, i, self.groups.owner)
-            checked = self.cfg.verify_every > 0 and version % self.cfg.verify_every == 0
-            _save(tensors, path, with_checksums=checked, for_others=self.cfg.folder is not None)
+            checksums = {name: crc32(t) for name, t in tensors.items()} if _is_due(version, self.cfg) else {}
+            self._sent |= checksums
+            _save(tensors, path, checksums, for_others=self.cfg.folder is not None)
 
-    def _files(self, version: int, i: int) -> list[Path]:
-        return [self._path(version, i, owner) for owner, rounds in self._owners if i < rounds]
+    def _begin(self, version: int) -> list[Binding] | None:
+        """Begin an update of what changed: of this rank's parameters, those that it sends; None: all."""
+        assert self._delta is not None
+        base: int | None = None
+        with self._plan.agreed():
+            if self.receiver is not None:
+                self.receiver.begin_update(version)
+                base = self.receiver.base
+        only = self._delta.changed(version, self._plan.from_all(base)[0])
+        told = self._plan.from_all(names_without(self._plan.sent, only) if self._plan.mine else [])
+        with self._plan.agreed():
+            if self.receiver is not None:
+                self.receiver.keep([name for names in told for name in names])
+        return only
+
+    def _files(self, version: int, only: Sequence[Binding] | None) -> list[tuple[int, list[Path]]]:
+        """The rounds in which there is anything to send, and their files."""
+        owners = self._owners if self._delta is None else self._from_owners(only)
+        files = [(i, [self._path(version, i, owner) for owner, rounds in owners if i in rounds]) for i in range(self.rounds)]
+        return [(i, there) for i, there in files if there]
+
+    def _from_owners(self, only: Sequence[Binding] | None) -> list[tuple[str, frozenset[int]]]:
+        """Who sends in which rounds."""
+        return sorted(self._plan.from_all((self.groups.owner, self._plan.mine_of(only))), key=lambda told: told[0])
 
     def _path(self, version: int, i: int, owner: str) -> Path:
         return self.folder / f"v{version}-{i:05d}-{owner}.safetensors"
-
-    def _remove(self, version: int, i: int) -> None:
-        for file in self._files(version, i):
-            file.unlink()
 
     def close(self) -> None:
         """Remove the shared folder. A second call does nothing."""
@@ -167,19 +204,28 @@ def check_mismatch(mean_logprob_diff: float, version: int, cfg: SyncConfig) -> N
         )
 
 
+def _remove(files: Sequence[Path]) -> None:
+    for file in files:
+        file.unlink()
+
+
+def _is_due(version: int, cfg: SyncConfig) -> bool:
+    """Whether this delivery is checked."""
+    return cfg.verify_every > 0 and version % cfg.verify_every == 0
+
+
 def _on_host(tensor: Tensor) -> Tensor:
     """As a file takes it; a tensor that is like that already is not copied: it is written before training goes on."""
     return tensor.detach().to("cpu").contiguous()
 
 
-def _save(tensors: dict[str, Tensor], path: Path, with_checksums: bool, for_others: bool = False) -> None:
-    """Write a file, with the CRC-32 of each tensor in its header if asked for. Raises CheckpointError when it cannot.
+def _save(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, int], for_others: bool = False) -> None:
+    """Write a file, with the CRC-32 of tensors in its header where there are any. Raises CheckpointError when it cannot.
 
     for_others: on another machine, so it gets its name when all of it has left this one. `rollout/weight_files.py` reads it.
     """
     header = {"format": "pt"}
-    if with_checksums:
-        checksums = {name: zlib.crc32(memoryview(t.reshape(-1).view(torch.uint8).numpy())) for name, t in tensors.items()}
+    if checksums:
         header["crc32"] = json.dumps(checksums)
     try:
         if for_others:

@@ -187,6 +187,64 @@ def test_rounds_bound_the_shared_memory_and_send_every_byte_once(tmp_path: Path,
     assert receiver.largest < receiver.peak <= 2 * receiver.largest  # the next round is written while one is loaded
 
 
+class Keeper(Recorder):
+    """One that takes updates which leave tensors out. base: of its next update; kept: in the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base: int | None = None
+        self.kept: list[str] = []
+
+    def begin_update(self, version: int) -> None:
+        Recorder.__init__(self)
+        self.version, self.kept = -version, []
+
+    def keep(self, names: list[str]) -> None:
+        self.kept = names
+
+
+def push_changes(rank: int, cfg: Any) -> list[dict[str, Any]]:
+    """What was taken in pushes of all, of nothing, after changes of an MLP and of all layers, and to who lacks them."""
+    receiver = Keeper() if rank == 0 else None
+    taken = []
+    with sync_of(cfg, receiver) as sync:
+        for version, change in enumerate(["", "nothing", "layers.1.mlp", "layers.", "nothing"]):
+            if receiver is not None:
+                receiver.base = version - 1 if version < 4 else None
+            for binding in sync._plan.sent:
+                if change and change in binding.name:
+                    binding.parameter.data.view(-1)[0] += 1
+            sync.push(version)
+            if receiver is not None:
+                taken.append(vars(receiver) | {"left": [file.name for file in sync.folder.iterdir()]})
+    return taken
+
+
+@pytest.mark.parametrize("name", slow_but(["EP2", "TP2 PP2"], ROUNDS))
+def test_only_layers_that_changed_are_sent_and_the_rest_is_named(tmp_path: Path, name: str) -> None:
+    if name == "EP2":
+        tiny_moe(tmp_path)
+    else:
+        tiny_qwen3(tmp_path, layers=4, vocab_size=cases.VOCAB)
+    cfg = cases.run_config(tmp_path, ROUNDS[name])
+    cfg = replace(cfg, sync=replace(cfg.sync, bucket_mib=1, delta=True))
+    model = tensors(tmp_path)
+    everything, nothing, layer, layers, again = run_world(cfg.parallel.world_size, push_changes, cfg)[0]
+
+    def bytes_of(part: str) -> int:
+        return sum(t.nbytes for name, t in model.items() if part in name)
+
+    for taken in (everything, nothing, layer, layers, again):
+        assert sorted([*taken["received"], *taken["kept"]]) == sorted(model) and taken["left"] == []
+        assert taken["data"] == sum(t.nbytes for t in taken["received"].values())
+    assert everything["kept"] == again["kept"] == [] and everything["data"] == again["data"] == bytes_of("")
+    assert nothing["rounds"] == [] and nothing["data"] == 0 and nothing["version"] == 1
+    assert layer["data"] == bytes_of("layers.1.") and layers["data"] == bytes_of("layers.")
+    assert "model.embed_tokens.weight" in layers["kept"]
+    down = [name for name in layer["received"] if name.endswith("down_proj.weight")]
+    assert down and not any(torch.equal(layer["received"][name], model[name]) for name in down)
+
+
 def push_and_fail(rank: int, cfg: Any, cannot_write: int | None, refuses: int | None) -> tuple[str, list[str]]:
     from tepo_megatron.weights import sync as module
 
@@ -196,12 +254,12 @@ def push_and_fail(rank: int, cfg: Any, cannot_write: int | None, refuses: int | 
     with sync_of(cfg, Recorder(refuses) if rank == 0 else None) as sync:
         original, calls = module._save, 0
 
-        def save(tensors: Any, path: Path, **settings: Any) -> None:
+        def save(tensors: Any, path: Path, *checksums: Any, **settings: Any) -> None:
             nonlocal calls
             calls += 1
             if rank == cannot_write and calls == 2:
                 module.save_file = full
-            original(tensors, path, **settings)
+            original(tensors, path, *checksums, **settings)
 
         module._save = save
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.rollout.client import Client
@@ -35,7 +35,7 @@ class Served:
 
     name: str
     engine: Fleet
-    model: Qwen3ForCausalLM
+    model: PreTrainedModel
     log_path: Path
 
 
@@ -44,15 +44,16 @@ def serve(
     name: str,
     folder: Path,
     *,
+    make: Callable[[Path], PreTrainedModel] = tiny_qwen3,
     generation_config: Mapping[str, Any] | None = None,
     servers: int = 1,
     host: str = LOOPBACK,
     **server: Any,
 ) -> Iterator[Served]:
-    """Ready servers of engine `name`, whose failures are final. generation_config: of the model's author, whom nobody asked;
-    host: the address that they listen on; server: fields of ServerConfig.
+    """Ready servers of engine `name`, whose failures are final. make: writes their model; generation_config: of the model's
+    author, whom nobody asked; host: the address that they listen on; server: fields of ServerConfig.
     """
-    model = tiny_qwen3(folder / "model", tied=True, seed=0)
+    model = make(folder / "model")
     if generation_config is not None:
         (folder / "model" / "generation_config.json").write_text(json.dumps(generation_config))
     settings = {"kv_cache_gib": 0.25, "ready_seconds": 240, "restarts": 0} | server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import socket
 import threading
@@ -16,7 +17,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tepo_megatron.channel import crc32
 from tepo_megatron.errors import RolloutError, SyncError
+from tepo_megatron.rollout.checksums import Checks
 from tepo_megatron.rollout.client import RequestFailed
 from tepo_megatron.rollout.engine import INITIAL_VERSION
 from tepo_megatron.types import Prompt, SamplingParams
@@ -180,6 +183,50 @@ def test_an_update_replaces_all_weights(served: Served, version: int, tmp_path: 
     served.model = new
 
 
+@pytest.mark.full
+def test_checksums_tell_other_weights_as_far_as_they_reach(served: Served, tmp_path: Path) -> None:
+    """That is all of SGLang's parameters, and of vLLM's on CPU those which it does not pack."""
+    engine, version = served.engine, served.engine.version + 1
+    new = tiny_qwen3(tmp_path / "new", tied=True, seed=300)
+    answers, sent = [], []
+    for model in (served.model, new):
+        if model is new:
+            engine.update_weights(save_weights(new, tmp_path, files=2), version)
+        answers.append(engine._loop.run(engine._members[0].endpoint.checksums()))
+        sent.append({name: crc32(weight) for name, weight in model.named_parameters()})
+    served.model = new
+    checks = Checks(same_precision=True)
+    checks.compare(version - 1, {"server 0": answers[0]}, sent[0])
+    assert checks._stale(answers[1], sent[1]) == []
+    stale = set(checks._stale(answers[0], sent[1]))
+    packed = {n for n in sent[0] if "_proj." in n} if served.name == "vllm" else set()
+    assert stale == {n for n in sent[0] if sent[0][n] != sent[1][n]} - packed and len(stale) > 3
+    with pytest.raises(SyncError, match=r"server 0 and server 1 serve different ones: .*embed_tokens"):
+        checks.compare(version, {"server 0": answers[0], "server 1": answers[1]}, sent[1])
+
+
+@pytest.mark.full
+def test_layers_that_are_left_out_stay(served: Served, tmp_path: Path) -> None:
+    engine, prompts, old = served.engine, make_prompts(8, seed=13), served.model
+    new, mixed = tiny_qwen3(tmp_path / "new", tied=True, seed=400), copy.deepcopy(old)
+    mixed.load_state_dict({name: t for name, t in new.state_dict().items() if ".layers.1." in name}, strict=False)
+    for model, part in ((old, ""), (mixed, ".layers.1."), (mixed, "nothing")):  # all, with their version; a layer; nothing
+        weights = dict(model.named_parameters())
+        sent = {name: weight.detach().clone() for name, weight in weights.items() if part in name}
+        engine.begin_update(engine.version + 1)
+        engine.keep([name for name in weights if name not in sent])
+        if sent:
+            save_file(sent, tmp_path / "sent.safetensors")
+            engine.load([tmp_path / "sent.safetensors"]).result()
+        engine.finish_update()
+        served.model = model
+        rollouts = engine.generate(prompts, SAMPLING, seed=0)
+        diff = logprob_diff(model, rollouts, SAMPLING.temperature)
+        print(f"largest log-prob difference after a push of {len(sent)} tensors: {diff:.1e}")
+        assert diff <= MAX_LOGPROB_DIFF
+    assert logprob_diff(old, rollouts, SAMPLING.temperature) > 10 * MAX_LOGPROB_DIFF
+
+
 @pytest.mark.parametrize("in_flight", ["continue", pytest.param("restart", marks=pytest.mark.full)])
 def test_what_is_under_way_goes_on_under_new_weights(in_flight: str, served: Served, tmp_path: Path) -> None:
     """Every token has the log-prob of the weights that it is said to be of, given all tokens before it."""
@@ -276,8 +323,9 @@ def test_a_damaged_byte_ends_the_engine(name: str, tmp_path: Path) -> None:
     damage = r"tensor model\.norm\.weight was damaged on its way"
     with serve(name, tmp_path) as served:
         weights = {name: weight.detach() for name, weight in served.model.named_parameters()}
-        _save({"model.norm.weight": weights.pop("model.norm.weight")}, tmp_path / "0.safetensors", with_checksums=True)
-        _save(weights, tmp_path / "1.safetensors", with_checksums=True)
+        checksums = {name: crc32(weight) for name, weight in weights.items()}
+        _save({"model.norm.weight": weights.pop("model.norm.weight")}, tmp_path / "0.safetensors", checksums)
+        _save(weights, tmp_path / "1.safetensors", checksums)
         files = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
         served.engine.update_weights(files, version=0)
         assert {r.policy_version for r in served.engine.generate(make_prompts(1, seed=0), SAMPLING, seed=0)} == {0}

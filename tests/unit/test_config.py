@@ -52,6 +52,7 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             {"sync": {"transport": "group", "timeout_seconds": 60}},
             r"sync.timeout_seconds=60 must be below rollout.server.silent_seconds=60",
         ),
+        ({"sync": {"transport": "group", "delta": True}}, r"sync\.delta=true with sync\.transport=group is not built"),
         ({"seed": -1}, "seed: .*greater than or equal to 0 .*-1"),
         ({"platform": "tpu"}, "platform: .*'cpu' or 'cuda' .*'tpu'"),
         ({"optimizer": {"lr": 0}}, "optimizer.lr: .*greater than 0"),

@@ -19,6 +19,7 @@ from tepo_megatron.channel import (
     Bucket,
     Channel,
     Content,
+    Kept,
     Meeting,
     arrived_key,
     crc32,
@@ -153,3 +154,28 @@ def test_nobody_waits_longer_than_the_meeting_says(tmp_path: Path) -> None:
         assert not trainer.store.check([joined_key(alone, SENDER + 1)])
         with pytest.raises(BrokenChannel):
             Channel(join_store(alone), replace(alone, name="alone too"), 0, SENDER, CPU)
+
+
+def test_only_who_has_the_version_before_may_keep_tensors_of_it(tmp_path: Path) -> None:
+    save_file(MODEL, tmp_path / "model.safetensors")
+    file, inbox, some = str(tmp_path / "model.safetensors"), Inbox(), tuple(MODEL)
+
+    def update(kept: Kept, *files: str) -> None:
+        inbox.begin(tmp_path, tied_embeddings=False)
+        inbox.keep(kept)
+        inbox.take(list(files))
+        inbox.finish()
+
+    with pytest.raises(ValueError, match=r"3 tensors of version -1 are to stay, .* of another \(unknown\)"):
+        update(Kept(1, -1, some))  # those that it was started with
+    update(Kept(1, -1, ()), file)
+    update(Kept(2, 1, some))
+    with pytest.raises(ValueError, match=r"of version 1 are to stay, .* of another \(2\)"):
+        update(Kept(3, 1, some))
+    with pytest.raises(ValueError, match=r"of another \(unknown\)"):  # that one was broken off
+        update(Kept(3, 2, some))
+    inbox.begin(tmp_path, tied_embeddings=False)
+    inbox.take([file])
+    inbox.finish()
+    with pytest.raises(ValueError, match=r"of another \(unknown\)"):  # it did not say which it was
+        update(Kept(4, 3, some))

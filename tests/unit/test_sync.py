@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tepo_megatron.channel import crc32
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.rollout.weight_files import tensors
@@ -28,7 +29,7 @@ SENT = {
 
 
 def sent(path: Path, with_checksums: bool) -> Path:
-    _save(SENT, path, with_checksums)
+    _save(SENT, path, {name: crc32(t) for name, t in SENT.items()} if with_checksums else {})
     return path
 
 
@@ -45,7 +46,7 @@ def test_a_file_for_another_machine_has_its_name_once_it_is_complete(tmp_path: P
         seen.append((os.fstat(file).st_size, path.exists()))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    _save(SENT, path, with_checksums=True, for_others=True)
+    _save(SENT, path, {name: crc32(t) for name, t in SENT.items()}, for_others=True)
     assert seen[0] == (path.stat().st_size, False) and seen[1][1]
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert dict(tensors([str(path)])).keys() == SENT.keys()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.errors import SyncError
+from tepo_megatron.rollout.engine import INITIAL_VERSION
 from tepo_megatron.rollout.fleet import Fleet
 from tests.unit.test_fleet import PROMPTS, SAMPLING, behave, fleet, process, until
 
@@ -16,11 +17,16 @@ pytestmark = pytest.mark.slow
 ROUNDS = [[Path("a"), Path("b")], [Path("c")]]
 
 
-def loaded(fleet: Fleet, server: int) -> Any:
-    """The files of the server's last update."""
+def about(fleet: Fleet, server: int) -> Any:
+    """What the server tells of its last update."""
     client = fleet._members[server].endpoint.client
     assert client is not None
-    return fleet._loop.run(client.send("GET", "/health"))["loaded"]
+    return fleet._loop.run(client.send("GET", "/health"))
+
+
+def loaded(fleet: Fleet, server: int) -> Any:
+    """The files of the server's last update."""
+    return about(fleet, server)["loaded"]
 
 
 def versions(fleet: Fleet) -> set[int]:
@@ -92,3 +98,22 @@ def test_servers_of_an_update_that_was_broken_off_start_anew(tmp_path: Path) -> 
         assert "was given weights half-way" in "\n".join(one.take_events())
         one.update_weights([Path("all")], 2)
         assert versions(one) == {2} and loaded(one, 0) == ["all"]
+
+
+def test_tensors_stay_only_where_all_servers_have_the_same_version(tmp_path: Path) -> None:
+    with fleet(tmp_path, servers=2) as two:
+        for version, base, names in ((1, INITIAL_VERSION, []), (2, 1, ["kept"])):
+            two.begin_update(version)
+            assert two.base == base
+            two.keep(names)
+            two.finish_update()
+            said = {"version": version, "base": base, "names": names}
+            assert [about(two, i)["kept"] for i in range(2)] == [said, said]
+        process(two, 1).kill()
+        until(lambda: two.needs_weights)
+        two.begin_update(3)
+        assert two.base is None  # one of them has what it was started with
+        two.keep([])
+        behave(two, 0, refuse=True, at="/keep")
+        with pytest.raises(SyncError, match="server 0 answered /keep with 500"):
+            two.keep([])

@@ -76,3 +76,19 @@ def test_a_tied_output_layer_may_be_there_or_not(tmp_path: Path) -> None:
         received(tmp_path / "model", saved(tmp_path / str(i), sent), tied_embeddings=True)
     with pytest.raises(ValueError, match=r"1 unknown: lm_head\.weight"):
         received(tmp_path / "model", saved(tmp_path / "again", MODEL))
+
+
+def test_what_stays_need_not_be_given_and_may_not(tmp_path: Path) -> None:
+    saved(tmp_path / "model", MODEL)
+    update = Update(tmp_path / "model", tied_embeddings=False)
+    update.keep(["a.weight"])
+    (b,) = saved(tmp_path / "b", {"b.weight": torch.zeros(4)})
+    update.add_files([b])
+    with pytest.raises(ValueError, match=r"1 given that were to stay: a\.weight"):
+        update.add_files(saved(tmp_path / "a", {"a.weight": torch.zeros(3, 2)}))
+    with pytest.raises(ValueError, match=r"1 missing: lm_head\.weight"):
+        update.finish()
+    update.add_files(saved(tmp_path / "head", {"lm_head.weight": torch.zeros(3, 2)}))
+    update.finish()
+    with pytest.raises(ValueError, match=r"1 unknown: c\.bias"):
+        Update(tmp_path / "model", tied_embeddings=False).keep(["c.bias"])
