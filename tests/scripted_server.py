@@ -292,6 +292,7 @@ class ScriptedApi:
 
 
 if __name__ == "__main__":
+    time.sleep(float(os.environ.get("TEPO_SCRIPTED_START_SECONDS", "0")))
     if len(sys.argv) > 3:
         Handler.ranks = [Rank(sys.argv[4], number) for number in range(int(sys.argv[3]))]
     ThreadingHTTPServer.request_queue_size = 128

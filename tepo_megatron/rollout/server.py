@@ -130,14 +130,22 @@ class ServerProcess:
         raise self.failure("could not start")
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether the server has ended, or does so within `seconds`: a broken connection is seen before the death behind it."""
+        """Whether the server has ended, or does so within `seconds`: a broken connection is seen before the death behind it.
+
+        Where its first process has ended by then, the rest of it, which the guard is ending, is waited for: on a busy machine
+        the memory of an engine takes seconds to be given back.
+        """
         if self._guard is None:
             return True
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(seconds)
-        except subprocess.TimeoutExpired:
+            return True
+        if _leader_lives(self._guard.pid):
             return False
-        return True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(2 * guard.KILLED_SECONDS)
+            return True
+        return False
 
     def failure(self, what: str) -> RolloutError:
         """An error that says `what` the server did, whether it has ended, and how its log ends."""
@@ -172,6 +180,15 @@ class ServerProcess:
         if not self.ends_within(GRACE_SECONDS + 2 * guard.KILLED_SECONDS):
             self._guard.kill()  # the kernel then tells the server to end
             self._guard.wait()
+
+
+def _leader_lives(guard_pid: int) -> bool:
+    """Whether the first process of the server, which leads its session, lives; its orphans are children of the guard as well."""
+    with contextlib.suppress(psutil.Error, ProcessLookupError):
+        for child in psutil.Process(guard_pid).children():
+            if os.getsid(child.pid) == child.pid:
+                return bool(child.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _begin(log: BinaryIO) -> int:

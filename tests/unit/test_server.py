@@ -181,6 +181,17 @@ def test_the_death_of_the_first_process_ends_the_others(healthy: Callable) -> No
     assert "it has ended by SIGKILL" in str(server.failure("is gone"))
 
 
+def test_the_rest_of_a_server_whose_first_process_died_is_waited_for(healthy: Callable) -> None:
+    server, processes = healthy()
+    processes[0].suspend()  # the guard: as if the others took long to end
+    os.kill(processes[1].pid, signal.SIGKILL)
+    resume = threading.Timer(1.0, processes[0].resume)
+    resume.start()
+    assert server.ends_within(0.1)
+    resume.join()
+    assert "it has ended by SIGKILL" in str(server.failure("is gone"))
+
+
 @pytest.mark.slow
 def test_the_death_of_the_guard_ends_the_server(healthy: Callable) -> None:
     _, processes = healthy()

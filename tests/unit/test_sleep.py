@@ -15,6 +15,7 @@ from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout.engine import Launch
 from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.rollout.local import LocalServer
 from tepo_megatron.rollout.sglang import SglangApi
 from tepo_megatron.rollout.vllm import VllmApi
 from tests.unit import test_fleet
@@ -145,11 +146,19 @@ def test_a_server_that_fails_at_it_is_ended_and_comes_back(
 
 
 @pytest.mark.full
-def test_a_server_that_is_being_started_is_waited_for_and_then_put_to_sleep(tmp_path: Path) -> None:
+def test_a_server_that_is_being_started_is_waited_for_and_then_put_to_sleep(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with fleet(tmp_path, servers=2) as two:
         two.update_weights([], version=1)
-        process(two, 0).kill()
-        until(lambda: two._members[0].between and two._members[0].endpoint.version == -1)  # launched again, not yet up
+        monkeypatch.setenv("TEPO_SCRIPTED_START_SECONDS", "3")  # of those that start from here on
+        first, behind = process(two, 0), two._members[0].endpoint.server
+        assert isinstance(behind, LocalServer)
+        before = behind.process
+        first.kill()
+        until(lambda: behind.process is not before)
+        assert two._members[0].between  # launched again, not yet up
         two.sleep()
         assert two._members[0].up and [told(two, i) for i in range(2)] == [["weights", "kv_cache"]] * 2
         wake(two, 2)
