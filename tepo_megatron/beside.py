@@ -13,7 +13,10 @@ POLL_SECONDS = 0.05
 class Nothing:
     """The stand-in on ranks other than 0."""
 
-    done = True
+    @property
+    def done(self) -> bool:
+        """Whether the work is over."""
+        return True
 
     def wait(self) -> tuple[bool, Any]:
         """What rank 0 shares instead."""
@@ -27,7 +30,7 @@ class Beside(Nothing):
         self._future, self._weights_wanted = future, weights_wanted
 
     @property
-    def done(self) -> bool:  # type: ignore[override]
+    def done(self) -> bool:
         """Whether the work is over."""
         return self._future.done()
 

@@ -127,8 +127,9 @@ class Endpoint(Connected):
         """Find out whether it can serve the run, and with which weights it begins."""
         if about.max_model_len < self._max_model_len:
             raise ConfigError(
-                f"{self.name} takes sequences of {about.max_model_len} tokens, and data.max_prompt_tokens + "
-                f"rollout.max_response_tokens = {self._max_model_len}; start it for that many, or lower one of them"
+                f"{self.name} takes sequences of {about.max_model_len} tokens, and this run asks for up to "
+                f"{self._max_model_len} (rollout.max_sequence_tokens, or data.max_prompt_tokens + "
+                "rollout.max_response_tokens); start it for that many, or lower one of them"
             )
         await self.api.prepare(client.send)
         self.version = INITIAL_VERSION if about.label == INITIAL_LABEL else UNKNOWN_VERSION

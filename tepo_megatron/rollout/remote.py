@@ -20,7 +20,17 @@ from tepo_megatron.rollout.rendezvous import KEY_VARIABLE, Record, Rendezvous, f
 POLL_SECONDS = 0.5
 
 
-class NamedServer:
+class _Elsewhere:
+    """What is known here of a process that another watches."""
+
+    running = True
+    resident_bytes = 0  # it has memory of its own
+
+    def forget(self) -> None:
+        """Nothing of it is here."""
+
+
+class NamedServer(_Elsewhere):
     """See `engine.Server`: whatever answers at `url`."""
 
     again = "is waited for"
@@ -51,27 +61,14 @@ class NamedServer:
         """Where to look."""
         return RolloutError(f"{self.name} {what}; see its log (its key is the one in {KEY_VARIABLE}), and start it again")
 
-    @property
-    def running(self) -> bool:
-        """Nothing is known of its process."""
-        return True
-
-    @property
-    def resident_bytes(self) -> int:
-        """It has memory of its own."""
-        return 0
-
     async def end(self) -> None:
         """Nothing can be done to it."""
 
     def stop(self) -> None:
         """It is left to whoever started it."""
 
-    def forget(self) -> None:
-        """Nothing."""
 
-
-class FoundServer:
+class FoundServer(_Elsewhere):
     """See `engine.Server`: any server of a rendezvous that no other run uses.
 
     A start of one serves one process of one run: what another left behind may be half an update. So a start that was taken
@@ -129,16 +126,6 @@ class FoundServer:
         """Where to look."""
         return RolloutError(f"{self.name} {f'at {self._record.where} ' if self._record else ''}{what}")
 
-    @property
-    def running(self) -> bool:
-        """`tepo serve` watches its process."""
-        return True
-
-    @property
-    def resident_bytes(self) -> int:
-        """It has memory of its own."""
-        return 0
-
     async def end(self) -> None:
         """Have `tepo serve` start it again."""
         await asyncio.to_thread(self._give_back, "a trainer found it ill")
@@ -146,9 +133,6 @@ class FoundServer:
     def stop(self) -> None:
         """Leave it as it was found: with its first weights."""
         self._give_back("its run is over")
-
-    def forget(self) -> None:
-        """Nothing."""
 
     def _give_back(self, why: str) -> None:
         record, self._record = self._record, None

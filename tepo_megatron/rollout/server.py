@@ -183,7 +183,7 @@ class ServerProcess:
 
 
 def _leader_lives(guard_pid: int) -> bool:
-    """Whether the first process of the server, which leads its session, lives; its orphans are children of the guard as well."""
+    """Whether the first process of the server, which leads its session, lives; its orphans are the guard's children too."""
     with contextlib.suppress(psutil.Error, ProcessLookupError):
         for child in psutil.Process(guard_pid).children():
             if os.getsid(child.pid) == child.pid:

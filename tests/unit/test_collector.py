@@ -142,7 +142,7 @@ class Slow(ScriptedGroups):
         self._there = [*made._there, *self._there]  # the oldest arrive first
 
 
-def test_groups_under_way_go_on_for_the_next_step_and_count_as_its_own() -> None:
+def over_slow_groups() -> tuple[Collector, PromptStream, ScriptedEngine]:
     cfg = RolloutConfig(
         prompts_per_step=4,
         samples_per_prompt=2,
@@ -153,7 +153,11 @@ def test_groups_under_way_go_on_for_the_next_step_and_count_as_its_own() -> None
     )
     prompts, engine = PromptStream([Prompt(i, (1,), "") for i in range(40)], seed=0, shuffle=False), ScriptedEngine()
     engine.open = lambda: Slow(engine.generate)  # type: ignore[method-assign]
-    collect = Collector(cfg, engine, LastTokenReward(), prompts, seed=1, max_refills=0, overlong=None)
+    return Collector(cfg, engine, LastTokenReward(), prompts, seed=1, max_refills=0, overlong=None), prompts, engine
+
+
+def test_groups_under_way_go_on_for_the_next_step_and_count_as_its_own() -> None:
+    collect, prompts, engine = over_slow_groups()
     first, _ = collect.collect(1, Clock())
     assert engine.calls[0][0] == list(range(6)) and {r.prompt_id for r in first} == {2, 3, 4, 5}
     assert collect.position()["returned"] == [0, 1]  # whoever resumes here samples them again
@@ -171,17 +175,7 @@ def test_groups_under_way_go_on_for_the_next_step_and_count_as_its_own() -> None
 
 
 def test_a_group_that_became_too_old_is_counted_and_sampled_anew() -> None:
-    cfg = RolloutConfig(
-        prompts_per_step=4,
-        samples_per_prompt=2,
-        oversample=1.5,
-        filter_uniform_groups=False,
-        max_staleness=1,
-        in_flight="continue",
-    )
-    prompts, engine = PromptStream([Prompt(i, (1,), "") for i in range(40)], seed=0, shuffle=False), ScriptedEngine()
-    engine.open = lambda: Slow(engine.generate)  # type: ignore[method-assign]
-    collect = Collector(cfg, engine, LastTokenReward(), prompts, seed=1, max_refills=0, overlong=None)
+    collect, _, engine = over_slow_groups()
     collect.collect(1, Clock())
     engine.version = 2
     third, metrics = collect.collect(3, Clock())  # groups 0 and 1 are of version 0, and 1 is the oldest that may be
