@@ -20,7 +20,6 @@ from tepo_megatron.evaluation import Accuracy, evaluate, write_evaluation
 from tepo_megatron.method import resolve
 from tepo_megatron.metrics import Metrics
 from tepo_megatron.parallel import Groups
-from tepo_megatron.report import write_report
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout import record
 from tepo_megatron.rollout.collector import Collector
@@ -308,6 +307,8 @@ class MainDriver(Driver):
             "seconds": seconds,
         }
         replace_file(run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
+        from tepo_megatron.report import write_report  # a second, which ranks without a log need not spend
+
         picture = write_report(run_dir)
         if before and after:
             self._log.message(f"accuracy before: {before}\naccuracy after:  {after}")

@@ -7,7 +7,7 @@ import sys
 from tepo_megatron.config_io import load_config
 from tepo_megatron.rollout import engines
 from tepo_megatron.rollout.serve import serve
-from tests.scripted_server import ScriptedApi
+from tests.scripted_api import ScriptedApi
 
 if __name__ == "__main__":
     engines.ENGINES["vllm"] = ScriptedApi  # type: ignore[index]

@@ -3,7 +3,8 @@
     python -m tests.scripted_server PORT HOST [RANKS MODEL]
 
 Its samples depend on (prompt, seed) alone. It keeps the ids of the groups that it delivered in full. With the last two
-arguments it takes weights of that model by broadcast too, with as many ranks, each a thread of its own with a real inbox.
+arguments it takes weights of that model by broadcast too, with as many ranks, each a thread of its own with a real inbox; only
+then it imports torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -15,18 +16,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
-
-from tepo_megatron.channel import Bucket, Kept, Meeting, Source
-from tepo_megatron.config import ServerConfig
-from tepo_megatron.rollout.engine import INITIAL_VERSION, About, EnginePart, Launch, Send, StaleWeights, served_label
-from tepo_megatron.rollout.samples import checked_rollout, parsed
-from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 KEY = "TEPO_SCRIPTED_KEY"
 
@@ -42,7 +36,7 @@ class Handler(BaseHTTPRequestHandler):
 
     ranks: ClassVar[list[Any]] = []
 
-    version = INITIAL_VERSION
+    version = -1  # as `engine.INITIAL_VERSION`
     loading: ClassVar[Any] = None  # names, in an update
     loaded: ClassVar[Any] = None
     kept: ClassVar[Any] = None
@@ -225,70 +219,6 @@ class Rank:
             self.inbox.finish()
         if folder is not None:
             save_file(self.tensors, Path(folder) / f"{os.getpid()}-{self.number}.safetensors")
-
-
-class ScriptedApi:
-    """See `engine.EngineApi`. takes_broadcasts: and not only the names of files."""
-
-    name = "the scripted server"
-
-    def __init__(self, takes_broadcasts: bool = False) -> None:
-        self.takes_broadcasts = takes_broadcasts
-
-    def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
-        command = [sys.executable, "-m", "tests.scripted_server", str(port), launch.host]
-        return [*command, str(cfg.tp), str(launch.model_path)] if self.takes_broadcasts else command
-
-    def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
-        return {**inherited, KEY: key, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-
-    async def about(self, send: Send) -> About:
-        return About("1.0", served_label((await send("GET", "/about", None))["version"]), max_model_len=64)
-
-    async def prepare(self, send: Send) -> None: ...
-
-    async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
-        body = {"prompt": prompt.id, "seed": seed, "samples": sampling.samples, "max_tokens": sampling.max_tokens}
-        answer = await send("POST", "/generate", body)
-        if answer["version"] != version:
-            raise StaleWeights(f"served version {answer['version']} instead of {version}")
-
-        def rollouts(answer: Any) -> list[Rollout]:
-            return [
-                checked_rollout(prompt, ids, [-1.0] * len(ids), answer["stop_reason"], sampling, version)
-                for ids in answer["samples"]
-            ]
-
-        return parsed(answer, prompt, self.name, rollouts)
-
-    async def interrupt(self, send: Send) -> None:
-        await send("POST", "/interrupt", {})
-
-    async def begin_update(self, send: Send) -> None:
-        await send("POST", "/begin", {})
-
-    async def join(self, send: Send, meeting: Meeting) -> None:
-        await send("POST", "/join", asdict(meeting))
-
-    async def keep(self, send: Send, kept: Kept) -> None:
-        await send("POST", "/keep", asdict(kept))
-
-    async def load(self, send: Send, sources: Sequence[Source]) -> None:
-        files = [source.name for source in sources if isinstance(source, Path)]
-        buckets = [source.to_json() for source in sources if isinstance(source, Bucket)]
-        await send("POST", "/load", {"files": files, "buckets": buckets})
-
-    async def finish_update(self, send: Send, version: int) -> None:
-        await send("POST", "/update", {"version": version})
-
-    async def checksums(self, send: Send) -> Mapping[str, str] | None:
-        return await send("POST", "/checksums", {})
-
-    async def sleep(self, send: Send) -> None:
-        await send("POST", "/sleep", {})
-
-    async def wake(self, send: Send, part: EnginePart) -> None:
-        await send("POST", f"/wake/{part}", {})
 
 
 if __name__ == "__main__":

@@ -6,12 +6,13 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.errors import DataError
 from tepo_megatron.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def load_prompts(

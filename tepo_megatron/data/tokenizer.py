@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # any one of them holds the vocabulary: fast tokenizers, SentencePiece, byte-level BPE
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -19,6 +21,8 @@ def load_tokenizer(model_path: str | Path) -> PreTrainedTokenizerBase:
 
     Raises CheckpointError naming the directory, the missing or unreadable file and the mend.
     """
+    from transformers import AutoTokenizer  # seconds, which only the rank that has the prompts needs to spend
+
     directory = Path(model_path)
     if not directory.is_dir():
         raise CheckpointError(

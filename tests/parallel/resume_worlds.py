@@ -160,13 +160,13 @@ def attempt(cfg: Config, journal: Path, number: int = 0, kill: Kill | None = Non
 
 
 def _rank(rank: int, cfg: Config, journal: Path, number: int, kill: Kill | None) -> None:
-    from tepo_megatron import driver
+    from tepo_megatron import report
     from tepo_megatron.platform import activate
     from tepo_megatron.train import train
 
     quiet_upstream()
     if kill is None or not kill.where.endswith("write_report"):  # half of the seconds of such a run
-        driver.write_report = lambda folder: folder / "report.png"
+        report.write_report = lambda folder: folder / "report.png"
     if kill is not None and kill.rank == rank:
         kill.arm(journal)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -21,7 +21,7 @@ from tepo_megatron.rollout.local import LocalServer
 from tests.marks import marked
 from tests.parallel import cases
 from tests.parallel.test_weights import ROUNDS, tensors, tiny_moe
-from tests.scripted_server import ScriptedApi
+from tests.scripted_api import ScriptedApi
 from tests.tiny import tiny_qwen3
 from tests.unit.test_fleet import behave, process, until
 from tests.worlds import run_world

@@ -47,7 +47,7 @@ AT_THE_END = {
     "tepo_megatron.driver:evaluate": False,
     "tepo_megatron.driver:write_evaluation": False,
     "tepo_megatron.driver:replace_file": False,  # of the summary
-    "tepo_megatron.driver:write_report": False,
+    "tepo_megatron.report:write_report": False,
     "tepo_megatron.driver:MainDriver.finish": False,
 }
 

@@ -29,7 +29,7 @@ from tepo_megatron.rollout.fleet import Fleet
 from tepo_megatron.rollout.local import LocalServer
 from tepo_megatron.rollout.samples import checked_rollout
 from tepo_megatron.types import Prompt, Rollout, SamplingParams, TrainBatch
-from tests.scripted_server import ScriptedApi
+from tests.scripted_api import ScriptedApi
 from tests.unit.test_fleet import behave, process
 
 CALCULATOR = "examples/tools/calculator.py:calculator"

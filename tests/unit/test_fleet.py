@@ -22,7 +22,7 @@ from tepo_megatron.rollout.engine import Launch
 from tepo_megatron.rollout.fleet import Fleet
 from tepo_megatron.rollout.local import LocalServer
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tests.scripted_server import ScriptedApi
+from tests.scripted_api import ScriptedApi
 
 pytestmark = pytest.mark.slow
 SAMPLING = SamplingParams(samples=3, max_tokens=5)

@@ -26,7 +26,7 @@ from tepo_megatron.rollout.engine import INITIAL_VERSION, UNKNOWN_VERSION, Launc
 from tepo_megatron.rollout.fleet import Fleet
 from tepo_megatron.rollout.local import LocalServer, url_of
 from tepo_megatron.rollout.rendezvous import KEY_FILE, KEY_VARIABLE, Record, Rendezvous, fingerprint
-from tests.scripted_server import ScriptedApi
+from tests.scripted_api import ScriptedApi
 from tests.unit.test_fleet import PROMPTS, SAMPLING, ids, until
 
 KEY = "a-key-for-the-tests-alone"

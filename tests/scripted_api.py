@@ -1,0 +1,80 @@
+"""The side of an engine that speaks with `scripted_server.py`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.channel import Bucket, Kept, Meeting, Source
+from tepo_megatron.config import ServerConfig
+from tepo_megatron.rollout.engine import About, EnginePart, Launch, Send, StaleWeights, served_label
+from tepo_megatron.rollout.samples import checked_rollout, parsed
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tests.scripted_server import KEY
+
+
+class ScriptedApi:
+    """See `engine.EngineApi`. takes_broadcasts: and not only the names of files."""
+
+    name = "the scripted server"
+
+    def __init__(self, takes_broadcasts: bool = False) -> None:
+        self.takes_broadcasts = takes_broadcasts
+
+    def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
+        command = [sys.executable, "-m", "tests.scripted_server", str(port), launch.host]
+        return [*command, str(cfg.tp), str(launch.model_path)] if self.takes_broadcasts else command
+
+    def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
+        return {**inherited, KEY: key, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+
+    async def about(self, send: Send) -> About:
+        return About("1.0", served_label((await send("GET", "/about", None))["version"]), max_model_len=64)
+
+    async def prepare(self, send: Send) -> None: ...
+
+    async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
+        body = {"prompt": prompt.id, "seed": seed, "samples": sampling.samples, "max_tokens": sampling.max_tokens}
+        answer = await send("POST", "/generate", body)
+        if answer["version"] != version:
+            raise StaleWeights(f"served version {answer['version']} instead of {version}")
+
+        def rollouts(answer: Any) -> list[Rollout]:
+            return [
+                checked_rollout(prompt, ids, [-1.0] * len(ids), answer["stop_reason"], sampling, version)
+                for ids in answer["samples"]
+            ]
+
+        return parsed(answer, prompt, self.name, rollouts)
+
+    async def interrupt(self, send: Send) -> None:
+        await send("POST", "/interrupt", {})
+
+    async def begin_update(self, send: Send) -> None:
+        await send("POST", "/begin", {})
+
+    async def join(self, send: Send, meeting: Meeting) -> None:
+        await send("POST", "/join", asdict(meeting))
+
+    async def keep(self, send: Send, kept: Kept) -> None:
+        await send("POST", "/keep", asdict(kept))
+
+    async def load(self, send: Send, sources: Sequence[Source]) -> None:
+        files = [source.name for source in sources if isinstance(source, Path)]
+        buckets = [source.to_json() for source in sources if isinstance(source, Bucket)]
+        await send("POST", "/load", {"files": files, "buckets": buckets})
+
+    async def finish_update(self, send: Send, version: int) -> None:
+        await send("POST", "/update", {"version": version})
+
+    async def checksums(self, send: Send) -> Mapping[str, str] | None:
+        return await send("POST", "/checksums", {})
+
+    async def sleep(self, send: Send) -> None:
+        await send("POST", "/sleep", {})
+
+    async def wake(self, send: Send, part: EnginePart) -> None:
+        await send("POST", f"/wake/{part}", {})
