@@ -24,7 +24,7 @@ def metrics_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
 def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: Path, engine: str) -> None:
     settings = {"training__steps": STEPS, "evaluation__every": 2, "optimizer__warmup_steps": 0, "rollout__engine": engine}
     command = tepo(*arguments(base, name="whole", **settings))

@@ -19,12 +19,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tepo_megatron import run_dir
+from tepo_megatron import report, run_dir
 from tepo_megatron.config import Config
 from tepo_megatron.config_io import validate
+from tepo_megatron.platform import activate
 from tepo_megatron.quiet import quiet_upstream
 from tepo_megatron.rollout.engine import INITIAL_VERSION
 from tepo_megatron.seeding import derive_seed
+from tepo_megatron.train import train
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.e2e.scripted_worker import ScriptedEngine
 from tests.tiny import tiny_qwen3
@@ -160,10 +162,6 @@ def attempt(cfg: Config, journal: Path, number: int = 0, kill: Kill | None = Non
 
 
 def _rank(rank: int, cfg: Config, journal: Path, number: int, kill: Kill | None) -> None:
-    from tepo_megatron import report
-    from tepo_megatron.platform import activate
-    from tepo_megatron.train import train
-
     quiet_upstream()
     if kill is None or not kill.where.endswith("write_report"):  # half of the seconds of such a run
         report.write_report = lambda folder: folder / "report.png"

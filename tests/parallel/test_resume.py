@@ -130,12 +130,19 @@ def test_more_kills_in_one_run(straight: Callable[[int], Outcome], model: Path, 
     w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(2))
 
 
+WITH_EXPORT = {"every": 1, "hf": True, "asynchronous": False}
+OF_CHECKPOINTS = [where for where in PLACES if where.startswith(CHECKPOINT) or where == "os:rmdir"]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
-    ("tp", "checkpoint"), [(1, {"every": 1}), (2, {"every": 2}), (2, {"every": 1, "hf": True, "asynchronous": False})], ids=str
+    ("tp", "checkpoint", "where"),
+    [
+        *((tp, {"every": tp}, where) for tp in (1, 2) for where in (*PLACES, *AT_THE_END)),
+        *((2, WITH_EXPORT, where) for where in (*OF_CHECKPOINTS, "tepo_megatron.weights.hf_io:publish")),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("where", [*PLACES, *AT_THE_END])
 def test_a_kill_in_every_place(
     straight: Callable[[int], Outcome],
     model: Path,
@@ -143,11 +150,15 @@ def test_a_kill_in_every_place(
     where: str,
     tp: int,
     checkpoint: dict[str, Any],
-    after: bool,
 ) -> None:
+    """Before the call, and, when the run is there again, after it."""
     cfg = w.run_config(model, tmp_path, parallel={"tp": tp}, checkpoint=checkpoint)
     rank = tp - 1 if (PLACES | AT_THE_END)[where] else 0
-    w.lineage(cfg, tmp_path / "journal", Kill(where, w.STEPS if where in AT_THE_END else 3, after=after, rank=rank))
+    first, second = (w.STEPS, 0) if where in AT_THE_END else (3, 3)  # the resumed run may have no step left to take
+    kills = [Kill(where, first, rank=rank), Kill(where, second, rank=rank, after=True)]
+    if where.endswith("write_report"):  # the run is finished by then, and nothing is resumed
+        kills.pop()
+    w.lineage(cfg, tmp_path / "journal", *kills)
     w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(tp))
 
 
