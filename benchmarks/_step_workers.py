@@ -17,6 +17,7 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import _step_cases as cases
+from benchmarks._mends import MENDS, Mend
 from benchmarks._plain_step import FORMS, PlainStep
 from tepo_megatron.config import Config
 from tepo_megatron.processes import die_with_parent
@@ -61,7 +62,9 @@ class OurStep:
         return out
 
 
-def serve(name: str, case: str, model: Path, parent: int, environment: dict[str, str], pipe: Connection) -> None:
+def serve(
+    name: str, case: str, model: Path, parent: int, environment: dict[str, str], pipe: Connection, without: str | None
+) -> None:
     """A worker's process: for each number of threads that comes, one step; answers with (seconds, updates)."""
     die_with_parent(parent)
     os.environ |= environment
@@ -69,8 +72,14 @@ def serve(name: str, case: str, model: Path, parent: int, environment: dict[str,
     torch.set_num_threads(1)
     cfg = cases.config(case, model, tp=WORKERS[name])
     rollouts = cases.rollouts(case, cfg)
-    plain = name.startswith("plain")
-    step: Callable[[], Updates] = PlainStep(cfg, rollouts, name.split()[1]) if plain else OurStep(cfg, rollouts)
+    step: Callable[[], Updates]
+    if name.startswith("plain"):
+        step = PlainStep(cfg, rollouts, name.split()[1])
+    else:
+        mend = Mend() if without is None else MENDS[without]
+        mend.before()
+        step = OurStep(cfg, rollouts)
+        mend.after(step)
     pipe.send("ready")
     while (threads := pipe.recv()) is not None:
         torch.set_num_threads(threads)
@@ -114,15 +123,16 @@ def world(port: int, rank: int = 0, size: int = 1) -> dict[str, str]:
 
 
 @contextmanager
-def started(name: str, case: str, model: Path) -> Iterator[Worker]:
-    """The worker in processes of its own, which end with the block."""
+def started(name: str, case: str, model: Path, without: str | None = None) -> Iterator[Worker]:
+    """The worker in processes of its own, which end with the block; without: this one of MENDS."""
     context, size, pipes, processes = multiprocessing.get_context("spawn"), WORKERS[name], [], []
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # no port is guessed
     try:
         for rank in range(size):
             ours, theirs = context.Pipe()
             environment = world(store.port, rank, size)
-            process = context.Process(target=serve, args=(name, case, model, os.getpid(), environment, theirs), daemon=True)
+            args = (name, case, model, os.getpid(), environment, theirs, without)
+            process = context.Process(target=serve, args=args, daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)

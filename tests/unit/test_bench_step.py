@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import step
+from benchmarks._mends import MENDS
 from benchmarks._timers import Timers
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,14 @@ def test_the_parts_add_up_to_the_step(tmp_path: Path) -> None:
         assert part in printed
     # three layers of two products, in the old pass and in four updates
     assert sum(calls for _, part, _, calls in found["rows"] if part == "mlp: products") == 5 * 3 * 2
+
+
+@pytest.mark.full
+def test_a_step_without_one_of_the_mends_computes_the_same(tmp_path: Path) -> None:
+    run("benchmarks.mends", "--quick", "--json", str(tmp_path / "found.json"))
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["ratio"].keys() == MENDS.keys() and all(ratio > 0 for ratio in found["ratio"].values())
+    assert max(found["disagreement"].values()) <= step.AGREE
 
 
 def test_updates_that_differ_are_told() -> None:

@@ -1,0 +1,76 @@
+"""What each of three mends of the training step gains: the step with all of them beside the step without one.
+
+    python -m benchmarks.mends [--quick] [--repetitions 9] [--model demo|100m] [--json FILE]
+
+The steps of `benchmarks.step`, one rank, one thread, in processes that take turns. All compute the same losses and gradient
+norms, or AssertionError. Printed: median seconds with the 20th and 80th percentile, and each over that with all mends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks import _step_cases as cases
+from benchmarks import step
+from benchmarks._measure import load
+from benchmarks._mends import MENDS
+from benchmarks._step_workers import started
+
+WITH_ALL = "with all"
+
+
+def measure(repetitions: int = 9, quick: bool = False, case: str = "demo") -> dict[str, Any]:
+    """Seconds by what is left out, and ratios. quick: two repetitions. Raises AssertionError when results differ."""
+    samples: dict[str, list[float]] = {name: [] for name in (WITH_ALL, *MENDS)}
+    repetitions = 2 if quick else repetitions
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        cases.write_model(case, Path(folder))
+        workers = {
+            name: stack.enter_context(started("tp1", case, Path(folder), without=name if name in MENDS else None))
+            for name in samples
+        }
+        for worker in workers.values():
+            worker.ready()
+        names = list(samples)
+        for turn in range(repetitions + 1):  # the first warms up
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                seconds = workers[name].step(threads=1)
+                if turn:
+                    samples[name].append(seconds)
+        found = {name: step.disagreement(workers[name].updates, workers[WITH_ALL].updates) for name in MENDS}
+    assert max(found.values()) <= step.AGREE, f"losses and gradient norms differ: {found}"
+    whole = statistics.median(samples[WITH_ALL])
+    return {
+        "id": f"mends/{case}", "load": load(), "repetitions": repetitions, "disagreement": found,
+        "seconds": {name: step.spread(s) for name, s in samples.items()},
+        "ratio": {name: statistics.median(samples[name]) / whole for name in MENDS},
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two repetitions: to see that it runs")
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="write the result there too")
+    parser.add_argument("--model", choices=cases.CASES, default="demo")
+    args = parser.parse_args()
+    result = measure(args.repetitions, args.quick, args.model)
+    worst = max(result["disagreement"].values())
+    print(f"{result['load']}; {result['repetitions']} repetitions; results differ by {worst:.1e}")
+    for name, (median, low, high) in result["seconds"].items():
+        whose = f"without: {name}" if name in MENDS else name
+        beside = f"  {result['ratio'][name]:.2f}x" if name in MENDS else ""
+        print(f"{whose:46}{median * 1e3:8.1f} ms  [{low * 1e3:.1f}, {high * 1e3:.1f}]{beside}")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
