@@ -105,11 +105,13 @@ def train(config_path: str, overrides: list[str]) -> int:
 def serve(config_path: str, host: str, address: str | None, overrides: list[str]) -> int:
     """`tepo serve CONFIG [--host ADDRESS] [--key value ...]`."""
     from tepo_megatron.config_io import load_config
+    from tepo_megatron.rollout.experts import check_experts
     from tepo_megatron.rollout.serve import serve
     from tepo_megatron.weights.hf_io import HfReader
 
     cfg = load_config(config_path, overrides)
     HfReader(cfg.model.path)
+    check_experts(cfg)
     serve(cfg, host, address, lambda text: print(text, flush=True))
     return 0
 
@@ -149,7 +151,7 @@ def preflight(cfg: Config) -> None:
     from tepo_megatron.method import resolve
     from tepo_megatron.not_yet import not_yet
     from tepo_megatron.rollout.custom import load_function
-    from tepo_megatron.rollout.experts import replayed_routing
+    from tepo_megatron.rollout.experts import check_experts, replayed_routing
     from tepo_megatron.weights.families import find_family, read_config
     from tepo_megatron.weights.families.tokens import check_tokenizer
     from tepo_megatron.weights.hf_io import HfReader
@@ -161,6 +163,7 @@ def preflight(cfg: Config) -> None:
     hf_config = read_config(cfg.model.path)
     architecture = find_family(hf_config).architecture(hf_config)
     check_layout(architecture, cfg.parallel)
+    check_experts(cfg)
     replayed_routing(cfg)
     check_tokenizer(cfg.model.path, architecture.vocab_size)
     HfReader(cfg.model.path)

@@ -1,4 +1,4 @@
-"""Whether the experts that an engine chose can be replayed in training: told before anything is started."""
+"""Whether an engine has the experts that the model has, and can tell which it chose: found out before anything is started."""
 
 from __future__ import annotations
 
@@ -6,6 +6,25 @@ from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.types import Routing
 from tepo_megatron.weights.families import find_family, read_config
+
+
+def check_experts(cfg: Config) -> None:
+    """Raise ConfigError where the engine would serve another network than the model's.
+
+    SGLang 0.5's Qwen3-MoE reads neither `mlp_only_layers` nor `decoder_sparse_step`: it gives experts to every layer, and those
+    that have none in the checkpoint stay at random.
+    """
+    if cfg.rollout.engine != "sglang" or cfg.rollout.replay is not None:
+        return
+    hf_config = read_config(cfg.model.path)
+    family = find_family(hf_config)
+    arch = family.architecture(hf_config)
+    if arch.experts is not None and len(arch.experts.sparse_layers) < arch.num_layers:
+        dense = sorted(set(range(arch.num_layers)) - set(arch.experts.sparse_layers))
+        raise ConfigError(
+            f"rollout.engine=sglang: layers {', '.join(map(str, dense))} of the model in model.path={cfg.model.path} have no "
+            "experts (mlp_only_layers, decoder_sparse_step), which SGLang ignores; use rollout.engine=vllm"
+        )
 
 
 def replayed_routing(cfg: Config) -> Routing | None:

@@ -23,7 +23,7 @@ from tepo_megatron.ops.packing import Alignment, pack
 from tepo_megatron.rollout import record
 from tepo_megatron.rollout.cut import CUT, joined, rest
 from tepo_megatron.rollout.engine import Launch
-from tepo_megatron.rollout.experts import replayed_routing
+from tepo_megatron.rollout.experts import check_experts, replayed_routing
 from tepo_megatron.rollout.replay import Replay
 from tepo_megatron.rollout.samples import checked_rollout
 from tepo_megatron.rollout.sglang import SglangApi, generate_request, parse_generated
@@ -210,3 +210,16 @@ def test_what_cannot_replay_them_is_refused(tmp_path: Path) -> None:
         replayed_routing(asking(moe, rollout={"engine": "vllm"}))
     with pytest.raises(ConfigError, match=r"rollout: replay_experts=true and function=f\.py:f: .*set replay_experts to false"):
         asking(moe, rollout={"function": "f.py:f"})
+
+
+@pytest.mark.parametrize(("key", "value", "dense"), [("mlp_only_layers", [1], "1"), ("decoder_sparse_step", 2, "0, 2")])
+def test_sglang_is_refused_for_experts_in_some_layers(tmp_path: Path, key: str, value: Any, dense: str) -> None:
+    size = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    some = written(tmp_path / "some", Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **size, **experts, **{key: value}))
+    every = written(tmp_path / "every", Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **size, **experts))
+    with pytest.raises(ConfigError, match=rf"layers {dense} of the model in .*no experts.*use rollout\.engine=vllm"):
+        check_experts(asking(some))
+    check_experts(asking(some, rollout={"replay_experts": False, "engine": "vllm"}))
+    check_experts(asking(some, rollout={"replay": "recorded"}))
+    check_experts(asking(every))
