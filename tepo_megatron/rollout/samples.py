@@ -28,6 +28,20 @@ def prompt_seed(seed: int, prompt_id: int, samples: int) -> int:
     return int.from_bytes(digest, "little") % (LARGEST_SEED // samples) * samples
 
 
+def neutral(sampling: SamplingParams) -> dict[str, Any]:
+    """How both engines are asked to sample: whatever would make their distribution differ from the actor's is switched off."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
+
+
 def parsed(answer: Any, prompt: Prompt, engine: str, parse: Callable[[Any], list[Rollout]]) -> list[Rollout]:
     """`parse(answer)`. Raises RolloutError naming prompt and engine where that raises KeyError, TypeError or ValueError."""
     try:

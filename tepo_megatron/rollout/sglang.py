@@ -39,7 +39,7 @@ from tepo_megatron.rollout.engine import (
     served_label,
 )
 from tepo_megatron.rollout.environment import devices, without_torchrun
-from tepo_megatron.rollout.samples import RETURN_EXPERTS, checked_rollout, parsed, prompt_seed
+from tepo_megatron.rollout.samples import RETURN_EXPERTS, checked_rollout, neutral, parsed, prompt_seed
 from tepo_megatron.rollout.sglang_loader import BEGIN, FINISH, JOIN, KEEP, LOADER, MODEL_VARIABLE
 from tepo_megatron.rollout.sglang_server import CPU_VARIABLE, KEY_VARIABLE
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -175,18 +175,11 @@ class SglangApi:
 
 
 def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """Body of `/generate`; whatever would make the sampled distribution differ from the actor's is switched off."""
+    """Body of `/generate`."""
     first = prompt_seed(seed, prompt.id, sampling.samples)
     params = {
         "max_new_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "stop_token_ids": list(sampling.stop_token_ids),
+        **neutral(sampling),
     }
     return {
         "input_ids": [list(prompt.token_ids)] * sampling.samples,

@@ -32,7 +32,7 @@ from tepo_megatron.rollout.engine import (
     served_label,
 )
 from tepo_megatron.rollout.environment import devices, without_torchrun
-from tepo_megatron.rollout.samples import RETURN_EXPERTS, checked_rollout, parsed, prompt_seed
+from tepo_megatron.rollout.samples import RETURN_EXPERTS, checked_rollout, neutral, parsed, prompt_seed
 from tepo_megatron.rollout.vllm_auth import API_KEY_VARIABLE
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -173,20 +173,13 @@ class VllmApi:
 
 
 def completion_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """Body of `/v1/completions`; whatever would make the sampled distribution differ from the actor's is switched off."""
+    """Body of `/v1/completions`."""
     return {
         "model": SERVED_NAME,
         "prompt": list(prompt.token_ids),
         "n": sampling.samples,
         "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "stop_token_ids": list(sampling.stop_token_ids),
+        **neutral(sampling),
         "seed": prompt_seed(seed, prompt.id, sampling.samples),
         "logprobs": 0,  # of the sampled token alone
         "return_token_ids": True,
