@@ -57,6 +57,7 @@ class ParallelConfig:
     dp: Positive = 1
     sequence_parallel: bool = False
     timeout_seconds: PositiveFloat = 600.0  # a collective of training that waits longer fails
+    silent_seconds: PositiveFloat = 60.0  # a rank that gives no sign of life for so long is frozen (`watch.py`)
 
     def __post_init__(self) -> None:
         if self.sequence_parallel and self.tp == 1:

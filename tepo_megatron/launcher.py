@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tepo_megatron.config import Config
 from tepo_megatron.errors import TepoError
@@ -97,7 +97,7 @@ def run_rank(cfg: Config, make_engine: EngineFactory | None = None) -> int:
         platform = activate(cfg.platform)
         from tepo_megatron.train import train  # imports Megatron-Core, which the platform must come before
 
-        train(cfg, platform, make_engine)
+        train(cfg, platform, make_engine, end=_end_at_once)
     except TepoError as e:
         _leave_last_words(str(e), expected=True)
         return 1
@@ -105,6 +105,11 @@ def run_rank(cfg: Config, make_engine: EngineFactory | None = None) -> int:
         _leave_last_words(traceback.format_exc().rstrip(), expected=False)
         return 1
     return 0
+
+
+def _end_at_once(message: str) -> NoReturn:
+    _leave_last_words(message, expected=True)
+    os._exit(1)
 
 
 def _leave_last_words(message: str, expected: bool) -> None:

@@ -124,6 +124,11 @@ def initialize(cfg: ParallelConfig, platform: Platform, seed: int) -> Groups:
     return _mesh(device, host)
 
 
+def world_store() -> dist.Store:
+    """A connection of its own to the store through which this world met."""
+    return dist.distributed_c10d._get_default_store().clone()
+
+
 def _mesh(device: torch.device, host: dist.ProcessGroup) -> Groups:
     """The mesh that `parallel_state` holds."""
     return Groups(

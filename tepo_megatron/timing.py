@@ -6,6 +6,8 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+from tepo_megatron.watch import here
+
 
 class Clock:
     """Adds up wall time by phase name.
@@ -23,7 +25,8 @@ class Clock:
         """Time the block as `name`; repeated blocks add up."""
         start = time.perf_counter()
         try:
-            yield
+            with here.within(name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
-from tepo_megatron import parallel
+from tepo_megatron import parallel, watch
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.advantages import group_advantages, penalized
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
 from tepo_megatron.colocation import Apart, Colocation, everybody
-from tepo_megatron.config import Config
+from tepo_megatron.config import Config, ParallelConfig
 from tepo_megatron.driver import Driver, EngineFactory
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.memory_report import MemoryReport
@@ -23,20 +25,32 @@ from tepo_megatron.types import TrainBatch
 from tepo_megatron.weights.broadcast import BroadcastSync
 from tepo_megatron.weights.sync import NoSync, WeightSync, check_mismatch, check_one_host
 
+STUCK = 0.9  # of parallel.timeout_seconds: before a collective gives up, which says less
 
-def train(cfg: Config, platform: Platform, make_engine: EngineFactory | None = None) -> None:
+
+def train(
+    cfg: Config,
+    platform: Platform,
+    make_engine: EngineFactory | None = None,
+    end: Callable[[str], object] = watch.last_words,
+) -> None:
     """One run: `cfg.training.steps` rollout batches, each sampled, graded and learned from, with weights sent after each.
 
-    make_engine: instead of the engine that the config names.
+    make_engine: instead of the engine that the config names; end: see `watch.Watch`.
     """
     check_one_host(cfg.sync)
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
-    with Driver.open(cfg, groups, make_engine) as driver:
+    with _watched(cfg.parallel, groups, cfg.run_dir, end), Driver.open(cfg, groups, make_engine) as driver:
         if cfg.rollout.only:
             _sample(cfg, driver)
         else:
             _learn(cfg, groups, driver)
     parallel.shutdown()
+
+
+def _watched(cfg: ParallelConfig, groups: parallel.Groups, folder: Path, end: Callable[[str], object]) -> watch.Watch:
+    seconds = {"silent_seconds": cfg.silent_seconds, "stuck_seconds": STUCK * cfg.timeout_seconds}
+    return watch.Watch(parallel.world_store(), groups.rank, groups.world_size, folder, **seconds, end=end)
 
 
 def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
@@ -55,7 +69,7 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
         memory = MemoryReport(groups, driver.engine, enabled=cfg.logging.memory or cfg.rollout.colocate)
         schedule = Schedule(cfg, driver, sync, groups, first, turns, memory)
         for step in range(first + 1, cfg.training.steps + 1):
-            clock, log = Clock(), StepLog()
+            clock, log, watch.here.step = Clock(), StepLog(), step
             rollouts = log.receive(schedule.take(step, clock))
             actor.start_step(step)
             if rollouts:

@@ -15,6 +15,7 @@ from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.output_rows import OutputRows
 from tepo_megatron.parallel import Groups
 from tepo_megatron.types import PackedMicrobatch
+from tepo_megatron.watch import here
 
 # (microbatch, logits [R, V / tp] in the model's dtype) -> this microbatch's part of the loss, to be summed
 LossFunction = Callable[[PackedMicrobatch, Tensor], Tensor]
@@ -57,6 +58,7 @@ class Schedule:
 
     def _run(self, microbatches: Sequence[PackedMicrobatch], on_output: Callable[..., Any], **how: bool) -> None:
         def forward_step(data: Iterator[PackedMicrobatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            here.microbatch += 1
             microbatch = next(data).to(self._groups.device)
             if self._rows is not None:
                 self._rows.current = microbatch.rows_R
@@ -67,6 +69,7 @@ class Schedule:
             )  # positions come from cu_seqlens
             return output, partial(on_output, microbatch)
 
+        here.microbatch = 0
         several = len(self._chunks) > 1
         length = microbatches[0].tokens_S.numel()  # nominal: under a pipeline each length travels with its activations
         get_forward_backward_func()(

@@ -22,6 +22,7 @@ ROWS = [
         "histogram",
         "seeding",
         "timing",
+        "watch",
         "beside",
         "processes",
         "quiet",
@@ -62,7 +63,7 @@ ROWS = [
 BESIDE = {
     ("types", "errors"), ("config", "errors"), ("config_io", "config"), ("config_io", "errors"),
     ("config_io", "config_layers"), ("config_layers", "errors"), ("not_yet", "config"), ("not_yet", "errors"),
-    ("platform", "errors"), ("parallel", "ops"), ("weights.families", "weights.ops"),
+    ("timing", "watch"), ("platform", "errors"), ("parallel", "ops"), ("weights.families", "weights.ops"),
     ("weights.sync", "weights.gather"), ("weights.sync", "weights.rounds"),
     ("weights.sync", "weights.delta"), ("weights.delta", "weights.gather"), ("weights.delta", "weights.rounds"),
     ("weights.rounds", "weights.gather"), ("weights.broadcast", "weights.gather"), ("weights.broadcast", "weights.rounds"),

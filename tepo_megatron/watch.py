@@ -1,0 +1,216 @@
+"""Which rank hangs, and where: told, instead of a collective's bare time-out or of nothing at all.
+
+A thread of every rank puts into the world's store that it lives and where its main thread is. Rank 0 reads what all say, rank 1
+what rank 0 says. When one is silent for too long, or stays too long in one place of a training phase, that is told once, every
+rank that can writes the stacks of its threads, and all end. Nothing here is a collective, or asks anything of the main thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import torch.distributed as dist
+
+BEAT_SECONDS = 1.0
+TRAINING = ("old_stats", "update")  # phases in which every rank moves; elsewhere it may wait for rank 0 for as long as it takes
+_VERDICT = "watch/verdict"
+_COLLECTIVES = os.path.join("torch", "distributed", "")
+
+
+@dataclass
+class Here:
+    """Where this process is: the loop and the schedule keep it up to date."""
+
+    step: int = 0
+    phase: str = "start"
+    microbatch: int = 0
+
+    @contextlib.contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """For the block, `phase`; in threads beside the main one, nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before, self.phase, self.microbatch = self.phase, phase, 0
+        try:
+            yield
+        finally:
+            self.phase = before
+
+
+here = Here()
+
+
+@dataclass
+class _Seen:
+    """The last that was heard of a rank. unheard, unmoved: beats of who listens since it beat, and since its place changed."""
+
+    beat: int = 0
+    place: str = "it has not begun"
+    phase: str = ""
+    left: bool = False  # it has ended in order
+    unheard: int = 0
+    unmoved: int = 0
+
+
+class Watch:
+    """store: of the world, a connection of this object's own; folder: for the explanation (hang.txt) and the stacks;
+    silent_seconds: after which a rank counts as frozen; stuck_seconds: in one place of a training phase; end: told the
+    explanation, ends this process.
+
+    Time is counted in beats of the listener: a job that is suspended as a whole, and goes on, has missed none.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        folder: Path,
+        *,
+        silent_seconds: float,
+        stuck_seconds: float,
+        end: Callable[[str], object],
+    ) -> None:
+        self._store, self._rank, self._world_size, self._folder, self._end = store, rank, world_size, folder, end
+        self._silent_seconds, self._stuck_seconds = silent_seconds, stuck_seconds
+        listened: Sequence[int] = range(world_size) if rank == 0 else (0,) if rank == 1 else ()
+        self._seen = {r: _Seen() for r in listened}
+        self._beats = self._unanswered = 0
+        self._main, self._over, self._told = threading.main_thread().ident, threading.Event(), threading.Lock()
+        self._threads = [threading.Thread(target=run, name="watch", daemon=True) for run in (self._beat, self._hold_store)]
+
+    def __enter__(self) -> Watch:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(self._silent_seconds)
+        with contextlib.suppress(RuntimeError):  # the store went with whoever kept it
+            self._say(left=True)
+
+    def _beat(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store's: the other thread tells
+            while not self._over.wait(BEAT_SECONDS):
+                self._say()
+                if self._store.check([_VERDICT]):
+                    self._leave(self._store.get(_VERDICT).decode())
+                self._listen(self._seen)
+                self._unanswered = 0
+                if fault := self._fault():
+                    self._leave(self._store.compare_set(_VERDICT, "", f"{fault}\n{self._places()}").decode())
+
+    def _hold_store(self) -> None:
+        """A store that is frozen with its machine answers nothing, for as long as one waits."""
+        while not self._over.wait(BEAT_SECONDS):
+            self._unanswered += 1
+            if self._unanswered * BEAT_SECONDS > self._silent_seconds:
+                self._leave(
+                    f"the store of this world has not answered for {self._silent_seconds:g} s (parallel.silent_seconds): "
+                    f"rank 0, or whoever started it, is frozen, or its machine is gone; rank {self._rank} is at {self._place()}"
+                )
+
+    def _place(self) -> str:
+        return place_of(sys._current_frames().get(self._main or 0))
+
+    def _say(self, left: bool = False) -> None:
+        self._beats += 1
+        self._store.set(_key(self._rank), json.dumps([self._beats, self._place(), here.phase, left]))
+
+    def _listen(self, seen: Mapping[int, _Seen]) -> None:
+        for rank, of in seen.items():
+            of.unheard, of.unmoved = of.unheard + 1, of.unmoved + 1
+            if not self._store.check([_key(rank)]):
+                continue
+            beat, place, phase, left = json.loads(self._store.get(_key(rank)))
+            if beat != of.beat:
+                of.unheard = 0
+            if place != of.place:
+                of.unmoved = 0
+            of.beat, of.place, of.phase, of.left = beat, place, phase, left
+
+    def _fault(self) -> str | None:
+        there = {rank: of for rank, of in self._seen.items() if not of.left}
+        for rank, of in there.items():
+            if of.unheard * BEAT_SECONDS >= self._silent_seconds:
+                return (
+                    f"rank {rank} has not been heard of for {self._silent_seconds:g} s (parallel.silent_seconds): its process "
+                    f"is frozen, or its machine is gone; last at {of.place}"
+                )
+        for rank, of in there.items() if self._rank == 0 else ():
+            if of.phase in TRAINING and of.unmoved * BEAT_SECONDS >= self._stuck_seconds:
+                return f"rank {rank} has been in one place for {self._stuck_seconds:g} s: {of.place}"
+        return None
+
+    def _places(self) -> str:
+        seen = {rank: _Seen() for rank in range(self._world_size)}
+        self._listen(seen)
+        ranks: dict[str, list[int]] = defaultdict(list)
+        for rank, of in seen.items():
+            ranks["it has left" if of.left else of.place].append(rank)
+        lines = [f"  {_ranges(of)}: {place}" for place, of in ranks.items()]
+        return "\n".join([*lines, f"the stacks of those that could write them: {self._folder / 'stacks'}"])
+
+    def _leave(self, explanation: str) -> None:
+        with self._told:
+            with contextlib.suppress(OSError):
+                (self._folder / "stacks").mkdir(parents=True, exist_ok=True)
+                with (self._folder / "stacks" / f"rank-{self._rank}.txt").open("w") as file:
+                    faulthandler.dump_traceback(file)
+                (self._folder / "hang.txt").write_text(explanation + "\n")
+            time.sleep(2 * BEAT_SECONDS)  # for the others to hear of it and to write theirs
+            self._end(explanation)
+
+
+def _key(rank: int) -> str:
+    return f"watch/{rank}"
+
+
+def place_of(frame: FrameType | None) -> str:
+    """In words: step, phase, microbatch, the collective that waits if one does, and the line of ours or of Megatron-Core's."""
+    collective, line = "", ""
+    while frame is not None and not line:
+        path = frame.f_code.co_filename
+        if _COLLECTIVES in path and frame.f_code.co_name != "wrapper":  # that of its logger
+            collective = frame.f_code.co_name  # the outermost is the one that was called
+        for package in ("tepo_megatron", "megatron"):
+            if f"{os.sep}{package}{os.sep}" in path:
+                inside = path.rpartition(f"{os.sep}{package}{os.sep}")[2]
+                line = f"{package}/{inside}:{frame.f_lineno}, {frame.f_code.co_name}"
+                break
+        frame = frame.f_back
+    where = f"step {here.step}, {here.phase}" + (f", microbatch {here.microbatch}" if here.microbatch else "")
+    return where + (f", in {collective}" if collective else "") + (f" ({line})" if line else "")
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """rank 3; ranks 0, 3-5, 9."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {words}"
+
+
+def last_words(explanation: str) -> NoReturn:
+    """On stderr, and the end of this process."""
+    print(f"tepo: error: {explanation}", file=sys.stderr, flush=True)
+    os._exit(1)

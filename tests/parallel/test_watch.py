@@ -1,0 +1,143 @@
+"""One rank is frozen, or turns in circles: who, and where everybody was, is told before any collective gives up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tepo_megatron.parallel import world_store
+from tepo_megatron.timing import Clock
+from tepo_megatron.watch import Watch, here
+from tests.parallel import resume_worlds as w
+from tests.parallel.resume_worlds import Kill
+from tests.worlds import run_world
+
+SILENT, STUCK = 4.0, 6.0
+
+
+def watched(rank: int, folder: Path, work: Callable[[int], Any], store: Path | None = None) -> Any:
+    """store: a file; None: the world's, which rank 0 keeps here, and torchrun's agent elsewhere."""
+    dist.init_process_group("gloo")
+    kept = world_store() if store is None else dist.FileStore(str(store), dist.get_world_size())
+
+    def end(explanation: str) -> None:
+        (folder / f"end-{rank}.txt").write_text(explanation)
+        os._exit(1)
+
+    limits = {"silent_seconds": SILENT, "stuck_seconds": STUCK}
+    with Watch(kept, rank, dist.get_world_size(), folder, **limits, end=end):
+        return work(rank)
+
+
+def explained(folder: Path, size: int, *how: Any) -> str:
+    start = time.monotonic()
+    with pytest.raises(AssertionError):
+        run_world(size, watched, folder, *how, timeout=40.0)
+    assert time.monotonic() - start < 20
+    told = {path.read_text() for path in folder.glob("end-*.txt")}
+    (only,) = told  # all say the same
+    assert (folder / "hang.txt").read_text() == only + "\n"
+    return only
+
+
+def frozen(who: int) -> Callable[[int], None]:
+    def work(rank: int) -> None:
+        clock, here.step = Clock(), 3
+        with clock.phase("update"):
+            here.microbatch = 2
+            time.sleep(2.5)  # a beat or two
+            if rank == who:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            dist.all_reduce(torch.ones(1))
+
+    return work
+
+
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_frozen_rank_is_named(tmp_path: Path, who: int) -> None:
+    told = explained(tmp_path, 3, frozen(who), tmp_path / "store")
+    assert told.startswith(f"rank {who} has not been heard of for 4 s (parallel.silent_seconds)")
+    assert f"  rank {who}: step 3, update, microbatch 2\n" in told
+    others = {0: "ranks 1-2", 1: "ranks 0, 2", 2: "ranks 0-1"}[who]
+    assert f"  {others}: step 3, update, microbatch 2, in all_reduce\n" in told
+    stacks = tmp_path / "stacks"
+    assert {path.name for path in stacks.iterdir()} == {f"rank-{rank}.txt" for rank in range(3) if rank != who}
+    assert all("all_reduce" in path.read_text() for path in stacks.iterdir())
+
+
+@pytest.mark.full
+def test_a_frozen_store_is_told(tmp_path: Path) -> None:
+    told = explained(tmp_path, 2, frozen(0))
+    assert told.startswith("the store of this world has not answered for 4 s") and "rank 1 is at step 3, update" in told
+
+
+def circling(rank: int) -> None:
+    with Clock().phase("old_stats"):
+        while rank == 1:
+            time.sleep(0.01)
+        dist.all_reduce(torch.ones(1))
+
+
+def test_ranks_that_do_not_get_on_are_told(tmp_path: Path) -> None:
+    told = explained(tmp_path, 2, circling)
+    assert "has been in one place for 6 s: step 0, old_stats" in told.splitlines()[0]
+    assert "  rank 0: step 0, old_stats, in all_reduce\n" in told and "  rank 1: step 0, old_stats\n" in told
+
+
+def leaving(rank: int) -> int:
+    if rank == 0:
+        with Clock().phase("wait"):
+            time.sleep(STUCK + SILENT / 2)
+    return rank
+
+
+def test_who_waits_or_has_left_is_no_fault(tmp_path: Path) -> None:
+    assert run_world(2, watched, tmp_path, leaving, timeout=40.0) == [0, 1]
+    assert list(tmp_path.iterdir()) == []
+
+
+@dataclass(frozen=True)
+class Freeze(Kill):
+    """Instead of the kill: SIGSTOP."""
+
+    def die(self, journal: Path, *args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return w.write_inputs(tmp_path_factory.mktemp("inputs") / "model")
+
+
+@pytest.mark.parametrize(
+    ("where", "rank"),
+    [
+        pytest.param("tepo_megatron.rollout.collector:Collector.collect", 0, marks=pytest.mark.full),
+        pytest.param("tepo_megatron.actor.actor:Actor.attach_old_stats", 1, marks=pytest.mark.full),
+        ("tepo_megatron.actor.actor:Actor.update", 1),
+        pytest.param("tepo_megatron.platform.adam:HostAdam._update", 0, marks=pytest.mark.full),
+        pytest.param("tepo_megatron.weights.sync:WeightSync.push", 1, marks=pytest.mark.full),
+        pytest.param("tepo_megatron.checkpoint.checkpoints:Checkpoints.save", 1, marks=pytest.mark.full),
+        pytest.param("tepo_megatron.actor.actor:Actor.export_hf", 0, marks=pytest.mark.full),
+    ],
+)
+def test_a_run_with_a_frozen_rank_ends_and_says_which(model: Path, tmp_path: Path, where: str, rank: int) -> None:
+    """Rank 0 keeps the store of these worlds: where it is frozen, that is what the other one tells."""
+    parallel = {"tp": 2, "silent_seconds": SILENT, "timeout_seconds": 60.0}
+    cfg = w.run_config(model, tmp_path, parallel=parallel, checkpoint={"every": 1, "asynchronous": False})
+    with pytest.raises(AssertionError):
+        w.attempt(cfg, tmp_path / "journal", 0, Freeze(where, step=2 if "export" not in where else 0, rank=rank))
+    told = (cfg.run_dir / "hang.txt").read_text()
+    whose = f"rank {rank} has not been heard of" if rank else "the store of this world has not answered"
+    assert told.startswith(f"{whose} for 4 s")
+    assert f"step {2 if 'export' not in where else w.STEPS}" in told
+    assert (cfg.run_dir / "stacks" / f"rank-{1 - rank}.txt").stat().st_size > 0
