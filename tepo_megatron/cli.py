@@ -47,8 +47,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     serving.add_argument("config", metavar="CONFIG", help="the trainer's YAML file")
     serving.add_argument("--host", default="127.0.0.1", help="the address to listen on, 0.0.0.0 for all (default: %(default)s)")
     serving.add_argument("--address", help="what other machines call it (default: the host, or this machine's name)")
+    examination = commands.add_parser(
+        "doctor",
+        help="find out whether a config can run here, with one small step of it",
+        usage="tepo doctor CONFIG [--quick] [--section.key VALUE ...]",
+        allow_abbrev=False,
+    )
+    examination.add_argument("config", metavar="CONFIG", help="the run's YAML file")
+    examination.add_argument("--quick", action="store_true", help="start nothing: no ranks, no server, no step")
     words = list(sys.argv[1:] if argv is None else argv)
-    if len(words) > 1 and words[0] in ("train", "ablate", "serve") and words[1].startswith("--") and words[1] != "--help":
+    if (
+        len(words) > 1
+        and words[0] in ("train", "ablate", "serve", "doctor")
+        and words[1].startswith("--")
+        and words[1] != "--help"
+    ):
         parser.error(f"tepo {words[0]} FILE [--section.key VALUE ...]: the config file comes first")
     args, overrides = parser.parse_known_args(words)
     try:
@@ -56,6 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return train(args.config, overrides)
         if args.command == "serve":
             return serve(args.config, args.host, args.address, overrides)
+        if args.command == "doctor":
+            from tepo_megatron.config_io import load_config
+            from tepo_megatron.doctor import doctor
+
+            return doctor(load_config(args.config, overrides), preflight, start, args.quick)
         if args.command == "ablate":
             from tepo_megatron.ablation import ablate
             from tepo_megatron.launcher import inside_torchrun

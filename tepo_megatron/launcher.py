@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,6 +23,7 @@ from tepo_megatron.quiet import quiet_upstream
 
 if TYPE_CHECKING:
     from tepo_megatron.driver import EngineFactory
+    from tepo_megatron.platform import Platform
 
 # The agent's name for the file in which a rank leaves its last words.
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -78,8 +79,11 @@ def launch(cfg: Config, config_path: Path, worker: str = "tepo_megatron.worker")
         raise KeyboardInterrupt(f"signal {e.sigval.name}") from None
 
 
-def run_rank(cfg: Config, make_engine: EngineFactory | None = None) -> int:
-    """Train as this process's rank; returns the exit status. make_engine: instead of the config's engine.
+def run_rank(
+    cfg: Config, make_engine: EngineFactory | None = None, work: Callable[[Config, Platform], None] | None = None
+) -> int:
+    """Train as this process's rank; returns the exit status. make_engine: instead of the config's engine; work: instead of
+    training.
 
     SIGINT and SIGTERM end a rank at once: it may sit in a collective that no Python handler can interrupt, and everything it
     leaves behind is written whole or not at all.
@@ -95,6 +99,9 @@ def run_rank(cfg: Config, make_engine: EngineFactory | None = None) -> int:
 
     try:
         platform = activate(cfg.platform)
+        if work is not None:
+            work(cfg, platform)
+            return 0
         from tepo_megatron.train import train  # imports Megatron-Core, which the platform must come before
 
         train(cfg, platform, make_engine, end=_end_at_once)

@@ -23,7 +23,7 @@ _OUTCOME = {"summary.json": "summary.former.json", "evaluation.jsonl": "evaluati
 _OF_A_RUN = (
     "checkpoints", *_OUTCOME, *_OUTCOME.values(), "summary.json.partial", "config.yaml", "metrics.jsonl", "metrics.lost.jsonl",
     "metrics.lost.jsonl.partial", "rollouts", "log.txt", "server.log", "report.png", "report.png.tmp", "hf", "hf.partial",
-    "hf.former", "tensorboard", "wandb",
+    "hf.former", "tensorboard", "wandb", "hang.txt", "stacks",
 )  # fmt: skip
 
 

@@ -1,0 +1,74 @@
+"""`tepo doctor`: whether a run can work, found out before it costs anything."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from tepo_megatron.config import Config
+from tepo_megatron.doctor import inputs, machine, trial
+from tepo_megatron.doctor.findings import Finding, found_by
+
+
+def examine(
+    cfg: Config, check: Callable[[Config], None], start: Callable[[Config], None], launch: Callable[..., None], quick: bool
+) -> Iterator[Finding]:
+    """What there is to say of a run, as it is found; cheap things first.
+
+    check: raises a TepoError for a config that cannot run; start: makes a run; launch: as `launcher.launch`; quick: without the
+    ranks and the step, which start processes.
+    """
+
+    def config() -> Iterator[Finding]:
+        check(cfg)
+        yield Finding(
+            "config", "pass", f"{cfg.model.path} on {cfg.parallel.world_size} {cfg.platform} ranks, {cfg.rollout.engine}"
+        )
+
+    failed = False
+    for name, look in (
+        ("packages", machine.packages),
+        ("config", config),
+        ("processors", partial(machine.processors, cfg)),
+        ("memory", partial(machine.memory, cfg)),
+        ("disk", partial(machine.disk, cfg)),
+        ("port", partial(machine.ports, cfg)),
+        ("data", partial(inputs.data, cfg)),
+    ):
+        for finding in found_by(name, look):
+            failed |= finding.verdict == "fail"
+            yield finding
+    if why := _why_no_step(cfg, failed, quick):
+        yield Finding("a step", "skip", why)
+        return
+    Path(cfg.output).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=cfg.output) as folder:
+        small = trial.trial_of(cfg, Path(folder))
+        yield from found_by("all-reduce", partial(trial.ranks, small, launch))
+        yield from found_by("a step", partial(trial.step, small, start))
+
+
+def _why_no_step(cfg: Config, failed: bool, quick: bool) -> str:
+    if quick:
+        return "left out (--quick)"
+    if failed:
+        return "not tried: mend the above first"
+    if cfg.rollout.replay is not None or cfg.rollout.only:
+        return "not tried: rollout.replay and rollout.only are no whole runs"
+    if not machine.enough_devices(cfg):
+        return "not tried: it needs more GPUs than this machine has"
+    return ""
+
+
+def doctor(cfg: Config, check: Callable[[Config], None], start: Callable[[Config], None], quick: bool) -> int:
+    """Print what is found; returns the exit status, 1 where something fails."""
+    from tepo_megatron.launcher import launch
+
+    count = {"pass": 0, "warn": 0, "fail": 0, "skip": 0}
+    for finding in examine(cfg, check, start, launch, quick):
+        count[finding.verdict] += 1
+        print(finding, flush=True)
+    print(", ".join(f"{number} {verdict}" for verdict, number in count.items() if number))
+    return 1 if count["fail"] else 0

@@ -1,0 +1,65 @@
+"""What the run reads: the model's tokenizer, the prompts, their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from tepo_megatron.config import Config
+from tepo_megatron.data import load_prompts, load_tokenizer
+from tepo_megatron.doctor.findings import Finding
+from tepo_megatron.rewards import build_reward
+from tepo_megatron.types import Prompt, Rollout
+
+GRADED = 64  # answers
+
+
+def data(cfg: Config) -> Iterator[Finding]:
+    """Both datasets, as the run will read them; how the first prompt looks; whether the grader finds right answers right."""
+    tokenizer, keys = load_tokenizer(cfg.model.path), cfg.data
+    train: list[Prompt] = []
+    for name, path in (("train", keys.train), ("eval", keys.eval)):
+        if path is None:
+            continue
+        prompts, dropped = load_prompts(path, tokenizer, keys.prompt_key, keys.answer_key, keys.max_prompt_tokens)
+        lost = f"; {dropped} dropped as longer than data.max_prompt_tokens={keys.max_prompt_tokens}" if dropped else ""
+        too_many = dropped > len(prompts)
+        mend = "raise data.max_prompt_tokens" if too_many else ""
+        yield Finding(f"data.{name}", "warn" if too_many else "pass", f"{len(prompts)} prompts of {path}{lost}", mend)
+        train = train or prompts
+    first = train[0]
+    yield Finding("first prompt", "pass", f"{len(first.token_ids)} tokens: {tokenizer.decode(first.token_ids)!r:.200}")
+    if len(train) < (wanted := cfg.rollout.prompts_per_step):
+        said = f"{len(train)} prompts, and a step takes rollout.prompts_per_step={wanted}"
+        yield Finding("data.train", "fail", said, "lower that, or add prompts")
+    yield from grading(cfg, train[:: max(1, len(train) // GRADED)][:GRADED])
+
+
+def grading(cfg: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """A response that boxes the right answer must count as right."""
+    texts = [rf"\boxed{{{prompt.answer}}}" for prompt in prompts]
+    with build_reward(cfg.reward, decode=lambda ids: texts[ids[0]]) as reward:
+        graded = reward.score([_answered(i, prompt) for i, prompt in enumerate(prompts)])
+    wrong = [f"{p.answer!r} ({r.status})" for p, r in zip(prompts, graded, strict=True) if r.score <= 0]
+    if wrong:
+        shown = ", ".join(wrong[:5]) + (" ..." if len(wrong) > 5 else "")
+        yield Finding(
+            "grading", "fail" if len(wrong) == len(prompts) else "warn",
+            f"{len(wrong)} of {len(prompts)} right answers are not found right: {shown}",
+            "mend these answers in the dataset, or take their rows out",
+        )  # fmt: skip
+    else:
+        yield Finding("grading", "pass", f"{len(prompts)} right answers are found right")
+
+
+def _answered(i: int, prompt: Prompt) -> Rollout:
+    return Rollout(
+        prompt_id=prompt.id,
+        token_ids_L=torch.tensor([0, i]),
+        response_mask_L=torch.tensor([False, True]),
+        rollout_logprobs_L=torch.zeros(2),
+        policy_version=0,
+        stop_reason="stop",
+        answer=prompt.answer,
+    )

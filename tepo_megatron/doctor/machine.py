@@ -1,0 +1,154 @@
+"""This machine: packages, processors, memory, disk, ports. Nothing is started."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+
+from tepo_megatron.config import Config
+from tepo_megatron.doctor.findings import Finding
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.rollout.server import choose_port
+from tepo_megatron.weights.hf_io import HfReader
+
+DISTRIBUTION = "tepo-megatron"
+SHOWN = ("torch", "megatron-core", "transformers", "math-verify")
+WRITTEN_BYTES = 64 * 2**20
+SLOW_DISK = 50e6  # bytes a second
+STATE_BYTES = 12  # of a checkpoint per parameter: fp32 master and both moments, beside the weights
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
+WRITTEN_AT_ONCE = 1  # a checkpoint, beside those that stay
+
+
+def packages() -> Iterator[Finding]:
+    """Whether what is installed is what this package asks for."""
+    wrong = []
+    for text in importlib.metadata.requires(DISTRIBUTION) or ():
+        wanted = Requirement(text)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(wanted.name)
+        except importlib.metadata.PackageNotFoundError:
+            wrong.append(f"{wanted.name} is not installed")
+            continue
+        if not wanted.specifier.contains(version.partition("+")[0], prereleases=True):
+            wrong.append(f"{wanted.name} {version} is not {wanted.specifier}")
+    if wrong:
+        yield Finding("packages", "fail", "; ".join(wrong), "install what requirements/ pins")
+    else:
+        yield Finding("packages", "pass", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in SHOWN))
+
+
+def enough_devices(cfg: Config) -> bool:
+    """Whether this machine alone can hold the ranks and the servers that the run starts."""
+    return cfg.platform == "cpu" or _gpus() >= _wanted(cfg)
+
+
+def processors(cfg: Config) -> Iterator[Finding]:
+    """GPUs, or cores, for the ranks and the servers that are started here."""
+    ranks = cfg.parallel.world_size
+    if cfg.platform == "cuda":
+        there, wanted = _gpus(), _wanted(cfg)
+        if there >= wanted:
+            yield Finding("GPUs", "pass", f"{there}, {wanted} of which are used")
+        else:
+            yield Finding(
+                "GPUs", "fail", f"{wanted} are used, and this machine has {there}",
+                "run this inside the allocation, or lower parallel.* and rollout.servers",
+            )  # fmt: skip
+        return
+    cores = len(os.sched_getaffinity(0))
+    busy = max(ranks, cfg.rollout.servers * cfg.rollout.server.tp)
+    if busy > cores:
+        yield Finding("cores", "warn", f"{cores}, for {busy} processes that compute at once", "it works, and is slow")
+    else:
+        yield Finding("cores", "pass", f"{cores}, for {ranks} ranks and {cfg.rollout.servers} servers")
+
+
+def memory(cfg: Config) -> Iterator[Finding]:
+    """Room in host memory for the weights on their way."""
+    free, files = psutil.virtual_memory().available, cfg.sync.transport == "shm" and cfg.sync.folder is None
+    yield Finding("memory", "pass" if free > 4 * 2**30 else "warn", f"{free / 2**30:.1f} GiB available on this machine")
+    if files and cfg.rollout.replay is None:
+        rounds, room = 2 * cfg.sync.bucket_mib * 2**20, shutil.disk_usage("/dev/shm").free
+        wanted = min(rounds, _parameters(cfg) * WEIGHT_BYTES[cfg.model.precision])
+        if room < wanted:
+            yield Finding(
+                "shared memory", "fail", f"{room / 2**30:.2f} GiB free in /dev/shm, and two rounds take {wanted / 2**30:.2f}",
+                "lower sync.bucket_mib, enlarge /dev/shm, or set sync.folder",
+            )  # fmt: skip
+        else:
+            yield Finding("shared memory", "pass", f"{room / 2**30:.1f} GiB free in /dev/shm")
+
+
+def disk(cfg: Config) -> Iterator[Finding]:
+    """Room and speed where checkpoints and the trained model go."""
+    folder = _existing(Path(cfg.output))
+    free, weight = shutil.disk_usage(folder).free, WEIGHT_BYTES[cfg.model.precision]
+    kept = cfg.checkpoint.keep_last + WRITTEN_AT_ONCE if cfg.checkpoint.every else 0
+    wanted = _parameters(cfg) * (kept * (STATE_BYTES + weight) + (weight if cfg.export_hf else 0))
+    said = f"{free / 1e9:.0f} GB free in {folder}; the run keeps about {wanted / 1e9:.2g} GB"
+    if free < wanted:
+        yield Finding("disk", "fail", said, "free some, lower checkpoint.keep_last, or give another output")
+    else:
+        yield Finding("disk", "pass", said)
+    try:
+        speed = _write_speed(folder)
+    except OSError as e:
+        yield Finding("disk speed", "fail", f"{folder} cannot be written ({e.strerror})", "give another output")
+        return
+    yield Finding("disk speed", "pass" if speed >= SLOW_DISK else "warn", f"{speed / 1e6:.0f} MB/s, written and synced")
+
+
+def ports(cfg: Config) -> Iterator[Finding]:
+    """That of the server, where the config names one."""
+    if not cfg.rollout.server.port or cfg.rollout.server.remote or cfg.rollout.replay is not None:
+        return
+    try:
+        choose_port(cfg.rollout.server.port)
+        yield Finding("port", "pass", f"{cfg.rollout.server.port} is free")
+    except RolloutError as e:
+        yield Finding("port", "fail", str(e))
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _wanted(cfg: Config) -> int:
+    """GPUs of the ranks and of the servers that are started here."""
+    ranks = cfg.parallel.world_size
+    servers = 0 if cfg.rollout.server.remote or cfg.rollout.replay is not None else cfg.rollout.servers * cfg.rollout.server.tp
+    return max(ranks, servers) if cfg.rollout.colocate else ranks + servers
+
+
+def _parameters(cfg: Config) -> int:
+    return sum(tensor.numel() for tensor in HfReader(cfg.model.path).shapes().values())
+
+
+def _existing(folder: Path) -> Path:
+    folder = folder.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def _write_speed(folder: Path) -> float:
+    """Bytes a second."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
+        start = time.perf_counter()
+        file.write(os.urandom(2**20) * (WRITTEN_BYTES // 2**20))
+        file.flush()
+        os.fsync(file.fileno())
+        return WRITTEN_BYTES / (time.perf_counter() - start)

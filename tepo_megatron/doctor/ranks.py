@@ -1,0 +1,53 @@
+"""The ranks of the run meet and measure their all-reduces: `python -m tepo_megatron.doctor.ranks CONFIG`, once per rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import load_config
+from tepo_megatron.launcher import run_rank
+from tepo_megatron.platform import Platform
+
+RESULT = "ranks.json"
+NUMEL, ROUNDS = 4 * 2**20, 5  # fp32
+
+
+def measure(cfg: Config, platform: Platform) -> None:
+    """Write, on rank 0, bytes per second of all-reduce over every axis with more than one rank, by axis, to RESULT.
+
+    Bytes are those that each rank sends in a ring: 2 (n - 1) / n of the tensor.
+    """
+    from tepo_megatron import parallel
+
+    groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
+    axes = {"tp": groups.tp, "pp": groups.pp, "cp": groups.cp, "dp": groups.dp, "ep": groups.ep}
+    found = {name: _bandwidth(axis, groups.device) for name, axis in axes.items() if axis.size > 1}
+    if groups.is_main:
+        (Path(cfg.run_dir) / RESULT).write_text(json.dumps(found))
+    parallel.shutdown()
+
+
+def _bandwidth(axis: object, device: torch.device) -> float:
+    from tepo_megatron.parallel import Axis
+
+    assert isinstance(axis, Axis)
+    x = torch.ones(NUMEL, device=device)
+    best = float("inf")
+    for _ in range(ROUNDS + 1):
+        dist.barrier(group=axis.group)
+        start = time.perf_counter()
+        dist.all_reduce(x, group=axis.group)
+        float(x[0])  # on a GPU: until it is there
+        best = min(best, time.perf_counter() - start)
+    return 4 * NUMEL * 2 * (axis.size - 1) / axis.size / best
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(load_config(sys.argv[1]), work=measure))

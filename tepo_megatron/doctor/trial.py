@@ -1,0 +1,109 @@
+"""One small step of the run itself, thrown away afterwards: real ranks, real servers, real grading."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron import run_dir
+from tepo_megatron.config import Config
+from tepo_megatron.doctor.findings import Finding
+
+MOST_PROMPTS = 8
+NEAR = 0.3  # of the gate
+EXACT = 1e-5  # nats, in fp32
+
+
+def trial_of(cfg: Config, folder: Path) -> Config:
+    """One step of few prompts with checksums and the noise floor, in `folder`; all else is as the run has it."""
+    prompts = min(MOST_PROMPTS, cfg.rollout.prompts_per_step)
+    updates = cfg.rollout.prompts_per_step // cfg.training.minibatch_prompts
+    return replace(
+        cfg,
+        name="trial",
+        output=str(folder),
+        overwrite=True,
+        resume=False,
+        export_hf=False,
+        data=replace(cfg.data, eval=None),
+        evaluation=replace(cfg.evaluation, every=0),
+        rollout=replace(cfg.rollout, prompts_per_step=prompts, filter_uniform_groups=False, max_refills=0, record=False),
+        training=replace(cfg.training, steps=1, minibatch_prompts=max(1, prompts // updates)),
+        sync=replace(cfg.sync, verify_every=1),
+        checkpoint=replace(cfg.checkpoint, every=0),
+        logging=replace(cfg.logging, noise_floor_every=1, tensorboard=False, wandb_project=None),
+    )
+
+
+def ranks(cfg: Config, launch: Callable[..., None]) -> Iterator[Finding]:
+    """The ranks find each other, and how fast they exchange."""
+    if cfg.parallel.world_size == 1:
+        return
+    from tepo_megatron.doctor.ranks import RESULT
+
+    with _output_in(cfg.run_dir.with_suffix(".txt")):
+        launch(cfg, run_dir.prepare(cfg), worker="tepo_megatron.doctor.ranks")
+    found = json.loads((cfg.run_dir / RESULT).read_text())
+    speeds = ", ".join(f"{axis} {speed / 1e9:.2g} GB/s" for axis, speed in found.items())
+    yield Finding("all-reduce", "pass", f"{cfg.parallel.world_size} ranks; {speeds}")
+
+
+def step(cfg: Config, start: Callable[[Config], None]) -> Iterator[Finding]:
+    """What a step says of the engine, the weights, the samples and the noise of dH."""
+    with _output_in(cfg.run_dir.with_suffix(".txt")):
+        start(cfg)
+    record = json.loads((cfg.run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    yield Finding("engine", "pass", f"{cfg.rollout.engine} started, sampled, and took the weights with their checksums")
+    yield _log_probs(cfg, record)
+    yield _samples(cfg, record)
+    yield _noise(record)
+    phases = ", ".join(f"{name.removeprefix('seconds/')} {record[name]:.1f}" for name in sorted(record) if "seconds/" in name)
+    yield Finding("seconds", "pass", f"of a step with {cfg.rollout.prompts_per_step} prompts: {phases}")
+
+
+def _log_probs(cfg: Config, record: Mapping[str, Any]) -> Finding:
+    mean, worst = record["rollout/logprob_diff_mean"], record["rollout/logprob_diff_max"]
+    said = f"|rollout - actor|: mean {mean:.1e}, largest {worst:.1e} nats; the run stops above {cfg.sync.max_logprob_diff:g}"
+    exact = cfg.model.precision == "fp32" and cfg.rollout.server.precision in (None, "fp32")
+    if mean > (EXACT if exact else NEAR * cfg.sync.max_logprob_diff):
+        return Finding("log-probs", "warn", said, "objective.correction corrects for it; in fp32 it should be rounding alone")
+    return Finding("log-probs", "pass", said)
+
+
+def _samples(cfg: Config, record: Mapping[str, Any]) -> Finding:
+    accuracy, cut = record["accuracy/mean"], record["rollout/truncated"]
+    said = f"{accuracy:.1%} right, {cut:.1%} cut off, {record['rollout/response_tokens_mean']:.0f} tokens in the mean"
+    if cut > 0.5:
+        return Finding("samples", "warn", said, f"raise rollout.max_response_tokens={cfg.rollout.max_response_tokens}")
+    if accuracy in (0.0, 1.0):
+        return Finding("samples", "warn", said, "groups that are all alike teach nothing: look at prompts and answers")
+    return Finding("samples", "pass", said)
+
+
+def _noise(record: Mapping[str, Any]) -> Finding:
+    floor, below = record.get("tepo/entropy_noise_floor"), record.get("tepo/mask_below_noise")
+    if floor is None or below is None:
+        return Finding("noise of dH", "skip", "the old statistics are not computed apart, so it cannot be measured")
+    said = f"{floor:.1e} nats; {below:.1%} of the tokens that bear the KL have a smaller dH"
+    return Finding("noise of dH", "warn" if below > 0.1 else "pass", said)
+
+
+@contextlib.contextmanager
+def _output_in(path: Path) -> Iterator[None]:
+    """What this process and those that it starts print goes to a file: a step says much that is no finding."""
+    sys.stdout.flush()
+    before = os.dup(1)
+    try:
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), 1)
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(before, 1)
+        os.close(before)
