@@ -72,7 +72,7 @@ def test_a_key_that_is_given_finds_the_other(tmp_path: Path, tokenizer: PreTrain
     loaded = load(path, tokenizer, answer_key="extra_info.index")
     assert loaded.report.schema == "keys (prompt, extra_info.index)" and loaded.prompts[0].answer == "0"
     loaded = load(path, tokenizer, prompt_key="source_prompt")
-    assert loaded.report.schema == "keys (source_prompt, reward_model.ground_truth)" and loaded.prompts[0].answer == "2"
+    assert loaded.report.schema == "keys (source_prompt, solution)" and loaded.prompts[0].answer == "2"
 
 
 def test_mixed_schemas_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
