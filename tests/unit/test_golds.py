@@ -20,13 +20,12 @@ def of_known_forms(seed: int) -> list[str]:
     def digits() -> str:
         return str(draw.randrange(1, 10 ** draw.choice([1, 2, 5, 12])))
 
-    words = ["Monday", "even", "inf", "None", "x", "pi e", "no solution", "A", "sin", "or and", "int", "frac", "lim sum"]
     return [
         digits(), f"-{digits()}", f"{digits()}.{digits()}", f".{digits()}", "1,234,567", f"${digits()}$", f"{digits()}$",
         f"{digits()}\\%", f"{digits()}^\\circ", f"{digits()}^{{\\circ}}", f"\\frac{{{digits()}}}{{{digits()}}}",
         f"-\\dfrac{{-{digits()}}}{{{digits()}}}", f"{digits()}\\tfrac{{{digits()}}}{{{digits()}}}", f"{digits()}/{digits()}",
-        f"\\sqrt{{{digits()}}}", f"-{digits()}\\sqrt{{{digits()}}}", "\\pi", f"{digits()}\\pi", *draw.sample(words, 3),
-        "\\text{no solution}", f"({digits()}, -{digits()})", f"({digits()},{digits()},{digits()})", "0", "007",
+        f"\\sqrt{{{digits()}}}", f"-{digits()}\\sqrt{{{digits()}}}", "\\pi", f"{digits()}\\pi", *"ABCDEeix",
+        "\\text{A}", "\\text{(B)}", f"({digits()}, -{digits()})", f"({digits()},{digits()},{digits()})", "0", "007",
     ]  # fmt: skip
 
 
@@ -40,7 +39,7 @@ def test_known_forms_are_readable() -> None:
 
 def test_known_forms_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(golds, "GradingPool", None)
-    many = [gold for seed in range(700) for gold in of_known_forms(seed)]
+    many = [gold for seed in range(600) for gold in of_known_forms(seed)]
     start = time.process_time()
     assert unreadable_golds(many, CFG, seconds=0) == ({}, 0)
     assert len(many) > 17_000 and time.process_time() - start < 2

@@ -153,7 +153,7 @@ def test_one_set_has_the_state_that_it_always_had() -> None:
     stream.take(3)
     state = stream.state_dict()
     assert state.keys() == {"epoch", "position", "returned", "seed", "shuffle", "count", "fingerprint"}
-    assert state == {**state, "epoch": 0, "position": 3, "fingerprint": "c5bfbd3f4bb1d3ab8a3d6a1c4ea0a1f5"}
+    assert state == {**state, "epoch": 0, "position": 3, "fingerprint": "a4158900b7c0ef55fa5858d804c9347f"}
     resumed = PromptStream(prompts(7), seed=5, shuffle=True)
     resumed.load_state_dict(state)
     assert ids(resumed.take(9 - 2)) == ids(stream.take(9 - 2))
@@ -167,7 +167,9 @@ def test_shards_are_the_stream_on_any_number_of_ranks(ranks: int) -> None:
     streams = [mixed((9, 1.0), (12, 2.0)) for _ in range(ranks)]
     for batch in expected[:3]:
         shards = [ids(stream.take_shard(10, rank, ranks)) for rank, stream in enumerate(streams)]
-        assert sorted(sum(shards, [])) == sorted(batch) and max(map(len, shards)) - min(map(len, shards)) <= 1
+        assert (
+            sorted(i for shard in shards for i in shard) == sorted(batch) and max(map(len, shards)) - min(map(len, shards)) <= 1
+        )
     state = streams[-1].state_dict()
     assert state == streams[0].state_dict()
     fresh = [mixed((9, 1.0), (12, 2.0)) for _ in range(4)]
