@@ -12,7 +12,7 @@ from tepo_megatron.data.readers import Reader, Row
 from tepo_megatron.data.report import Faults, Report, some
 from tepo_megatron.data.schemas import MissingKeyError, Schema, detect, take
 from tepo_megatron.data.sources import Source
-from tepo_megatron.data.unique import Item, Unique, key_of
+from tepo_megatron.data.unique import Item, Unique, glance_at, key_of
 from tepo_megatron.errors import DataError
 from tepo_megatron.types import Prompt
 
@@ -99,9 +99,13 @@ def _items(reader: Reader, schema: Schema, faults: Faults, unique: Unique | None
     """The rows of the dataset; with `unique`, those whose prompt is new to it."""
     first = ""
     used = {schema.prompt_key, schema.answer_key}
+    columns = sorted(used | {key.partition(".")[0] for key in used})
     for place, row in reader.rows(used, passing_repeats=unique is not None):
         if isinstance(row, DataError):
             faults.add(str(row))
+            continue
+        glance = glance_at([row.get(column) for column in columns]) if unique is not None else None
+        if unique is not None and unique.is_copy(glance):
             continue
         try:
             prompt, answer = take(row, schema)
@@ -111,7 +115,7 @@ def _items(reader: Reader, schema: Schema, faults: Faults, unique: Unique | None
             continue
         first = first or reader.where(place)
         key = key_of(prompt)
-        if unique is None or unique.is_new(key, place, answer):
+        if unique is None or unique.is_new(key, place, answer, glance):
             meta = {k: v for k, v in reader.whole(place).items() if k not in used}
             yield Item(place, key, prompt, answer, meta)
 

@@ -66,11 +66,13 @@ class JsonLines:
                 if digest in known:
                     self.repeats += 1
                     continue
-                row = _parse(line, self.where(place))
-                if isinstance(row, dict):
-                    self._last = row
-                    if passing_repeats:
-                        known.add(digest)
+                try:
+                    row = self._last = _parse(line, first=place == self._starts[-1])
+                except DataError as e:
+                    yield place, DataError(f"{self.where(place)}: {e}")
+                    continue
+                if passing_repeats:
+                    known.add(digest)
                 yield place, row
 
     def whole(self, place: int) -> Row:
@@ -126,15 +128,15 @@ def _lines(path: Path) -> Iterator[bytes]:
         raise unreadable(path, e if isinstance(e, OSError) else OSError(str(e))) from e
 
 
-def _parse(line: bytes, at: str) -> Row | DataError:
+def _parse(line: bytes, first: bool) -> Row:
+    """Raises DataError. first: of its file, where an array may start."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:  # malformed JSON, bytes that are not UTF-8, or nesting without end
-        array = at.endswith(":1") and line.lstrip()[:1] == b"["
-        mend = "; `jq -c '.[]' FILE` makes lines of an array" if array else ""
-        return DataError(f"{at}: not valid JSON ({e}); each line must hold one JSON object{mend}")
+        mend = "; `jq -c '.[]' FILE` makes lines of an array" if first and line.lstrip()[:1] == b"[" else ""
+        raise DataError(f"not valid JSON ({e}); each line must hold one JSON object{mend}") from None
     if not isinstance(row, dict):
-        return DataError(f"{at}: each line must hold one JSON object, not {kind(row)}")
+        raise DataError(f"each line must hold one JSON object, not {kind(row)}")
     return row
 
 
