@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from tepo_megatron.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-GOLDS_SECONDS = 30.0  # for trying the answers of one set on the grader
+GOLDS_SECONDS = 30.0  # for trying the answers of one set on the grader, where that decides nothing
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def load_data(cfg: DataConfig, reward: RewardConfig, tokenizer: PreTrainedTokeni
     """Read all that `cfg` names. A prompt of several sets is one of the first of them. Raises DataError and ConfigError."""
 
     def try_golds(golds: Sequence[str]) -> tuple[dict[str, str], int]:
-        return unreadable_golds(golds, reward, GOLDS_SECONDS)
+        return unreadable_golds(golds, reward, GOLDS_SECONDS if cfg.check_answers == "tell" else math.inf)
 
     told: list[str] = []
     train: list[tuple[list[Prompt], float]] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from tepo_megatron.config import DataConfig, DataSet
 from tepo_megatron.data.chat import Encoder
 from tepo_megatron.data.readers import Reader, Row
 from tepo_megatron.data.report import Faults, Report, some
-from tepo_megatron.data.schemas import MissingKeyError, Schema, detect, take
+from tepo_megatron.data.schemas import Messages, MissingKeyError, Schema, detect, take
 from tepo_megatron.data.sources import Source
 from tepo_megatron.data.unique import Item, Unique, glance_at, key_of
 from tepo_megatron.errors import DataError
@@ -19,7 +19,7 @@ from tepo_megatron.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# golds -> ({gold that the grader cannot read: why}, how many were not tried)
+# golds -> ({gold that the grader cannot read: `MathReward`'s status}, how many were not tried)
 TryGolds = Callable[[Sequence[str]], tuple[dict[str, str], int]]
 FIRST_ID = 2**32  # ids of a set start at its number times this
 _CHUNK = 1024  # prompts that are tokenized at once
@@ -64,6 +64,7 @@ def load_prompts(
         kept = _without_earlier(kept, reader, earlier, report)
     if cfg.check_answers != "off" and try_golds is not None:
         kept = _tried(kept, reader, cfg, try_golds, report)
+    report.unboxed = sum(_asks_for_a_line(item.prompt, cfg.instruction or "") for item in kept)
     prompts = list(_tokenized(kept, reader, schema, cfg, tokenizer, number * FIRST_ID, report))
     report.prompts = len(prompts)
     if not prompts:
@@ -165,22 +166,26 @@ def _without_earlier(items: list[Item], reader: Reader, earlier: Mapping[bytes, 
 
 
 def _tried(items: list[Item], reader: Reader, cfg: DataConfig, try_golds: TryGolds, report: Report) -> list[Item]:
-    """The items, in the report those whose answer the grader cannot read; without them where they are to be dropped."""
-    bad, report.unchecked = try_golds([item.answer for item in items])
-    if not bad:
-        return items
-    report.unreadable = [
-        f"{reader.where(item.place)} {_short(item.answer)} ({bad[item.answer.strip()]})"
-        for item in items
-        if item.answer.strip() in bad
-    ]
-    if cfg.check_answers == "error":
+    """The items, in the report those whose answer the grader cannot read; without them where they are to be dropped.
+
+    What was not settled in time says something of the machine too: it is told, and dropped or refused never.
+    """
+    bad, report.untried = try_golds([item.answer for item in items])
+    unsettled = {gold for gold, status in bad.items() if status in ("timeout", "died")}
+    unreadable = bad.keys() - unsettled
+
+    def named(golds: Collection[str]) -> list[str]:
+        at = [item for item in items if item.answer.strip() in golds] if golds else []
+        return [f"{reader.where(i.place)} {_short(i.answer)} ({bad[i.answer.strip()]})" for i in at]
+
+    report.unsettled, report.unreadable = named(unsettled), named(unreadable)
+    if unreadable and cfg.check_answers == "error":
         raise DataError(
             f"{report.source}: {len(report.unreadable)} answers that the grader cannot read: {some(report.unreadable)}; "
             "correct them, or set data.check_answers to drop or tell"
         )
     report.dropped_unreadable = cfg.check_answers == "drop"
-    return [item for item in items if item.answer.strip() not in bad] if report.dropped_unreadable else items
+    return [item for item in items if item.answer.strip() not in unreadable] if report.dropped_unreadable else items
 
 
 def _tokenized(
@@ -212,6 +217,12 @@ def _tokenized(
             f"{report.source}: no prompt left: all {report.too_long} prompts exceed data.max_prompt_tokens="
             f"{cfg.max_prompt_tokens} (the shortest has {shortest}); raise it"
         )
+
+
+def _asks_for_a_line(prompt: str | Messages, instruction: str) -> bool:
+    """As DAPO-Math-17k does: "The last line of your response should be of the form Answer: $Answer"."""
+    text = (prompt if isinstance(prompt, str) else prompt[-1]["content"]) + instruction
+    return "Answer: $" in text and "boxed" not in text
 
 
 def _short(text: str) -> str:

@@ -29,7 +29,8 @@ class Faults:
 @dataclass
 class Report:
     """rows: all that were read; duplicates: of the same prompt and answer; elsewhere: of an earlier set; outside: of the slice;
-    unreadable: what the grader cannot read, dropped or not; unchecked: answers for which there was no time; too_long: dropped.
+    unreadable: what the grader cannot read, dropped or not; unsettled: what it did not settle in time; untried: answers for
+    which there was no time; unboxed: prompts that ask for a last line "Answer: ..." and not for a box; too_long: dropped.
     """
 
     source: str
@@ -41,7 +42,9 @@ class Report:
     outside: int = 0
     unreadable: list[str] = field(default_factory=list)
     dropped_unreadable: bool = False
-    unchecked: int = 0
+    unsettled: list[str] = field(default_factory=list)
+    untried: int = 0
+    unboxed: int = 0
     too_long: int = 0
     prompts: int = 0
 
@@ -63,8 +66,15 @@ class Report:
         lines = [f"{self.source}: left out: {fault}" for fault in self.faults.first]
         if self.unreadable:
             lines.append(f"{self.source}: {len(self.unreadable)} answers that the grader cannot read: {some(self.unreadable)}")
-        if self.unchecked:
-            lines.append(f"{self.source}: {self.unchecked} answers were not tried on the grader: there was no time for more")
+        if self.unsettled:
+            lines.append(f"{self.source}: {len(self.unsettled)} answers that the grader did not settle: {some(self.unsettled)}")
+        if self.untried:
+            lines.append(f"{self.source}: {self.untried} answers were not tried on the grader: there was no time for more")
+        if self.unboxed:
+            lines.append(
+                f'{self.source}: warning: {self.unboxed} prompts ask for a last line "Answer: ..." and say nothing of \\boxed{{}}, '
+                "which is all that the grader reads: docs/data.md says what to do"
+            )
         return lines
 
 

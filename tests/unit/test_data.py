@@ -232,13 +232,13 @@ def test_files_that_are_something_else(
 
 
 def test_answers_that_the_grader_cannot_read(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Told, dropped or refused, with their lines; blanks around an answer do not hide it."""
+    """Told, dropped or refused, with their lines; blanks around an answer do not hide it. A busy machine drops nothing."""
     path = write(tmp_path / "d.jsonl", *rows(("a", "7"), ("b", r" \frac{1 "), ("c", "8")))
     asked: list[str] = []
 
     def try_golds(golds: Sequence[str]) -> tuple[dict[str, str], int]:
         asked.extend(golds)
-        return {r"\frac{1": "bad_gold"}, 1
+        return {r"\frac{1": "bad_gold", "8": "timeout"}, 1
 
     def load_with(what: str) -> Loaded:
         cfg = DataConfig(train=str(path), check_answers=what)  # type: ignore[arg-type]
@@ -248,6 +248,7 @@ def test_answers_that_the_grader_cannot_read(tmp_path: Path, tokenizer: PreTrain
     assert [p.id for p in told.prompts] == [0, 1, 2] and asked == ["7", r" \frac{1 ", "8"]
     assert told.report.details() == [
         f"{path}: 1 answers that the grader cannot read: {path}:2 ' \\\\frac{{1 ' (bad_gold)",
+        f"{path}: 1 answers that the grader did not settle: {path}:3 '8' (timeout)",
         f"{path}: 1 answers were not tried on the grader: there was no time for more",
     ]
     assert [p.id for p in load_with("drop").prompts] == [0, 2]

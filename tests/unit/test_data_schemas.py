@@ -87,6 +87,14 @@ def test_mixed_schemas_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenize
     assert len(loaded.prompts) == 1 and loaded.report.faults.count == 1
 
 
+def test_prompts_that_ask_for_what_the_grader_does_not_read(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    asks = "The last line of your response should be of the form Answer: $Answer. 1+1?"
+    path = write(tmp_path / "d.jsonl", VERL | {"prompt": [{"role": "user", "content": asks}]})
+    (line,) = load(path, tokenizer).report.details()
+    assert "1 prompts ask for a last line" in line and line.endswith("docs/data.md says what to do")
+    assert load(path, tokenizer, instruction="Put it into \\boxed{}.").report.details() == []
+
+
 def test_messages_end_with_the_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(tmp_path / "d.jsonl", {"messages": CHAT})
     with pytest.raises(DataError, match=r"d\.jsonl:1: 'messages' must end with the assistant's message"):
