@@ -72,8 +72,8 @@ class Report:
             lines.append(f"{self.source}: {self.untried} answers were not tried on the grader: there was no time for more")
         if self.unboxed:
             lines.append(
-                f'{self.source}: warning: {self.unboxed} prompts ask for a last line "Answer: ..." and say nothing of \\boxed{{}}, '
-                "which is all that the grader reads: docs/data.md says what to do"
+                f'{self.source}: warning: {self.unboxed} prompts ask for a last line "Answer: ..." and say nothing of '
+                "\\boxed{}, which is all that the grader reads: docs/data.md says what to do"
             )
         return lines
 

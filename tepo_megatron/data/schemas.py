@@ -23,7 +23,7 @@ class MissingKeyError(DataError):
         self.key, self.option = key, option
 
 
-_PROMPTS = ("prompt", "problem", "question", "input")
+_PROMPTS = ("prompt", "problem", "question", "input", "messages")
 _ANSWERS = ("answer", "expected_answer", "final_answer", "ground_truth", "solution", "label", "output")
 _HASHES = re.compile(r"\n#### *([^\n]+?)\s*$")  # how GSM8K's worked solutions end
 
@@ -60,7 +60,9 @@ def detect(row: Row, prompt_key: str | None, answer_key: str | None) -> Schema |
         )
     for schema in SCHEMAS:
         keys = Schema(schema.name, prompt_key or schema.prompt_key, answer_key or schema.answer_key)
-        if (answer_key or prompt_key) and schema.prompt_key == schema.answer_key:
+        if schema.prompt_key == schema.answer_key and (
+            prompt_key or answer_key or not _ends_with_answer(row, schema.prompt_key)
+        ):
             continue
         # of verl's rows the prompt is a chat; where it is a string and there is a solution, open-r1 has made it of one
         if schema.name == "verl" and not isinstance(row.get("prompt"), list) and "solution" in row:
@@ -68,6 +70,11 @@ def detect(row: Row, prompt_key: str | None, answer_key: str | None) -> Schema |
         if has(row, keys.prompt_key) and has(row, keys.answer_key):
             return keys if (prompt_key, answer_key) == (None, None) else Schema("keys", keys.prompt_key, keys.answer_key)
     return None
+
+
+def _ends_with_answer(row: Row, key: str) -> bool:
+    messages, _ = _reach(row, key)
+    return is_chat(messages) and bool(messages[-1]["role"] == "assistant")
 
 
 def has(row: Row, key: str) -> bool:
@@ -91,6 +98,11 @@ def take(row: Row, schema: Schema) -> tuple[str | Messages, str]:
             raise MissingKeyError(key, option)
     prompt = _prompt(_reach(row, schema.prompt_key)[0], schema.prompt_key)
     if schema.prompt_key != schema.answer_key:
+        if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+            raise DataError(
+                f"{schema.prompt_key!r} ends with the assistant's message, and a prompt ends before it; remove it (where it is "
+                "the answer, set data.answer_key to the same key)"
+            )
         return prompt, gold(_reach(row, schema.answer_key)[0], schema.answer_key)
     if not isinstance(prompt, list) or len(prompt) < 2 or prompt[-1]["role"] != "assistant":
         raise DataError(f"{schema.prompt_key!r} must end with the assistant's message, which is the answer; add it")

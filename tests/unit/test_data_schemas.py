@@ -49,6 +49,7 @@ def load(path: Path, tokenizer: PreTrainedTokenizerFast, **data: Any) -> Loaded:
             "NeMo-RL messages (messages, messages)",
             "s:S|u:1+1?|a:",
         ),
+        ({"messages": CHAT, "answer": 2}, "plain (messages, answer)", "u:1+1?|a:"),
         ({"problem": "1+1?", "answer": 2}, "plain (problem, answer)", "1+1?"),
         ({"problem": "1+1?", "solution": r"so \boxed{3}", "answer": "2"}, "plain (problem, answer)", "1+1?"),
         ({"problem": "1+1?", "solution": r"It is $1+1=\boxed{2}$."}, "plain (problem, solution)", "1+1?"),
@@ -96,9 +97,15 @@ def test_prompts_that_ask_for_what_the_grader_does_not_read(tmp_path: Path, toke
 
 
 def test_messages_end_with_the_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path / "d.jsonl", {"messages": CHAT})
-    with pytest.raises(DataError, match=r"d\.jsonl:1: 'messages' must end with the assistant's message"):
+    answered = [*CHAT, {"role": "assistant", "content": "2"}]
+    path = write(tmp_path / "d.jsonl", {"messages": answered}, {"messages": CHAT})
+    with pytest.raises(DataError, match=r"d\.jsonl:2: 'messages' must end with the assistant's message"):
         load(path, tokenizer)
+    path = write(tmp_path / "d.jsonl", {"prompt": answered, "answer": 2})
+    with pytest.raises(DataError, match=r"d\.jsonl:1: 'prompt' ends with the assistant's message"):
+        load(path, tokenizer)
+    (prompt,) = load(path, tokenizer, prompt_key="prompt", answer_key="prompt").prompts
+    assert (text(tokenizer, prompt.token_ids), prompt.answer) == ("u:1+1?|a:", "2")
 
 
 @pytest.mark.parametrize(
