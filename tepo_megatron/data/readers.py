@@ -7,6 +7,7 @@ import glob
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
@@ -110,11 +111,10 @@ def where(names: list[Path], starts: list[int], place: int, between: str) -> str
     return f"{names[at]}{between}{place - starts[at] + 1}"
 
 
-def unreadable(path: Path, error: OSError) -> DataError:
-    """What the system said of a file."""
-    return DataError(
-        f"{path}: cannot read the dataset ({error.strerror or error}); give the path of a JSON-lines or parquet file"
-    )
+def unreadable(path: Path, error: Exception) -> DataError:
+    """What the system, or gzip, said of a file."""
+    said = getattr(error, "strerror", None) or error
+    return DataError(f"{path}: cannot read the dataset ({said}); give the path of a JSON-lines or parquet file")
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -124,8 +124,8 @@ def _lines(path: Path) -> Iterator[bytes]:
     try:
         with gzip.open(path) if start.startswith(_GZIP) else path.open("rb") as file:
             yield from cast(IO[bytes], file)
-    except (OSError, EOFError) as e:
-        raise unreadable(path, e if isinstance(e, OSError) else OSError(str(e))) from e
+    except (OSError, EOFError, zlib.error) as e:
+        raise unreadable(path, e) from e
 
 
 def _parse(line: bytes, first: bool) -> Row:

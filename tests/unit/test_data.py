@@ -218,9 +218,13 @@ def test_several_files_are_one_set(tmp_path: Path, tokenizer: PreTrainedTokenize
         (b'[\n{"prompt": "x", "answer": 1}\n]\n', r"d\.jsonl:1: not valid JSON .*`jq -c"),
         (b'{"prompt": "caf\xe9", "answer": 1}\n', r"d\.jsonl:1: not valid JSON .*utf-8"),
         (gzip.compress(b'{"prompt": "x", "answer": 1}\n' * 99)[:-9], r"d\.jsonl: cannot read the dataset \(.*end-of-stream"),
+        (
+            gzip.compress(b'{"prompt": "x", "answer": 1}\n' * 99)[:20] + b"\xff" * 30,
+            r"d\.jsonl: cannot read the dataset \(Error -3 while decompressing",
+        ),
         (b'{"q": 1, "a": 2}\n', r"d\.jsonl:1: no known schema has these keys: 'q', 'a'; .*data\.prompt_key"),
     ],
-    ids=["utf-16", "array", "latin-1", "cut off", "unknown"],
+    ids=["utf-16", "array", "latin-1", "cut off", "damaged", "unknown"],
 )
 def test_files_that_are_something_else(
     content: bytes, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
