@@ -219,7 +219,7 @@ def test_several_files_are_one_set(tmp_path: Path, tokenizer: PreTrainedTokenize
         (b'{"prompt": "caf\xe9", "answer": 1}\n', r"d\.jsonl:1: not valid JSON .*utf-8"),
         (gzip.compress(b'{"prompt": "x", "answer": 1}\n' * 99)[:-9], r"d\.jsonl: cannot read the dataset \(.*end-of-stream"),
         (
-            gzip.compress(b'{"prompt": "x", "answer": 1}\n' * 99)[:20] + b"\xff" * 30,
+            gzip.compress(b"")[:10] + b"\xff" * 30,
             r"d\.jsonl: cannot read the dataset \(Error -3 while decompressing",
         ),
         (b'{"q": 1, "a": 2}\n', r"d\.jsonl:1: no known schema has these keys: 'q', 'a'; .*data\.prompt_key"),
