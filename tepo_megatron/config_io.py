@@ -95,7 +95,7 @@ def validate_as(cls: type[T], tree: dict[str, Any], source: str, layers: Layers 
     except ValidationError as e:
         lines = []
         for err in e.errors():
-            loc = tuple(err["loc"])
+            loc = tuple(part for part in err["loc"] if not str(part).startswith("<"))  # what a value could be is no key
             where = ", ".join(layers.sources(loc, err["msg"]) if layers else ()) or source
             lines.append(f"{where}: {_explain(cls, loc, err)}")
         raise ConfigError("\n".join(lines)) from None
@@ -174,5 +174,9 @@ def _fields_at(root: type, loc: tuple[Any, ...]) -> list[str]:
     """The keys of the section at `loc`."""
     cls: Any = root
     for part in loc:
-        cls = typing.get_type_hints(cls).get(str(part))
+        if dataclasses.is_dataclass(cls):
+            cls = typing.get_type_hints(cls).get(str(part))
+        else:  # a place in a list
+            lists = [hint for hint in (cls, *typing.get_args(cls)) if typing.get_origin(hint) is list]
+            cls = typing.get_args(lists[0])[0] if lists else None
     return [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []

@@ -14,7 +14,7 @@ from tepo_megatron.beside import Beside, Nothing
 from tepo_megatron.checkpoint.checkpoints import Saved
 from tepo_megatron.config import Config
 from tepo_megatron.config_io import differences, plain
-from tepo_megatron.data import PromptStream, load_prompts, load_tokenizer, stop_tokens
+from tepo_megatron.data import PromptStream, load_data, load_tokenizer, stop_tokens
 from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.evaluation import Accuracy, evaluate, write_evaluation
 from tepo_megatron.method import resolve
@@ -55,10 +55,6 @@ class Driver:
         method = resolve(cfg)
         routing = replayed_routing(cfg)
         tokenizer = load_tokenizer(cfg.model.path)
-        data = cfg.data
-
-        def read(path: str) -> tuple[list[Prompt], int]:
-            return load_prompts(path, tokenizer, data.prompt_key, data.answer_key, data.max_prompt_tokens)
 
         def encode(text: str) -> list[int]:
             return list(tokenizer(text, add_special_tokens=False).input_ids)
@@ -71,20 +67,20 @@ class Driver:
                 log.message(f"objective {cfg.objective.name}; rollouts of {cfg.rollout.replay}, no engine")
                 yield MainDriver(cfg, Replay(Path(cfg.rollout.replay), routing), None, [], log)
             return
-        train, dropped = read(data.train)
-        held_out, dropped_held_out = read(data.eval) if data.eval else ([], 0)
-        if len(train) < cfg.rollout.prompts_per_step:
+        data = load_data(cfg.data, cfg.reward, tokenizer)
+        if data.count < cfg.rollout.prompts_per_step:
             raise DataError(
-                f"{data.train} has {len(train)} usable prompts, fewer than rollout.prompts_per_step="
+                f"{cfg.data.name} has {data.count} usable prompts, fewer than rollout.prompts_per_step="
                 f"{cfg.rollout.prompts_per_step}; lower that or add prompts"
             )
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(RunLog(cfg.run_dir, cfg.logging, cfg.training.steps))
             log.message(
-                f"objective {cfg.objective.name}, {cfg.parallel.world_size} {cfg.platform} ranks; {len(train)} prompts "
-                f"to train on, {len(held_out)} to evaluate on; dropped, over data.max_prompt_tokens={data.max_prompt_tokens}: "
-                f"{dropped} and {dropped_held_out}"
+                f"objective {cfg.objective.name}, {cfg.parallel.world_size} {cfg.platform} ranks; {data.count} prompts "
+                f"to train on, {len(data.eval)} to evaluate on"
             )
+            for line in data.told:
+                log.message(line)
             if cfg.training.epochs == 1 and cfg.training.minibatch_prompts == cfg.rollout.prompts_per_step:
                 log.message(
                     "one update per rollout batch: all ratios are 1 and all dH are 0, so clipping and KL mask never act"
@@ -100,7 +96,7 @@ class Driver:
             stack.enter_context(engine)
             engine.start()
             reward = stack.enter_context(build_reward(cfg.reward, decode))
-            prompts = PromptStream(train, cfg.seed, data.shuffle)
+            prompts = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
             stops = stop_tokens(cfg.model.path, tokenizer, cfg.rollout.stop_token_ids)
             collector = Collector(
                 *(cfg.rollout, engine, reward, prompts, cfg.seed, stops),
@@ -108,7 +104,7 @@ class Driver:
                 overlong=method.overlong,
                 routing=routing,
             )
-            yield MainDriver(cfg, collector, prompts, held_out[: cfg.evaluation.max_problems], log)
+            yield MainDriver(cfg, collector, prompts, data.eval[: cfg.evaluation.max_problems], log)
 
     def engine_when_ready(self) -> RolloutEngine | None:
         """The engine, once it serves."""

@@ -122,8 +122,7 @@ def _refuse_to_remove_what_is_used(cfg: Config, removed: list[Path]) -> None:
     for key, used in (
         ("model.path", cfg.model.path),
         ("model.reference", cfg.model.reference),
-        ("data.train", cfg.data.train),
-        ("data.eval", cfg.data.eval),
+        *cfg.data.paths,
         ("rollout.replay", cfg.rollout.replay),
         ("rollout.function", cfg.rollout.function),
     ):

@@ -143,9 +143,10 @@ def _check_comparable(plan: Plan, path: str | Path) -> None:
     """The comparison is made problem by problem, from one base model. Raises ConfigError."""
 
     def common(cfg: Config) -> dict[str, Any]:
-        of_data = ("eval", "prompt_key", "answer_key", "max_prompt_tokens")
+        data = {f"data.{field.name}": getattr(cfg.data, field.name) for field in dataclasses.fields(cfg.data)}
+        of_training = ("data.train", "data.shuffle")
         keys = {"model.path": cfg.model.path, "evaluation": cfg.evaluation}
-        return keys | {f"data.{key}": getattr(cfg.data, key) for key in of_data}
+        return keys | {key: value for key, value in data.items() if key not in of_training}
 
     expected = common(plan.any_config)
     if expected["data.eval"] is None:

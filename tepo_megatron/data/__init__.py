@@ -1,7 +1,8 @@
-"""Datasets: prompts from JSON lines, the stream that feeds the rollouts, the tokenizer."""
+"""Datasets: prompts in the schemas that users have, the stream that feeds the rollouts, the tokenizer."""
 
-from tepo_megatron.data.prompts import load_prompts
+from tepo_megatron.data.mixture import Data, load_data
+from tepo_megatron.data.prompts import Loaded, load_prompts
 from tepo_megatron.data.stream import PromptStream
 from tepo_megatron.data.tokenizer import load_tokenizer, stop_tokens
 
-__all__ = ["PromptStream", "load_prompts", "load_tokenizer", "stop_tokens"]
+__all__ = ["Data", "Loaded", "PromptStream", "load_data", "load_prompts", "load_tokenizer", "stop_tokens"]

@@ -1,4 +1,4 @@
-"""An endless, resumable stream of prompts."""
+"""An endless, resumable stream of prompts, of one set or of several by weight."""
 
 from __future__ import annotations
 
@@ -10,21 +10,62 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.types import Prompt
 
 
+class _Walk:
+    """Goes through one set epoch after epoch. The order is that of a hash of (seed, epoch, prompt id), if `shuffle`."""
+
+    def __init__(self, prompts: Sequence[Prompt], weight: float, seed: int, shuffle: bool) -> None:
+        self.prompts, self.weight = list(prompts), weight
+        self._seed, self._shuffle = seed, shuffle
+        self.drawn = 0  # since the start of the run
+        self.enter(epoch=0, position=0)
+
+    def enter(self, epoch: int, position: int) -> None:
+        self.epoch, self.position = epoch, position
+        order = list(range(len(self.prompts)))
+        if self._shuffle:
+            order.sort(key=lambda i: _digest(f"{self._seed}/{epoch}/{self.prompts[i].id}"))
+        self._order = order
+
+    def next(self, held: Collection[int]) -> Prompt:
+        """The next prompt that is not in `held`, of which there must be one."""
+        while True:
+            if self.position == len(self._order):
+                self.enter(self.epoch + 1, position=0)
+            prompt = self.prompts[self._order[self.position]]
+            self.position += 1
+            if prompt.id not in held:
+                self.drawn += 1
+                return prompt
+
+
 class PromptStream:
     """Goes through `prompts` epoch after epoch, each in an order of its own if `shuffle`.
 
-    The order is that of a hash of (seed, epoch, prompt id): the same on every machine and Python version, with nothing
-    to store but epoch and position.
+    Of several sets (`PromptStream.mixed`) each has epochs of its own, and the next prompt is of the set that lags most behind
+    its share: after n prompts each set has given its share of n to within one, as far as a batch, which holds no prompt twice,
+    lets it. The order is the same on every machine and Python version, with nothing to store but epochs and positions.
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
-        if not prompts:
+        self._set_up([(prompts, 1.0)], seed, shuffle)
+
+    @classmethod
+    def mixed(cls, sets: Sequence[tuple[Sequence[Prompt], float]], seed: int, shuffle: bool) -> PromptStream:
+        """Of (prompts, weight) of each set; ids are unique over all of them."""
+        stream = cls.__new__(cls)
+        stream._set_up(sets, seed, shuffle)
+        return stream
+
+    def _set_up(self, sets: Sequence[tuple[Sequence[Prompt], float]], seed: int, shuffle: bool) -> None:
+        if not sets or not all(prompts for prompts, _ in sets):
             raise DataError("data.train: no prompts to stream")
-        self._prompts = list(prompts)
+        self._prompts = [prompt for prompts, _ in sets for prompt in prompts]
+        if len({prompt.id for prompt in self._prompts}) < len(self._prompts):
+            raise DataError("data.train: two prompts have the same id; ids are unique over all sets")
         self._seed, self._shuffle = seed, shuffle
-        self._fingerprint = _fingerprint(prompts)
+        self._walks = [_Walk(prompts, weight, seed, shuffle) for prompts, weight in sets]
+        self._fingerprint = _fingerprint(self._prompts)
         self._returned: list[Prompt] = []
-        self._enter(epoch=0, position=0)
 
     def take(self, n: int, excluding: Collection[int] = ()) -> list[Prompt]:
         """The next n prompts, all different and none with an id in `excluding` (those that the step already holds).
@@ -33,10 +74,10 @@ class PromptStream:
         prompt, so one prompt twice in a batch would be one group. Raises DataError if there are not n such prompts.
         """
         held = set(excluding)
-        available = sum(prompt.id not in held for prompt in self._prompts)
-        if n > available:
+        left = [sum(prompt.id not in held for prompt in walk.prompts) for walk in self._walks]
+        if n > sum(left):
             raise DataError(
-                f"data.train has {len(self._prompts)} prompts, {len(self._prompts) - available} of them already in this "
+                f"data.train has {len(self._prompts)} prompts, {len(self._prompts) - sum(left)} of them already in this "
                 f"step; {n} more different ones are not there: lower rollout.prompts_per_step (or rollout.max_refills)"
             )
         taken: list[Prompt] = []
@@ -44,15 +85,22 @@ class PromptStream:
             self._returned.remove(prompt)
             held.add(prompt.id)
             taken.append(prompt)
+            left[self._set_of(prompt)] -= 1
         while len(taken) < n:
-            if self._position == len(self._order):
-                self._enter(epoch=self._epoch + 1, position=0)
-            prompt = self._prompts[self._order[self._position]]
-            self._position += 1
-            if prompt.id not in held:
-                held.add(prompt.id)
-                taken.append(prompt)
+            at = self._behind([i for i, count in enumerate(left) if count])
+            prompt = self._walks[at].next(held)
+            left[at] -= 1
+            held.add(prompt.id)
+            taken.append(prompt)
         return taken
+
+    def take_shard(self, n: int, rank: int, ranks: int) -> list[Prompt]:
+        """What `rank` of `ranks` has of the next n prompts: every ranks-th, from the rank-th on.
+
+        All ranks call it alike, so that their streams, and the states of them, stay the same: a run can go on with any other
+        number of ranks. Raises DataError as `take`.
+        """
+        return self.take(n)[rank::ranks]
 
     def give_back(self, prompts: Sequence[Prompt]) -> None:
         """These were taken and not used: the next to be taken."""
@@ -60,15 +108,20 @@ class PromptStream:
 
     def state_dict(self, returned: Sequence[Prompt] = ()) -> dict[str, Any]:
         """All that a checkpoint needs to go on exactly here; plain JSON values. returned: as if these had been given back."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
+        first, *others = self._walks
+        state = {
+            "epoch": first.epoch,
+            "position": first.position,
             "returned": [prompt.id for prompt in (*returned, *self._returned)],
             "seed": self._seed,
             "shuffle": self._shuffle,
             "count": len(self._prompts),
             "fingerprint": self._fingerprint,
         }
+        if others:  # of one set, as ever
+            state["weights"] = [walk.weight for walk in self._walks]
+            state["sets"] = [[walk.epoch, walk.position, walk.drawn] for walk in self._walks]
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. Raises DataError if it belongs to other prompts or another order."""
@@ -76,24 +129,32 @@ class PromptStream:
         for key, mend in (
             ("count", "resume with the same data.train and data.max_prompt_tokens"),
             ("fingerprint", "resume with the same data.train, keys and tokenizer"),
+            ("weights", "resume with the same sets and weights in data.train"),
             ("seed", "resume with the same seed"),
             ("shuffle", "resume with the same data.shuffle"),
         ):
-            if state[key] != here[key]:
+            if state.get(key) != here.get(key):
                 raise DataError(
-                    f"the checkpoint's place in the dataset is not one of this dataset: {key} was {state[key]} and is "
-                    f"{here[key]}; {mend}, or start a new run"
+                    f"the checkpoint's place in the dataset is not one of this dataset: {key} was {state.get(key)} and is "
+                    f"{here.get(key)}; {mend}, or start a new run"
                 )
-        self._enter(epoch=state["epoch"], position=state["position"])
+        places = state.get("sets", [[state["epoch"], state["position"], 0]])
+        for walk, (epoch, position, drawn) in zip(self._walks, places, strict=True):
+            walk.enter(epoch, position)
+            walk.drawn = drawn
         by_id = {prompt.id: prompt for prompt in self._prompts}
         self._returned = [by_id[i] for i in state.get("returned", [])]  # earlier checkpoints knew of none
 
-    def _enter(self, epoch: int, position: int) -> None:
-        self._epoch, self._position = epoch, position
-        order = list(range(len(self._prompts)))
-        if self._shuffle:
-            order.sort(key=lambda i: _digest(f"{self._seed}/{epoch}/{self._prompts[i].id}"))
-        self._order = order
+    def _behind(self, able: Sequence[int]) -> int:
+        """The one of the sets `able` that lags most behind its share of all that was drawn; the first of equals."""
+        if len(able) == 1:
+            return able[0]
+        drawn = 1 + sum(walk.drawn for walk in self._walks)
+        weight = sum(walk.weight for walk in self._walks)
+        return max(able, key=lambda i: (drawn * self._walks[i].weight / weight - self._walks[i].drawn, -i))
+
+    def _set_of(self, prompt: Prompt) -> int:
+        return next(i for i, walk in enumerate(self._walks) if any(p.id == prompt.id for p in walk.prompts))
 
 
 def _digest(text: str) -> str:

@@ -1,48 +1,30 @@
-"""Datasets: what is read, what is refused and how, and the stream that resumes exactly."""
+"""Datasets of JSON lines: what is read, what is refused and how, what is taken once; and the tokenizer."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+import gzip
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tepo_megatron.data import PromptStream, load_prompts, load_tokenizer
+from tepo_megatron.config import DataConfig
+from tepo_megatron.data import Loaded, load_prompts, load_tokenizer
 from tepo_megatron.errors import CheckpointError, DataError
-from tepo_megatron.types import Prompt
-
-CHAT_TEMPLATE = (
-    "{% for m in messages %}"
-    "{% if m.role not in ['system', 'user'] %}{{ raise_exception('unknown role ' + m.role) }}{% endif %}"
-    "{{ m.role[0] + ':' + m.content + '|' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
-)
+from tests.datasets import character_tokenizer, write
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, and a beginning-of-sequence token that must never be added."""
-    vocabulary = {c: i for i, c in enumerate(["<bos>", "<unk>", *map(chr, range(32, 127))])}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", unk_token="<unk>")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    return character_tokenizer()
 
 
-def write(path: Path, *rows: object) -> Path:
-    """Rows as JSON lines; bytes are written as they are."""
-    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
-    return path
-
-
-def load(path: Path, tokenizer: PreTrainedTokenizerFast, max_prompt_tokens: int = 64) -> tuple[list[Prompt], int]:
-    return load_prompts(path, tokenizer, "prompt", "answer", max_prompt_tokens)
+def load(path: Path | str, tokenizer: PreTrainedTokenizerFast, **data: Any) -> Loaded:
+    """One set, read as the config says."""
+    cfg = DataConfig(train=str(path), **{"max_prompt_tokens": 64, **data})
+    return load_prompts(cfg.sets[0], cfg, tokenizer)
 
 
 def test_rows_become_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -54,8 +36,9 @@ def test_rows_become_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast)
         {"prompt": chat, "answer": 2},
         {"prompt": "half?", "answer": 0.5},
     )
-    prompts, dropped = load(path, tokenizer)
-    assert dropped == 0
+    loaded = load(path, tokenizer)
+    prompts = loaded.prompts
+    assert str(loaded.report) == f"{path}: own (prompt, answer), 3 rows, 3 prompts; dropped: none"
     assert [(p.id, p.answer, dict(p.meta)) for p in prompts] == [
         (0, "7", {"level": 2}),
         (2, "2", {}),
@@ -67,16 +50,19 @@ def test_rows_become_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast)
 
 
 def test_keys_are_configurable(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path / "d.jsonl", {"problem": "3+4?", "label": 7})
-    prompts, _ = load_prompts(path, tokenizer, "problem", "label", 8)
-    assert (prompts[0].answer, len(prompts[0].token_ids), prompts[0].meta) == ("7", 4, {})
+    row = {"q": {"text": "3+4?"}, "gold.int": 7, "label": 8, "prompt": "no", "answer": "no"}
+    path = write(tmp_path / "d.jsonl", row)
+    (prompt,) = load(path, tokenizer, prompt_key="q.text", answer_key="gold.int").prompts
+    assert (prompt.answer, len(prompt.token_ids)) == ("7", 4)
+    (prompt,) = load(path, tokenizer, prompt_key="q.text").prompts  # the other key is found
+    assert prompt.answer == "no"
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "x" * length, "answer": "1"} for length in (3, 4, 5, 9, 1)]
     path = write(tmp_path / "d.jsonl", *rows)
-    prompts, dropped = load(path, tokenizer, max_prompt_tokens=4)
-    assert ([p.id for p in prompts], dropped) == ([0, 1, 4], 2)
+    loaded = load(path, tokenizer, max_prompt_tokens=4)
+    assert ([p.id for p in loaded.prompts], loaded.report.too_long) == ([0, 1, 4], 2)
     with pytest.raises(DataError, match=r"all 2 prompts exceed data\.max_prompt_tokens=2 \(the shortest has 3\)"):
         load(write(tmp_path / "long.jsonl", *rows[:2]), tokenizer, max_prompt_tokens=2)
 
@@ -95,13 +81,13 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path, tokenizer: PreTrai
         ({"prompt": [{"role": "user"}], "answer": "1"}, "'prompt' must be a string or a list of messages"),
         (
             {"prompt": [{"role": "bard", "content": "x"}], "answer": "1"},
-            "the tokenizer refuses 'prompt' .*unknown role bard",
+            "'prompt' is refused by the tokenizer .*unknown role bard",
         ),
         ({"prompt": "", "answer": "1"}, "'prompt' has no tokens"),
-        ({"prompt": "\ud800", "answer": "1"}, "the tokenizer refuses 'prompt'"),
-        ({"prompt": "x", "answer": None}, "'answer' must be a string or a number, not null"),
-        ({"prompt": "x", "answer": True}, "'answer' must be a string or a number, not a boolean: true"),
-        ({"prompt": "x", "answer": ["1"]}, "'answer' must be a string or a number, not a list"),
+        ({"prompt": "\ud800", "answer": "1"}, "'prompt' is refused by the tokenizer"),
+        ({"prompt": "x", "answer": None}, "'answer' must be a string or a number, or a list of one, not null"),
+        ({"prompt": "x", "answer": True}, "'answer' must be a string or a number, or a list of one, not a boolean: true"),
+        ({"prompt": "x", "answer": ["1", "2"]}, "'answer' must be a string or a number, or a list of one, not a list"),
         ({"prompt": "x", "answer": float("nan")}, "an answer must be finite"),
         ({"prompt": "x", "answer": "  "}, "'answer' is blank"),
     ],
@@ -143,82 +129,135 @@ def test_tokenizer_errors_name_directory_and_file(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def prompts(count: int) -> list[Prompt]:
-    return [Prompt(id=i, token_ids=(1, i), answer=str(i)) for i in range(count)]
+def rows(*pairs: tuple[str, object]) -> list[dict[str, object]]:
+    return [{"prompt": prompt, "answer": answer} for prompt, answer in pairs]
 
 
-def ids(batch: list[Prompt]) -> list[int]:
-    return [prompt.id for prompt in batch]
+def test_a_prompt_is_taken_once(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Copies to the byte, other columns and another order of keys alike; the first row stands for all."""
+    first = {"prompt": "1+1?", "answer": "2", "id": 1}
+    path = write(tmp_path / "d.jsonl", first, first, {"id": 7, "answer": 2, "prompt": "1+1?"}, *rows(("1+2?", 3), ("1+2?", 3)))
+    loaded = load(path, tokenizer)
+    assert [(p.id, p.answer, dict(p.meta)) for p in loaded.prompts] == [(0, "2", {"id": 1}), (3, "3", {})]
+    assert (loaded.report.rows, loaded.report.duplicates) == (5, 3)
+    assert "5 rows, 2 prompts; dropped: 3 duplicates" in str(loaded.report)
+    every = load(path, tokenizer, deduplicate=False)
+    assert [p.id for p in every.prompts] == [0, 1, 2, 3, 4] and every.report.duplicates == 0
 
 
-def test_stream_in_file_order() -> None:
-    stream = PromptStream(prompts(5), seed=0, shuffle=False)
-    assert [ids(stream.take(2)) for _ in range(4)] == [[0, 1], [2, 3], [4, 0], [1, 2]]
+def test_different_answers_are_refused_or_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "d.jsonl", *rows(("a", 1), ("b", 2), ("a", 1), ("a", 3), ("c", 4), ("c", "4.0")))
+    with pytest.raises(DataError) as e:
+        load(path, tokenizer)
+    assert f"2 prompts have different answers: {path}:1 ('1') and {path}:4 ('3'), {path}:5 ('4') and {path}:6 ('4.0')" in str(
+        e.value
+    )
+    loaded = load(path, tokenizer, skip_bad_rows=True)
+    assert [p.id for p in loaded.prompts] == [1]
+    assert any("different answers" in line for line in loaded.report.details())
+    assert len(load(path, tokenizer, deduplicate=False).prompts) == 6
 
 
-def test_stream_shuffles_each_epoch_anew_and_everywhere_alike() -> None:
-    stream = PromptStream(prompts(8), seed=3, shuffle=True)
-    epochs = [ids(stream.take(8)) for _ in range(3)]
-    assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-    # pinned: a change of the order would change every run and break every resume
-    assert epochs[0] == [0, 7, 5, 6, 1, 2, 4, 3]
-    assert ids(PromptStream(prompts(8), seed=4, shuffle=True).take(8)) != epochs[0]
-
-
-@pytest.mark.parametrize(("count", "n"), [(5, 3), (5, 4), (5, 5), (7, 3)])
-def test_stream_batches_hold_no_prompt_twice(count: int, n: int) -> None:
-    stream = PromptStream(prompts(count), seed=1, shuffle=True)
-    seen: Counter[int] = Counter()
-    for _ in range(60):
-        batch = ids(stream.take(n))
-        assert len(set(batch)) == n
-        seen.update(batch)
-    assert min(seen.values()) >= 0.6 * max(seen.values())
-
-
-def test_stream_refills_with_other_prompts() -> None:
-    stream = PromptStream(prompts(5), seed=1, shuffle=True)
-    for _ in range(10):
-        first = ids(stream.take(3))
-        assert not set(first) & set(ids(stream.take(2, excluding=first)))
-    with pytest.raises(DataError, match=r"data\.train has 5 prompts, 3 of them .*rollout\.prompts_per_step"):
-        stream.take(3, excluding=first)
-    with pytest.raises(DataError, match=r"data\.train has 5 prompts"):
-        stream.take(6)
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_stream_resumes_exactly(shuffle: bool) -> None:
-    stream = PromptStream(prompts(7), seed=5, shuffle=shuffle)
-    for _ in range(5):
-        stream.take(3)
-        state = json.loads(json.dumps(stream.state_dict()))
-        resumed = PromptStream(prompts(7), seed=5, shuffle=shuffle)
-        resumed.load_state_dict(state)
-        expected = [ids(stream.take(3)) for _ in range(6)]
-        assert [ids(resumed.take(3)) for _ in range(6)] == expected
-        stream.load_state_dict(state)
+def test_bad_rows_are_counted_if_asked(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    bad = [b'{"prompt": "x", ', {"prompt": "no answer"}, {"prompt": "\ud800", "answer": "1"}, {"prompt": "x", "answer": ""}]
+    good = rows(("a", 1), ("b", 2))
+    loaded = load(write(tmp_path / "d.jsonl", *bad, *good), tokenizer, skip_bad_rows=True)
+    assert [p.id for p in loaded.prompts] == [4, 5]
+    assert "6 rows, 2 prompts; dropped: 4 bad rows" in str(loaded.report)
+    assert [line.split(": ", 2)[2].split(": ")[0] for line in loaded.report.details()] == [
+        f"{tmp_path}/d.jsonl:{line}" for line in (1, 2, 4, 3)
+    ]
+    with pytest.raises(DataError, match=r"no row fits a known schema"):
+        load(write(tmp_path / "all.jsonl", *bad[:2]), tokenizer, skip_bad_rows=True)
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("slice_", "ids"),
     [
-        (PromptStream(prompts(8), seed=5, shuffle=True), "count was 7 and is 8"),
-        (PromptStream([*prompts(6), Prompt(6, (1, 6), "7")], seed=5, shuffle=True), "fingerprint"),
-        (PromptStream(prompts(7), seed=6, shuffle=True), "seed was 5 and is 6"),
-        (PromptStream(prompts(7), seed=5, shuffle=False), "shuffle"),
+        ("[:2]", [0, 2]),
+        ("[2:]", [3, 4, 5]),
+        ("[1:3]", [2, 3]),
+        ("[:40%]", [0, 2]),
+        ("[40%:]", [3, 4, 5]),
+        ("[:50%]", [0, 2]),
+        ("[:]", [0, 2, 3, 4, 5]),
+        ("[4:99]", [5]),
     ],
-    ids=["count", "answers", "seed", "shuffle"],
 )
-def test_stream_refuses_the_state_of_another(other: PromptStream, message: str) -> None:
-    stream = PromptStream(prompts(7), seed=5, shuffle=True)
-    before = other.state_dict()
+def test_slices_are_of_different_prompts(
+    slice_: str, ids: list[int], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """[:40%] and [40%:] of a file that repeats its rows have no prompt in common."""
+    path = write(tmp_path / "d.jsonl", *rows(("a", 1), ("a", 1), ("b", 2), ("c", 3), ("d", 4), ("e", 5), ("a", 1)))
+    loaded = load(f"{path}{slice_}", tokenizer)
+    assert [p.id for p in loaded.prompts] == ids
+    assert loaded.report.outside == 5 - len(ids)
+
+
+def test_a_slice_without_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "d.jsonl", *rows(("a", 1)))
+    with pytest.raises(DataError, match=r"no prompt left: .*1 rows, 0 prompts; dropped: 1 outside the slice"):
+        load(f"{path}[5:]", tokenizer)
+
+
+def test_several_files_are_one_set(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """One of them gzipped. Errors name the file and its own line."""
+    write(tmp_path / "a-1.jsonl", *rows(("a", 1), ("b", 2)))
+    (tmp_path / "a-2.jsonl").write_bytes(gzip.compress(b'{"prompt": "c", "answer": 3}\n{"prompt": "a", "answer": 1}\n'))
+    loaded = load(tmp_path / "a-*.jsonl", tokenizer)
+    assert [(p.id, p.answer) for p in loaded.prompts] == [(0, "1"), (1, "2"), (2, "3")]
+    write(tmp_path / "a-3.jsonl", *rows(("x", 1), ("y", None)))
+    with pytest.raises(DataError, match=rf"^{tmp_path}/a-3\.jsonl:2: 'answer'"):
+        load(tmp_path / "a-*.jsonl", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "x", "answer": 1}\n'.encode("utf-16"), r"d\.jsonl: is encoded in UTF-16; convert it \(`iconv"),
+        (b'[\n{"prompt": "x", "answer": 1}\n]\n', r"d\.jsonl:1: not valid JSON .*`jq -c"),
+        (b'{"prompt": "caf\xe9", "answer": 1}\n', r"d\.jsonl:1: not valid JSON .*utf-8"),
+        (gzip.compress(b'{"prompt": "x", "answer": 1}\n' * 99)[:-9], r"d\.jsonl: cannot read the dataset \(.*end-of-stream"),
+        (
+            gzip.compress(b"")[:10] + b"\xff" * 30,
+            r"d\.jsonl: cannot read the dataset \(Error -3 while decompressing",
+        ),
+        (b'{"q": 1, "a": 2}\n', r"d\.jsonl:1: no known schema has these keys: 'q', 'a'; .*data\.prompt_key"),
+    ],
+    ids=["utf-16", "array", "latin-1", "cut off", "damaged", "unknown"],
+)
+def test_files_that_are_something_else(
+    content: bytes, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(content)
     with pytest.raises(DataError, match=message):
-        other.load_state_dict(stream.state_dict())
-    assert other.state_dict() == before
+        load(path, tokenizer)
 
 
-def test_stream_needs_prompts() -> None:
-    with pytest.raises(DataError, match="no prompts"):
-        PromptStream([], seed=0, shuffle=True)
+def test_answers_that_the_grader_cannot_read(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Told, dropped or refused, with their lines; blanks around an answer do not hide it. A busy machine drops nothing."""
+    path = write(tmp_path / "d.jsonl", *rows(("a", "7"), ("b", r" \frac{1 "), ("c", "8")))
+    asked: list[str] = []
+
+    def try_golds(golds: Sequence[str]) -> tuple[dict[str, str], int]:
+        asked.extend(golds)
+        return {r"\frac{1": "bad_gold", "8": "timeout"}, 1
+
+    def load_with(what: str) -> Loaded:
+        cfg = DataConfig(train=str(path), check_answers=what)  # type: ignore[arg-type]
+        return load_prompts(cfg.sets[0], cfg, tokenizer, try_golds)
+
+    told = load_with("tell")
+    assert [p.id for p in told.prompts] == [0, 1, 2] and asked == ["7", r" \frac{1 ", "8"]
+    assert told.report.details() == [
+        f"{path}: 1 answers that the grader cannot read: {path}:2 ' \\\\frac{{1 ' (bad_gold)",
+        f"{path}: 1 answers that the grader did not settle: {path}:3 '8' (timeout)",
+        f"{path}: 1 answers were not tried on the grader: there was no time for more",
+    ]
+    assert [p.id for p in load_with("drop").prompts] == [0, 2]
+    assert "1 with answers that the grader cannot read" in str(load_with("drop").report)
+    with pytest.raises(DataError, match=rf"1 answers that the grader cannot read: {path}:2 "):
+        load_with("error")
+    asked.clear()
+    assert len(load_with("off").prompts) == 3 and not asked

@@ -68,7 +68,7 @@ BESIDE = {
     ("weights.sync", "weights.delta"), ("weights.delta", "weights.gather"), ("weights.delta", "weights.rounds"),
     ("weights.rounds", "weights.gather"), ("weights.broadcast", "weights.gather"), ("weights.broadcast", "weights.rounds"),
     ("actor", "weights.gather"), 
-    ("losses", "advantages"), ("evaluation", "rollout"), ("report", "sinks"),
+    ("losses", "advantages"), ("data", "rewards"), ("evaluation", "rollout"), ("report", "sinks"),
     ("driver", "step_log"), ("schedule", "driver"), ("schedule", "colocation"), ("schedule", "memory_report"),
     ("train", "schedule"), ("train", "colocation"), ("train", "memory_report"),
     ("train", "driver"), ("train", "step_log"), ("worker", "launcher"), ("cli", "launcher"),
@@ -86,6 +86,8 @@ OWNERS = {
     "wandb": {"sinks.py"},
     "matplotlib": {"ablation/picture.py", "report/__init__.py", "report/drawing.py", "report/panels.py"},
     "httpx": {"rollout/server.py", "rollout/client.py"},
+    "pyarrow": {"data/arrow.py"},
+    "datasets": {"data/arrow.py"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -1,0 +1,101 @@
+"""The rows of parquet files and of Hugging Face's datasets, by way of Arrow's batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.data import readers
+from tepo_megatron.data.readers import Row
+from tepo_megatron.errors import DataError
+
+_BATCH_ROWS = 4096
+
+
+class ArrowRows:
+    """Rows of record batches, file after file.
+
+    names, open_: what errors call each file, and how its batches are read. No row is known at a glance to be a copy.
+    """
+
+    def __init__(self, names: list[Path], open_: Callable[[Path], Iterable[Any]]) -> None:
+        self.read = self.repeats = 0
+        self._names, self._open = names, open_
+        self._starts = [0]
+        self._batch: Any = None
+        self._batch_start = 0
+
+    def rows(self, keys: Collection[str], passing_repeats: bool) -> Iterator[tuple[int, Row | DataError]]:
+        self.read, self._starts, self._batch_start = 0, [], 0
+        for name in self._names:
+            self._starts.append(self.read)
+            for batch in self._open(name):
+                self._batch, self._batch_start = batch, self.read
+                columns = [c for c in batch.schema.names if any(key == c or key.startswith(f"{c}.") for key in keys)]
+                for row in batch.select(columns).to_pylist() if columns else [{}] * batch.num_rows:
+                    self.read += 1
+                    yield self.read - 1, row
+
+    def whole(self, place: int) -> Row:
+        (row,) = self._batch.slice(place - self._batch_start, 1).to_pylist()
+        return dict(row)
+
+    def where(self, place: int) -> str:
+        return readers.where(self._names, self._starts, place, ": row ")
+
+
+def parquet(files: list[Path]) -> ArrowRows:
+    """Of parquet files. Raises DataError where pyarrow is not installed; the batches do for files that it cannot read."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(
+            f"{files[0]}: parquet needs the package pyarrow; install it, or give the dataset as JSON lines"
+        ) from None
+
+    def batches(path: Path) -> Iterator[Any]:
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                yield from file.iter_batches(batch_size=_BATCH_ROWS)
+        except (pyarrow.ArrowException, OSError) as e:
+            raise DataError(f"{path}: not a parquet file that can be read ({e}); download or write it anew") from None
+
+    return ArrowRows(files, batches)
+
+
+def hugging_face(source: str) -> ArrowRows:
+    """Of ORG/NAME[:CONFIG][:SPLIT], or of a folder laid out like one; it is downloaded where it is not in the cache.
+
+    SPLIT: `train` where there is one, else the only one. Raises DataError with what the library says and the mend.
+    """
+    name, _, rest = source.partition(":")
+    config, _, split = rest.rpartition(":")
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"{source}: datasets of Hugging Face need the package datasets; install tepo-megatron[datasets], or fetch the "
+            f"files (`hf download --repo-type dataset {name} --local-dir DIR`) and give their path (DIR/*.parquet)"
+        ) from None
+    try:
+        splits = datasets.get_dataset_split_names(name, config or None)
+        chosen = split or ("train" if "train" in splits else splits[0])
+        if chosen not in splits or (not split and chosen != "train" and len(splits) > 1):
+            raise DataError(f"{source}: choose one of its splits, as in {name}:{splits[0]} (there are {', '.join(splits)})")
+        table = datasets.load_dataset(name, config or None, split=chosen).with_format("arrow")
+    except DataError:
+        raise
+    except Exception as e:  # the library raises what its many back ends raise
+        words = " ".join(str(e).split())[:300]
+        raise DataError(
+            f"{source}: no such file, and as a dataset of Hugging Face, which is ORG/NAME[:CONFIG][:SPLIT], it cannot be "
+            f"loaded ({type(e).__name__}: {words})"
+        ) from None
+
+    def batches(_: Path) -> Iterator[Any]:
+        for part in table.iter(batch_size=_BATCH_ROWS):
+            yield from part.to_batches()
+
+    return ArrowRows([Path(f"{name}:{chosen}")], batches)

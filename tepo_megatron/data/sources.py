@@ -1,0 +1,56 @@
+"""What `data.train` and `data.eval` name: a file, several, or a dataset of Hugging Face; and a slice of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from tepo_megatron.config import SLICE
+from tepo_megatron.data import arrow
+from tepo_megatron.data.readers import PARQUET, JsonLines, Reader, files_of, first_bytes
+from tepo_megatron.errors import DataError
+
+T = TypeVar("T")
+# ORG/NAME[:CONFIG][:SPLIT]; what ends like a file is one
+_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+){0,2}")
+_FILE = re.compile(r"\.(jsonl?|ndjson|parquet|csv|txt|gz)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Source:
+    """path: without the slice; start, stop: as they were written ("10%", "500", "" for none)."""
+
+    path: str
+    start: str = ""
+    stop: str = ""
+
+    @classmethod
+    def of(cls, text: str) -> Source:
+        """From what a config says."""
+        match = SLICE.fullmatch(text)
+        return cls(text) if match is None else cls(match["source"], match["start"] or "", match["stop"] or "")
+
+    def slice(self, rows: Sequence[T]) -> list[T]:
+        """The rows that the slice keeps."""
+        start = _place(self.start, len(rows)) if self.start else 0
+        return list(rows[start : _place(self.stop, len(rows)) if self.stop else None])
+
+    def reader(self) -> Reader:
+        """Its rows. Raises DataError for what is not there, and for files of two kinds."""
+        path = Path(self.path)
+        if not path.exists() and _HUB.fullmatch(self.path) and not _FILE.search(self.path):
+            return arrow.hugging_face(self.path)
+        if path.is_dir() or Path(self.path.partition(":")[0]).is_dir():
+            return arrow.hugging_face(self.path)
+        files = files_of(self.path)
+        of_parquet = [first_bytes(file) == PARQUET or file.suffix == ".parquet" for file in files]
+        if len(set(of_parquet)) > 1:
+            raise DataError(f"{self.path}: {files[0]} and {files[of_parquet.index(not of_parquet[0])]} are of two kinds")
+        return arrow.parquet(files) if of_parquet[0] else JsonLines(files)
+
+
+def _place(bound: str, count: int) -> int:
+    return count * int(bound[:-1]) // 100 if bound.endswith("%") else int(bound)

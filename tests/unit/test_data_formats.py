@@ -1,0 +1,115 @@
+"""Parquet files and Hugging Face's datasets hold what JSON lines hold."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tepo_megatron.config import DataConfig
+from tepo_megatron.data import Loaded, load_prompts
+from tepo_megatron.errors import DataError
+from tests.datasets import character_tokenizer, write
+
+pyarrow = pytest.importorskip("pyarrow")
+
+VERL = [
+    {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": f"{i}+1?"}],
+        "reward_model": {"ground_truth": str(i + 1), "style": "rule"},
+        "extra_info": {"index": i},
+    }
+    for i in (0, 1, 1, 2, 0, 3)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer()
+
+
+def load(path: Path | str, tokenizer: PreTrainedTokenizerFast, **data: Any) -> Loaded:
+    cfg = DataConfig(train=str(path), **data)
+    return load_prompts(cfg.sets[0], cfg, tokenizer)
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]], **options: Any) -> Path:
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, **options)
+    return path
+
+
+def test_parquet_is_what_json_lines_are(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """To the last key of the rest of a row, over several row groups and files; the ending does not matter."""
+    write_parquet(tmp_path / "train-0.parquet", VERL[:4], row_group_size=2)
+    write_parquet(tmp_path / "train-1.parquet", VERL[4:])
+    of_parquet, of_lines = load(tmp_path / "train-*", tokenizer), load(write(tmp_path / "d.jsonl", *VERL), tokenizer)
+    assert of_parquet.prompts == of_lines.prompts and [p.id for p in of_lines.prompts] == [0, 1, 3, 5]
+    assert of_parquet.prompts[2].meta == {key: VERL[3][key] for key in ("data_source", "reward_model", "extra_info")} | {}
+    for loaded in (of_parquet, of_lines):
+        assert "verl (prompt, reward_model.ground_truth), 6 rows, 4 prompts; dropped: 2 duplicates" in str(loaded.report)
+
+
+def test_columns_hold_null_for_what_other_messages_have(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": "1+1?", "name": None}], "answer": 2},
+        {"prompt": [{"role": "user", "content": "1+2?", "name": "me"}], "answer": 3},
+    ]
+    loaded = load(write_parquet(tmp_path / "d.parquet", rows), tokenizer)
+    assert len(loaded.prompts) == 2 and len(loaded.prompts[0].token_ids) == len("u:1+1?|a:")
+
+
+def test_bad_rows_of_parquet_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    write_parquet(tmp_path / "d-0.parquet", [{"prompt": "a", "answer": "1"}])
+    write_parquet(tmp_path / "d-1.parquet", [{"prompt": "b", "answer": "2"}, {"prompt": "c", "answer": None}])
+    with pytest.raises(DataError, match=rf"^{tmp_path}/d-1\.parquet: row 2: 'answer' must be a string .*not null"):
+        load(tmp_path / "d-*.parquet", tokenizer)
+    assert [p.id for p in load(tmp_path / "d-*.parquet", tokenizer, skip_bad_rows=True).prompts] == [0, 1]
+    with pytest.raises(DataError, match=r"d-0\.parquet: row 1: key 'gold' is missing \(found: 'prompt', 'answer'\)"):
+        load(tmp_path / "d-0.parquet", tokenizer, prompt_key="prompt", answer_key="gold")
+
+
+def test_damaged_parquet_and_files_of_two_kinds(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_parquet(tmp_path / "d.parquet", VERL)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"d\.parquet: not a parquet file that can be read"):
+        load(path, tokenizer)
+    write(tmp_path / "d.jsonl", *VERL)
+    with pytest.raises(DataError, match=r"d\.jsonl and .*d\.parquet are of two kinds"):
+        load(tmp_path / "d.*", tokenizer)
+
+
+@pytest.mark.parametrize(("package", "source"), [("pyarrow", "d.parquet"), ("datasets", "openai/gsm8k:main:train[:10]")])
+def test_what_is_not_installed_is_named(
+    package: str, source: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_parquet(tmp_path / "d.parquet", VERL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DataError, match=rf"need[s]? the package {package}; (or )?install"):
+        load(source, tokenizer)
+
+
+def test_a_folder_is_a_dataset_of_hugging_face(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By way of the package `datasets`, as ids are; only the download differs."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "dapo"
+    folder.mkdir()
+    write_parquet(folder / "train-00000-of-00001.parquet", VERL)
+    write_parquet(folder / "test-00000-of-00001.parquet", VERL[3:])
+    loaded = load(folder, tokenizer)
+    assert loaded.prompts == load(write(tmp_path / "d.jsonl", *VERL), tokenizer).prompts
+    assert [p.answer for p in load(f"{folder}:test[1:]", tokenizer).prompts] == ["1", "4"]
+    with pytest.raises(DataError, match=r"dapo:dev: choose one of its splits, as in .*dapo:\w+ \(there are .*test"):
+        load(f"{folder}:dev", tokenizer)
+    with pytest.raises(DataError, match=r"^no/such: no such file, and as a dataset of Hugging Face, .* cannot be loaded \(\w+"):
+        load("no/such", tokenizer)

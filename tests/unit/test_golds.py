@@ -1,0 +1,57 @@
+"""Gold answers that the grader cannot read: known by their form, or tried in real workers."""
+
+import random
+import time
+
+import pytest
+
+from tepo_megatron.config import RewardConfig
+from tepo_megatron.rewards import golds
+from tepo_megatron.rewards.golds import unreadable_golds
+from tepo_megatron.rewards.worker import load_grader
+
+CFG = RewardConfig(workers=2)
+
+
+def of_known_forms(seed: int) -> list[str]:
+    """Random ones of each form that is taken for readable."""
+    draw = random.Random(seed)
+
+    def digits() -> str:
+        return str(draw.randrange(1, 10 ** draw.choice([1, 2, 5, 12])))
+
+    return [
+        digits(), f"-{digits()}", f"{digits()}.{digits()}", f".{digits()}", "1,234,567", f"${digits()}$", f"{digits()}$",
+        f"{digits()}\\%", f"{digits()}^\\circ", f"{digits()}^{{\\circ}}", f"\\frac{{{digits()}}}{{{digits()}}}",
+        f"-\\dfrac{{-{digits()}}}{{{digits()}}}", f"{digits()}\\tfrac{{{digits()}}}{{{digits()}}}", f"{digits()}/{digits()}",
+        f"\\sqrt{{{digits()}}}", f"-{digits()}\\sqrt{{{digits()}}}", "\\pi", f"{digits()}\\pi", *"ABCDEeix",
+        "\\text{A}", "\\text{(B)}", f"({digits()}, -{digits()})", f"({digits()},{digits()},{digits()})", "0", "007",
+    ]  # fmt: skip
+
+
+def test_known_forms_are_readable() -> None:
+    """By math-verify itself, so that nothing is passed over that it would refuse."""
+    grade = load_grader()
+    for gold in of_known_forms(0):
+        assert golds._READABLE.fullmatch(gold), gold
+        assert grade(gold, gold) == "equal", gold
+
+
+def test_known_forms_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(golds, "GradingPool", None)
+    many = [gold for seed in range(600) for gold in of_known_forms(seed)]
+    start = time.process_time()
+    assert unreadable_golds(many, CFG, seconds=0) == ({}, 0)
+    assert len(many) > 17_000 and time.process_time() - start < 2
+
+
+def test_others_are_tried() -> None:
+    """In real workers; what hangs there counts as unreadable, and a second time of the same answer costs nothing."""
+    asked = ["7", r"\frac{1", r"x^2+1", r" \frac{1 ", "9" * 600, r"[0, 1)", "{"]
+    bad, unchecked = unreadable_golds(asked, CFG, seconds=60)
+    assert bad == {r"\frac{1": "bad_gold", "9" * 600: "too_long", "{": "bad_gold"} and unchecked == 0
+
+
+def test_there_is_an_end_to_trying() -> None:
+    bad, unchecked = unreadable_golds([f"x^{i}+1" for i in range(100)], CFG, seconds=0)
+    assert bad == {} and unchecked == 100
