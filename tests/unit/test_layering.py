@@ -24,12 +24,13 @@ ROWS = [
         "timing",
         "beside",
         "processes",
+        "user_file",
         "quiet",
         "channel",
         "platform",
         "__init__",
     ],
-    ["ops", "parallel", "run_dir"],
+    ["ops", "parallel", "run_dir", "grading"],
     [
         "losses",
         "advantages",
@@ -62,7 +63,7 @@ ROWS = [
 BESIDE = {
     ("types", "errors"), ("config", "errors"), ("config_io", "config"), ("config_io", "errors"),
     ("config_io", "config_layers"), ("config_layers", "errors"), ("not_yet", "config"), ("not_yet", "errors"),
-    ("platform", "errors"), ("parallel", "ops"), ("weights.families", "weights.ops"),
+    ("platform", "errors"), ("user_file", "errors"), ("parallel", "ops"), ("weights.families", "weights.ops"),
     ("weights.sync", "weights.gather"), ("weights.sync", "weights.rounds"),
     ("weights.sync", "weights.delta"), ("weights.delta", "weights.gather"), ("weights.delta", "weights.rounds"),
     ("weights.rounds", "weights.gather"), ("weights.broadcast", "weights.gather"), ("weights.broadcast", "weights.rounds"),
@@ -80,10 +81,10 @@ OWNERS = {
     "sglang": {"rollout/sglang_server.py"},
     "triton": {"ops/token_statistics/triton_kernels.py"},
     "nemo_run": set(),
-    "math_verify": {"rewards/worker.py"},
+    "math_verify": {"grading/equality.py"},
     "wandb": {"sinks.py"},
     "matplotlib": {"ablation/picture.py", "report/__init__.py", "report/drawing.py", "report/panels.py"},
-    "httpx": {"rollout/server.py", "rollout/client.py"},
+    "httpx": {"rollout/server.py", "rollout/client.py", "rewards/remote.py"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
