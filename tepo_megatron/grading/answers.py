@@ -29,7 +29,7 @@ _BARE_ROOT = re.compile(r"\\sqrt (\d+|[a-zA-Z])")
 _APART = re.compile(r"(?<=\d) (?=i(?![a-zA-Z]))")
 _INTEGER = re.compile(r"\+?(-?)(?:(\d+)|(\d{1,3}(?:,\d{3})+))", re.ASCII)
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
-_WORDS = re.compile(r"[^\W\d_][^\W\d_' -]*")
+_WORDS = re.compile(r"[^\W\d_](?:[^\W\d_]|[' -])*")
 _SHORT_WORDS = frozenset({"yes", "no", "odd", "all", "one", "two", "both"})
 _UNITS = {
     name: unit
@@ -99,7 +99,8 @@ def words(text: str) -> str | None:
     found = " ".join(inner.split()).strip(".() ")
     if not _WORDS.fullmatch(found):
         return None
-    spoken = len(found) > 3 or found.lower() in _SHORT_WORDS or (inner != text and len(found) > 1)
+    long_enough = any(len(word) > 3 or word in _SHORT_WORDS for word in found.lower().split())
+    spoken = long_enough or (inner != text and len(found) > 1)
     return found.lower() if spoken else None
 
 

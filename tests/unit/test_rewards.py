@@ -9,51 +9,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.errors import RewardError
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rewards.boxed import last_boxed
-from tepo_megatron.rewards.math import MathTerm
-from tepo_megatron.rewards.pool import PoolLimits
 from tepo_megatron.rewards.terms import WeightedReward
-from tepo_megatron.types import Rollout
+from tests.graded import decode, math_reward, rollout, statuses, worker_pids
 
 ENDLESS = r"\boxed{9^{9^9}}"
-
-
-def decode(ids: Sequence[int]) -> str:
-    """Token ids are code points here."""
-    return "".join(map(chr, ids))
-
-
-def rollout(response: str, answer: str = "7", prompt_id: int = 0) -> Rollout:
-    """A prompt of one token and `response`, ungraded."""
-    token_ids_L = torch.tensor([ord("?"), *map(ord, response)])
-    response_mask_L = torch.ones_like(token_ids_L, dtype=torch.bool)
-    response_mask_L[0] = False
-    logprobs_L = torch.zeros(token_ids_L.numel())
-    return Rollout(prompt_id, token_ids_L, response_mask_L, logprobs_L, 0, "stop", answer)
-
-
-def math_reward(workers: int = 1, soft_seconds: float = 1, hard_seconds: float = 2) -> WeightedReward:
-    limits = PoolLimits(workers, soft_seconds, hard_seconds, memory_mib=1024)
-    return WeightedReward([(1.0, MathTerm(last_boxed, 512, limits))], decode)
-
-
-def worker_pids(reward: WeightedReward) -> list[int]:
-    (_, term), *_ = reward.terms
-    assert isinstance(term, MathTerm)
-    return term.pool.pids
-
-
-def statuses(reward: WeightedReward, responses: Sequence[str], answer: str = "7") -> list[str]:
-    return [graded.status for graded in reward.score([rollout(text, answer) for text in responses])]
 
 
 def is_running(pid: int) -> bool:
