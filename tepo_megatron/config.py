@@ -283,8 +283,8 @@ class RewardConfig:
     type: Literal["math", "answer_line"] = "math"
     terms: list[RewardTerm] | None = None
     workers: Positive = 2  # processes of each term that needs some
-    soft_seconds: Positive = 2  # then a worker gives up
-    hard_seconds: PositiveFloat = 4.0  # then it is killed
+    soft_seconds: Positive = 2  # of processor time, then a worker gives an answer up
+    hard_seconds: PositiveFloat = 4.0  # of wall time, then it is killed
     memory_mib: Positive = 1024  # address space of a worker
     max_answer_chars: Positive = 512
     # the last tokens before rollout.max_response_tokens, in which a response costs more and more, up to overlong_penalty;

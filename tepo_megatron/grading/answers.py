@@ -44,6 +44,8 @@ _UNITS = {
 }  # fmt: skip
 _UNIT = re.compile(r"\d\)?\}?\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{\s*([a-zA-Z]+)\s*\}|\b([a-zA-Z]{2,}))\.?$")
 _SUM_IN_WORDS = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}\b(?! *\()[^=\d]*\d[^=]*=")
+_RELATION = re.compile(r"\\(?:leqslant|geqslant|leq|geq|le|ge|lt|gt)(?![a-zA-Z])|<=|>=|<|>")
+_VARIABLE = re.compile(r"[a-zA-Z]|\\[a-z]{2,8}")
 _OR = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*or\s*\}|\\lor\b|\\vee\b|\bor\b")
 
 
@@ -134,9 +136,39 @@ def is_sum_in_words(text: str) -> bool:
     return bool(_SUM_IN_WORDS.search(_WRAPPED.sub(r" \1 ", text)))
 
 
-def alternatives(text: str) -> list[str]:
-    r"""What `or` stands between: `x<0 \text{ or } x>1` -> two."""
-    return [part.strip() for part in _OR.split(text)]
+def as_interval(text: str) -> str | None:
+    r"""The interval, or union of intervals, that inequalities of one variable describe; None for anything else.
+
+    >>> as_interval(r"0 \le x < 1"), as_interval(r"x<0 \text{ or } x>1"), as_interval("x<y<z<1")
+    ('[0,1)', '(-\\infty,0)\\cup(1,\\infty)', None)
+    """
+    parts = [_interval(part) for part in _OR.split(text)]
+    return None if None in parts else r"\cup".join(part for part in parts if part)
+
+
+def _interval(text: str) -> str | None:
+    sides = [side.strip() for side in _RELATION.split(text)]
+    signs = [sign.lstrip("\\") for sign in _RELATION.findall(text)]
+    if len(signs) == 1 and _VARIABLE.fullmatch(sides[1]) and not _VARIABLE.fullmatch(sides[0]):
+        sides.append("")  # 2 < x: nothing on the other side
+    elif len(signs) == 1:
+        sides.insert(0, "")
+        signs.insert(0, signs[0])
+    if len(sides) != 3 or not _VARIABLE.fullmatch(sides[1]) or len({_rises(sign) for sign in signs}) > 1:
+        return None
+    low, _, high = sides if _rises(signs[0]) else reversed(sides)
+    first, last = (signs[0], signs[-1]) if _rises(signs[0]) else (signs[-1], signs[0])
+    left = f"[{low}" if low and _is_closed(first) else f"({low}" if low else r"(-\infty"
+    right = f"{high}]" if high and _is_closed(last) else f"{high})" if high else r"\infty)"
+    return f"{left},{right}"
+
+
+def _rises(sign: str) -> bool:
+    return sign[0] in "<l"
+
+
+def _is_closed(sign: str) -> bool:
+    return sign not in ("<", ">", "lt", "gt")
 
 
 def _vulgar_fraction(character: str) -> str:

@@ -86,7 +86,7 @@ GRADERS: dict[str, Callable[..., Grader]] = {"equality": equality, "pattern": pa
 
 
 def grade_in_time(grade: Callable[[], Graded], seconds: float) -> Graded:
-    """`grade()`, or "timeout" after `seconds` of wall time.
+    """`grade()`, or "timeout" after `seconds` of processor time: on a busy machine a right answer must not turn wrong.
 
     The alarm repeats: a bare `except:` or a destructor may swallow one. It cannot end a single long C call (a power of
     huge integers); the parent's hard deadline does.
@@ -95,15 +95,15 @@ def grade_in_time(grade: Callable[[], Graded], seconds: float) -> Graded:
     def ring(signum: int, frame: FrameType | None) -> None:
         raise OutOfTimeError
 
-    signal.signal(signal.SIGALRM, ring)
+    signal.signal(signal.SIGPROF, ring)
     try:
-        signal.setitimer(signal.ITIMER_REAL, seconds, _ALARM_AGAIN_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, seconds, _ALARM_AGAIN_SECONDS)
         try:
             return grade()
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
     except OutOfTimeError:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # again: it may have rung before the line in `finally`
+        signal.setitimer(signal.ITIMER_PROF, 0)  # again: it may have rung before the line in `finally`
         return "timeout", 0.0, ""
 
 

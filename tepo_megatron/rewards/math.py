@@ -28,7 +28,7 @@ class MathTerm:
     unparsed  the answer is nothing that math-verify can read
     no_box    no closed box (nor an `Answer:` line, where that counts)
     too_long  the answer has more than `max_answer_chars`
-    timeout   not settled within `soft_seconds` (the worker gave up) or `hard_seconds` (the worker was killed)
+    timeout   not settled within `soft_seconds` of processor time (the worker gave up) or `hard_seconds` (it was killed)
     died      the worker ended while at it, or said what no worker would
     bad_gold  the gold answer is empty, longer than `max_answer_chars`, or cannot be read
 

@@ -18,8 +18,8 @@ _START_ATTEMPTS = 3  # the kernel may have killed the first for want of memory
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """workers: processes; soft_seconds: wall time that a worker gives itself for a request; hard_seconds: from dispatch, then
-    it is killed and replaced; memory_mib: its address space.
+    """workers: processes; soft_seconds: of processor time that a worker gives itself for a request; hard_seconds: of wall time
+    from dispatch, then it is killed and replaced; memory_mib: its address space.
     """
 
     workers: int
