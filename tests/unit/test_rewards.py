@@ -106,6 +106,11 @@ def test_each_status(reward: WeightedReward) -> None:
         ("\\boxed{7\0}", "7", 0.0, "unparsed"),
         ("\\boxed{\ud800}", "7", 0.0, "unparsed"),
         ("7", "7", 0.0, "no_box"),
+        ("1 2 3 7", "7", 0.0, "no_box"),
+        (r"\boxed{1}, \boxed{7}", "1,7", 0.0, "wrong"),
+        (r"\fbox{7}", "7", 1.0, "exact"),
+        (r"\boxed{0.0000001}", "0", 0.0, "wrong"),
+        (r"\boxed{7}", r"worked out: \boxed{7}", 1.0, "exact"),
         ("", "7", 0.0, "no_box"),
         (r"\boxed{" + "1" * 513 + "}", "7", 0.0, "too_long"),
         (r"\boxed{7}", "???", 0.0, "bad_gold"),
@@ -126,7 +131,7 @@ def test_no_rollouts(reward: WeightedReward) -> None:
     assert reward.score([]) == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_hostile_answers_end_in_time(reward: WeightedReward) -> None:
     hostile = [
         ENDLESS,
