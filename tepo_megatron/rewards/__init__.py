@@ -11,7 +11,6 @@ from tepo_megatron.rewards.boxed import last_answer, last_boxed
 from tepo_megatron.rewards.gold import gold_fault
 from tepo_megatron.rewards.math import STATUSES, MathTerm
 from tepo_megatron.rewards.pool import PoolLimits
-from tepo_megatron.rewards.remote import HttpTerm, key_from
 from tepo_megatron.rewards.simple import CustomTerm, FormatTerm, LengthTerm, check_function
 from tepo_megatron.rewards.terms import Decode, Term, WeightedReward
 from tepo_megatron.types import Rollout
@@ -55,6 +54,8 @@ def build_reward(cfg: RewardConfig, decode: Decode) -> WeightedReward:
 
 def check_reward(cfg: RewardConfig) -> None:
     """What can be refused before anything is started. Raises ConfigError."""
+    from tepo_megatron.rewards.remote import key_from
+
     for entry in cfg.entries:
         if entry.type == "custom":
             check_function(entry.function)
@@ -66,7 +67,9 @@ def _limits(cfg: RewardConfig) -> PoolLimits:
     return PoolLimits(cfg.workers, cfg.soft_seconds, cfg.hard_seconds, cfg.memory_mib)
 
 
-def _http(cfg: RewardConfig, entry: Any) -> HttpTerm:
+def _http(cfg: RewardConfig, entry: Any) -> Term:
+    from tepo_megatron.rewards.remote import HttpTerm  # httpx takes a while, and every rank imports this room
+
     return HttpTerm(
         entry.url,
         timeout_seconds=entry.timeout_seconds,

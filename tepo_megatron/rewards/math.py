@@ -10,7 +10,7 @@ from tepo_megatron.errors import RewardError
 from tepo_megatron.grading.answers import canonical, integer
 from tepo_megatron.rewards.gold import gold_answer, gold_fault
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
-from tepo_megatron.rewards.terms import Response, Verdict
+from tepo_megatron.rewards.terms import UNSETTLED, Response, Verdict
 
 Status = Literal["exact", "equal", "wrong", "unparsed", "no_box", "too_long", "timeout", "died", "bad_gold"]
 STATUSES: tuple[Status, ...] = get_args(Status)
@@ -64,7 +64,7 @@ class MathTerm:
             if outcome.status not in STATUSES:
                 raise RewardError(f"a grading worker answered {outcome.status!r}, which is no status; reinstall tepo-megatron")
             settled[pair] = cast(Status, outcome.status)
-            if outcome.status not in ("died", "timeout"):  # these say something of the moment, not of the answer
+            if outcome.status not in UNSETTLED:  # these say something of the moment, not of the answer
                 self._remember(pair, settled[pair])
         return [settled[pair] for pair in pairs]
 

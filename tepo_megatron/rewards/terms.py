@@ -11,6 +11,7 @@ from typing import Protocol, Self
 from tepo_megatron.types import Rollout
 
 Decode = Callable[[Sequence[int]], str]
+UNSETTLED = frozenset({"timeout", "died"})
 
 
 class Response:
@@ -65,7 +66,7 @@ class WeightedReward:
     """See `rewards.Reward`: a weighted sum of terms.
 
     The first term is the verdict: its value, unweighted, is the `score` that filters and accuracies use, its status the
-    rollout's; the others shape the `reward` only.
+    rollout's; the others shape the `reward` only. One of them that was not settled (timeout, died) is seen in the status.
     """
 
     def __init__(self, terms: Sequence[tuple[float, Term]], decode: Decode) -> None:
@@ -78,8 +79,9 @@ class WeightedReward:
         graded = []
         for rollout, verdicts in zip(rollouts, zip(*columns, strict=True), strict=True):
             reward = sum(weight * verdict.value for (weight, _), verdict in zip(self.terms, verdicts, strict=True))
-            first = verdicts[0]
-            graded.append(dataclasses.replace(rollout, reward=reward, score=first.value, status=first.status))
+            unsettled = [verdict.status for verdict in verdicts if verdict.status in UNSETTLED]
+            status = (unsettled or [verdicts[0].status])[0]
+            graded.append(dataclasses.replace(rollout, reward=reward, score=verdicts[0].value, status=status))
         return graded
 
     def close(self) -> None:

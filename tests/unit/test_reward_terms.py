@@ -148,6 +148,7 @@ def test_a_pattern_that_takes_for_ever_costs_its_sample_only() -> None:
     cfg = config({"type": "math"}, {"type": "format", "pattern": "(a+)+b"}, soft_seconds=1, hard_seconds=2.0)
     graded = score(cfg, [rollout("aaab"), rollout("a" * 40), rollout("ab"), rollout("b")])
     assert [r.reward for r in graded] == [1.0, 0.0, 1.0, 0.0]
+    assert [r.status for r in graded] == ["no_box", "timeout", "no_box", "no_box"]
 
 
 # functions of the user's own
