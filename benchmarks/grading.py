@@ -3,7 +3,8 @@ r"""What grading costs, and how often it is right.
     python -m benchmarks.grading [--workers 2] [--quick] [--json FILE]
 
 Throughput: 512 distinct pairs of (gold, answer) of one kind, all equal but for the way they are written; median of five batches
-of new pairs by workers that are warm, then the same batch again, which is remembered. math-verify alone: the same pairs, one
+of new pairs by workers that are warm, decoding of token ids and all; then the grading alone of the same batch, which is now
+remembered. math-verify alone: the same pairs, one
 after the other, in one process without limits. Generation: how late an event loop in another thread, such as the one that
 speaks to the inference servers, is woken meanwhile (it asks every 5 ms; worst of all).
 
@@ -20,7 +21,9 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ import torch
 
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.rewards import build_reward
-from tepo_megatron.rewards.terms import WeightedReward
+from tepo_megatron.rewards.terms import Response, WeightedReward
 from tepo_megatron.rollout.loop import LoopThread
 from tepo_megatron.types import Rollout
 from tests.grading_pairs import load_pairs
@@ -46,6 +49,11 @@ KINDS: dict[str, Callable[[int], tuple[str, str]]] = {
 }
 
 
+def decode(ids: Sequence[int]) -> str:
+    """Code points."""
+    return "".join(map(chr, ids))
+
+
 def response(answer: str, gold: str) -> Rollout:
     """Whose tokens are code points."""
     ids_L = torch.tensor([63, *map(ord, rf"so \boxed{{{answer}}}")])
@@ -54,9 +62,16 @@ def response(answer: str, gold: str) -> Rollout:
 
 def reward_of(workers: int) -> WeightedReward:
     """The default one, warm."""
-    reward = build_reward(RewardConfig(workers=workers), lambda ids: "".join(map(chr, ids)))
+    reward = build_reward(RewardConfig(workers=workers), decode)
     reward.score([response(f"{2 * i}/2", f"{i}") for i in range(8 * workers)])
     return reward
+
+
+def decoded(rollouts: Sequence[Rollout]) -> list[Response]:
+    """Responses whose text has been asked for."""
+    responses = [Response(rollout, decode) for rollout in rollouts]
+    assert all(response.text for response in responses)
+    return responses
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
@@ -87,13 +102,13 @@ def throughput(workers: int, pairs: int, batches: int) -> dict[str, dict[str, fl
             for batch in range(batches):
                 made = [make(1000 + batch * pairs + i) for i in range(pairs)]
                 rollouts = [response(answer, gold) for gold, answer in made]
-                times.append(seconds_of(lambda r=rollouts: reward.score(r)))  # type: ignore[misc]
-                again.append(seconds_of(lambda r=rollouts: reward.score(r)))  # type: ignore[misc]
+                times.append(seconds_of(partial(reward.score, rollouts)))
+                again.append(seconds_of(partial(reward.terms[0][1].grade, decoded(rollouts))))
                 assert all(r.score == 1.0 for r in reward.score(rollouts)), kind
             done.set()
             late = ticks.result()
             loop.stop()
-        alone = seconds_of(lambda m=made: [plain(*pair) for pair in m])  # type: ignore[misc]
+        alone = seconds_of(partial(list, starmap(plain, made)))
         found[kind] = {
             "seconds": statistics.median(times), "again": statistics.median(again), "late": late, "math_verify": alone
         }  # fmt: skip
