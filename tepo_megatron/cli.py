@@ -168,6 +168,7 @@ def preflight(cfg: Config) -> None:
     from tepo_megatron.actor.layout import check_layout
     from tepo_megatron.method import resolve
     from tepo_megatron.not_yet import not_yet
+    from tepo_megatron.rewards import check_reward
     from tepo_megatron.rollout.custom import load_function
     from tepo_megatron.rollout.experts import check_experts, replayed_routing
     from tepo_megatron.weights.families import find_family, read_config
@@ -178,6 +179,7 @@ def preflight(cfg: Config) -> None:
     not_yet(cfg)
     if cfg.rollout.function is not None:
         load_function(cfg.rollout.function)
+    check_reward(cfg.reward)
     hf_config = read_config(cfg.model.path)
     architecture = find_family(hf_config).architecture(hf_config)
     check_layout(architecture, cfg.parallel)

@@ -165,6 +165,8 @@ def _explain(root: type, loc: tuple[Any, ...], error: Any) -> str:
         )
     if error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return f"{key}: this key is required"
+    if error["type"] == "union_tag_not_found":
+        return f"{key}: the key `type` is required"
     message = error["msg"].removeprefix("Value error, ")
     given = "" if isinstance(error["input"], dict) or "Args" in type(error["input"]).__name__ else f" (got {error['input']!r})"
     return f"{key}: {message}{given}"
@@ -176,7 +178,15 @@ def _fields_at(root: type, loc: tuple[Any, ...]) -> list[str]:
     for part in loc:
         if dataclasses.is_dataclass(cls):
             cls = typing.get_type_hints(cls).get(str(part))
+        elif isinstance(part, str):  # in a list of sections of several types: the type of this one
+            cls = next((x for x in _sections_in(cls) if part in typing.get_args(typing.get_type_hints(x)["type"])), None)
         else:  # a place in a list
             lists = [hint for hint in (cls, *typing.get_args(cls)) if typing.get_origin(hint) is list]
-            cls = typing.get_args(lists[0])[0] if lists else None
+            cls = typing.get_args(lists[0])[0] if lists else cls
     return [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+
+
+def _sections_in(hint: Any) -> list[type]:
+    """The sections that a type hint speaks of."""
+    inner = [section for arg in typing.get_args(hint) for section in _sections_in(arg)]
+    return [hint] if dataclasses.is_dataclass(hint) and isinstance(hint, type) else inner

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tepo_megatron.histogram import quantiles
 from tepo_megatron.metrics import Metrics
+from tepo_megatron.rewards import STATUSES
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import Rollout
 
@@ -25,6 +26,7 @@ KEYS = (
     "weighting/affected_share", "correction/weight_mean", "rollout/logprob_diff_mean", "rollout/logprob_diff_max",
     "rollout/response_tokens_mean", "rollout/truncated", "rollout/staleness", "rollout/sampled_groups", "rollout/kept_groups",
     "packing/padding_share", "packing/balance", "packing/bubble_share", "packing/microbatches",
+    *(f"grading/{status}" for status in STATUSES),
 )  # fmt: skip
 _OF_ENTROPY_CHANGE = ("tepo/kl_mask_share", "tepo/mask_below_noise")
 # `wait` is what training waited for `rollout` and `reward`, which run beside it where rollouts are sampled ahead.

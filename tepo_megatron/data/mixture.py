@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tepo_megatron.config import DataConfig, DataSet, RewardConfig
 from tepo_megatron.data.prompts import load_prompts
-from tepo_megatron.rewards.golds import unreadable_golds
+from tepo_megatron.rewards.gold_check import unreadable_golds
 from tepo_megatron.types import Prompt
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from tepo_megatron.config import Config
-from tepo_megatron.data import load_prompts, load_tokenizer
+from tepo_megatron.data import load_data, load_tokenizer
 from tepo_megatron.doctor.findings import Finding
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.types import Prompt, Rollout
@@ -17,22 +17,16 @@ GRADED = 64  # answers
 
 def data(cfg: Config) -> Iterator[Finding]:
     """Both datasets, as the run will read them; how the first prompt looks; whether the grader finds right answers right."""
-    tokenizer, keys = load_tokenizer(cfg.model.path), cfg.data
-    train: list[Prompt] = []
-    for name, path in (("train", keys.train), ("eval", keys.eval)):
-        if path is None:
-            continue
-        prompts, dropped = load_prompts(path, tokenizer, keys.prompt_key, keys.answer_key, keys.max_prompt_tokens)
-        lost = f"; {dropped} dropped as longer than data.max_prompt_tokens={keys.max_prompt_tokens}" if dropped else ""
-        too_many = dropped > len(prompts)
-        mend = "raise data.max_prompt_tokens" if too_many else ""
-        yield Finding(f"data.{name}", "warn" if too_many else "pass", f"{len(prompts)} prompts of {path}{lost}", mend)
-        train = train or prompts
+    tokenizer = load_tokenizer(cfg.model.path)
+    found = load_data(cfg.data, cfg.reward, tokenizer)
+    for line in found.told:
+        yield Finding("data", "warn" if line.startswith("warning") else "pass", line.removeprefix("warning: "))
+    train = [prompt for prompts, _ in found.train for prompt in prompts]
     first = train[0]
     yield Finding("first prompt", "pass", f"{len(first.token_ids)} tokens: {tokenizer.decode(first.token_ids)!r:.200}")
-    if len(train) < (wanted := cfg.rollout.prompts_per_step):
-        said = f"{len(train)} prompts, and a step takes rollout.prompts_per_step={wanted}"
-        yield Finding("data.train", "fail", said, "lower that, or add prompts")
+    if found.count < (wanted := cfg.rollout.prompts_per_step):
+        said = f"{found.count} prompts, and a step takes rollout.prompts_per_step={wanted}"
+        yield Finding("prompts", "fail", said, "lower that, or add prompts")
     yield from grading(cfg, train[:: max(1, len(train) // GRADED)][:GRADED])
 
 

@@ -1,15 +1,21 @@
-"""Rewards: what grades a rollout. `_BUILDERS` names every kind; a config chooses one by `reward.type`."""
+"""Rewards: what grades a rollout. `_TERMS` names every kind of term; a config sums them up in `reward.terms`."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from tepo_megatron.config import RewardConfig
-from tepo_megatron.rewards.math import MathReward
+from tepo_megatron.rewards.boxed import last_answer, last_boxed
+from tepo_megatron.rewards.gold import gold_fault
+from tepo_megatron.rewards.math import STATUSES, MathTerm
+from tepo_megatron.rewards.pool import PoolLimits
+from tepo_megatron.rewards.simple import CustomTerm, FormatTerm, LengthTerm, check_function
+from tepo_megatron.rewards.terms import Decode, Term, WeightedReward
 from tepo_megatron.types import Rollout
 
-Decode = Callable[[Sequence[int]], str]
+__all__ = ["STATUSES", "Decode", "Reward", "build_reward", "check_reward", "gold_fault"]
 
 
 class Reward(Protocol):
@@ -31,23 +37,53 @@ class Reward(Protocol):
     def __exit__(self, *exc_info: object) -> None: ...
 
 
-def build_reward(cfg: RewardConfig, decode: Decode) -> Reward:
-    """The reward that `cfg.type` names. decode: response token ids -> text, special tokens skipped.
+def build_reward(cfg: RewardConfig, decode: Decode) -> WeightedReward:
+    """The reward that `cfg` describes. decode: token ids -> text, special tokens skipped.
 
     Returns at once: workers start in the background and are waited for by the first `score`.
     """
-    return _BUILDERS[cfg.type](cfg, decode)
+    with contextlib.ExitStack() as stack:
+        terms = []
+        for entry in cfg.entries:
+            term = _TERMS[entry.type](cfg, entry)
+            stack.callback(term.close)
+            terms.append((entry.weight, term))
+        stack.pop_all()
+    return WeightedReward(terms, decode)
 
 
-def _math(cfg: RewardConfig, decode: Decode) -> MathReward:
-    return MathReward(
-        decode,
-        workers=cfg.workers,
-        soft_seconds=cfg.soft_seconds,
-        hard_seconds=cfg.hard_seconds,
-        memory_mib=cfg.memory_mib,
-        max_answer_chars=cfg.max_answer_chars,
+def check_reward(cfg: RewardConfig) -> None:
+    """What can be refused before anything is started. Raises ConfigError."""
+    from tepo_megatron.rewards.remote import key_from
+
+    for entry in cfg.entries:
+        if entry.type == "custom":
+            check_function(entry.function)
+        if entry.type == "http":
+            key_from(entry.key_variable)
+
+
+def _limits(cfg: RewardConfig) -> PoolLimits:
+    return PoolLimits(cfg.workers, cfg.soft_seconds, cfg.hard_seconds, cfg.memory_mib)
+
+
+def _http(cfg: RewardConfig, entry: Any) -> Term:
+    from tepo_megatron.rewards.remote import HttpTerm  # httpx takes a while, and every rank imports this room
+
+    return HttpTerm(
+        entry.url,
+        timeout_seconds=entry.timeout_seconds,
+        attempts=entry.attempts,
+        backoff_seconds=entry.backoff_seconds,
+        key_variable=entry.key_variable,
     )
 
 
-_BUILDERS: dict[str, Callable[[RewardConfig, Decode], Reward]] = {"math": _math}
+_TERMS: dict[str, Callable[[RewardConfig, Any], Term]] = {
+    "math": lambda cfg, entry: MathTerm(last_boxed, cfg.max_answer_chars, _limits(cfg)),
+    "answer_line": lambda cfg, entry: MathTerm(last_answer, cfg.max_answer_chars, _limits(cfg)),
+    "format": lambda cfg, entry: FormatTerm(entry.pattern, _limits(cfg)),
+    "length": lambda cfg, entry: LengthTerm(entry.min_tokens, entry.max_tokens),
+    "custom": lambda cfg, entry: CustomTerm(entry.function, _limits(cfg)),
+    "http": _http,
+}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 # An escaped brace is a character and opens nothing; `\\boxed`, as models that imitate quoted strings write it, is a box.
-_TOKEN = re.compile(r"(?P<box>\\{1,2}boxed\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
+_TOKEN = re.compile(r"(?P<box>\\{1,2}(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
+_ANSWER_LINE = re.compile(r"^[ \t#>*_-]{0,8}(?:final )?answer[*_]{0,2}[ \t]?:[ \t*_]{0,8}(\S.*)$", re.MULTILINE | re.IGNORECASE)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The stripped content of the last `\boxed{...}` whose brace is closed; None where there is none.
+    r"""The stripped content of the last `\boxed{...}` or `\fbox{...}` whose brace is closed; None where there is none.
 
     Of nested boxes the inner one counts, since it opens last; a box cut off by the length limit does not count.
     One pass, linear in the text, whatever the text is.
@@ -17,6 +18,27 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"so \boxed{1}, no: \boxed{ \frac{1}{2} } and \boxed{3")
     '\\frac{1}{2}'
     """
+    found = _last_box(text)
+    return None if found is None else text[slice(*found)].strip()
+
+
+def last_answer(text: str) -> str | None:
+    r"""As `last_boxed`, or what stands in the last line that begins with `Answer:`, whichever comes later.
+
+    >>> last_answer("**Answer:** $7$."), last_answer(r"Answer: \boxed{7}"), last_answer("\\boxed{8}\nFinal Answer: 7")
+    ('$7$.', '7', '7')
+    """
+    line = None
+    for line in _ANSWER_LINE.finditer(text):  # noqa: B007  the last one is wanted
+        pass
+    box = _last_box(text)
+    if line is None or (box is not None and box[0] > line.start()):
+        return None if box is None else text[slice(*box)].strip()
+    return line[1].strip().removesuffix("**").strip()
+
+
+def _last_box(text: str) -> tuple[int, int] | None:
+    """Where the content of the last closed box begins and ends."""
     open_braces: list[int | None] = []  # where the content of each open box starts, None for a plain brace
     last: tuple[int, int] | None = None
     for token in _TOKEN.finditer(text):
@@ -28,4 +50,4 @@ def last_boxed(text: str) -> str | None:
             start = open_braces.pop()
             if start is not None and (last is None or start > last[0]):
                 last = (start, token.start())
-    return None if last is None else text[slice(*last)].strip()
+    return last

@@ -1,92 +1,71 @@
-r"""Right or wrong, by the last `\boxed{}`: exact string match, else math-verify in worker processes."""
+r"""Right or wrong, by the final answer: exact string match, else math-verify in worker processes."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Literal, Self
+from typing import Literal, cast, get_args
 
-from tepo_megatron.rewards.boxed import last_boxed
-from tepo_megatron.rewards.pool import GradingPool, PoolStatus
-from tepo_megatron.types import Rollout
+from tepo_megatron.errors import RewardError
+from tepo_megatron.grading.answers import canonical, integer
+from tepo_megatron.rewards.gold import gold_answer, gold_fault
+from tepo_megatron.rewards.pool import GradingPool, PoolLimits
+from tepo_megatron.rewards.terms import UNSETTLED, Response, Verdict
 
-Status = Literal["exact", "no_box", "too_long"] | PoolStatus
+Status = Literal["exact", "equal", "wrong", "unparsed", "no_box", "too_long", "timeout", "died", "bad_gold"]
+STATUSES: tuple[Status, ...] = get_args(Status)
 
 _RIGHT: frozenset[Status] = frozenset({"exact", "equal"})
 _CACHED_VERDICTS = 65536
 
 
-class MathReward:
-    """1 for a right answer, 0 for any other; `Rollout.status` says why.
+class MathTerm:
+    """1 for a right answer, 0 for any other; the status says why.
 
-    exact     the box holds the gold answer, character for character
-    equal     math-verify finds both equal
+    exact     the answer is the gold answer, character for character
+    equal     both are equal
     wrong     both parse and are not equal
-    unparsed  the box holds nothing that math-verify can read
-    no_box    no closed box
-    too_long  the box holds more than `max_answer_chars`
-    timeout   not settled within `soft_seconds` (the worker gave up) or `hard_seconds` (the worker was killed)
-    died      the worker ended while at it
+    unparsed  the answer is nothing that math-verify can read
+    no_box    no closed box (nor an `Answer:` line, where that counts)
+    too_long  the answer has more than `max_answer_chars`
+    timeout   not settled within `soft_seconds` of processor time (the worker gave up) or `hard_seconds` (it was killed)
+    died      the worker ended while at it, or said what no worker would
     bad_gold  the gold answer is empty, longer than `max_answer_chars`, or cannot be read
 
-    Verdicts are remembered by (gold, answer), least recently used out first; `died` is not, since the fault may lie
-    elsewhere. decode: response token ids -> text without special tokens.
+    find: text -> the final answer in it, None for none. Verdicts are remembered by (gold, answer), least recently used out
+    first; `died` and `timeout` are not, since the fault may lie elsewhere.
     """
 
-    def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        *,
-        workers: int,
-        soft_seconds: float,
-        hard_seconds: float,
-        memory_mib: int,
-        max_answer_chars: int,
-    ) -> None:
-        self._decode = decode
-        self._max_answer_chars = max_answer_chars
-        self._pool = GradingPool(workers, soft_seconds, hard_seconds, memory_mib)
+    def __init__(self, find: Callable[[str], str | None], max_answer_chars: int, limits: PoolLimits) -> None:
+        self._find, self._max_answer_chars = find, max_answer_chars
+        self.pool = GradingPool(limits, ["equality"], "that math-verify is installed")
         self._verdicts: OrderedDict[tuple[str, str], Status] = OrderedDict()
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts in the same order, with reward, score and status. Raises RewardError as the pool does."""
-        statuses = self._grade([(r.answer.strip(), last_boxed(self._decode(r.response_ids))) for r in rollouts])
-        graded = []
-        for rollout, status in zip(rollouts, statuses, strict=True):
-            score = float(status in _RIGHT)
-            graded.append(dataclasses.replace(rollout, reward=score, score=score, status=status))
-        return graded
+    def grade(self, responses: Sequence[Response]) -> list[Verdict]:
+        """See `Term.grade`. Raises RewardError as the pool does."""
+        statuses = self._grade([(gold_answer(r.answer), self._find(r.text)) for r in responses])
+        return [Verdict(float(status in _RIGHT), status) for status in statuses]
 
     def close(self) -> None:
         """End the workers."""
-        self._pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    @property
-    def worker_pids(self) -> list[int]:
-        """The process ids of the grading workers."""
-        return self._pool.pids
+        self.pool.close()
 
     def _grade(self, pairs: Sequence[tuple[str, str | None]]) -> list[Status]:
         """One status for each (gold, answer); equal pairs are graded once."""
         settled: dict[tuple[str, str | None], Status] = {}
         open_pairs: dict[tuple[str, str], None] = {}  # in order of appearance
-        for gold, answer in pairs:
+        for gold, answer in dict.fromkeys(pairs):
             status = self._settle_here(gold, answer)
             if status is not None:
                 settled[gold, answer] = status
             elif answer is not None:
                 open_pairs[gold, answer] = None
-        for pair, verdict in zip(open_pairs, self._pool.grade(list(open_pairs)), strict=True):
-            settled[pair] = verdict
-            if verdict not in ("died", "timeout"):  # these say something of the moment, not of the answer
-                self._remember(pair, verdict)
+        for pair, outcome in zip(open_pairs, self.pool.grade(list(open_pairs)), strict=True):
+            if outcome.status not in STATUSES:
+                raise RewardError(f"a grading worker answered {outcome.status!r}, which is no status; reinstall tepo-megatron")
+            settled[pair] = cast(Status, outcome.status)
+            if outcome.status not in UNSETTLED:  # these say something of the moment, not of the answer
+                self._remember(pair, settled[pair])
         return [settled[pair] for pair in pairs]
 
     def _settle_here(self, gold: str, answer: str | None) -> Status | None:
@@ -97,11 +76,15 @@ class MathReward:
             return "exact"
         if len(answer) > self._max_answer_chars:
             return "too_long"
-        if not gold or len(gold) > self._max_answer_chars:
-            return "bad_gold"
         if (gold, answer) in self._verdicts:
             self._verdicts.move_to_end((gold, answer))
-        return self._verdicts.get((gold, answer))
+            return self._verdicts[gold, answer]
+        if gold_fault(gold, self._max_answer_chars) is not None:
+            return "bad_gold"
+        wanted, given = canonical(gold), canonical(answer)
+        if (a := integer(wanted)) is not None and (b := integer(given)) is not None:
+            return "equal" if a == b else "wrong"
+        return "equal" if wanted == given else None
 
     def _remember(self, pair: tuple[str, str], verdict: Status) -> None:
         self._verdicts[pair] = verdict

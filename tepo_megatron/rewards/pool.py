@@ -2,109 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import subprocess
+import selectors
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from multiprocessing.connection import wait
-from pathlib import Path
-from typing import IO, Literal, cast
+from dataclasses import dataclass
+from typing import Literal
 
 from tepo_megatron.errors import RewardError
+from tepo_megatron.rewards.process import START_SECONDS, Outcome, Worker, WorkerBroken
 
-PoolStatus = Literal["equal", "wrong", "unparsed", "timeout", "died", "bad_gold"]
-
-_WORKER = Path(__file__).with_name("worker.py")
-_START_SECONDS = 120.0  # generous: under a second on an idle machine, but the machine may be loading a model
 _START_ATTEMPTS = 3  # the kernel may have killed the first for want of memory
-_STDERR_TAIL_BYTES = 2000
 
 
-class _Worker:
-    """One child process and the one pair it is grading.
-
-    task: the index of that pair, None where there is none; deadline: on the monotonic clock, when the start or that
-    pair is overdue.
+@dataclass(frozen=True)
+class PoolLimits:
+    """workers: processes; soft_seconds: of processor time that a worker gives itself for a request; hard_seconds: of wall time
+    from dispatch, then it is killed and replaced; memory_mib: its address space.
     """
 
-    def __init__(self, soft_seconds: float, memory_mib: int) -> None:
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by kill)
-        self._process = subprocess.Popen(
-            # -P: the folder of worker.py holds a math.py, which must not hide the standard one
-            [sys.executable, "-P", str(_WORKER), str(soft_seconds), str(memory_mib), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env={**os.environ, "PYTHONHASHSEED": "0"},  # SymPy's order of terms, hence its verdicts, repeat
-            start_new_session=True,  # the terminal's Ctrl-C is for the run, which then closes the pool
-        )
-        assert self._process.stdin and self._process.stdout
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        self.replies = self._stdout.fileno()  # readable when a reply or the end has come
-        self._received = b""
-        self.ready = False
-        self.task: int | None = None
-        self.deadline = time.monotonic() + _START_SECONDS
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def idle(self) -> bool:
-        return self.ready and self.task is None
-
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def send(self, task: int, pair: tuple[str, str], hard_seconds: float) -> None:
-        """Hand over a pair; its time runs from here. Raises BrokenPipeError if the process is gone."""
-        self.task, self.deadline = task, time.monotonic() + hard_seconds
-        self._stdin.write(json.dumps(pair).encode() + b"\n")
-        self._stdin.flush()
-
-    def receive(self) -> str | None:
-        """The next reply, None while it is incomplete. Raises EOFError if the process is gone."""
-        chunk = os.read(self.replies, 4096)
-        if not chunk:
-            raise EOFError
-        self._received += chunk
-        line, newline, rest = self._received.partition(b"\n")
-        if not newline:
-            return None
-        self._received = rest
-        return json.loads(line)
-
-    def stderr_tail(self) -> str:
-        """The last lines that the process wrote before it was ready."""
-        self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _STDERR_TAIL_BYTES))
-        return self._stderr.read().decode(errors="replace").strip()
-
-    def kill(self) -> None:
-        """End the process and give back its pipes."""
-        self._process.kill()
-        self._process.wait()
-        for file in (self._stdin, self._stdout, self._stderr):
-            with contextlib.suppress(BrokenPipeError):  # a request that the process never read
-                file.close()
+    workers: int
+    soft_seconds: float
+    hard_seconds: float
+    memory_mib: int
 
 
 class GradingPool:
-    """Grades (gold, answer) pairs in `workers` processes, which start at once but are waited for only by `grade`.
+    """Grades requests in processes, which start at once but are waited for only by `grade`.
 
-    soft_seconds: wall time that a worker gives itself for a pair; hard_seconds: from dispatch, then it is killed and
-    replaced; memory_mib: its address space. Not for several threads at once. A worker lives no longer than the thread
-    that started it (the one that builds the pool; later the one that grades).
+    command: of `grading/worker.py`, a grader and its arguments; mend: what to check when it does not start. Not for several
+    threads at once. A worker lives no longer than the thread that started it (the one that builds the pool; later the one that
+    grades).
     """
 
-    def __init__(self, workers: int, soft_seconds: float, hard_seconds: float, memory_mib: int) -> None:
-        self._soft_seconds, self._hard_seconds, self._memory_mib = soft_seconds, hard_seconds, memory_mib
-        self._workers = [self._start() for _ in range(workers)]
+    def __init__(self, limits: PoolLimits, command: Sequence[str], mend: str) -> None:
+        self._limits, self._command, self._mend = limits, command, mend
+        self._workers = [self._start() for _ in range(limits.workers)]
         self._failed_starts = 0  # in a row
         self._closed = False
 
@@ -113,25 +47,25 @@ class GradingPool:
         """The process ids of the workers."""
         return [worker.pid for worker in self._workers]
 
-    def grade(self, pairs: Sequence[tuple[str, str]]) -> list[PoolStatus]:
-        """One status for each (gold, answer), in order, whatever the answers do to their workers.
+    def grade(self, requests: Sequence[Sequence[str]]) -> list[Outcome]:
+        """One outcome for each request, in order, whatever the texts in it do to their workers.
 
-        Takes at most about len(pairs) / workers * hard_seconds. Raises RewardError if a worker cannot start and
+        Takes at most about len(requests) / workers * hard_seconds. Raises RewardError if a worker cannot start and
         ValueError after `close`.
         """
         if self._closed:
             raise ValueError("the grading pool is closed")
-        todo = deque(enumerate(pairs))
-        verdicts: dict[int, PoolStatus] = {}
+        todo = deque(enumerate(requests))
+        outcomes: dict[int, Outcome] = {}
         try:
-            while len(verdicts) < len(pairs):
-                self._dispatch(todo, verdicts)
-                self._collect(verdicts)
+            while len(outcomes) < len(requests):
+                self._dispatch(todo, outcomes)
+                self._collect(outcomes)
         except BaseException:
             # a reply still under way would be taken for one of the next batch
             self.close()
             raise
-        return [verdicts[task] for task in range(len(pairs))]
+        return [outcomes[task] for task in range(len(requests))]
 
     def close(self) -> None:
         """Kill the workers. A second call does nothing."""
@@ -140,69 +74,76 @@ class GradingPool:
             worker.kill()
         self._workers = []
 
-    def _start(self) -> _Worker:
+    def _start(self) -> Worker:
         try:
-            return _Worker(self._soft_seconds, self._memory_mib)
+            return Worker(self._command, self._limits.soft_seconds, self._limits.memory_mib)
         except OSError as e:
             raise RewardError(f"cannot start a grading worker ({e}); lower reward.workers") from e
 
-    def _replace(self, worker: _Worker) -> None:
+    def _replace(self, worker: Worker) -> None:
         worker.kill()
         self._workers[self._workers.index(worker)] = self._start()
 
-    def _dispatch(self, todo: deque[tuple[int, tuple[str, str]]], verdicts: dict[int, PoolStatus]) -> None:
-        """Give each idle worker the next pair."""
+    def _dispatch(self, todo: deque[tuple[int, Sequence[str]]], outcomes: dict[int, Outcome]) -> None:
+        """Give each idle worker the next request."""
         for worker in [w for w in self._workers if w.idle]:
             if not todo:
                 return
-            if not worker.is_alive():  # died between two batches: that costs no pair
+            if not worker.is_alive():  # died between two batches: that costs no request
                 self._replace(worker)
                 continue
-            task, pair = todo.popleft()
+            task, texts = todo.popleft()
             try:
-                worker.send(task, pair, self._hard_seconds)
-            except BrokenPipeError:
-                self._settle(worker, "died", verdicts)
+                worker.send(task, texts, self._limits.hard_seconds)
+            except WorkerBroken:
+                self._settle(worker, "died", outcomes)
 
-    def _collect(self, verdicts: dict[int, PoolStatus]) -> None:
-        """Wait until a worker replies, dies, or is overdue."""
+    def _collect(self, outcomes: dict[int, Outcome]) -> None:
+        """Wait until a worker replies, dies, takes more of its request, or is overdue."""
         waiting = [w for w in self._workers if not w.idle]
         if not waiting:
             return
         patience = min(w.deadline for w in waiting) - time.monotonic()
-        readable = wait([w.replies for w in waiting], timeout=max(0.0, patience))
+        with selectors.DefaultSelector() as selector:
+            for worker in waiting:
+                selector.register(worker.replies, selectors.EVENT_READ)
+                if worker.sending:
+                    selector.register(worker.requests, selectors.EVENT_WRITE)
+            possible = {key.fd for key, _ in selector.select(max(0.0, patience))}
         for worker in waiting:
-            if worker.replies in readable:
-                self._read(worker, verdicts)
-            elif time.monotonic() >= worker.deadline:
-                self._settle(worker, "timeout", verdicts)
+            try:
+                if worker.requests in possible:
+                    worker.send_on()
+                if worker.replies in possible:
+                    self._read(worker, outcomes)
+                elif time.monotonic() >= worker.deadline:
+                    self._settle(worker, "timeout", outcomes)
+            except WorkerBroken:
+                self._settle(worker, "died", outcomes)
 
-    def _read(self, worker: _Worker, verdicts: dict[int, PoolStatus]) -> None:
-        try:
-            reply = worker.receive()
-        except EOFError:
-            self._settle(worker, "died", verdicts)
-            return
-        if reply == "ready":
-            worker.ready = True
-            self._failed_starts = 0
-        elif reply is not None:
+    def _read(self, worker: Worker, outcomes: dict[int, Outcome]) -> None:
+        outcome = worker.receive()
+        if outcome is not None:
             assert worker.task is not None
-            verdicts[worker.task], worker.task = cast(PoolStatus, reply), None
+            outcomes[worker.task], worker.task = outcome, None
+        elif worker.idle:
+            self._failed_starts = 0
+        elif time.monotonic() >= worker.deadline:  # a reply that never ends
+            self._settle(worker, "timeout", outcomes)
 
-    def _settle(self, worker: _Worker, status: Literal["timeout", "died"], verdicts: dict[int, PoolStatus]) -> None:
-        """Book the pair, if any, of a worker that will not reply, and replace the worker.
+    def _settle(self, worker: Worker, status: Literal["timeout", "died"], outcomes: dict[int, Outcome]) -> None:
+        """Book the request, if any, of a worker that will not reply, and replace the worker.
 
         Raises RewardError where starting it again is in vain.
         """
         if worker.task is not None:
-            verdicts[worker.task] = status
+            outcomes[worker.task] = Outcome(status)
         elif status == "timeout" or self._failed_starts == _START_ATTEMPTS - 1:
-            fate = "ended" if status == "died" else f"was not ready after {_START_SECONDS:.0f} s"
+            fate = "ended" if status == "died" else f"was not ready after {START_SECONDS:.0f} s"
             raise RewardError(
-                f"a grading worker {fate} before its first answer; check that math-verify is installed for "
-                f"{sys.executable} and that reward.memory_mib={self._memory_mib} is enough. Its last words:\n"
-                f"{worker.stderr_tail() or '(none)'}"
+                f"a grading worker {fate} before its first answer; check {self._mend} and that "
+                f"reward.memory_mib={self._limits.memory_mib} is enough ({sys.executable}). Its last words:\n"
+                f"{worker.last_words() or '(none)'}"
             )
         else:
             self._failed_starts += 1

@@ -10,7 +10,7 @@ from tepo_megatron.config import RolloutConfig
 from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import SyncError
 from tepo_megatron.metrics import Metrics
-from tepo_megatron.rewards import Reward
+from tepo_megatron.rewards import STATUSES, Reward
 from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.rollout.engine import INITIAL_VERSION, Groups, RolloutEngine
 from tepo_megatron.seeding import derive_seed
@@ -73,6 +73,8 @@ class Collector:
                 metrics.add("accuracy/mean", rollout.score)
                 metrics.add("rollout/response_tokens_mean", rollout.response_length)
                 metrics.add("rollout/truncated", rollout.stop_reason == "length")
+                for status in STATUSES:
+                    metrics.add(f"grading/{status}", rollout.status == status)
             sampled, stale = sampled + len(groups), stale + old
             kept += self._useful(groups)
         metrics.add("rollout/sampled_groups", sampled)

@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
-import sys
 import threading
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Self
 
+from tepo_megatron import user_file
 from tepo_megatron.channel import Meeting, Source, Taker
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.rollout.conversation import Conversation, Decode, Encode, OutOfRoom, WeightsChanged
@@ -43,39 +41,13 @@ def load_function(spec: str) -> Function:
 
     Raises ConfigError naming the key, what is wrong and the mend.
     """
-    key = f"rollout.function={spec}"
-    path, colon, name = spec.rpartition(":")
-    if not colon or not path.endswith(".py") or not name.isidentifier():
-        raise ConfigError(f"{key}: not of the form path/to/file.py:name")
-    file = Path(path).resolve()
-    if not file.is_file():
-        raise ConfigError(f"{key}: there is no file {file}; a path is relative to the folder that the run is started in")
-    call = getattr(_run_file(file, key), name, None)
-    if call is None:
-        raise ConfigError(f"{key}: {path} defines no {name}; name an async function of it")
-    if not inspect.iscoroutinefunction(call):
-        raise ConfigError(f"{key}: {name} is no async function; write `async def {name}(conversation: Conversation) -> None`")
-    try:
-        inspect.signature(call).bind(object())
-    except TypeError as e:
-        raise ConfigError(f"{key}: {name} must take a conversation and nothing else ({e}); give the rest defaults") from None
-    return Function(file, name, call)
-
-
-def _run_file(file: Path, key: str) -> ModuleType:
-    name = f"rollout_function_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as e:
-        del sys.modules[name]
+    found, key = user_file.load(spec, "rollout.function", "an async function"), f"rollout.function={spec}"
+    if not inspect.iscoroutinefunction(found.value):
         raise ConfigError(
-            f"{key}: {file} cannot be imported ({_told(e, file)}); mend it, or put the folder of what it imports on PYTHONPATH"
-        ) from e
-    return module
+            f"{key}: {found.name} is no async function; write `async def {found.name}(conversation: Conversation) -> None`"
+        )
+    user_file.check_takes(found, key, 1, "a conversation")
+    return Function(found.file, found.name, found.value)
 
 
 class CustomRollouts:
@@ -174,7 +146,7 @@ class CustomRollouts:
         except BaseException as e:  # SystemExit would end the loop, and with it all who wait for it
             cause = _first(e)
             if conversation.failure is None and not isinstance(cause, OutOfRoom):
-                raise RolloutError(f"{what} failed: {_told(cause, function.file)}") from cause
+                raise RolloutError(f"{what} failed: {user_file.told(cause, function.file)}") from cause
         if conversation.failure is not None:  # the function passed over it
             raise conversation.failure
         if returned is not None:
@@ -273,11 +245,3 @@ def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _told(error: BaseException, file: Path) -> str:
-    """The error and where it arose: the last line of `file` on the way to it, or else the last line of all."""
-    frames = traceback.extract_tb(error.__traceback__)
-    line = next((frame for frame in reversed(frames) if frame.filename == str(file)), frames[-1] if frames else None)
-    where = "" if line is None else f" at {line.filename}:{line.lineno}"
-    return f"{type(error).__name__}: {error}{where}"

@@ -15,7 +15,7 @@ def test_a_run_that_can_work_and_one_that_cannot(tepo, base: Path, tmp_path: Pat
     command = tepo("doctor", "examples/demo.yaml", *words)
     assert command.wait(240) == 0, command.output
     command.assert_nothing_left()
-    for check in ("packages", "config", "data.train", "grading", "all-reduce", "engine", "log-probs", "noise of dH", "seconds"):
+    for check in ("packages", "config", "data", "grading", "all-reduce", "engine", "log-probs", "noise of dH", "seconds"):
         assert re.search(rf"^pass  {check} ", command.output, re.M), (check, command.output)
     assert list((tmp_path / "runs").iterdir()) == []  # nothing is left
 

@@ -23,7 +23,7 @@ ENGINE, CHECKPOINT = "tests.parallel.resume_worlds:FollowingEngine.", "tepo_mega
 PLACES = {
     "tepo_megatron.rollout.collector:Collector.collect": False,
     ENGINE + "generate": False,
-    "tepo_megatron.rewards.math:MathReward.score": False,
+    "tepo_megatron.rewards.terms:WeightedReward.score": False,
     "tepo_megatron.actor.actor:Actor.attach_old_stats": True,
     "tepo_megatron.actor.actor:Actor.update": True,
     "tepo_megatron.platform.adam:HostAdam._update": True,  # one parameter of an optimizer step
@@ -119,7 +119,7 @@ def test_more_kills_in_one_run(straight: Callable[[int], Outcome], model: Path, 
         Kill("tepo_megatron.sinks:RunLog.rewind"),
         Kill("tepo_megatron.sinks:os.ftruncate"),  # the lost records are written, and not yet cut off
         Kill("tepo_megatron.weights.sync:WeightSync.push", step=1, after=True),
-        Kill("tepo_megatron.rewards.math:MathReward.score", step=2, after=True),
+        Kill("tepo_megatron.rewards.terms:WeightedReward.score", step=2, after=True),
         Kill("tepo_megatron.platform.adam:HostAdam._update", step=2, call=9, rank=1),
         Kill(CHECKPOINT + "restoring:restore", after=True, rank=1),
         Kill(ENGINE + "update_weights", step=2),

@@ -9,6 +9,7 @@ import torch
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import SyncError
+from tepo_megatron.rewards import STATUSES
 from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.timing import Clock
@@ -97,6 +98,13 @@ def test_shaping_changes_rewards_and_neither_scores_nor_the_choice_of_groups() -
     assert [r.reward for r in after] == pytest.approx([r.reward - 0.5 for r in before])
     assert metrics_after.means()["reward/mean"] == pytest.approx(metrics_before.means()["reward/mean"] - 0.5)
     assert metrics_after.means()["accuracy/mean"] == metrics_before.means()["accuracy/mean"]
+
+
+def test_the_statuses_of_all_samples_are_counted() -> None:
+    collect, _ = collector(refills=0)
+    _, metrics = collect.collect(1, Clock())
+    shares = {name: share for name, share in metrics.means().items() if name.startswith("grading/")}
+    assert shares == {f"grading/{status}": float(status == "exact") for status in STATUSES}
 
 
 def test_without_the_filter_every_group_is_kept() -> None:

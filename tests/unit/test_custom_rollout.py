@@ -17,11 +17,11 @@ import torch
 
 from examples.arithmetic.task import END, build_tokenizer, make_problem
 from examples.tools.calculator import result
-from tepo_megatron.config import RolloutConfig, ServerConfig
+from tepo_megatron.config import RewardConfig, RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.ops.context_parallel import shard_zigzag_packed
 from tepo_megatron.ops.packing import Alignment, pack
-from tepo_megatron.rewards.math import MathReward
+from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
 from tepo_megatron.rollout.endpoint import Endpoint
 from tepo_megatron.rollout.engine import Launch, Send
@@ -422,7 +422,7 @@ def test_the_calculator_is_no_part_of_what_is_trained_on_and_graded(tmp_path: Pa
         tool = decode(rollout.token_ids_L[~rollout.response_mask_L].tolist()).removeprefix(problem.prompt)
         assert tool == "".join(part.partition("=")[0] for part in _results(problem.solution))
         assert "=" in decode(rollout.response_ids) and ((rollout.rollout_logprobs_L != 0) == rollout.response_mask_L).all()
-    with MathReward(decode, workers=1, soft_seconds=1, hard_seconds=2.0, memory_mib=1024, max_answer_chars=99) as reward:
+    with build_reward(RewardConfig(workers=1), decode) as reward:
         assert {(r.score, r.status) for r in reward.score(rollouts)} == {(1.0, "exact")}
 
 

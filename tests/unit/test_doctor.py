@@ -64,23 +64,23 @@ def test_a_sound_run_passes(made: Make) -> None:
         "shared memory",
         "disk",
         "disk speed",
-        "data.train",
+        "data",
         "grading",
     }
-    assert "40 prompts" in found["data.train"].said and "40 right answers" in found["grading"].said
+    assert "40 prompts" in found["data"].said and "40 right answers" in found["grading"].said
     assert found["a step"].verdict == "skip" and "--quick" in found["a step"].said
 
 
 def test_what_is_refused_is_a_finding_and_the_rest_is_looked_at(made: Make, model: Path, tmp_path: Path) -> None:
     found = findings(made(parallel={"tp": 3}))
-    assert found["config"].verdict == "fail" and "parallel.tp=3" in found["config"].said and "data.train" in found
+    assert found["config"].verdict == "fail" and "parallel.tp=3" in found["config"].said and "data" in found
 
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1?"}\n')
     found = findings(made(data={"train": str(tmp_path / "bad.jsonl")}))
     assert found["data"].verdict == "fail" and "bad.jsonl:1" in found["data"].said and "disk" in found
 
     found = findings(made(rollout={"prompts_per_step": 64}))
-    assert found["data.train"].verdict == "fail" and "rollout.prompts_per_step=64" in found["data.train"].said
+    assert found["prompts"].verdict == "fail" and "rollout.prompts_per_step=64" in found["prompts"].said
 
 
 def test_right_answers_that_are_not_found_right_are_shown(made: Make, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 
 from tepo_megatron.config import RewardConfig
-from tepo_megatron.rewards.pool import GradingPool
+from tepo_megatron.rewards.gold import gold_answer, gold_fault
+from tepo_megatron.rewards.pool import GradingPool, PoolLimits
 
 _NUMBER = r"-?(\d{1,30}(\.\d{1,30})?|\.\d{1,30}|\d{1,3}(,\d{3}){1,5})"
 _INTEGER = r"-?\d{1,30}"
@@ -26,28 +27,33 @@ _CHUNK = 32  # answers between two looks at the clock
 
 
 def unreadable_golds(golds: Sequence[str], cfg: RewardConfig, seconds: float) -> tuple[dict[str, str], int]:
-    """({gold: status}, how many were not looked at) of the golds that math-verify cannot read: only a response whose box holds
-    the same characters could be right.
+    """({gold: status}, how many were not looked at) of the golds that the grader cannot read: only a response whose answer has
+    the same characters could be right. None where nothing is graded by its answer.
 
-    Status: bad_gold, too_long, timeout, died, as in `MathReward`. Common forms are known by a pattern, without any process; the
+    Status: bad_gold, too_long, timeout, died, as in `MathTerm`. Common forms are known by a pattern, without any process; the
     others are tried in `cfg.workers` of them for `seconds` at most. Raises RewardError if those cannot start.
     """
+    if not any(entry.type in ("math", "answer_line") for entry in cfg.entries):
+        return {}, 0
     bad: dict[str, str] = {}
-    open_: list[str] = []
-    for gold in dict.fromkeys(text.strip() for text in golds):
-        if len(gold) > cfg.max_answer_chars:
-            bad[gold] = "too_long"
+    open_: list[tuple[str, str]] = []  # as it stands, and what of it is compared
+    for text in dict.fromkeys(text.strip() for text in golds):
+        gold = gold_answer(text)
+        if gold_fault(text, cfg.max_answer_chars) is not None:
+            bad[text] = "too_long" if len(gold) > cfg.max_answer_chars else "bad_gold"
         elif not _READABLE.fullmatch(gold):
-            open_.append(gold)
+            open_.append((text, gold))
     if not open_:
         return bad, 0
-    pool = GradingPool(min(cfg.workers, len(open_)), cfg.soft_seconds, cfg.hard_seconds, cfg.memory_mib)
+    limits = PoolLimits(min(cfg.workers, len(open_)), cfg.soft_seconds, cfg.hard_seconds, cfg.memory_mib)
+    pool = GradingPool(limits, ["equality"], "that math-verify is installed")
     end, done = time.monotonic() + seconds, 0
     try:
         while done < len(open_) and time.monotonic() < end:
             chunk = open_[done : done + _CHUNK]
-            verdicts = pool.grade([(gold, gold) for gold in chunk])
-            bad |= {gold: v for gold, v in zip(chunk, verdicts, strict=True) if v in ("bad_gold", "timeout", "died")}
+            outcomes = pool.grade([(gold, gold) for _, gold in chunk])
+            found = {text: outcome.status for (text, _), outcome in zip(chunk, outcomes, strict=True)}
+            bad |= {text: status for text, status in found.items() if status in ("bad_gold", "timeout", "died")}
             done += len(chunk)
     finally:
         pool.close()

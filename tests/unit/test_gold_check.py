@@ -6,9 +6,9 @@ import time
 import pytest
 
 from tepo_megatron.config import RewardConfig
-from tepo_megatron.rewards import golds
-from tepo_megatron.rewards.golds import unreadable_golds
-from tepo_megatron.rewards.worker import load_grader
+from tepo_megatron.grading.equality import load_grader
+from tepo_megatron.rewards import gold_check
+from tepo_megatron.rewards.gold_check import unreadable_golds
 
 CFG = RewardConfig(workers=2)
 
@@ -33,12 +33,12 @@ def test_known_forms_are_readable() -> None:
     """By math-verify itself, so that nothing is passed over that it would refuse."""
     grade = load_grader()
     for gold in of_known_forms(0):
-        assert golds._READABLE.fullmatch(gold), gold
+        assert gold_check._READABLE.fullmatch(gold), gold
         assert grade(gold, gold) == "equal", gold
 
 
 def test_known_forms_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(golds, "GradingPool", None)
+    monkeypatch.setattr(gold_check, "GradingPool", None)
     many = [gold for seed in range(600) for gold in of_known_forms(seed)]
     start = time.process_time()
     assert unreadable_golds(many, CFG, seconds=0) == ({}, 0)

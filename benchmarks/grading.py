@@ -1,0 +1,179 @@
+r"""What grading costs, and how often it is right.
+
+    python -m benchmarks.grading [--workers 2] [--quick] [--json FILE]
+
+Throughput: 512 distinct pairs of (gold, answer) of one kind, all equal but for the way they are written; median of five batches
+of new pairs by workers that are warm, decoding of token ids and all; then the grading alone of the same batch, which is now
+remembered. math-verify alone: the same pairs, one
+after the other, in one process without limits. Generation: how late an event loop in another thread, such as the one that
+speaks to the inference servers, is woken meanwhile (it asks every 5 ms; worst of all).
+
+Agreement: tests/grading_pairs.py, with the labels, ours and math-verify's own. Hostile: tests/hostile_answers.py one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import starmap
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tepo_megatron.config import RewardConfig
+from tepo_megatron.rewards import build_reward
+from tepo_megatron.rewards.terms import Response, WeightedReward
+from tepo_megatron.rollout.loop import LoopThread
+from tepo_megatron.types import Rollout
+from tests.grading_pairs import load_pairs
+from tests.hostile_answers import hostile_answers
+
+PAIRS = 512
+TICK_SECONDS = 0.005
+KINDS: dict[str, Callable[[int], tuple[str, str]]] = {
+    "integers, as they stand": lambda i: (str(i), f"{i}"),
+    "integers, written otherwise": lambda i: (str(i), f"+{i:,}"),
+    "integers, by math-verify": lambda i: (str(i), f"{i}.0"),
+    "fractions": lambda i: (rf"\frac{{{i}}}{{{i + 1}}}", rf"\frac{{{2 * i}}}{{{2 * i + 2}}}"),
+    "intervals": lambda i: (f"[{i},{i + 1})", rf"{i} \le x < {i + 1}"),
+    "roots": lambda i: (rf"{i}\sqrt{{2}}", rf"\sqrt{{{2 * i * i}}}"),
+}
+
+
+def decode(ids: Sequence[int]) -> str:
+    """Code points."""
+    return "".join(map(chr, ids))
+
+
+def response(answer: str, gold: str) -> Rollout:
+    """Whose tokens are code points."""
+    ids_L = torch.tensor([63, *map(ord, rf"so \boxed{{{answer}}}")])
+    return Rollout(0, ids_L, torch.arange(len(ids_L)) > 0, torch.zeros(len(ids_L)), 0, "stop", gold)
+
+
+def reward_of(workers: int) -> WeightedReward:
+    """The default one, warm."""
+    reward = build_reward(RewardConfig(workers=workers), decode)
+    reward.score([response(f"{2 * i}/2", f"{i}") for i in range(8 * workers)])
+    return reward
+
+
+def decoded(rollouts: Sequence[Rollout]) -> list[Response]:
+    """Responses whose text has been asked for."""
+    responses = [Response(rollout, decode) for rollout in rollouts]
+    assert all(response.text for response in responses)
+    return responses
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    """Wall time of one call."""
+    start = time.monotonic()
+    work()
+    return time.monotonic() - start
+
+
+async def lateness(until: asyncio.Event) -> float:
+    """Seconds by which a sleep was ever longer than it should be."""
+    worst = 0.0
+    while not until.is_set():
+        start = time.monotonic()
+        await asyncio.sleep(TICK_SECONDS)
+        worst = max(worst, time.monotonic() - start - TICK_SECONDS)
+    return worst
+
+
+def throughput(workers: int, pairs: int, batches: int) -> dict[str, dict[str, float]]:
+    """By kind: seconds of a batch, of the same again, of math-verify alone, and the lateness of another thread's loop."""
+    found = {}
+    for kind, make in KINDS.items():
+        with reward_of(workers) as reward:
+            loop, done = LoopThread("ticks"), asyncio.Event()
+            ticks = loop.submit(lateness(done))
+            times, again = [], []
+            for batch in range(batches):
+                made = [make(1000 + batch * pairs + i) for i in range(pairs)]
+                rollouts = [response(answer, gold) for gold, answer in made]
+                times.append(seconds_of(partial(reward.score, rollouts)))
+                again.append(seconds_of(partial(reward.terms[0][1].grade, decoded(rollouts))))
+                assert all(r.score == 1.0 for r in reward.score(rollouts)), kind
+            done.set()
+            late = ticks.result()
+            loop.stop()
+        alone = seconds_of(partial(list, starmap(plain, made)))
+        found[kind] = {
+            "seconds": statistics.median(times), "again": statistics.median(again), "late": late, "math_verify": alone
+        }  # fmt: skip
+    return found
+
+
+def plain(gold: str, answer: str) -> bool:
+    """math-verify as its readme shows it."""
+    from math_verify import parse, verify  # type: ignore[import-not-found,unused-ignore]
+
+    gold_parsed, answer_parsed = parse(rf"\boxed{{{gold}}}"), parse(rf"\boxed{{{answer}}}")
+    return bool(gold_parsed and answer_parsed and verify(gold_parsed, answer_parsed))
+
+
+def agreement(workers: int) -> dict[str, dict[str, int]]:
+    """By kind: pairs, and with how many labels we and math-verify agree."""
+    pairs = load_pairs()
+    with reward_of(workers) as reward:
+        ours = [r.score == 1.0 for r in reward.score([response(p.answer, p.gold) for p in pairs])]
+    counts: dict[str, Counter[str]] = {}
+    for pair, right in zip(pairs, ours, strict=True):
+        count = counts.setdefault(pair.kind, Counter())
+        count += Counter(pairs=1, ours=right == pair.right, math_verify=plain(pair.gold, pair.answer) == pair.right)
+    return {kind: dict(count) for kind, count in counts.items()}
+
+
+def hostile(every: int) -> dict[str, Any]:
+    """Of one worker: statuses, the longest that an answer took, and all of them together, in seconds."""
+    with reward_of(1) as reward:
+        found, times = Counter[str](), []
+        for answer in hostile_answers()[::every]:
+            start = time.monotonic()
+            (graded,) = reward.score([response(answer, "7")])
+            times.append(time.monotonic() - start)
+            found[graded.status] += 1
+            assert graded.score == 0.0, answer
+    return {"answers": len(times), "worst": max(times), "all": sum(times), "statuses": dict(found)}
+
+
+def main() -> None:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="few pairs, to see that it runs")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    pairs, batches, every = (32, 1, 40) if args.quick else (PAIRS, 5, 1)
+    load = os.getloadavg()[0]
+    print(f"{args.workers} workers, {len(os.sched_getaffinity(0))} cores, load {load:.1f} before")
+    speed = throughput(args.workers, pairs, batches)
+    for kind, t in speed.items():
+        print(
+            f"{kind}: {pairs} in {t['seconds']:.3f} s, again {1000 * t['again']:.1f} ms, math-verify alone "
+            f"{t['math_verify']:.2f} s, another thread woken at most {1000 * t['late']:.1f} ms late"
+        )
+    right = agreement(args.workers)
+    for kind, c in right.items():
+        print(f"{kind}: {c['pairs']} pairs, ours {c['ours']}, math-verify {c['math_verify']}")
+    print("all: " + ", ".join(f"{name} {sum(c[name] for c in right.values())}" for name in ("pairs", "ours", "math_verify")))
+    attack = hostile(every)
+    print(f"hostile: {attack}")
+    if args.json is not None:
+        args.json.write_text(json.dumps({"load": load, "throughput": speed, "agreement": right, "hostile": attack}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

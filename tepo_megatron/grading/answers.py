@@ -1,0 +1,183 @@
+r"""Answers as strings: one spelling for what is written in several ways, and what strings alone can settle.
+
+Everything here is linear in the text, or nearly: it runs in the trainer's process on whatever a model wrote.
+"""
+
+# ruff: noqa: RUF001  (signs that look like others are what this file is about)
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_SYMBOLS = {
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "⁄": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
+    "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "±": r"\pm ",
+    "ℝ": r"\mathbb{R}", "√": r"\sqrt ", r"\varnothing": r"\emptyset", r"\[": "", r"\]": "", r"\(": "", r"\)": "", r"\$": "",
+    "$": "", r"\displaystyle": "", r"\,": " ", r"\;": " ", r"\:": " ", r"\!": "", r"\ ": " ", r"\qquad": " ", r"\quad": " ",
+    "~": " ", r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac",
+}  # fmt: skip
+_SYMBOL = re.compile(r"\\\\|" + "|".join(re.escape(s) + r"(?![a-zA-Z])" * s[-1].isalpha() for s in _SYMBOLS))  # `\\` is a row
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
+_PREFIX = re.compile(r"^(?:\\text\s*\{\s*)?(?:so |thus )?(?:the |my )?(?:final )?answer\s*(?:is|:)\s*:?\s*(?P<brace>\}?)", re.I)
+_GROUPED_BY_SPACES = re.compile(r"([+-]?\d{1,3})((?: \d{3})+)(\.\d+)?")
+_MIXED = re.compile(r"(-?)(\d+) (\d+)\s*/\s*(\d+)")
+_REPEATING = re.compile(r"(\d{1,20})\.(\d{0,20})\\overline\s*\{(\d{1,20})\}")
+_BARE_FRACTION = re.compile(r"\\frac (\d) ?(\d)")
+_BARE_ROOT = re.compile(r"\\sqrt (\d+|[a-zA-Z])")
+_APART = re.compile(r"(?<=\d) (?=i(?![a-zA-Z]))")
+_INTEGER = re.compile(r"\+?(-?)(?:(\d+)|(\d{1,3}(?:,\d{3})+))", re.ASCII)
+_WRAPPED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_WORDS = re.compile(r"[^\W\d_](?:[^\W\d_]|[' -])*")
+_SHORT_WORDS = frozenset({"yes", "no", "odd", "all", "one", "two", "both"})
+_UNITS = {
+    name: unit
+    for unit, names in {
+        "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre", "km": "kilometer kilometre",
+        "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile", "mg": "milligram", "g": "gram", "kg": "kilogram",
+        "lb": "pound", "oz": "ounce", "s": "second sec", "min": "minute", "h": "hour hr", "day": "day", "week": "week",
+        "month": "month", "year": "year", "ml": "milliliter millilitre", "l": "liter litre", "dollar": "dollar",
+        "cent": "cent", "degree": "degree", "radian": "radian rad",
+    }.items()
+    for name in (unit, *names.split())
+}  # fmt: skip
+_UNIT = re.compile(r"\d\)?\}?\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{\s*([a-zA-Z]+)\s*\}|\b([a-zA-Z]{2,}))\.?$")
+_SUM_IN_WORDS = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}\b(?! *\()[^=\d]*\d[^=]*=")
+_RELATION = re.compile(r"\\(?:leqslant|geqslant|leq|geq|le|ge|lt|gt)(?![a-zA-Z])|<=|>=|<|>")
+_VARIABLE = re.compile(r"[a-zA-Z]|\\[a-z]{2,8}")
+_OR = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*or\s*\}|\\lor\b|\\vee\b|\bor\b")
+
+
+def canonical(answer: str) -> str:
+    r"""One spelling: LaTeX for Unicode signs, no dollars and spacing commands, thousands joined, `0.\overline{3}` a fraction.
+
+    >>> canonical("$1\\,000$."), canonical("¾"), canonical("2 1/3"), canonical("x²")
+    ('1000', '\\frac{3}{4}', '(2+\\frac{1}{3})', 'x^{2}')
+    """
+    if _INTEGER.fullmatch(answer):
+        return answer
+    text = _SUPERSCRIPT.sub(lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", answer)
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", "".join(map(_vulgar_fraction, text)))
+    text = _SYMBOL.sub(lambda found: _SYMBOLS.get(found[0], found[0]), text)
+    prefix = _PREFIX.match(text.lstrip())
+    if prefix and prefix.end():
+        text = text.lstrip()[prefix.end() :]
+        if not prefix["brace"] and prefix[0].startswith("\\"):
+            text = "\\text{" + text
+    text = " ".join(text.split()).strip("*").removesuffix(r"\text{.}").rstrip(".,;: ")
+    text = _BARE_FRACTION.sub(r"\\frac{\1}{\2}", text)
+    text = _BARE_ROOT.sub(r"\\sqrt{\1}", text)
+    text = _APART.sub("", text)
+    text = _REPEATING.sub(_as_fraction, text)
+    if grouped := _GROUPED_BY_SPACES.fullmatch(text):
+        return grouped[1] + grouped[2].replace(" ", "") + (grouped[3] or "")
+    if mixed := _MIXED.fullmatch(text):
+        return rf"{mixed[1]}({mixed[2]}+\frac{{{mixed[3]}}}{{{mixed[4]}}})"
+    return text
+
+
+def integer(text: str) -> str | None:
+    """The digits of an integer, without leading zeros and separators of thousands; None for anything else.
+
+    >>> integer("-007"), integer("1,000"), integer("-0"), integer("7.0")
+    ('-7', '1000', '0', None)
+    """
+    found = _INTEGER.fullmatch(text)
+    if found is None:
+        return None
+    digits = (found[2] or found[3].replace(",", "")).lstrip("0") or "0"
+    return digits if digits == "0" else found[1] + digits
+
+
+def words(text: str) -> str | None:
+    r"""The words of an answer that is words, in lower case; None for a formula; see `choice` for single letters.
+
+    >>> words(r"\text{ No  solution}"), words("Monday"), words("(B)"), words("xy"), words("2 apples")
+    ('no solution', 'monday', None, None, None)
+    """
+    inner = _WRAPPED.sub(r"\1", text)
+    found = " ".join(inner.split()).strip(".() ")
+    if not _WORDS.fullmatch(found):
+        return None
+    long_enough = any(len(word) > 3 or word in _SHORT_WORDS for word in found.lower().split())
+    spoken = long_enough or (inner != text and len(found) > 1)
+    return found.lower() if spoken else None
+
+
+def choice(text: str) -> str | None:
+    r"""The capital letter of an answer that is one: `B`, `(B)`, `\text{(B)}`; None for anything else."""
+    found = _WRAPPED.sub(r"\1", text).strip(".() ")
+    return found if len(found) == 1 and "A" <= found <= "Z" else None
+
+
+def unit(text: str) -> str | None:
+    r"""The unit that a number is given in, where it is a well-known one: `5\text{ centimeters}` -> cm."""
+    found = _UNIT.search(text)
+    if found is None:
+        return None
+    name = found[1] or found[2]
+    return _UNITS.get(name) or _UNITS.get(name.lower().removesuffix("s"))
+
+
+def is_percentage(text: str) -> bool:
+    """Whether it ends in a percent sign, or in the word."""
+    return text.endswith("%") or bool(re.search(r"\d\s*\\text\s*\{\s*percent\s*\}$|\d percent$", text))
+
+
+def without_percent(text: str) -> str:
+    """The number before the sign."""
+    return re.sub(r"\s*(?:\\?%|\\text\s*\{\s*percent\s*\}|percent)$", "", text)
+
+
+def is_sum_in_words(text: str) -> bool:
+    """Whether a calculation told in words stands before an equals sign: "six times 7 = 42" is no answer."""
+    return bool(_SUM_IN_WORDS.search(_WRAPPED.sub(r" \1 ", text)))
+
+
+def as_interval(text: str) -> str | None:
+    r"""The interval, or union of intervals, that inequalities of one variable describe; None for anything else.
+
+    >>> as_interval(r"0 \le x < 1"), as_interval(r"x<0 \text{ or } x>1"), as_interval("x<y<z<1")
+    ('[0,1)', '(-\\infty,0)\\cup(1,\\infty)', None)
+    """
+    parts = [_interval(part) for part in _OR.split(text)]
+    return None if None in parts else r"\cup".join(part for part in parts if part)
+
+
+def _interval(text: str) -> str | None:
+    sides = [side.strip() for side in _RELATION.split(text)]
+    signs = [sign.lstrip("\\") for sign in _RELATION.findall(text)]
+    if len(signs) == 1 and _VARIABLE.fullmatch(sides[1]) and not _VARIABLE.fullmatch(sides[0]):
+        sides.append("")  # 2 < x: nothing on the other side
+    elif len(signs) == 1:
+        sides.insert(0, "")
+        signs.insert(0, signs[0])
+    if len(sides) != 3 or not _VARIABLE.fullmatch(sides[1]) or len({_rises(sign) for sign in signs}) > 1:
+        return None
+    low, _, high = sides if _rises(signs[0]) else reversed(sides)
+    first, last = (signs[0], signs[-1]) if _rises(signs[0]) else (signs[-1], signs[0])
+    left = f"[{low}" if low and _is_closed(first) else f"({low}" if low else r"(-\infty"
+    right = f"{high}]" if high and _is_closed(last) else f"{high})" if high else r"\infty)"
+    return f"{left},{right}"
+
+
+def _rises(sign: str) -> bool:
+    return sign[0] in "<l"
+
+
+def _is_closed(sign: str) -> bool:
+    return sign not in ("<", ">", "lt", "gt")
+
+
+def _vulgar_fraction(character: str) -> str:
+    r"""¾ -> \frac{3}{4}; any other character as it is."""
+    above, slash, below = unicodedata.normalize("NFKC", character).partition("⁄") if character > "~" else (character, "", "")
+    return rf"\frac{{{above}}}{{{below}}}" if slash and above and below else character
+
+
+def _as_fraction(found: re.Match[str]) -> str:
+    whole, fixed, repeated = found.groups()
+    below = (10 ** len(repeated) - 1) * 10 ** len(fixed)
+    return rf"\frac{{{int(whole + fixed + repeated) - int(whole + fixed)}}}{{{below}}}"

@@ -1,0 +1,91 @@
+r"""Whether two answers are equal: math-verify, with what it takes for equal and should not, and the other way round.
+
+Each repair names the fault of math-verify 0.9.0 that it is for; docs/rewards.md has the list, tests/grading_pairs.py the cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from tepo_megatron.grading.answers import (
+    as_interval,
+    canonical,
+    choice,
+    is_percentage,
+    is_sum_in_words,
+    unit,
+    without_percent,
+    words,
+)
+
+_GOLDS_KEPT = 4096
+_TINY = 1e-5  # below it, math-verify's absolute comparisons (6 decimals, 15 digits) take different numbers for equal
+_RELATIVE = 1e-6
+
+
+def load_grader() -> Callable[[str, str], str]:
+    """The function (gold, answer) -> status. Imports math-verify, hence after the limits of memory are set."""
+    from math_verify import LatexExtractionConfig, parse, verify
+    from sympy.sets.sets import Set
+
+    targets = [LatexExtractionConfig(boxed_match_priority=0)]  # 0: "the answer is 42" never overrides the box
+
+    def parse_boxed(content: str) -> list[Any]:
+        # no time limit here and in verify: theirs is one per call, the worker's alarm is for all of them
+        return parse(
+            f"\\boxed{{{content}}}",
+            extraction_config=targets,
+            fallback_mode="no_fallback",
+            parsing_timeout=None,
+        )
+
+    parse_gold = lru_cache(maxsize=_GOLDS_KEPT)(parse_boxed)  # one gold meets a whole group of answers
+
+    def equal(gold: list[Any], answer: list[Any]) -> bool:
+        return bool(verify(gold, answer, timeout_seconds=None)) and not _differ(gold, answer)
+
+    def grade(gold: str, answer: str) -> str:
+        gold, answer = canonical(gold), canonical(answer)
+        if (spoken := words(gold)) is not None:
+            # letters that math-verify would multiply: "even" is no product
+            return "equal" if spoken == words(answer) else "wrong"
+        if (letter := choice(gold)) is not None and choice(answer) is not None:
+            return "equal" if letter == choice(answer) else "wrong"
+        parsed_gold = parse_gold(gold)
+        if not parsed_gold:
+            return "bad_gold"
+        if is_sum_in_words(answer) and not is_sum_in_words(gold):
+            return "unparsed"
+        if any(isinstance(x, Set) for x in parsed_gold):
+            # math-verify compares an inequality with a set on request, but solves it first, which takes long
+            answer = as_interval(answer) or answer
+        parsed_answer = parse_boxed(answer)
+        if not parsed_answer:
+            return "unparsed"
+        if (asked := unit(gold)) and (given := unit(answer)) and asked != given:
+            return "wrong"
+        if equal(parsed_gold, parsed_answer):
+            return "equal"
+        if is_percentage(gold) != is_percentage(answer):
+            # 12.5% and 12.5: math-verify drops the sign of whole numbers only
+            bare = [parse_boxed(without_percent(text)) for text in (gold, answer)]
+            return "equal" if all(bare) and equal(*bare) else "wrong"
+        return "wrong"
+
+    return grade
+
+
+def _differ(gold: list[Any], answer: list[Any]) -> bool:
+    """Whether two numbers that math-verify takes for equal are so small that its comparison says nothing, and differ."""
+    numbers = [[x for x in parsed if getattr(x, "is_number", False)] for parsed in (gold, answer)]
+    if not all(numbers):
+        return False
+    a, b = numbers[0][0], numbers[1][0]
+    x, y = a.evalf(30), b.evalf(30)
+    if not (x.is_real and y.is_real and abs(x) < _TINY and abs(y) < _TINY) or a == b:
+        return False
+    if x == 0 or y == 0:
+        return (b if x == 0 else a).equals(0) is not True
+    return bool(abs(x - y) > _RELATIVE * max(abs(x), abs(y)))

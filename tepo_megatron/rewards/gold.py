@@ -1,0 +1,49 @@
+"""Gold answers: what of them is graded, and whether any response could be right by them."""
+
+from __future__ import annotations
+
+import re
+
+from tepo_megatron.rewards.boxed import last_boxed
+
+MAX_CHARS = 512  # the default of reward.max_answer_chars
+_UNREADABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+_SOMETHING = re.compile(r"\w|\\(?:infty|emptyset|varnothing|pi)|[∅∞π]")
+_BRACE = re.compile(r"\\.|([{}])", re.DOTALL)
+
+
+def gold_answer(answer: str) -> str:
+    r"""What is compared: the last box where the gold answer holds one (a worked solution), else all of it; stripped."""
+    return (last_boxed(answer) or answer).strip()
+
+
+def gold_fault(answer: str, max_chars: int = MAX_CHARS) -> str | None:
+    r"""Why no response could be graded by this gold answer; None where it is usable. Cheap and pure: no parser is loaded.
+
+    What passes may still be beyond math-verify: then its samples have the status `bad_gold`, which the metrics count.
+
+    >>> gold_fault(r"\frac{1}{2}"), gold_fault(" "), gold_fault(r"\frac{1}{2")
+    (None, 'it is blank', 'its braces do not match')
+    """
+    content = gold_answer(answer)
+    if not content:
+        return "it is blank"
+    if len(content) > max_chars:
+        return f"it has {len(content)} characters, more than the {max_chars} of reward.max_answer_chars"
+    if _UNREADABLE.search(content):
+        return "it holds control characters or halves of surrogate pairs"
+    if not _SOMETHING.search(content):
+        return "it holds neither a digit nor a letter"
+    if not _is_balanced(content):
+        return "its braces do not match"
+    return None
+
+
+def _is_balanced(text: str) -> bool:
+    depth = 0
+    for found in _BRACE.finditer(text):
+        if found[1]:
+            depth += 1 if found[1] == "{" else -1
+        if depth < 0:
+            return False
+    return depth == 0

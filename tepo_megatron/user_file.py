@@ -1,0 +1,73 @@
+"""Functions in files of the user's own, named "path/to/file.py:name" in a config. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tepo_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Found:
+    """file: resolved; name: in it; value: what it is there."""
+
+    file: Path
+    name: str
+    value: Any
+
+
+def load(spec: str, key: str, kind: str = "a function") -> Found:
+    """What "path/to/file.py:name" names; kind: what it should be, in words. The file is run.
+
+    Raises ConfigError naming `key`, what is wrong and the mend.
+    """
+    key = f"{key}={spec}"
+    path, colon, name = spec.rpartition(":")
+    if not colon or not path.endswith(".py") or not name.isidentifier():
+        raise ConfigError(f"{key}: not of the form path/to/file.py:name")
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ConfigError(f"{key}: there is no file {file}; a path is relative to the folder that the run is started in")
+    value = getattr(_run(file, key), name, None)
+    if value is None:
+        raise ConfigError(f"{key}: {path} defines no {name}; name {kind} of it")
+    return Found(file, name, value)
+
+
+def check_takes(found: Found, key: str, arguments: int, what: str) -> None:
+    """Raise ConfigError unless the function can be called with so many arguments, which the error calls `what`."""
+    try:
+        inspect.signature(found.value).bind(*(object() for _ in range(arguments)))
+    except TypeError as e:
+        raise ConfigError(f"{key}: {found.name} must take {what} and nothing else ({e}); give the rest defaults") from None
+
+
+def told(error: BaseException, file: Path) -> str:
+    """The error and where it arose: the last line of `file` on the way to it, or else the last line of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((frame for frame in reversed(frames) if frame.filename == str(file)), frames[-1] if frames else None)
+    where = "" if line is None else f" at {line.filename}:{line.lineno}"
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _run(file: Path, key: str) -> ModuleType:
+    name = f"user_file_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as e:
+        del sys.modules[name]
+        raise ConfigError(
+            f"{key}: {file} cannot be imported ({told(e, file)}); mend it, or put the folder of what it imports on PYTHONPATH"
+        ) from e
+    return module

@@ -1,0 +1,103 @@
+"""What a broken worker costs: its sample its deadline, and nothing else. The workers here are scripts of our own."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tepo_megatron.errors import RewardError
+from tepo_megatron.rewards import process
+from tepo_megatron.rewards.pool import GradingPool, PoolLimits
+from tepo_megatron.rewards.process import Outcome
+
+GOOD = """
+import json, os, sys, time
+def say(*reply):
+    sys.stdout.write(json.dumps(reply) + "\\n")
+    sys.stdout.flush()
+print('"ready"', flush=True)
+for line in sys.stdin:
+    serial, text = json.loads(line)
+    BEHAVE
+    say(serial, "graded", float(len(text)), "")
+"""
+HARD_SECONDS = 0.6
+BAD = "bad" * 5
+FATES = {
+    "hangs": ("time.sleep(60)", "timeout"),
+    "exits": ("sys.exit()", "died"),
+    "is killed": ("os.kill(os.getpid(), 9)", "died"),
+    "prints a line of garbage": ("print('0.5', flush=True)", "died"),
+    "prints no JSON": ("print('{\"', flush=True)", "died"),
+    "prints bytes": ("os.write(1, b'\\xff\\xfe\\n')", "died"),
+    "prints without end": ("while True: os.write(1, b'x' * 4096)", "died"),
+    "prints slowly without end": ("while True: os.write(1, b'x'); time.sleep(0.05)", "timeout"),
+    "nests without end": ("print('[' * 60000, flush=True)", "died"),
+    "answers another request": ("say(serial - 1, 'graded', 9.0, '')", "died"),
+    "answers twice": ("say(serial, 'graded', 9.0, ''); say(serial, 'graded', 9.0, '')", "died"),
+    "says ready again": ("print('\"ready\"', flush=True)", "died"),
+    "gives no number": ("say(serial, 'graded', 'much', '')", "died"),
+    "gives NaN": ("say(serial, 'graded', float('nan'), '')", "died"),
+    "gives too little": ("say(serial, 'graded')", "died"),
+    "closes its output": ("os.close(1); time.sleep(60)", "died"),
+    "closes its input": ("os.close(0); time.sleep(60)", "timeout"),
+}
+
+
+def pool(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, workers: int = 1) -> GradingPool:
+    """Of workers that run `source`."""
+    script = folder / "worker.py"
+    script.write_text(source)
+    monkeypatch.setattr(process, "WORKER", script)
+    return GradingPool(PoolLimits(workers, 0.3, HARD_SECONDS, 1024), [], "the script")
+
+
+@pytest.mark.parametrize("fate", FATES)
+def test_a_broken_worker_costs_one_sample(fate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    behaviour, status = FATES[fate]
+    source = GOOD.replace("BEHAVE", f"if text == {BAD!r}:\n        {behaviour}")
+    texts = ["a", "bb", BAD, "ccc", "dddd"]
+    with monkeypatch.context() as patch:
+        made = pool(tmp_path, patch, source)
+        made.grade([["warm"]])
+        start = time.monotonic()
+        found = made.grade([[text] for text in texts])
+        seconds = time.monotonic() - start
+        pids = made.pids
+        again = made.grade([["a"]])
+        made.close()
+    expected = [Outcome("graded", float(len(text))) for text in texts]
+    if fate == "answers twice":  # the first may be read before the second is there, which then spoils the next
+        assert found[:2] + found[4:] == expected[:2] + expected[4:]
+        assert sorted(outcome.status for outcome in found[2:4]) == ["died", "graded"]
+    else:
+        expected[2] = Outcome(status)
+        assert found == expected
+    assert again == [Outcome("graded", 1.0)] and len(pids) == 1
+    assert seconds < HARD_SECONDS + 4.0
+
+
+def test_a_long_request_to_a_worker_that_does_not_read_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe holds 64 KiB: whoever wrote more in one go would wait for ever."""
+    deaf = "import time\nprint('\"ready\"', flush=True)\ntime.sleep(60)\n"
+    made = pool(tmp_path, monkeypatch, deaf)
+    start = time.monotonic()
+    assert made.grade([["x" * 1_000_000]]) == [Outcome("timeout")]
+    assert time.monotonic() - start < HARD_SECONDS + 6.0
+    made.close()
+
+
+def test_long_requests_arrive_whole_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = pool(tmp_path, monkeypatch, GOOD.replace("BEHAVE", "pass"), workers=2)
+    lengths = [300_000, 1, 0, 200_000, 70_000, 5]
+    assert [outcome.value for outcome in made.grade([["ä" * length] for length in lengths])] == lengths
+    made.close()
+
+
+def test_a_worker_that_never_gets_ready_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = pool(tmp_path, monkeypatch, "import sys\nsys.exit('no such model')\n")
+    with pytest.raises(RewardError, match=r"ended before its first answer; check the script(?s:.*)no such model"):
+        made.grade([["a"]])
+    assert made.pids == []

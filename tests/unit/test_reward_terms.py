@@ -1,0 +1,272 @@
+"""Sums of terms: what each gives, what is the verdict, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tepo_megatron.config import LengthTermConfig, RewardConfig
+from tepo_megatron.config_io import to_yaml, validate, validate_as
+from tepo_megatron.errors import ConfigError, RewardError
+from tepo_megatron.rewards import build_reward, check_reward, gold_fault
+from tepo_megatron.rewards.boxed import last_answer
+from tepo_megatron.rewards.simple import LengthTerm
+from tepo_megatron.types import Rollout
+from tests.graded import decode, rollout
+
+FUNCTIONS = """
+import os, time
+
+def share(prompt, response, answer):
+    return response.count(answer) / len(response) + 100 * len(prompt)
+
+def verdict(prompt: str, response: str, answer: str, strict: bool = True) -> bool:
+    return response == answer
+
+def fails(prompt, response, answer):
+    return 1 / (len(response) - 3)
+
+def leaves(prompt, response, answer):
+    raise SystemExit(3)
+
+def text(prompt, response, answer):
+    return "much"
+
+def endless(prompt, response, answer):
+    while response == "loop":
+        pass
+    if response == "die":
+        os._exit(1)
+    print('"ready"', "noise", flush=True)
+    return 1
+
+def infinite(prompt, response, answer):
+    return float("inf")
+
+def two(prompt, response): ...
+number = 7
+"""
+
+
+def config(*terms: dict[str, Any], **settings: Any) -> RewardConfig:
+    return validate_as(RewardConfig, {"terms": list(terms), "workers": 1, **settings}, "config")
+
+
+def score(cfg: RewardConfig, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    check_reward(cfg)
+    with build_reward(cfg, decode) as reward:
+        return reward.score(rollouts)
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> str:
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    return str(tmp_path / "functions.py")
+
+
+# sums
+
+
+def test_the_first_term_is_the_verdict_and_the_others_shape() -> None:
+    cfg = config(
+        {"type": "math", "weight": 2.0},
+        {"type": "format", "pattern": r"<think>.*</think>.*", "weight": 0.5},
+        {"type": "length", "max_tokens": 10, "weight": -0.1},
+    )
+    rollouts = [
+        rollout("<think>\n1\n</think> \\boxed{7}", "7", 3),
+        rollout(r"\boxed{7}", "7", 4),
+        rollout("<think></think>", "7", 5),
+        rollout("no", "7", 6),
+    ]
+    graded = score(cfg, rollouts)
+    lengths = [len(r.response_ids) for r in rollouts]
+    term = [min(1.0, 10 / n) for n in lengths]
+    assert [r.score for r in graded] == [1.0, 1.0, 0.0, 0.0]
+    assert [r.status for r in graded] == ["exact", "exact", "no_box", "no_box"]
+    assert [r.reward for r in graded] == pytest.approx(
+        [2.5 - 0.1 * term[0], 2.0 - 0.1 * term[1], 0.5 - 0.1 * term[2], -0.1 * term[3]]
+    )
+    for before, after in zip(rollouts, graded, strict=True):
+        fields = {f.name for f in dataclasses.fields(Rollout)} - {"reward", "score", "status"}
+        assert all(getattr(before, name) is getattr(after, name) for name in fields)
+
+
+def test_a_type_alone_is_one_term_of_weight_one() -> None:
+    graded = score(RewardConfig(workers=1), [rollout(r"\boxed{7}"), rollout("Answer: 7")])
+    assert [(r.reward, r.score, r.status) for r in graded] == [(1, 1, "exact"), (0, 0, "no_box")]
+    graded = score(RewardConfig(type="answer_line", workers=1), [rollout(r"\boxed{7}"), rollout("Answer: 7"), rollout("7")])
+    assert [r.score for r in graded] == [1, 1, 0]
+
+
+def test_no_rollouts(functions: str) -> None:
+    assert score(config({"type": "custom", "function": f"{functions}:share"}, {"type": "format", "pattern": "x"}), []) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so\nAnswer: 7", "7"),
+        ("Answer: 7\nand more", "7"),
+        ("Answer: 6\nAnswer: 7", "7"),
+        ("**Answer:** 7", "7"),
+        ("**Answer: 7**", "7"),
+        ("### Final Answer: $7$", "$7$"),
+        ("ANSWER : 7", "7"),
+        (r"Answer: \boxed{7}", "7"),
+        ("Answer: 6\n\\boxed{7}", "7"),
+        ("\\boxed{6}\nAnswer: 7", "7"),
+        ("The answer: 7", None),
+        ("my answer is 7", None),
+        ("Answer:", None),
+        ("Answer:\n7", None),
+        ("", None),
+    ],
+)
+def test_last_answer(text: str, answer: str | None) -> None:
+    assert last_answer(text) == answer
+
+
+@pytest.mark.parametrize("text", ["Answer: \n" * 30_000, " " * 200_000, "answer" * 30_000, "*" * 200_000, "Answer:*" * 20_000])
+def test_last_answer_is_linear(text: str) -> None:
+    start = time.monotonic()
+    last_answer(text)
+    assert time.monotonic() - start < 2.0
+
+
+@pytest.mark.parametrize(("tokens", "value"), [(0, 0.0), (1, 0.25), (4, 1.0), (7, 1.0), (10, 1.0), (11, 10 / 11), (40, 0.25)])
+def test_length(tokens: int, value: float) -> None:
+    assert LengthTerm(4, 10).value(tokens) == pytest.approx(value)
+
+
+def test_a_pattern_that_takes_for_ever_costs_its_sample_only() -> None:
+    cfg = config({"type": "math"}, {"type": "format", "pattern": "(a+)+b"}, soft_seconds=1, hard_seconds=2.0)
+    graded = score(cfg, [rollout("aaab"), rollout("a" * 40), rollout("ab"), rollout("b")])
+    assert [r.reward for r in graded] == [1.0, 0.0, 1.0, 0.0]
+    assert [r.status for r in graded] == ["no_box", "timeout", "no_box", "no_box"]
+
+
+# functions of the user's own
+
+
+def test_a_function_of_the_users_own(functions: str) -> None:
+    cfg = config({"type": "custom", "function": f"{functions}:share"}, {"type": "custom", "function": f"{functions}:verdict"})
+    graded = score(cfg, [rollout("7", "7"), rollout("71", "7", prompt="ab")])
+    assert [(r.score, r.reward, r.status) for r in graded] == [(101.0, 102.0, "graded"), (200.5, 200.5, "graded")]
+
+
+def test_a_function_that_hangs_or_dies_costs_its_sample_only(functions: str) -> None:
+    cfg = config({"type": "custom", "function": f"{functions}:endless"}, soft_seconds=1, hard_seconds=2.0)
+    graded = score(cfg, [rollout("a"), rollout("loop"), rollout("b"), rollout("die"), rollout("c")])
+    assert [r.status for r in graded] == ["graded", "timeout", "graded", "died", "graded"]
+    assert [r.score for r in graded] == [1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fails", r"functions\.py:fails failed: ZeroDivisionError: .* at .*functions\.py:11; mend it"),
+        ("leaves", r"failed: SystemExit: 3"),
+        ("text", r"failed: ValueError: could not convert"),
+        ("infinite", r"failed: it returned inf, which is not finite"),
+    ],
+)
+def test_a_function_that_fails_is_an_error_that_names_it(functions: str, name: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        score(config({"type": "custom", "function": f"{functions}:{name}"}), [rollout("four"), rollout("abc")])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("two", "two must take prompt, response and answer and nothing else"),
+        ("number", r"number is no function; write `def number\(prompt, response, answer\) -> float`"),
+        ("shaer", "defines no shaer; name a function of it"),
+        ("", "not of the form path/to/file.py:name"),
+    ],
+)
+def test_what_is_no_function_is_refused(functions: str, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_reward(config({"type": "custom", "function": f"{functions}:{name}"}))
+
+
+# settings
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"terms": [{"type": "math", "wieght": 1}]}, r"reward\.terms\.0\.math\.wieght: unknown key; did you mean weight\?"),
+        ({"terms": [{"type": "mth"}]}, r"reward\.terms\.0: Input tag 'mth' .* 'math', 'answer_line', 'format'"),
+        ({"terms": [{"weight": 1}]}, r"reward\.terms\.0: the key `type` is required"),
+        ({"terms": []}, "terms: the first entry is the verdict"),
+        ({"terms": [{"type": "length", "max_tokens": 3}]}, "let it be math, answer_line, custom or http"),
+        ({"terms": [{"type": "math"}, {"type": "format", "pattern": "("}]}, r"terms\.1\.format: pattern='\(' is no regular"),
+        (
+            {"terms": [{"type": "math"}, {"type": "length", "max_tokens": 3, "min_tokens": 4}]},
+            "min_tokens=4 exceeds max_tokens=3",
+        ),
+        ({"terms": [{"type": "math", "weight": float("nan")}]}, r"weight: Input should be a finite number"),
+        ({"terms": [{"type": "http", "url": "host:80"}]}, r"url='host:80' is not http\(s\)://"),
+        ({"terms": [{"type": "http", "url": "https://me:secret@host/"}]}, "without a password"),
+        ({"terms": [{"type": "math"}], "type": "answer_line"}, "type=answer_line is not used beside terms; remove it"),
+    ],
+)
+def test_refused(reward: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate({"name": "run", "model": {"path": "m"}, "data": {"train": "t"}, "reward": reward})
+
+
+def test_terms_survive_the_resolved_config() -> None:
+    import yaml
+
+    terms = [{"type": "answer_line"}, {"type": "length", "max_tokens": 5, "weight": -0.5}]
+    cfg = validate({"name": "run", "model": {"path": "m"}, "data": {"train": "t"}, "reward": {"terms": terms}})
+    assert validate(yaml.safe_load(to_yaml(cfg))) == cfg
+    assert cfg.reward.entries[1] == LengthTermConfig(type="length", max_tokens=5, weight=-0.5)
+
+
+# gold answers
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "7",
+        " 7 ",
+        "-1/2",
+        r"\frac{1}{2}",
+        r"\{1,2\}",
+        "[0,1)",
+        r"\infty",
+        "∅",
+        "Monday",
+        r"work \boxed{7} done" + " x" * 900,
+        "(B)",
+    ],
+)
+def test_a_usable_gold_answer(answer: str) -> None:
+    assert gold_fault(answer) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        ("", "blank"),
+        (" \n", "blank"),
+        ("???", "neither a digit nor a letter"),
+        ("$$", "neither a digit nor a letter"),
+        ("7" * 513, "513 characters"),
+        ("7\0", "control characters"),
+        ("\ud800", "surrogate"),
+        (r"\frac{1}{2", "braces"),
+        ("7}{", "braces"),
+    ],
+)
+def test_a_faulty_gold_answer(answer: str, fault: str) -> None:
+    assert fault in (gold_fault(answer) or "")
