@@ -47,9 +47,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     serving.add_argument("config", metavar="CONFIG", help="the trainer's YAML file")
     serving.add_argument("--host", default="127.0.0.1", help="the address to listen on, 0.0.0.0 for all (default: %(default)s)")
     serving.add_argument("--address", help="what other machines call it (default: the host, or this machine's name)")
+    evaluation = commands.add_parser(
+        "evaluate",
+        help="run a model on the paper's benchmarks",
+        usage="tepo evaluate CHECKPOINT [--config FILE] [--out DIR] [--against DIR] [--published ROWS] [--key VALUE ...]",
+        epilog="Which benchmarks, and where their files are: --evaluation.benchmarks '[aime24, amc]' "
+        "--evaluation.benchmark_folder DIR. Files, settings and figures: docs/evaluation.md.",
+        allow_abbrev=False,
+    )
+    evaluation.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="a Hugging Face directory, a run, or a Megatron checkpoint"
+    )
+    evaluation.add_argument("--config", metavar="FILE", help="settings of engine, grading and evaluation, as of tepo train")
+    evaluation.add_argument("--out", type=Path, metavar="DIR", help="for samples and results (default: in evaluations/)")
+    evaluation.add_argument("--against", type=Path, metavar="DIR", help="another evaluation, to be compared problem by problem")
+    evaluation.add_argument(
+        "--published",
+        default="auto",
+        metavar="ROWS",
+        help="rows of the paper to print beside it: the name of a model as it stands there, all, none, or auto: of the model "
+        "that CHECKPOINT names (default: %(default)s)",
+    )
+    comparison = commands.add_parser("compare", help="two evaluations, problem by problem")
+    comparison.add_argument("first", type=Path, metavar="DIR", help="what tepo evaluate wrote")
+    comparison.add_argument("second", type=Path, metavar="DIR", help="another, which is subtracted")
     words = list(sys.argv[1:] if argv is None else argv)
-    if len(words) > 1 and words[0] in ("train", "ablate", "serve") and words[1].startswith("--") and words[1] != "--help":
-        parser.error(f"tepo {words[0]} FILE [--section.key VALUE ...]: the config file comes first")
+    takes_settings = bool(words) and words[0] in ("train", "ablate", "serve", "evaluate")
+    if takes_settings and len(words) > 1 and words[1].startswith("--") and words[1] != "--help":
+        file, what = ("CHECKPOINT", "the checkpoint") if words[0] == "evaluate" else ("FILE", "the config file")
+        parser.error(f"tepo {words[0]} {file} [--section.key VALUE ...]: {what} comes first")
     args, overrides = parser.parse_known_args(words)
     try:
         if args.command == "train":
@@ -63,8 +89,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             if inside_torchrun():
                 raise ConfigError("tepo ablate starts the ranks of its runs itself; call it outside of torchrun")
             return ablate(args.file, overrides, preflight, start)
+        if args.command == "evaluate":
+            return evaluate(args, overrides)
         if overrides:
-            raise ConfigError(f"tepo report takes no {overrides[0]}")
+            raise ConfigError(f"tepo {args.command} takes no {overrides[0]}")
+        if args.command == "compare":
+            from tepo_megatron.evaluation.comparing import compare_folders
+
+            compare_folders(args.first, args.second).print()
+            return 0
         from tepo_megatron.report import write_report
 
         print(write_report(args.run_dir))
@@ -111,6 +144,19 @@ def serve(config_path: str, host: str, address: str | None, overrides: list[str]
     cfg = load_config(config_path, overrides)
     HfReader(cfg.model.path)
     serve(cfg, host, address, lambda text: print(text, flush=True))
+    return 0
+
+
+def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
+    """`tepo evaluate CHECKPOINT [--config FILE] [--out DIR] [--against DIR] [--published ROWS] [--key value ...]`."""
+    from tepo_megatron.evaluation.command import Request, run
+    from tepo_megatron.evaluation.published import MODELS
+
+    known = ("auto", "all", "none", *MODELS)
+    if args.published not in known:
+        raise ConfigError(f"--published {args.published}: the paper has no such rows; use one of {', '.join(known)}")
+    request = Request(args.checkpoint, args.config, overrides, args.out, args.against, args.published)
+    print("written:", run(request, lambda text: print(text, flush=True)))
     return 0
 
 

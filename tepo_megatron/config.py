@@ -31,6 +31,7 @@ NonNegative = Annotated[int, Field(ge=0, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")  # hosts that are this machine, whichever it is
+PAPER_TOKENS = 8192  # of a response to a benchmark's problem (Section 4.1)
 Benchmark = Literal["aime24", "aime25", "amc", "math500", "omni_math", "olympiad_bench", "minerva"]  # the columns of Table 1
 
 
@@ -321,17 +322,26 @@ class SyncConfig:
 
 @config
 class EvaluationConfig:
-    """Accuracy on `data.eval`, before the first and after the last step, and every `every` steps (0: never between)."""
+    """Accuracy on `data.eval` and on benchmarks, before the first and after the last step, and every `every` steps (0: never
+    between). samples, temperature: of `data.eval`; benchmarks have their own (`evaluation/benchmarks.py`).
+    """
 
     every: NonNegative = 0
     samples: Positive = 1
     temperature: NonNegativeFloat = 1.0  # 0: greedy
-    max_problems: Positive | None = None
-    benchmarks: list[Benchmark] = Field(default_factory=list)  # each by the paper's protocol; refused so far (`not_yet.py`)
+    max_problems: Positive | None = None  # the first so many of data.eval, and of each benchmark
+    benchmarks: list[Benchmark] = Field(default_factory=list)  # each by the paper's protocol
+    # holds NAME.jsonl for benchmarks that are not to be fetched from the Hugging Face hub, their rows as there
+    benchmark_folder: str | None = None
+    benchmark_samples: Positive | None = None  # of those that are sampled; None: 32 as in the paper. The others are greedy
+    benchmark_tokens: Positive = PAPER_TOKENS  # of a response at most
+    benchmark_prompt: str | None = None  # in the place of the benchmarks' own; {problem} stands for the problem
 
     def __post_init__(self) -> None:
         if len(set(self.benchmarks)) < len(self.benchmarks):
             raise ValueError(f"benchmarks={self.benchmarks} names one twice")
+        if self.benchmark_prompt is not None and self.benchmark_prompt.count("{problem}") != 1:
+            raise ValueError(f"benchmark_prompt={self.benchmark_prompt!r} must hold {{problem}} once, where the problem goes")
         if 0 < self.temperature < 0.01:
             raise ValueError(f"temperature={self.temperature} is raised to 0.01 by vLLM; use 0 (greedy) or at least 0.01")
         if self.temperature == 0 and self.samples > 1:

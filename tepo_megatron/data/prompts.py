@@ -34,11 +34,11 @@ def load_prompts(
     """
     prompts: list[Prompt] = []
     dropped_lengths: list[int] = []
-    for number, row in _rows(Path(path)):
+    for number, row in read_rows(Path(path)):
         where = f"{path}:{number + 1}"
         text = _take(row, prompt_key, where, "data.prompt_key")
         answer = _answer(_take(row, answer_key, where, "data.answer_key"), answer_key, where)
-        token_ids = _tokenize(text, tokenizer, prompt_key, where)
+        token_ids = tokenize(text, tokenizer, prompt_key, where)
         if len(token_ids) > max_prompt_tokens:
             dropped_lengths.append(len(token_ids))
             continue
@@ -54,8 +54,8 @@ def load_prompts(
     return prompts, len(dropped_lengths)
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line counted from 0, object) of each line that is not blank."""
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line counted from 0, object) of each line that is not blank. Raises DataError naming file and line."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file):
@@ -95,7 +95,8 @@ def _answer(value: Any, key: str, where: str) -> str:
     return str(value)
 
 
-def _tokenize(value: Any, tokenizer: PreTrainedTokenizerBase, key: str, where: str) -> tuple[int, ...]:
+def tokenize(value: Any, tokenizer: PreTrainedTokenizerBase, key: str, where: str) -> tuple[int, ...]:
+    """A string as it stands, or chat messages under the tokenizer's template. Raises DataError naming `where` and `key`."""
     chat = _is_chat(value)
     if not chat and not isinstance(value, str):
         raise DataError(

@@ -67,7 +67,8 @@ BESIDE = {
     ("weights.sync", "weights.delta"), ("weights.delta", "weights.gather"), ("weights.delta", "weights.rounds"),
     ("weights.rounds", "weights.gather"), ("weights.broadcast", "weights.gather"), ("weights.broadcast", "weights.rounds"),
     ("actor", "weights.gather"), 
-    ("losses", "advantages"), ("evaluation", "rollout"), ("report", "sinks"),
+    ("losses", "advantages"), ("evaluation", "rollout"),
+    ("evaluation", "sinks"), ("evaluation", "weights.convert"), ("report", "sinks"),
     ("driver", "step_log"), ("schedule", "driver"), ("schedule", "colocation"), ("schedule", "memory_report"),
     ("train", "schedule"), ("train", "colocation"), ("train", "memory_report"),
     ("train", "driver"), ("train", "step_log"), ("worker", "launcher"), ("cli", "launcher"),
@@ -83,6 +84,7 @@ OWNERS = {
     "math_verify": {"rewards/worker.py"},
     "wandb": {"sinks.py"},
     "matplotlib": {"ablation/picture.py", "report/__init__.py", "report/drawing.py", "report/panels.py"},
+    "datasets": {"evaluation/problems.py"},
     "httpx": {"rollout/server.py", "rollout/client.py"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
