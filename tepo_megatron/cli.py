@@ -192,8 +192,8 @@ def start(cfg: Config) -> None:
 def preflight(cfg: Config) -> None:
     """Everything that can be refused before a process is started. Raises a TepoError."""
     from tepo_megatron.actor.layout import check_layout
+    from tepo_megatron.evaluation.problems import check_sources
     from tepo_megatron.method import resolve
-    from tepo_megatron.not_yet import not_yet
     from tepo_megatron.rollout.custom import load_function
     from tepo_megatron.rollout.experts import replayed_routing
     from tepo_megatron.weights.families import find_family, read_config
@@ -201,7 +201,7 @@ def preflight(cfg: Config) -> None:
     from tepo_megatron.weights.hf_io import HfReader
 
     resolve(cfg)
-    not_yet(cfg)
+    check_sources(cfg.evaluation)
     if cfg.rollout.function is not None:
         load_function(cfg.rollout.function)
     hf_config = read_config(cfg.model.path)

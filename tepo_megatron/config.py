@@ -335,13 +335,13 @@ class EvaluationConfig:
     benchmark_folder: str | None = None
     benchmark_samples: Positive | None = None  # of those that are sampled; None: 32 as in the paper. The others are greedy
     benchmark_tokens: Positive = PAPER_TOKENS  # of a response at most
-    benchmark_prompt: str | None = None  # in the place of the benchmarks' own; {problem} stands for the problem
+    benchmark_prompt: str | None = None  # in the place of the benchmarks' own; <problem> stands for the problem
 
     def __post_init__(self) -> None:
         if len(set(self.benchmarks)) < len(self.benchmarks):
             raise ValueError(f"benchmarks={self.benchmarks} names one twice")
-        if self.benchmark_prompt is not None and self.benchmark_prompt.count("{problem}") != 1:
-            raise ValueError(f"benchmark_prompt={self.benchmark_prompt!r} must hold {{problem}} once, where the problem goes")
+        if self.benchmark_prompt is not None and self.benchmark_prompt.count("<problem>") != 1:
+            raise ValueError(f"benchmark_prompt={self.benchmark_prompt!r} must hold <problem> once, where the problem goes")
         if 0 < self.temperature < 0.01:
             raise ValueError(f"temperature={self.temperature} is raised to 0.01 by vLLM; use 0 (greedy) or at least 0.01")
         if self.temperature == 0 and self.samples > 1:
@@ -407,8 +407,11 @@ class Config:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.+-]*", self.name):
             raise ValueError(f"name={self.name!r} must be a plain folder name: letters, digits and . _ + -")
-        if self.evaluation.every and self.data.eval is None:
-            raise ValueError(f"evaluation.every={self.evaluation.every} needs data.eval; give it a file or set every to 0")
+        if self.evaluation.every and self.data.eval is None and not self.evaluation.benchmarks:
+            raise ValueError(
+                f"evaluation.every={self.evaluation.every} needs data.eval or evaluation.benchmarks; give it a file or set "
+                "every to 0"
+            )
         if self.training.minibatch_prompts > self.rollout.prompts_per_step:
             raise ValueError(
                 f"training.minibatch_prompts={self.training.minibatch_prompts} exceeds "
@@ -466,6 +469,12 @@ class Config:
         """Prompt and response tokens of a sequence at most."""
         most = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         return min(most, self.rollout.max_sequence_tokens or most)
+
+    @property
+    def served_tokens(self) -> int:
+        """The same of what the servers of the run are asked for, benchmarks included."""
+        benchmarks = self.data.max_prompt_tokens + self.evaluation.benchmark_tokens if self.evaluation.benchmarks else 0
+        return max(self.sequence_tokens, benchmarks)
 
     @property
     def run_dir(self) -> Path:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 # Qwen2.5-Math's wording, which the training data of examples/paper has too: the paper does not print its prompt.
-BOXED = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+BOXED = "<problem>\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
 @dataclass(frozen=True)
 class Benchmark:
     """title: as the paper prints it; hub: id of the dataset on Hugging Face; subset, split: of it; problems: rows that it has;
     problem, answer: the fields of a row; grader: as `reward.type`; samples: of each problem; temperature: 0 is greedy;
-    prompt: of a user's message, `{problem}` stands for the problem.
+    prompt: of a user's message, `<problem>` stands for the problem.
     """
 
     title: str

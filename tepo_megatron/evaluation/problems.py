@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ from tepo_megatron.types import Prompt, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PLACE = "{problem}"
+PLACE = "<problem>"
+_NOT_INSTALLED = "the package datasets, which would fetch it, is not installed; install it"
 
 
 @dataclass(frozen=True)
@@ -66,26 +68,38 @@ def load_benchmarks(cfg: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, m
     return found
 
 
+def check_sources(cfg: EvaluationConfig) -> None:
+    """Raise DataError for a benchmark that has no file where nothing can fetch it: what is known before anything is started."""
+    for name in cfg.benchmarks:
+        if not _file(name, cfg.benchmark_folder) and importlib.util.find_spec("datasets") is None:
+            raise DataError(f"evaluation.benchmarks: {name}: {_NOT_INSTALLED}, or {_mend(name)}")
+
+
 def _rows(name: str, entry: Benchmark, folder: str | None) -> tuple[str, list[tuple[int, str, Mapping[str, Any]]]]:
     """Where the rows are, and (number from 0, where it is, row) of each."""
-    file = None if folder is None else Path(folder) / f"{name}.jsonl"
-    if file is not None and file.exists():
+    if file := _file(name, folder):
         return str(file), [(i, f"{file}:{i + 1}", row) for i, row in read_rows(file)]
     source = ":".join(part for part in (entry.hub, entry.subset, entry.split) if part)
-    rows = _from_hub(name, entry, f"{source}: {'' if file is None else f'{file} does not exist, and '}")
-    return source, [(i, f"{source}, row {i}", row) for i, row in enumerate(rows)]
-
-
-def _from_hub(name: str, entry: Benchmark, what: str) -> Iterable[Mapping[str, Any]]:
-    mend = f"save the dataset as {name}.jsonl, one row per line, in the folder evaluation.benchmark_folder"
     try:
         from datasets import load_dataset
     except ImportError:
-        raise DataError(f"{what}the package datasets, which fetches it, is not installed; install it, or {mend}") from None
+        raise DataError(f"{source}: {_NOT_INSTALLED}, or {_mend(name)}") from None
     try:
-        return list(load_dataset(entry.hub, entry.subset, split=entry.split))
+        rows = list(load_dataset(entry.hub, entry.subset, split=entry.split))
     except Exception as e:  # of a library that raises whatever its parts do
-        raise DataError(f"{what}it cannot be fetched ({type(e).__name__}: {str(e).splitlines()[0]}); {mend}") from None
+        reason = f"{type(e).__name__}: {e}".splitlines()[0]
+        raise DataError(f"{source}: it cannot be fetched ({reason}); {_mend(name)}") from None
+    return source, [(i, f"{source}, row {i}", row) for i, row in enumerate(rows)]
+
+
+def _file(name: str, folder: str | None) -> Path | None:
+    """The local file of a benchmark, if there is one."""
+    file = None if folder is None else Path(folder) / f"{name}.jsonl"
+    return file if file is not None and file.exists() else None
+
+
+def _mend(name: str) -> str:
+    return f"save its dataset as {name}.jsonl, one row per line, in the folder that evaluation.benchmark_folder names"
 
 
 def _prompt(

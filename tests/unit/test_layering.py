@@ -17,7 +17,6 @@ ROWS = [
         "config",
         "config_io",
         "config_layers",
-        "not_yet",
         "metrics",
         "histogram",
         "seeding",
@@ -61,7 +60,7 @@ ROWS = [
 ]
 BESIDE = {
     ("types", "errors"), ("config", "errors"), ("config_io", "config"), ("config_io", "errors"),
-    ("config_io", "config_layers"), ("config_layers", "errors"), ("not_yet", "config"), ("not_yet", "errors"),
+    ("config_io", "config_layers"), ("config_layers", "errors"),
     ("platform", "errors"), ("parallel", "ops"), ("weights.families", "weights.ops"),
     ("weights.sync", "weights.gather"), ("weights.sync", "weights.rounds"),
     ("weights.sync", "weights.delta"), ("weights.delta", "weights.gather"), ("weights.delta", "weights.rounds"),
