@@ -13,6 +13,7 @@ from tepo_megatron.config_io import read_layers, with_overrides
 from tepo_megatron.config_layers import Layers
 from tepo_megatron.data import load_tokenizer, stop_tokens
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.checkpoint import hf_model
 from tepo_megatron.evaluation.comparing import compare_folders
 from tepo_megatron.evaluation.folder import RECORD_FILE, TABLE_FILE, EvaluationFolder, read_record
@@ -98,10 +99,9 @@ def _evaluate(
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
     folder = EvaluationFolder(out, {"checkpoint": str(request.checkpoint), "seed": cfg.seed})
-    todo = [p for p in suite if not (cfg.resume and folder.kept(p) is not None)]
-    for problems in suite:
-        if problems not in todo:
-            tell(f"{problems.entry.title}: evaluated before, kept")
+    todo = folder.keep(suite) if cfg.resume else suite
+    for name in folder.results:
+        tell(f"{BENCHMARKS[name].title}: evaluated before, kept")
     if not todo:
         return folder
     with contextlib.ExitStack() as stack:

@@ -37,9 +37,8 @@ class Benchmarks:
     def evaluate(self, step: int, engine: RolloutEngine, reward: Reward) -> Mapping[str, Result]:
         """The results of the weights of `step`, which the engine serves. Raises RolloutError, RewardError."""
         folder = EvaluationFolder(self.folder(step), {"checkpoint": self.model, "step": step, "seed": self.seed})
-        for problems in self.suite:
-            if folder.kept(problems) is None:
-                folder.add(problems, sample_benchmark(problems, engine, reward, self.decode, self.stop_token_ids, self.seed))
+        for problems in folder.keep(self.suite):
+            folder.add(problems, sample_benchmark(problems, engine, reward, self.decode, self.stop_token_ids, self.seed))
         return folder.results
 
     def accuracies(self, step: int) -> dict[str, float] | None:

@@ -27,28 +27,28 @@ class EvaluationFolder:
         self.changes: dict[str, Sequence[str]] = {}
         self.results: dict[str, Result] = {}
 
+    def keep(self, suite: Sequence[Problems]) -> list[Problems]:
+        """Take over what a process that is gone has added, where its record has the same model, seed and protocol; returns what
+        is still to be done. Before any `add`.
+        """
+        former: dict[str, Any] = {}
+        if (self.path / RECORD_FILE).exists():
+            record = read_record(self.path)
+            if {key: record.get(key) for key in self._about} == self._about:
+                former = record["benchmarks"]
+        todo = []
+        for problems in suite:
+            if former.get(problems.name, {}).get("protocol") == protocol(problems):
+                self._note(problems, read_samples(samples_file(self.path, problems.name)))
+            else:
+                todo.append(problems)
+        return todo
+
     def add(self, problems: Problems, samples: Sequence[Sample]) -> Result:
         """Write the samples of a benchmark, then the record with its result. Each file is as it was, or whole."""
         self.path.mkdir(parents=True, exist_ok=True)
         replace_file(samples_file(self.path, problems.name), to_lines(samples))
-        return self._note(problems, samples)
-
-    def kept(self, problems: Problems) -> Result | None:
-        """The result of a benchmark that was added before, by a process that is gone: where the record has the same model, seed
-        and protocol; None where not.
-        """
-        if not (self.path / RECORD_FILE).exists():
-            return None
-        record = read_record(self.path)
-        same = {key: record.get(key) for key in self._about} == self._about
-        if not same or record["benchmarks"].get(problems.name, {}).get("protocol") != protocol(problems):
-            return None
-        return self._note(problems, read_samples(samples_file(self.path, problems.name)))
-
-    def _note(self, problems: Problems, samples: Sequence[Sample]) -> Result:
-        found = self.results[problems.name] = result(samples)
-        self.changes[problems.name] = problems.changes
-        self._protocols[problems.name] = protocol(problems)
+        self._note(problems, samples)
         record = self._about | {
             "benchmarks": {
                 name: {"protocol": self._protocols[name], "changes": self.changes[name], "result": dataclasses.asdict(r)}
@@ -56,7 +56,12 @@ class EvaluationFolder:
             }
         }
         replace_file(self.path / RECORD_FILE, json.dumps(record, indent=2, ensure_ascii=False).encode() + b"\n")
-        return found
+        return self.results[problems.name]
+
+    def _note(self, problems: Problems, samples: Sequence[Sample]) -> None:
+        self.results[problems.name] = result(samples)
+        self.changes[problems.name] = problems.changes
+        self._protocols[problems.name] = protocol(problems)
 
 
 def protocol(problems: Problems) -> dict[str, Any]:
