@@ -360,6 +360,9 @@ class CheckpointConfig:
     every: NonNegative = 0
     keep_last: Positive = 2
     keep_every: Positive | None = None
+    keep_best: bool = (
+        False  # that of the evaluated step with the highest accuracy stays too: of the benchmarks, else of data.eval
+    )
     asynchronous: bool = True
     hf: bool = False
     timeout_seconds: PositiveFloat = 1800.0  # a checkpoint that takes longer to write, on any rank, has failed
@@ -411,6 +414,12 @@ class Config:
             raise ValueError(
                 f"evaluation.every={self.evaluation.every} needs data.eval or evaluation.benchmarks; give it a file or set "
                 "every to 0"
+            )
+        every = self.checkpoint.every
+        if self.checkpoint.keep_best and not (every and self.evaluation.every and self.evaluation.every % every == 0):
+            raise ValueError(
+                f"checkpoint.keep_best=true needs a checkpoint of every step that is evaluated, and evaluation.every="
+                f"{self.evaluation.every} is no multiple of checkpoint.every={every}; make it one, or set keep_best to false"
             )
         if self.training.minibatch_prompts > self.rollout.prompts_per_step:
             raise ValueError(

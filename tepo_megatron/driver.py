@@ -12,6 +12,7 @@ from typing import Any
 
 from tepo_megatron.beside import Beside, Nothing
 from tepo_megatron.checkpoint.checkpoints import Saved
+from tepo_megatron.checkpoint.folder import complete
 from tepo_megatron.config import Config
 from tepo_megatron.config_io import differences, plain
 from tepo_megatron.data import PromptStream, load_prompts, load_tokenizer, stop_tokens
@@ -140,6 +141,11 @@ class Driver:
     def evaluate(self, step: int) -> None:
         """Measure and keep the accuracy on the held-out problems, if there are any."""
 
+    @property
+    def best_step(self) -> int | None:
+        """Of the evaluations after training began, the one whose checkpoint is to stay; None without `checkpoint.keep_best`."""
+        return None
+
     def log_step(self, step: int, log: StepLog, clock: Clock) -> None:
         """Write the step's record."""
 
@@ -244,6 +250,16 @@ class MainDriver(Driver):
         self._log.message(f"accuracy at step {step}: {result}, temperature {cfg.temperature:g}")
         self._evaluations[step] = result
 
+    @property
+    def best_step(self) -> int | None:
+        if not self._cfg.checkpoint.keep_best:
+            return None
+        accuracies = {step: accuracy.mean for step, accuracy in self._evaluations.items()}
+        if self._benchmarks is not None:
+            accuracies = self._benchmarks.means()
+        accuracies.pop(0, None)  # of the model that the run began with, which has no checkpoint
+        return max(accuracies, key=lambda step: (accuracies[step], -step), default=None)
+
     def log_step(self, step: int, log: StepLog, clock: Clock) -> None:
         self._log.write(step, log.record(clock))
 
@@ -335,6 +351,9 @@ class MainDriver(Driver):
             summary["benchmarks"] = dict(zip(("before", "after"), before_after, strict=True))
             if all(before_after):
                 self._log.message(f"benchmarks, after against before: {self._benchmarks.compare(0, last)}")
+        if (best := self.best_step) is not None:
+            summary["best_step"] = best
+            self._log.message(f"best evaluation: step {best}; its checkpoint: {complete(run_dir / 'checkpoints', best)}")
         replace_file(run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
         from tepo_megatron.report import write_report  # a second, which ranks without a log need not spend
 

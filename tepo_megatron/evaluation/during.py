@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,16 @@ class Benchmarks:
         record = read_record(self.folder(step))["benchmarks"]
         return {name: each["result"]["accuracy"]["mean"] for name, each in record.items()}
 
+    def means(self) -> dict[int, float]:
+        """Step -> mean avg@k over the benchmarks, of each step at which all of them were evaluated, from the disk."""
+        found = {}
+        names = {problems.name for problems in self.suite}
+        for step in self._steps():
+            accuracies = self.accuracies(step)
+            if accuracies and accuracies.keys() == names:
+                found[step] = statistics.fmean(accuracies.values())
+        return found
+
     def compare(self, before: int, after: int) -> Path:
         """Print and keep what changed between two steps, paired by problem; returns the file."""
         grid = compare_folders(self.folder(after), self.folder(before))
@@ -62,9 +73,14 @@ class Benchmarks:
 
     def forget(self, after: int) -> None:
         """Remove the evaluations of steps after that one: the run went back there, and takes them again."""
-        for path in (self.run_dir / FOLDER).glob("step-*"):
-            if path.name.removeprefix("step-").isdigit() and int(path.name.removeprefix("step-")) > after:
-                shutil.rmtree(path)
+        for step in self._steps():
+            if step > after:
+                shutil.rmtree(self.folder(step))
+
+    def _steps(self) -> list[int]:
+        """Those that have a folder."""
+        names = [path.name.removeprefix("step-") for path in (self.run_dir / FOLDER).glob("step-*") if path.is_dir()]
+        return sorted(int(name) for name in names if name.isdigit())
 
 
 def in_words(results: Mapping[str, Result]) -> str:

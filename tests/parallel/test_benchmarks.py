@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,23 @@ def test_kills_in_the_midst_of_benchmarks(model: Path, tmp_path: Path) -> None:
     )
     w.assert_same(killed, straight)
     assert files_after == files
+
+
+@pytest.mark.parametrize("measure", ["benchmarks", "held_out"])
+def test_the_best_checkpoint_stays(model: Path, tmp_path: Path, measure: str) -> None:
+    """The newest and the best before it: the last evaluation comes after the last checkpoint."""
+    evaluation = {**BENCHMARKS, "every": 1} if measure == "benchmarks" else {"every": 1, "samples": 4}
+    checkpoint = {"every": 1, "keep_last": 1, "keep_best": True, "asynchronous": False}
+    cfg = w.run_config(model, tmp_path, evaluation=evaluation, checkpoint=checkpoint)
+    w.lineage(cfg, tmp_path / "journal", Kill("tepo_megatron.sinks:RunLog.write", step=4))
+    if measure == "benchmarks":
+        records = [json.loads((cfg.run_dir / "evaluation" / f"step-{s:08d}" / "evaluation.json").read_text()) for s in range(6)]
+        means = [sum(b["result"]["accuracy"]["mean"] for b in r["benchmarks"].values()) / 2 for r in records]
+    else:
+        log = (cfg.run_dir / "log.txt").read_text()
+        means = [float(re.findall(rf"accuracy at step {s}: ([\d.]+)", log)[-1]) for s in range(6)]
+    before = max(range(1, 5), key=lambda step: (means[step], -step))
+    assert before < 4, f"nothing is shown by {means}"
+    assert sorted(int(p.name[5:]) for p in (cfg.run_dir / "checkpoints").iterdir()) == [before, 5]
+    best = max(range(1, 6), key=lambda step: (means[step], -step))
+    assert json.loads((cfg.run_dir / "summary.json").read_text())["best_step"] == best
