@@ -126,7 +126,7 @@ def difference(means: Sequence[float], baseline: Sequence[float]) -> Difference:
     if error is None:
         return Difference(mean, None, None, None, better, worse, sign_test(better, worse))
     half = student_95(len(changes) - 1) * error
-    interval = mean - half, mean + half
+    interval = max(-1.0, mean - half), min(1.0, mean + half)
     return Difference(mean, error, interval, bootstrap_interval(changes), better, worse, sign_test(better, worse))
 
 

@@ -60,9 +60,11 @@ def figures(title: str, results: Mapping[str, Result], changes: Mapping[str, Seq
         "pass@k: unbiased, at least one of k samples right. maj@k: the most frequent answer is right; right ones count as one "
         "answer, wrong ones by their text.",
     ]
+    alike: dict[str, list[str]] = {}
     for name, changed in changes.items():
-        if changed:
-            notes.append(f"{BENCHMARKS[name].title}: not the paper's protocol: {', '.join(changed)}.")
+        for change in changed:
+            alike.setdefault(change, []).append(BENCHMARKS[name].title)
+    notes += [f"Not the paper's protocol: {change} ({', '.join(titles)})." for change, titles in alike.items()]
     for name, r in results.items():
         if r.unreadable:
             notes.append(

@@ -80,7 +80,10 @@ def test_a_difference_by_hand() -> None:
     found = difference([1, 1, 0, 0.5], [0, 0, 1, 0.5])
     assert (found.mean, found.better, found.worse, found.sign_test) == (0.25, 2, 1, 1.0)
     half = 3.182446 * math.sqrt(11 / 12 / 4)
-    assert found.interval == pytest.approx((0.25 - half, 0.25 + half), abs=1e-6)
+    assert found.interval == (-1.0, 1.0) and 0.25 + half > 1  # no difference of accuracies is larger
+    wide = difference([1, 1, 0, 0.5] * 8, [0, 0, 1, 0.5] * 8)
+    half = student_95(31) * math.sqrt(32 * 11 / 16 / 31 / 32)
+    assert wide.interval == pytest.approx((0.25 - half, 0.25 + half))
     with pytest.raises(ValueError):
         difference([1.0], [1.0, 0.0])
 
