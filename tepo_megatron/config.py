@@ -360,9 +360,7 @@ class CheckpointConfig:
     every: NonNegative = 0
     keep_last: Positive = 2
     keep_every: Positive | None = None
-    keep_best: bool = (
-        False  # that of the evaluated step with the highest accuracy stays too: of the benchmarks, else of data.eval
-    )
+    keep_best: bool = False  # that of the step with the highest accuracy (of the benchmarks, else of data.eval) stays too
     asynchronous: bool = True
     hf: bool = False
     timeout_seconds: PositiveFloat = 1800.0  # a checkpoint that takes longer to write, on any rank, has failed

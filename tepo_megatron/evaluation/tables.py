@@ -68,8 +68,8 @@ def figures(title: str, results: Mapping[str, Result], changes: Mapping[str, Seq
     for name, r in results.items():
         if r.unreadable:
             notes.append(
-                f"{BENCHMARKS[name].title}: {r.unreadable} gold answers cannot be read by math-verify; of these only the "
-                "very text is right."
+                f"{BENCHMARKS[name].title}: {r.unreadable} gold answers are empty or cannot be read by math-verify; of "
+                "these only the very text is right."
             )
     return Grid(
         title,
