@@ -55,14 +55,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     examination.add_argument("config", metavar="CONFIG", help="the run's YAML file")
     examination.add_argument("--quick", action="store_true", help="start nothing: no ranks, no server, no step")
+    evaluation = commands.add_parser(
+        "evaluate",
+        help="run a model on the paper's benchmarks",
+        usage="tepo evaluate CHECKPOINT [--config FILE] [--out DIR] [--against DIR] [--published ROWS] [--key VALUE ...]",
+        epilog="Which benchmarks, and where their files are: --evaluation.benchmarks '[aime24, amc]' "
+        "--evaluation.benchmark_folder DIR. Files, settings and figures: docs/evaluation.md.",
+        allow_abbrev=False,
+    )
+    evaluation.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="a Hugging Face directory, a run, or a Megatron checkpoint"
+    )
+    evaluation.add_argument("--config", metavar="FILE", help="settings of engine, grading and evaluation, as of tepo train")
+    evaluation.add_argument("--out", type=Path, metavar="DIR", help="for samples and results (default: in evaluations/)")
+    evaluation.add_argument("--against", type=Path, metavar="DIR", help="another evaluation, to be compared problem by problem")
+    evaluation.add_argument(
+        "--published",
+        default="auto",
+        metavar="ROWS",
+        help="rows of the paper to print beside it: the name of a model as it stands there, all, none, or auto: of the model "
+        "that CHECKPOINT names (default: %(default)s)",
+    )
+    comparison = commands.add_parser("compare", help="two evaluations, problem by problem")
+    comparison.add_argument("first", type=Path, metavar="DIR", help="what tepo evaluate wrote")
+    comparison.add_argument("second", type=Path, metavar="DIR", help="another, which is subtracted")
     words = list(sys.argv[1:] if argv is None else argv)
-    if (
-        len(words) > 1
-        and words[0] in ("train", "ablate", "serve", "doctor")
-        and words[1].startswith("--")
-        and words[1] != "--help"
-    ):
-        parser.error(f"tepo {words[0]} FILE [--section.key VALUE ...]: the config file comes first")
+    takes_settings = bool(words) and words[0] in ("train", "ablate", "serve", "doctor", "evaluate")
+    if takes_settings and len(words) > 1 and words[1].startswith("--") and words[1] != "--help":
+        file, what = ("CHECKPOINT", "the checkpoint") if words[0] == "evaluate" else ("FILE", "the config file")
+        parser.error(f"tepo {words[0]} {file} [--section.key VALUE ...]: {what} comes first")
     args, overrides = parser.parse_known_args(words)
     try:
         if args.command == "train":
@@ -81,8 +102,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             if inside_torchrun():
                 raise ConfigError("tepo ablate starts the ranks of its runs itself; call it outside of torchrun")
             return ablate(args.file, overrides, preflight, start)
+        if args.command == "evaluate":
+            return evaluate(args, overrides)
         if overrides:
-            raise ConfigError(f"tepo report takes no {overrides[0]}")
+            raise ConfigError(f"tepo {args.command} takes no {overrides[0]}")
+        if args.command == "compare":
+            from tepo_megatron.evaluation.comparing import compare_folders
+
+            compare_folders(args.first, args.second).print()
+            return 0
         from tepo_megatron.report import write_report
 
         print(write_report(args.run_dir))
@@ -134,6 +162,19 @@ def serve(config_path: str, host: str, address: str | None, overrides: list[str]
     return 0
 
 
+def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
+    """`tepo evaluate CHECKPOINT [--config FILE] [--out DIR] [--against DIR] [--published ROWS] [--key value ...]`."""
+    from tepo_megatron.evaluation.command import Request, run
+    from tepo_megatron.evaluation.published import MODELS
+
+    known = ("auto", "all", "none", *MODELS)
+    if args.published not in known:
+        raise ConfigError(f"--published {args.published}: the paper has no such rows; use one of {', '.join(known)}")
+    request = Request(args.checkpoint, args.config, overrides, args.out, args.against, args.published)
+    print("written:", run(request, lambda text: print(text, flush=True)))
+    return 0
+
+
 def _tell_results(cfg: Config) -> None:
     """Of a finished run; its picture is drawn if a kill came before that."""
     folder, names = cfg.run_dir, ("summary.json", "report.png", "hf")
@@ -166,8 +207,8 @@ def start(cfg: Config) -> None:
 def preflight(cfg: Config) -> None:
     """Everything that can be refused before a process is started. Raises a TepoError."""
     from tepo_megatron.actor.layout import check_layout
+    from tepo_megatron.evaluation.problems import check_sources
     from tepo_megatron.method import resolve
-    from tepo_megatron.not_yet import not_yet
     from tepo_megatron.rewards import check_reward
     from tepo_megatron.rollout.custom import load_function
     from tepo_megatron.rollout.experts import check_experts, replayed_routing
@@ -176,7 +217,7 @@ def preflight(cfg: Config) -> None:
     from tepo_megatron.weights.hf_io import HfReader
 
     resolve(cfg)
-    not_yet(cfg)
+    check_sources(cfg.evaluation)
     if cfg.rollout.function is not None:
         load_function(cfg.rollout.function)
     check_reward(cfg.reward)

@@ -33,6 +33,7 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(allow_inf_nan=False)]
 _LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")  # hosts that are this machine, whichever it is
+PAPER_TOKENS = 8192  # of a response to a benchmark's problem (Section 4.1)
 Benchmark = Literal["aime24", "aime25", "amc", "math500", "omni_math", "olympiad_bench", "minerva"]  # the columns of Table 1
 
 
@@ -497,17 +498,26 @@ class SyncConfig:
 
 @config
 class EvaluationConfig:
-    """Accuracy on `data.eval`, before the first and after the last step, and every `every` steps (0: never between)."""
+    """Accuracy on `data.eval` and on benchmarks, before the first and after the last step, and every `every` steps (0: never
+    between). samples, temperature: of `data.eval`; benchmarks have their own (`evaluation/benchmarks.py`).
+    """
 
     every: NonNegative = 0
     samples: Positive = 1
     temperature: NonNegativeFloat = 1.0  # 0: greedy
-    max_problems: Positive | None = None
-    benchmarks: list[Benchmark] = Field(default_factory=list)  # each by the paper's protocol; refused so far (`not_yet.py`)
+    max_problems: Positive | None = None  # the first so many of data.eval, and of each benchmark
+    benchmarks: list[Benchmark] = Field(default_factory=list)  # each by the paper's protocol
+    # holds NAME.jsonl for benchmarks that are not to be fetched from the Hugging Face hub, their rows as there
+    benchmark_folder: str | None = None
+    benchmark_samples: Positive | None = None  # of those that are sampled; None: 32 as in the paper. The others are greedy
+    benchmark_tokens: Positive = PAPER_TOKENS  # of a response at most
+    benchmark_prompt: str | None = None  # in the place of the benchmarks' own; <problem> stands for the problem
 
     def __post_init__(self) -> None:
         if len(set(self.benchmarks)) < len(self.benchmarks):
             raise ValueError(f"benchmarks={self.benchmarks} names one twice")
+        if self.benchmark_prompt is not None and self.benchmark_prompt.count("<problem>") != 1:
+            raise ValueError(f"benchmark_prompt={self.benchmark_prompt!r} must hold <problem> once, where the problem goes")
         if 0 < self.temperature < 0.01:
             raise ValueError(f"temperature={self.temperature} is raised to 0.01 by vLLM; use 0 (greedy) or at least 0.01")
         if self.temperature == 0 and self.samples > 1:
@@ -526,6 +536,7 @@ class CheckpointConfig:
     every: NonNegative = 0
     keep_last: Positive = 2
     keep_every: Positive | None = None
+    keep_best: bool = False  # that of the step with the highest accuracy (of the benchmarks, else of data.eval) stays too
     asynchronous: bool = True
     hf: bool = False
     timeout_seconds: PositiveFloat = 1800.0  # a checkpoint that takes longer to write, on any rank, has failed
@@ -573,8 +584,17 @@ class Config:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.+-]*", self.name):
             raise ValueError(f"name={self.name!r} must be a plain folder name: letters, digits and . _ + -")
-        if self.evaluation.every and self.data.eval is None:
-            raise ValueError(f"evaluation.every={self.evaluation.every} needs data.eval; give it a file or set every to 0")
+        if self.evaluation.every and self.data.eval is None and not self.evaluation.benchmarks:
+            raise ValueError(
+                f"evaluation.every={self.evaluation.every} needs data.eval or evaluation.benchmarks; give it a file or set "
+                "every to 0"
+            )
+        every = self.checkpoint.every
+        if self.checkpoint.keep_best and not (every and self.evaluation.every and self.evaluation.every % every == 0):
+            raise ValueError(
+                f"checkpoint.keep_best=true needs a checkpoint of every step that is evaluated, and evaluation.every="
+                f"{self.evaluation.every} is no multiple of checkpoint.every={every}; make it one, or set keep_best to false"
+            )
         if self.training.minibatch_prompts > self.rollout.prompts_per_step:
             raise ValueError(
                 f"training.minibatch_prompts={self.training.minibatch_prompts} exceeds "
@@ -632,6 +652,12 @@ class Config:
         """Prompt and response tokens of a sequence at most."""
         most = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         return min(most, self.rollout.max_sequence_tokens or most)
+
+    @property
+    def served_tokens(self) -> int:
+        """The same of what the servers of the run are asked for, benchmarks included."""
+        benchmarks = self.data.max_prompt_tokens + self.evaluation.benchmark_tokens if self.evaluation.benchmarks else 0
+        return max(self.sequence_tokens, benchmarks)
 
     @property
     def run_dir(self) -> Path:

@@ -32,11 +32,16 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
 def load_with_sources(path: str | Path, overrides: list[str]) -> tuple[Config, Layers]:
     """As `load_config`, and the layers that know which file set which key."""
     layers = read_layers(path)
+    return with_overrides(layers, overrides, str(path)), layers
+
+
+def with_overrides(layers: Layers, overrides: list[str], source: str) -> Config:
+    """The config of these layers under one more, of the words of a command. Raises ConfigError as `load_config`."""
     for key, value in parse_overrides(overrides):
         words: dict[str, Any] = {}
         set_key(words, key, value)
         layers.add(words, "command line")
-    return validate_as(Config, layers.tree, str(path), layers), layers
+    return validate_as(Config, layers.tree, source, layers)
 
 
 def read_layers(path: str | Path) -> Layers:

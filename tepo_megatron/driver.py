@@ -12,11 +12,14 @@ from typing import Any
 
 from tepo_megatron.beside import Beside, Nothing
 from tepo_megatron.checkpoint.checkpoints import Saved
+from tepo_megatron.checkpoint.folder import complete
 from tepo_megatron.config import Config
 from tepo_megatron.config_io import differences, plain
 from tepo_megatron.data import PromptStream, load_data, load_tokenizer, stop_tokens
 from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.evaluation import Accuracy, evaluate, write_evaluation
+from tepo_megatron.evaluation.during import Benchmarks, in_words
+from tepo_megatron.evaluation.problems import load_benchmarks
 from tepo_megatron.method import resolve
 from tepo_megatron.metrics import Metrics
 from tepo_megatron.parallel import Groups
@@ -65,9 +68,12 @@ class Driver:
         if cfg.rollout.replay is not None:
             with RunLog(cfg.run_dir, cfg.logging, cfg.training.steps) as log:
                 log.message(f"objective {cfg.objective.name}; rollouts of {cfg.rollout.replay}, no engine")
-                yield MainDriver(cfg, Replay(Path(cfg.rollout.replay), routing), None, [], log)
+                yield MainDriver(cfg, Replay(Path(cfg.rollout.replay), routing), None, [], None, log)
             return
         data = load_data(cfg.data, cfg.reward, tokenizer)
+        stops = stop_tokens(cfg.model.path, tokenizer, cfg.rollout.stop_token_ids)
+        suite = load_benchmarks(cfg.evaluation, tokenizer, cfg.data.max_prompt_tokens)
+        benchmarks = Benchmarks(suite, cfg.run_dir, cfg.model.path, cfg.seed, decode, stops) if suite else None
         if data.count < cfg.rollout.prompts_per_step:
             raise DataError(
                 f"{cfg.data.name} has {data.count} usable prompts, fewer than rollout.prompts_per_step="
@@ -97,14 +103,13 @@ class Driver:
             engine.start()
             reward = stack.enter_context(build_reward(cfg.reward, decode))
             prompts = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
-            stops = stop_tokens(cfg.model.path, tokenizer, cfg.rollout.stop_token_ids)
             collector = Collector(
                 *(cfg.rollout, engine, reward, prompts, cfg.seed, stops),
                 max_refills=method.max_refills,
                 overlong=method.overlong,
                 routing=routing,
             )
-            yield MainDriver(cfg, collector, prompts, data.eval[: cfg.evaluation.max_problems], log)
+            yield MainDriver(cfg, collector, prompts, data.eval[: cfg.evaluation.max_problems], benchmarks, log)
 
     def engine_when_ready(self) -> RolloutEngine | None:
         """The engine, once it serves."""
@@ -132,6 +137,11 @@ class Driver:
     def evaluate(self, step: int) -> None:
         """Measure and keep the accuracy on the held-out problems, if there are any."""
 
+    @property
+    def best_step(self) -> int | None:
+        """Of the evaluations after training began, the one whose checkpoint is to stay; None without `checkpoint.keep_best`."""
+        return None
+
     def log_step(self, step: int, log: StepLog, clock: Clock) -> None:
         """Write the step's record."""
 
@@ -157,9 +167,17 @@ class MainDriver(Driver):
     """Rank 0's driver."""
 
     def __init__(
-        self, cfg: Config, source: Collector | Replay, prompts: PromptStream | None, held_out: list[Prompt], log: RunLog
+        self,
+        cfg: Config,
+        source: Collector | Replay,
+        prompts: PromptStream | None,
+        held_out: list[Prompt],
+        benchmarks: Benchmarks | None,
+        log: RunLog,
     ) -> None:
         self._cfg, self._source, self._prompts, self._held_out, self._log = cfg, source, prompts, held_out, log
+        self._benchmarks = benchmarks
+        self._benchmarked: list[int] = []  # steps
         self._evaluations: dict[int, Accuracy] = {}  # by step; the first and the last are reported
         self._clock, self._seconds_before = Clock(), 0.0
         # the place in the prompt stream after the rollouts of a step: those of later ones may be sampled before it is trained
@@ -208,16 +226,35 @@ class MainDriver(Driver):
         return rollouts, metrics
 
     def evaluate(self, step: int) -> None:
-        if not self._held_out or isinstance(self._source, Replay) or step in self._evaluations:
+        if isinstance(self._source, Replay):
             return
+        if self._held_out and step not in self._evaluations:
+            self._evaluate_held_out(step, self._source)
+        if self._benchmarks is not None and step not in self._benchmarked:
+            results = self._benchmarks.evaluate(step, self._source.engine, self._source.reward)
+            self._tell_events()
+            self._log.message(f"benchmarks at step {step}, avg@k: {in_words(results)}")
+            self._benchmarked.append(step)
+
+    def _evaluate_held_out(self, step: int, source: Collector) -> None:
         cfg = self._cfg.evaluation
-        sampling = replace(self._source.sampling, samples=cfg.samples, temperature=cfg.temperature, routing=None)
+        sampling = replace(source.sampling, samples=cfg.samples, temperature=cfg.temperature, routing=None)
         # one seed for all evaluations: before and after are compared on the same random numbers
         seed = derive_seed(self._cfg.seed, "evaluation")
-        result = evaluate(self._source.engine, self._source.reward, self._held_out, sampling, seed)
+        result = evaluate(source.engine, source.reward, self._held_out, sampling, seed)
         self._tell_events()
         self._log.message(f"accuracy at step {step}: {result}, temperature {cfg.temperature:g}")
         self._evaluations[step] = result
+
+    @property
+    def best_step(self) -> int | None:
+        if not self._cfg.checkpoint.keep_best:
+            return None
+        accuracies = {step: accuracy.mean for step, accuracy in self._evaluations.items()}
+        if self._benchmarks is not None:
+            accuracies = self._benchmarks.means()
+        accuracies.pop(0, None)  # of the model that the run began with, which has no checkpoint
+        return max(accuracies, key=lambda step: (accuracies[step], -step), default=None)
 
     def log_step(self, step: int, log: StepLog, clock: Clock) -> None:
         self._log.write(step, log.record(clock))
@@ -251,6 +288,8 @@ class MainDriver(Driver):
         lost = self._log.rewind(position, step)
         if self._cfg.rollout.replay is None:
             record.set_aside(self._cfg.run_dir / record.FOLDER, after=step)
+        if self._benchmarks is not None:
+            self._benchmarks.forget(after=step)
         if lost:
             self._log.message(f"resume: {lost} recorded steps are taken again; their former records moved to {LOST_FILE}")
 
@@ -292,7 +331,7 @@ class MainDriver(Driver):
             before = None
         if before and after:
             write_evaluation(run_dir, before, after)
-        summary = {
+        summary: dict[str, Any] = {
             "accuracy_before": before and before.mean,
             "accuracy_after": after and after.mean,
             "standard_error": {
@@ -302,6 +341,15 @@ class MainDriver(Driver):
             "steps": self._cfg.training.steps,
             "seconds": seconds,
         }
+        if self._benchmarks is not None:
+            last = self._cfg.training.steps
+            before_after = [self._benchmarks.accuracies(step) for step in (0, last)]
+            summary["benchmarks"] = dict(zip(("before", "after"), before_after, strict=True))
+            if all(before_after):
+                self._log.message(f"benchmarks, after against before: {self._benchmarks.compare(0, last)}")
+        if (best := self.best_step) is not None:
+            summary["best_step"] = best
+            self._log.message(f"best evaluation: step {best}; its checkpoint: {complete(run_dir / 'checkpoints', best)}")
         replace_file(run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
         from tepo_megatron.report import write_report  # a second, which ranks without a log need not spend
 

@@ -49,7 +49,8 @@ class Schedule:
     ) -> None:
         self._driver, self._sync, self._groups, self._turns, self._memory = driver, sync, groups, turns, memory
         self._staleness, self._interrupts = cfg.rollout.max_staleness, cfg.rollout.in_flight != "finish"
-        self._evaluates, self._evaluate_every = cfg.data.eval is not None, cfg.evaluation.every
+        self._evaluates = cfg.data.eval is not None or bool(cfg.evaluation.benchmarks)
+        self._evaluate_every = cfg.evaluation.every
         self._last = cfg.training.steps
         self._ahead: deque[tuple[Nothing, Clock]] = deque()  # the rollouts of steps to come, done or not
         self._begun = first  # the last step whose rollouts were begun
@@ -104,7 +105,7 @@ class Schedule:
             self.evaluate(step)
 
     def evaluate(self, step: int) -> None:
-        """Evaluate the weights that are served, those of `step`, on the held-out problems if there are any."""
+        """Evaluate the weights that are served, those of `step`, on the held-out problems and benchmarks if there are any."""
         if not self._evaluates:
             return
         self._serve(Clock())

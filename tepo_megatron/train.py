@@ -97,7 +97,7 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
             last = step == cfg.training.steps
             if _is_due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.every):
                 schedule.train()  # after an evaluation the trainer may be elsewhere
-                checkpoints.save(step, actor, driver.state(step) | {"noise_floor": actor.noise_floor})
+                checkpoints.save(step, actor, driver.state(step) | {"noise_floor": actor.noise_floor}, driver.best_step)
             driver.saved(checkpoints.poll())
 
         driver.saved(checkpoints.wait())

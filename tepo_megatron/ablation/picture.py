@@ -16,8 +16,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tepo_megatron.ablation.plan import Plan
 from tepo_megatron.ablation.results import Outcome, Row
-from tepo_megatron.ablation.statistics import Estimate
 from tepo_megatron.ablation.table import verdict
+from tepo_megatron.evaluation.statistics import Estimate
 from tepo_megatron.report import save_picture
 from tepo_megatron.report.drawing import BLUE, GREEN, GREY, INK, MUTED, ORANGE, PERCENT, PURPLE, RED, STYLE, from_zero
 

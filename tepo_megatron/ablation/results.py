@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tepo_megatron.ablation.statistics import Estimate, mean_of_last, over_problems, paired_difference, steps_to_share_of_best
+from tepo_megatron.ablation.statistics import mean_of_last, steps_to_share_of_best
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation import Scores, read_evaluation
+from tepo_megatron.evaluation.statistics import Estimate, over_problems, paired_difference
 from tepo_megatron.report.drawing import Curves
 from tepo_megatron.sinks import read_metrics
 

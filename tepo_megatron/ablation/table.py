@@ -12,7 +12,8 @@ from rich.table import Table
 
 from tepo_megatron.ablation.plan import Plan
 from tepo_megatron.ablation.results import Row
-from tepo_megatron.ablation.statistics import NORMAL_95, SHARE_OF_BEST, WINDOW, Estimate
+from tepo_megatron.ablation.statistics import SHARE_OF_BEST, WINDOW
+from tepo_megatron.evaluation.statistics import NORMAL_95, Estimate
 
 NOTHING = "–"  # noqa: RUF001
 FILE_WIDTH = 170  # characters, where the output is no terminal

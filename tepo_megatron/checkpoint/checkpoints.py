@@ -52,10 +52,11 @@ class Checkpoints:
         self._broken: str | None = None
         self._held = contextlib.ExitStack()
 
-    def save(self, step: int, actor: Actor, run_state: Mapping[str, Any]) -> None:
+    def save(self, step: int, actor: Actor, run_state: Mapping[str, Any], best: int | None = None) -> None:
         """Begin to write the state as it is now. Returns once it is copied to host memory; training may go on.
 
-        A save still under way is waited for first. run_state: plain JSON, rank 0's counts. With `checkpoint.asynchronous` false
+        A save still under way is waited for first. run_state: plain JSON; best: a step whose checkpoint is
+        not to be deleted; of both, rank 0's count. With `checkpoint.asynchronous` false
         the checkpoint is complete when this returns. With `checkpoint.hf` the model is written for transformers before.
 
         Raises CheckpointError, on every rank, when the former save failed or the model for transformers cannot be written. What
@@ -68,7 +69,9 @@ class Checkpoints:
         # All else that must be known is asked beside the copying, which leaves it the interpreter: also whether what is copied
         # is the state still. If not, the state is copied again.
         before = self._views.boxes
-        asked = self._thread.ask(lambda: (self._views.of(actor), generators.capture(), self._commit(step, actor, run_state)))
+        asked = self._thread.ask(
+            lambda: (self._views.of(actor), generators.capture(), self._commit(step, actor, run_state, best))
+        )
         copies = self._memory.take(before)
         (boxes, objects), states, commit = asked.result()
         if boxes is not before:
@@ -138,7 +141,7 @@ class Checkpoints:
         if self._save is not None:
             self._save.wait(min(_FAREWELL_SECONDS, self._cfg.timeout_seconds))
 
-    def _commit(self, step: int, actor: Actor, run_state: Mapping[str, Any]) -> Commit | None:
+    def _commit(self, step: int, actor: Actor, run_state: Mapping[str, Any], best: int | None) -> Commit | None:
         """On rank 0."""
         if not self._groups.is_main:
             return None
@@ -154,7 +157,7 @@ class Checkpoints:
             run = restoring.describe_run(step, actor, run_state)
         except (TypeError, ValueError) as e:
             refused = str(e)
-        return Commit(copy.deepcopy(common), run, refused, self._cfg.keep_last, self._cfg.keep_every)
+        return Commit(copy.deepcopy(common), run, refused, self._cfg.keep_last, self._cfg.keep_every, best)
 
     def _settle(self) -> None:
         """Wait for the save under way, if any."""

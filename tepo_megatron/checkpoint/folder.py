@@ -71,10 +71,12 @@ def publish(folder: Path, step: int) -> list[Path]:
     return aside
 
 
-def prune(folder: Path, keep_last: int, keep_every: int | None) -> None:
-    """Delete the checkpoints that neither `keep_last` nor `keep_every` keeps, but for one that somebody holds (`hold`)."""
+def prune(folder: Path, keep_last: int, keep_every: int | None, best: int | None = None) -> None:
+    """Delete the checkpoints that neither `keep_last` nor `keep_every` keeps, but for that of the step `best` and one that
+    somebody holds (`hold`).
+    """
     for step in steps(folder)[:-keep_last]:
-        if not (keep_every and step % keep_every == 0):
+        if step != best and not (keep_every and step % keep_every == 0):
             with _alone(complete(folder, step)) as alone:
                 if alone:
                     _to_deleted(complete(folder, step))

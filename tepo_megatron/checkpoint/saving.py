@@ -70,7 +70,8 @@ class Content:
 class Commit:
     """What rank 0 adds to the ranks' files, and which older checkpoints stay.
 
-    run: the content of run.json, on one line; refused: why there is none, and the checkpoint cannot be begun.
+    run: the content of run.json, on one line; refused: why there is none, and the checkpoint cannot be begun; best: a step
+    whose checkpoint stays.
     """
 
     common: Mapping[str, Any]
@@ -78,6 +79,7 @@ class Commit:
     refused: str | None
     keep_last: int
     keep_every: int | None
+    best: int | None
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class Save:
             _discard(partial)
             return Outcome(error="; ".join(errors))
         try:
-            folders.prune(self._folder, commit.keep_last, commit.keep_every)
+            folders.prune(self._folder, commit.keep_last, commit.keep_every, commit.best)
         except OSError as e:  # the new one is complete all the same
             _log.warning("%s: older checkpoints cannot be deleted (%s)", self._folder, e)
         return Outcome(size=sum(s.size for s in sums.values()))

@@ -26,7 +26,7 @@ def launch_of(cfg: Config) -> Launch:
     """What the servers of a run are started with."""
     return Launch(
         model_path=Path(cfg.model.path),
-        max_model_len=cfg.sequence_tokens,
+        max_model_len=cfg.served_tokens,
         platform=cfg.platform,
         precision=cfg.rollout.server.precision or cfg.model.precision,
         seed=cfg.seed,

@@ -201,8 +201,9 @@ class Outcome:
 
 def outcome(cfg: Config, journal: Path) -> Outcome:
     """Of a run that has ended."""
-    evaluations = derive_seed(cfg.seed, "evaluation")
-    asked = [row for row in journal_rows(journal) if "seed" in row and row["seed"] != evaluations]
+    evaluations = {derive_seed(cfg.seed, "evaluation")}
+    evaluations |= {derive_seed(cfg.seed, "benchmark", name) for name in cfg.evaluation.benchmarks}
+    asked = [row for row in journal_rows(journal) if "seed" in row and row["seed"] not in evaluations]
     last = {row["version"]: row["attempt"] for row in asked}
     prompts: dict[int, list[Any]] = {}
     for row in asked:

@@ -122,8 +122,10 @@ def test_retention(tmp_path: Path) -> None:
         shutil.copytree(folders.prepare(tmp_path, step), folders.complete(tmp_path, step))
     folders.prune(tmp_path, keep_last=2, keep_every=3)
     assert names(tmp_path) == ["step-00000006", "step-00000009", "step-00000012", "step-100000000"]
-    folders.prune(tmp_path, keep_last=3, keep_every=None)
-    assert folders.steps(tmp_path) == [9, 12, 100_000_000]
+    folders.prune(tmp_path, keep_last=2, keep_every=None, best=6)
+    assert folders.steps(tmp_path) == [6, 12, 100_000_000]
+    folders.prune(tmp_path, keep_last=2, keep_every=None, best=5)  # there is none any more
+    assert folders.steps(tmp_path) == [12, 100_000_000]
 
 
 def test_a_deletion_that_is_interrupted_leaves_nothing_that_looks_complete(

@@ -77,6 +77,12 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
         ({"name": "a/b"}, "name='a/b' must be a plain folder name"),
         ({"name": ".."}, r"name='\.\.' must be a plain folder name"),
         ({"evaluation": {"every": 5}}, r"evaluation\.every=5 needs data\.eval"),
+        (
+            {"evaluation": {"benchmarks": ["amc"], "every": 3}, "checkpoint": {"every": 2, "keep_best": True}},
+            r"evaluation\.every=3 is no multiple of checkpoint\.every=2; make it one",
+        ),
+        ({"checkpoint": {"every": 2, "keep_best": True}}, "keep_best=true needs a checkpoint of every step that is evaluated"),
+        ({"evaluation": {"benchmark_prompt": "<problem> <problem>"}}, "must hold <problem> once"),
         ({"rollout": {"temperature": 0.001}}, "rollout.temperature: .*greater than or equal to 0.01"),
         ({"evaluation": {"temperature": 0.001}}, "temperature=0.001 is raised to 0.01 by vLLM"),
         ({"optimizer": {"lr": float("inf")}}, "optimizer.lr: .*finite number"),

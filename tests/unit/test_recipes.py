@@ -1,6 +1,7 @@
 """The recipes of the paper's tables: each is the row that it says, and the README tells of all of them."""
 
 import csv
+import importlib.util
 import re
 import shutil
 from pathlib import Path
@@ -12,9 +13,9 @@ from examples.paper.dapo_math import convert
 from tepo_megatron.cli import preflight
 from tepo_megatron.config import Config
 from tepo_megatron.config_io import load_config
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.errors import ConfigError, DataError
+from tepo_megatron.evaluation.problems import check_sources
 from tepo_megatron.method import resolve
-from tepo_megatron.not_yet import not_yet
 
 PAPER = Path("examples/paper")
 README = (PAPER / "README.md").read_text()
@@ -204,14 +205,15 @@ def test_the_other_examples_have_a_method(path: Path) -> None:
         assert resolve(load_config(path)).objective
 
 
-def test_benchmarks_are_refused_before_anything_starts() -> None:
+def test_benchmarks_that_cannot_be_had_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     path = PAPER / "table1/qwen3-14b-tepo.yaml"
-    with pytest.raises(ConfigError, match=r"evaluation\.benchmarks=\[aime24, .*cannot run benchmarks yet"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"aime24: the package datasets, .* is not installed; .* aime24\.jsonl, .*folder"):
         preflight(load_config(path))
-    without = load_config(path, ["--evaluation.benchmarks", "null"])
-    assert without.evaluation.benchmarks == []
-    not_yet(without)
-    not_yet(load_config("examples/demo.yaml"))
+    check_sources(load_config(path, ["--evaluation.benchmark_folder", "tests/problems"]).evaluation)
+    check_sources(load_config(path, ["--evaluation.benchmarks", "null"]).evaluation)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    check_sources(load_config(path).evaluation)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,148 @@
+"""`tepo evaluate`: a model on benchmarks, by an engine of its own or on servers that run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from tepo_megatron.config import Benchmark, Config
+from tepo_megatron.config_io import read_layers, with_overrides
+from tepo_megatron.config_layers import Layers
+from tepo_megatron.data import load_tokenizer, stop_tokens
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.evaluation.benchmarks import BENCHMARKS
+from tepo_megatron.evaluation.checkpoint import hf_model
+from tepo_megatron.evaluation.comparing import compare_folders
+from tepo_megatron.evaluation.folder import RECORD_FILE, TABLE_FILE, EvaluationFolder, read_record
+from tepo_megatron.evaluation.problems import Problems, load_benchmarks
+from tepo_megatron.evaluation.published import rows_of
+from tepo_megatron.evaluation.samples import sample_benchmark
+from tepo_megatron.evaluation.tables import beside_the_paper, figures
+from tepo_megatron.rewards import build_reward
+from tepo_megatron.rollout.custom import CustomRollouts, load_function
+from tepo_megatron.rollout.engine import Launch, RolloutEngine
+from tepo_megatron.rollout.engines import build_engine
+
+EngineFactory = Callable[[Config, Launch, Path], RolloutEngine]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command is asked. checkpoint: see `checkpoint.hf_model`; config: a YAML file of settings, or None; words:
+    settings over it; out: the folder to write, None for one of `evaluations/`; against: the folder of another evaluation;
+    published: as `published.rows_of`.
+    """
+
+    checkpoint: Path
+    config: str | None
+    words: Sequence[str]
+    out: Path | None
+    against: Path | None
+    published: str
+
+
+def settings(request: Request) -> Config:
+    """The config of an evaluation: all seven benchmarks where it names none. Raises ConfigError."""
+    if request.config is None:
+        layers = Layers()
+        needed = {"name": "evaluation", "model": {"path": str(request.checkpoint)}, "data": {"train": "nothing"}}
+        layers.add(needed, "tepo evaluate")
+    else:
+        layers = read_layers(request.config)
+    cfg = with_overrides(layers, list(request.words), request.config or "tepo evaluate")
+    if cfg.evaluation.benchmarks:
+        return cfg
+    return replace(cfg, evaluation=replace(cfg.evaluation, benchmarks=list(get_args(Benchmark))))
+
+
+def run(request: Request, tell: Callable[[str], None], make_engine: EngineFactory | None = None) -> Path:
+    """Evaluate, print the tables, write the folder; returns it. tell: what the user should know meanwhile; make_engine: instead
+    of the engine that the config names. Raises a TepoError.
+    """
+    cfg = settings(request)
+    out = request.out or Path("evaluations") / "-".join(request.checkpoint.resolve().parts[-2:]).strip("/-")
+    if (out / RECORD_FILE).exists() and not (cfg.overwrite or cfg.resume):
+        raise ConfigError(
+            f"{out} holds an evaluation already; give another --out, replace it with --overwrite true, or have it go on with "
+            "--resume true"
+        )
+    if request.against is not None:
+        read_record(request.against)
+    out.mkdir(parents=True, exist_ok=True)
+    with hf_model(request.checkpoint, out, tell) as model:
+        folder = _evaluate(replace(cfg, model=replace(cfg.model, path=str(model))), request, out, tell, make_engine or _engine)
+    grids = [
+        figures(str(request.checkpoint), folder.results, folder.changes),
+        beside_the_paper("this model", folder.results, rows_of(request.published, str(request.checkpoint.resolve()))),
+    ]
+    if request.against is not None:
+        grids.append(compare_folders(out, request.against))
+    for grid in grids:
+        grid.print()
+    (out / TABLE_FILE).write_text("\n".join([f"# {request.checkpoint}", "", *(grid.markdown() for grid in grids)]))
+    return out
+
+
+def _evaluate(
+    cfg: Config, request: Request, out: Path, tell: Callable[[str], None], make_engine: EngineFactory
+) -> EvaluationFolder:
+    tokenizer = load_tokenizer(cfg.model.path)
+    suite = load_benchmarks(cfg.evaluation, tokenizer, cfg.data.max_prompt_tokens)
+    stops = stop_tokens(cfg.model.path, tokenizer, cfg.rollout.stop_token_ids)
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+    folder = EvaluationFolder(out, {"checkpoint": str(request.checkpoint), "seed": cfg.seed})
+    todo = folder.keep(suite) if cfg.resume else suite
+    for name in folder.results:
+        tell(f"{BENCHMARKS[name].title}: evaluated before, kept")
+    if not todo:
+        return folder
+    with contextlib.ExitStack() as stack:
+        engine = make_engine(cfg, launch_of(cfg), out / "server.log")
+        if cfg.rollout.function is not None:
+            engine = CustomRollouts(engine, load_function(cfg.rollout.function), encode, decode)
+        stack.enter_context(engine)
+        engine.start()
+        kinds = {problems.entry.grader for problems in todo}
+        graders = {kind: stack.enter_context(build_reward(replace(cfg.reward, type=kind), decode)) for kind in kinds}
+        engine.wait_ready()
+        for problems in todo:
+            tell(f"{problems.entry.title}: {_in_words(problems)}")
+            samples = sample_benchmark(problems, engine, graders[problems.entry.grader], decode, stops, cfg.seed)
+            accuracy = folder.add(problems, samples).accuracy
+            tell(f"{problems.entry.title}: avg@{problems.entry.samples} {100 * accuracy.mean:.2f} %")
+            for event in engine.take_events():
+                tell(event)
+    return folder
+
+
+def launch_of(cfg: Config) -> Launch:
+    """What the servers of an evaluation are started with."""
+    return Launch(
+        model_path=Path(cfg.model.path),
+        max_model_len=cfg.data.max_prompt_tokens + cfg.evaluation.benchmark_tokens,
+        platform=cfg.platform,
+        precision=cfg.rollout.server.precision or cfg.model.precision,
+        seed=cfg.seed,
+    )
+
+
+def _engine(cfg: Config, launch: Launch, log_path: Path) -> RolloutEngine:
+    """Servers that keep the weights of the checkpoint."""
+    rollout = replace(cfg.rollout, only=True, colocate=False, replay=None, max_staleness=0, in_flight="finish")
+    return build_engine(rollout, launch, log_path)
+
+
+def _in_words(problems: Problems) -> str:
+    entry = problems.entry
+    how = f"temperature {entry.temperature:g}" if entry.temperature else "greedy"
+    size = f"{len(problems.prompts)} problems x {entry.samples}"
+    return f"{size}, {how}, up to {problems.max_tokens} tokens, of {problems.source}"

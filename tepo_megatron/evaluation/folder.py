@@ -1,0 +1,89 @@
+"""The folder of an evaluation: `evaluation.json` (protocols and results), `NAME.jsonl` (every sample), `evaluation.md`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.errors import DataError
+from tepo_megatron.evaluation.problems import Problems
+from tepo_megatron.evaluation.results import Result, result
+from tepo_megatron.evaluation.samples import Sample, read_samples, to_lines
+from tepo_megatron.sinks import replace_file
+
+RECORD_FILE = "evaluation.json"
+TABLE_FILE = "evaluation.md"
+
+
+class EvaluationFolder:
+    """One evaluation on disk, of benchmarks that are added one by one. about: what it is of (model, seed): plain JSON."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        self.path, self._about = path, dict(about)
+        self._protocols: dict[str, Any] = {}
+        self.changes: dict[str, Sequence[str]] = {}
+        self.results: dict[str, Result] = {}
+
+    def keep(self, suite: Sequence[Problems]) -> list[Problems]:
+        """Take over what a process that is gone has added, where its record has the same model, seed and protocol; returns what
+        is still to be done. Before any `add`.
+        """
+        former: dict[str, Any] = {}
+        if (self.path / RECORD_FILE).exists():
+            record = read_record(self.path)
+            if {key: record.get(key) for key in self._about} == self._about:
+                former = record["benchmarks"]
+        todo = []
+        for problems in suite:
+            if former.get(problems.name, {}).get("protocol") == protocol(problems):
+                self._note(problems, read_samples(samples_file(self.path, problems.name)))
+            else:
+                todo.append(problems)
+        return todo
+
+    def add(self, problems: Problems, samples: Sequence[Sample]) -> Result:
+        """Write the samples of a benchmark, then the record with its result. Each file is as it was, or whole."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        replace_file(samples_file(self.path, problems.name), to_lines(samples))
+        self._note(problems, samples)
+        record = self._about | {
+            "benchmarks": {
+                name: {"protocol": self._protocols[name], "changes": self.changes[name], "result": dataclasses.asdict(r)}
+                for name, r in self.results.items()
+            }
+        }
+        replace_file(self.path / RECORD_FILE, json.dumps(record, indent=2, ensure_ascii=False).encode() + b"\n")
+        return self.results[problems.name]
+
+    def _note(self, problems: Problems, samples: Sequence[Sample]) -> None:
+        self.results[problems.name] = result(samples)
+        self.changes[problems.name] = problems.changes
+        self._protocols[problems.name] = protocol(problems)
+
+
+def protocol(problems: Problems) -> dict[str, Any]:
+    """How a benchmark is sampled and graded, where its rows come from, and how many they are: plain JSON."""
+    entry = dataclasses.asdict(problems.entry)
+    return entry | {"max_tokens": problems.max_tokens, "source": problems.source, "problems": len(problems.prompts)}
+
+
+def samples_file(folder: Path, name: str) -> Path:
+    """Where the samples of a benchmark are."""
+    return folder / f"{name}.jsonl"
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The record of an evaluation. Raises DataError naming the file."""
+    path = folder / RECORD_FILE
+    try:
+        record = json.loads(path.read_text())
+    except OSError as e:
+        raise DataError(f"{path}: cannot read the evaluation ({e.strerror}); give a folder that tepo evaluate wrote") from None
+    except ValueError as e:
+        raise DataError(f"{path}: not valid JSON ({e}); make the evaluation again") from None
+    if not isinstance(record, dict) or not isinstance(record.get("benchmarks"), dict):
+        raise DataError(f"{path}: not the record of an evaluation; give a folder that tepo evaluate wrote")
+    return record

@@ -1,0 +1,155 @@
+"""A benchmark's problems as prompts: from a local file, or from the Hugging Face hub."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tepo_megatron.config import PAPER_TOKENS, DataConfig, EvaluationConfig
+from tepo_megatron.data.arrow import hugging_face
+from tepo_megatron.data.chat import Encoder
+from tepo_megatron.data.readers import JsonLines, Reader, Row
+from tepo_megatron.errors import DataError
+from tepo_megatron.evaluation.benchmarks import BENCHMARKS, Benchmark
+from tepo_megatron.types import Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PLACE = "<problem>"
+_PLAIN = DataConfig(train="benchmarks")  # no instruction and no system prompt of the training data
+_NOT_INSTALLED = "the package datasets, which would fetch it, is not installed; install it"
+
+
+@dataclass(frozen=True)
+class Problems:
+    """A benchmark that is ready to be sampled. entry: its protocol, with what the config changes of it; source: where the rows
+    were read; changes: in words, what is not as in the paper's protocol.
+    """
+
+    name: str
+    entry: Benchmark
+    max_tokens: int
+    source: str
+    prompts: tuple[Prompt, ...]
+    changes: tuple[str, ...]
+
+    def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        """How its problems are sampled."""
+        return SamplingParams(self.entry.samples, self.entry.temperature, self.max_tokens, stop_token_ids)
+
+
+def load_benchmarks(cfg: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> list[Problems]:
+    """The benchmarks of the config, in its order.
+
+    Raises DataError naming file, line and mend: no rows, a row that has no problem or no answer, a prompt that is longer than
+    `max_prompt_tokens` (none is dropped: the result would be of another benchmark).
+    """
+    found = []
+    for name in cfg.benchmarks:
+        entry, changes = BENCHMARKS[name], []
+        if cfg.benchmark_samples is not None and cfg.benchmark_samples != entry.samples and entry.temperature > 0:
+            changes.append(f"{cfg.benchmark_samples} samples instead of {entry.samples}")
+            entry = dataclasses.replace(entry, samples=cfg.benchmark_samples)
+        if cfg.benchmark_prompt is not None and cfg.benchmark_prompt != entry.prompt:
+            changes.append("another prompt")
+            entry = dataclasses.replace(entry, prompt=cfg.benchmark_prompt)
+        if cfg.benchmark_tokens != PAPER_TOKENS:
+            changes.append(f"{cfg.benchmark_tokens} tokens instead of {PAPER_TOKENS}")
+        source, rows = _rows(name, entry, cfg.benchmark_folder)
+        prompts = [_prompt(i, row, entry, tokenizer, max_prompt_tokens, where) for i, where, row in rows[: cfg.max_problems]]
+        if not prompts:
+            raise DataError(f"{source}: no problem of {name} is in it; give a file with one JSON object per line")
+        if len(prompts) != entry.problems:
+            changes.append(f"{len(prompts)} problems instead of {entry.problems}")
+        found.append(Problems(name, entry, cfg.benchmark_tokens, source, tuple(prompts), tuple(changes)))
+    return found
+
+
+def check_sources(cfg: EvaluationConfig) -> None:
+    """Raise DataError for a benchmark that has no file where nothing can fetch it: what is known before anything is started."""
+    for name in cfg.benchmarks:
+        if not _file(name, cfg.benchmark_folder) and importlib.util.find_spec("datasets") is None:
+            raise DataError(f"evaluation.benchmarks: {name}: {_NOT_INSTALLED}, or {_mend(name)}")
+
+
+def _rows(name: str, entry: Benchmark, folder: str | None) -> tuple[str, list[tuple[int, str, Mapping[str, Any]]]]:
+    """Where the rows are, and (number from 0, where it is, row) of each."""
+    if file := _file(name, folder):
+        return str(file), list(_read(JsonLines([file])))
+    source = ":".join(part for part in (entry.hub, entry.subset, entry.split) if part)
+    try:
+        return source, list(_read(hugging_face(source)))
+    except DataError as e:
+        raise DataError(f"{e}; or {_mend(name)}") from None
+
+
+def _read(reader: Reader) -> Iterator[tuple[int, str, Row]]:
+    """(place, where it is, the row) of each."""
+    for place, row in reader.rows((), passing_repeats=False):
+        if isinstance(row, DataError):
+            raise row
+        yield place, reader.where(place), reader.whole(place)
+
+
+def _file(name: str, folder: str | None) -> Path | None:
+    """The local file of a benchmark, if there is one."""
+    file = None if folder is None else Path(folder) / f"{name}.jsonl"
+    return file if file is not None and file.exists() else None
+
+
+def _mend(name: str) -> str:
+    return f"save its dataset as {name}.jsonl, one row per line, in the folder that evaluation.benchmark_folder names"
+
+
+def _prompt(
+    number: int,
+    row: Mapping[str, Any],
+    entry: Benchmark,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    where: str,
+) -> Prompt:
+    for key in (entry.problem, entry.answer):
+        if key not in row:
+            found = ", ".join(map(repr, row)) or "none"
+            raise DataError(f"{where}: field {key!r} is missing (found: {found}); rename it to that of {entry.hub}")
+    problem = row[entry.problem]
+    if not isinstance(problem, str) or not problem.strip():
+        raise DataError(f"{where}: field {entry.problem!r} holds no text of a problem; fill it in or remove the row")
+    text = entry.prompt.replace(PLACE, problem.strip())
+    chat = tokenizer.chat_template is not None
+    (token_ids,) = Encoder(tokenizer, _PLAIN).encode([[{"role": "user", "content": text}] if chat else text])
+    if isinstance(token_ids, DataError):
+        raise DataError(f"{where}: {entry.problem!r} {token_ids}")
+    if len(token_ids) > max_prompt_tokens:
+        raise DataError(
+            f"{where}: the prompt has {len(token_ids)} tokens, above data.max_prompt_tokens={max_prompt_tokens}; raise that"
+        )
+    return Prompt(number, token_ids, _gold(row[entry.answer], entry.answer, where))
+
+
+def _gold(value: Any, key: str, where: str) -> str:
+    """A gold answer as LaTeX without dollar signs: 12.0 is 12, and several answers are joined by commas.
+
+    A blank one is left to the grader, which counts it (`bad_gold`): one of thousands must not cost a benchmark.
+    """
+    if isinstance(value, list) and value:
+        return ", ".join(_gold(each, key, where) for each in value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (str, int, float))
+        or (isinstance(value, float) and not math.isfinite(value))
+    ):
+        raise DataError(f"{where}: field {key!r} is {value!r:.60}, no answer; make it a string, a number or a list of them")
+    text = str(value).strip()
+    if len(text) > 2 and text[0] == text[-1] == "$" and "$" not in text[1:-1]:
+        text = text[1:-1].strip()
+    return text

@@ -1,0 +1,114 @@
+"""What the samples of benchmarks say: figures of one, of all, and of two runs on the same problems."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tepo_megatron.errors import DataError
+from tepo_megatron.evaluation.samples import Sample
+from tepo_megatron.evaluation.statistics import Difference, Share, difference, majority, pass_at_k, share
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one benchmark. samples: k, of each problem; accuracy: avg@k; pass_at: unbiased pass@i for powers of two i up to k, and
+    for k; majority: maj@k, where right answers are one answer however they are written, and wrong ones differ as their texts
+    do; truncated: share of responses that were cut off at the limit; tokens: mean length of a response; unreadable: problems
+    whose gold answer math-verify cannot read, so that only its very text is right.
+    """
+
+    problems: int
+    samples: int
+    accuracy: Share
+    pass_at: Mapping[int, float]
+    majority: float
+    truncated: float
+    tokens: float
+    unreadable: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of two runs on one benchmark. gained, lost: problems that most samples of the second solve and not of the first, and the
+    other way round; half of the samples is no majority.
+    """
+
+    ours: float
+    theirs: float
+    difference: Difference
+    gained: tuple[int, ...]
+    lost: tuple[int, ...]
+
+
+def result(samples: Sequence[Sample]) -> Result:
+    """Raises DataError where problems have different numbers of samples."""
+    groups = by_problem(samples)
+    k = len(next(iter(groups.values())))
+    right = {problem: [sample.score > 0 for sample in group] for problem, group in groups.items()}
+    powers = sorted({2**i for i in range(k.bit_length())} | {k})
+    return Result(
+        problems=len(groups),
+        samples=k,
+        accuracy=share(list(scores(samples).values()), k),
+        pass_at={p: statistics.fmean(pass_at_k(k, sum(verdicts), p) for verdicts in right.values()) for p in powers},
+        majority=statistics.fmean(majority([_vote(s) for s in group], right[problem]) for problem, group in groups.items()),
+        truncated=statistics.fmean(sample.stop == "length" for sample in samples),
+        tokens=statistics.fmean(sample.tokens for sample in samples),
+        unreadable=sum(any(sample.status == "bad_gold" for sample in group) for group in groups.values()),
+    )
+
+
+def by_problem(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
+    """The samples of each problem. Raises DataError where their numbers differ."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.problem, []).append(sample)
+    counts = {len(group) for group in groups.values()}
+    if len(counts) > 1:
+        raise DataError(f"problems have {min(counts)} to {max(counts)} samples, not equally many; make the evaluation again")
+    return groups
+
+
+def scores(samples: Sequence[Sample]) -> dict[int, float]:
+    """Problem -> the mean score of its samples."""
+    return {problem: statistics.fmean(s.score for s in group) for problem, group in by_problem(samples).items()}
+
+
+def compare(ours: Sequence[Sample], theirs: Sequence[Sample], name: str) -> Comparison:
+    """The first minus the second, problem by problem. Raises DataError where these are not the same problems."""
+    a, b = scores(ours), scores(theirs)
+    golds_a, golds_b = ({s.problem: s.gold for s in samples} for samples in (ours, theirs))
+    if golds_a != golds_b:
+        wrong = sorted(p for p in a.keys() | b.keys() if golds_a.get(p) != golds_b.get(p))
+        raise DataError(
+            f"{name}: the two evaluations are not of the same problems: {len(wrong)} differ, the first of them row {wrong[0]}; "
+            "evaluate both on the same file"
+        )
+    order = sorted(a)
+    return Comparison(
+        ours=statistics.fmean(a.values()),
+        theirs=statistics.fmean(b.values()),
+        difference=difference([a[p] for p in order], [b[p] for p in order]),
+        gained=tuple(p for p in order if a[p] > 0.5 >= b[p]),
+        lost=tuple(p for p in order if b[p] > 0.5 >= a[p]),
+    )
+
+
+def over_samples(results: Mapping[str, Result]) -> float:
+    """The mean over all samples of all benchmarks, by which the paper's averages are best explained (examples/paper)."""
+    counts = {name: r.problems * r.samples for name, r in results.items()}
+    return sum(counts[name] * r.accuracy.mean for name, r in results.items()) / sum(counts.values())
+
+
+def over_benchmarks(results: Mapping[str, Result]) -> float:
+    """The mean over benchmarks, each counting as much as another."""
+    return statistics.fmean(r.accuracy.mean for r in results.values())
+
+
+def _vote(sample: Sample) -> str | None:
+    """The answer without spaces. Right ones are all votes for the gold answer, however they are written."""
+    if sample.score > 0:
+        return f"right: {sample.gold}"
+    return None if not sample.answer else "".join(sample.answer.split())

@@ -1,0 +1,220 @@
+"""What an evaluation says, and how sure that is. Pure functions of scores.
+
+Problems are the unit of chance: the samples of a problem, and its scores under several seeds, are averaged first, and every
+error is that over problems. What other samples of the same problems would change is part of it; what another training seed
+would change is NOT, and with few seeds nothing honest can be computed for that: each seed's number is shown beside the mean.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+NORMAL = statistics.NormalDist()
+NORMAL_95 = NORMAL.inv_cdf(0.975)  # 1.96: half of a 95 % interval, in standard errors
+RESAMPLES = 2000  # of a bootstrap
+_AT_ONCE = 2**20  # counts of resampled problems held in memory
+
+Scores = Mapping[int, float]  # problem id -> mean score of its samples, in [0, 1]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over problems. standard_error: over problems, None for a single one; by_seed: the same mean for each seed."""
+
+    mean: float
+    standard_error: float | None
+    by_seed: Mapping[int, float]
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 %, by the normal approximation; None without a standard error."""
+        if self.standard_error is None:
+            return None
+        half = NORMAL_95 * self.standard_error
+        return self.mean - half, self.mean + half
+
+    @property
+    def covers_zero(self) -> bool:
+        """Whether 0 lies in the interval; an unknown interval covers everything."""
+        return self.interval is None or self.interval[0] <= 0 <= self.interval[1]
+
+    @property
+    def seeds_agree_in_sign(self) -> bool:
+        """Whether every seed alone points the same way (a seed at 0 points nowhere)."""
+        signs = {math.copysign(1, value) if value else 0 for value in self.by_seed.values()}
+        return len(signs) == 1 and 0 not in signs
+
+
+def over_problems(by_seed: Mapping[int, Scores]) -> Estimate:
+    """Mean over seeds and problems of one run's scores. Raises ValueError where the seeds have different problems, or none."""
+    problems = {frozenset(scores) for scores in by_seed.values()}
+    if len(problems) != 1 or not all(problems):
+        raise ValueError("the seeds were not evaluated on the same problems")
+    means = [statistics.fmean(scores[problem] for scores in by_seed.values()) for problem in next(iter(by_seed.values()))]
+    seed_means = {seed: statistics.fmean(scores.values()) for seed, scores in by_seed.items()}
+    return Estimate(statistics.fmean(means), standard_error(means), seed_means)
+
+
+def paired_difference(run: Mapping[int, Scores], baseline: Mapping[int, Scores]) -> Estimate | None:
+    """run - baseline, problem by problem, over the seeds that both have (None without any).
+
+    Raises ValueError where the two have different problems.
+    """
+    common = [seed for seed in run if seed in baseline]
+    if not common:
+        return None
+    if any(run[seed].keys() != baseline[seed].keys() for seed in common):
+        raise ValueError("the two runs were not evaluated on the same problems")
+    return over_problems({seed: {p: score - baseline[seed][p] for p, score in run[seed].items()} for seed in common})
+
+
+def standard_error(values: Collection[float]) -> float | None:
+    """Of their mean, as independent draws (ddof 1); None for fewer than two."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A mean of scores in [0, 1]. standard_error: clustered by problem; interval: 95 %, `score_interval`; bootstrap: 95 %,
+    `bootstrap_interval`; all None for a single problem.
+    """
+
+    mean: float
+    standard_error: float | None
+    interval: Interval | None
+    bootstrap: Interval | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two runs on the same problems, paired. mean: of the problems' differences; interval: 95 %, Student's t; bootstrap: as
+    in `Share`; errors are None for a single problem. better, worse: how many problems score higher and lower than with the
+    baseline; sign_test: see there.
+    """
+
+    mean: float
+    standard_error: float | None
+    interval: Interval | None
+    bootstrap: Interval | None
+    better: int
+    worse: int
+    sign_test: float
+
+
+def share(means: Sequence[float], samples: int) -> Share:
+    """means: each problem's, of `samples` samples. Raises ValueError for none."""
+    mean, error = statistics.fmean(means), standard_error(means)
+    if error is None:
+        return Share(mean, None, None, None)
+    return Share(mean, error, score_interval(mean, error, len(means), samples), bootstrap_interval(means))
+
+
+def difference(means: Sequence[float], baseline: Sequence[float]) -> Difference:
+    """means - baseline, problem by problem. Raises ValueError for lists of different length, or none."""
+    changes = [a - b for a, b in zip(means, baseline, strict=True)]
+    mean, error = statistics.fmean(changes), standard_error(changes)
+    better, worse = sum(c > 0 for c in changes), sum(c < 0 for c in changes)
+    if error is None:
+        return Difference(mean, None, None, None, better, worse, sign_test(better, worse))
+    half = student_95(len(changes) - 1) * error
+    interval = max(-1.0, mean - half), min(1.0, mean + half)
+    return Difference(mean, error, interval, bootstrap_interval(changes), better, worse, sign_test(better, worse))
+
+
+def score_interval(mean: float, error: float, problems: int, samples: int) -> Interval:
+    """95 % of a mean of scores in [0, 1] whose standard error is clustered by problem.
+
+    Wilson's interval, with Student's quantile of problems - 1 degrees of freedom, for as many independent right-or-wrong
+    answers as would have that error: between problems - 1 (the samples of a problem all agree, or nothing varies) and
+    problems * samples. Unlike mean +- 2 errors it stays in [0, 1], and is no point where all answers are right or all wrong.
+    """
+    spread = mean * (1 - mean)
+    answers = float(problems - 1) if spread <= 0 else spread / max(error**2, spread / (problems * samples))
+    answers = max(answers, problems - 1.0)
+    square = student_95(problems - 1) ** 2 / answers
+    middle, half = mean + square / 2, math.sqrt(max(0.0, square * spread + square**2 / 4))
+    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
+
+
+def bootstrap_interval(values: Sequence[float], resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+    """95 % of the mean of one value per problem: quantiles of the means of `resamples` draws of whole problems.
+
+    The quantiles lie further out than 2.5 % as Student's t does from the normal distribution, and by the factor n / (n - 1) of
+    the variance: without that it is too narrow for few problems (Hesterberg, arXiv 1411.5279, expanded percentile).
+    """
+    x, n = np.asarray(values, dtype=np.float64), len(values)
+    rng = np.random.default_rng(seed)
+    rows = max(1, _AT_ONCE // n)
+    sizes = [min(rows, resamples - done) for done in range(0, resamples, rows)]
+    means = np.concatenate([rng.multinomial(n, np.full(n, 1 / n), size=size) @ x / n for size in sizes])
+    outside = NORMAL.cdf(-math.sqrt(n / (n - 1)) * student_95(n - 1))
+    low, high = np.quantile(means, [outside, 1 - outside])
+    return float(low), float(high)
+
+
+@functools.cache
+def student_95(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t: half of a 95 % interval, in standard errors. By bisection; for over 1000 degrees of
+    freedom the first two terms of its expansion around the normal one (error below 1e-7).
+    """
+    if freedom > 1000:
+        z = NORMAL_95
+        return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    low, high = 0.0, 20.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < 0.95 else (low, middle)
+    return high
+
+
+def _within(t: float, freedom: int) -> float:
+    """The chance of |T| <= t, for whole degrees of freedom a finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, cosine, odd = math.sin(angle), math.cos(angle), freedom % 2
+    total, term = 0.0, cosine if odd else 1.0
+    for i in range(1 + odd, freedom, 2):
+        total += term
+        term *= cosine**2 * i / (i + 1)
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+
+def sign_test(better: int, worse: int) -> float:
+    """Two-sided p-value of the exact binomial test: the chance of a split as uneven, or more, where both are as likely.
+
+    Of single right-or-wrong answers this is McNemar's exact test.
+    """
+    n, fewer = better + worse, min(better, worse)
+    return min(1.0, 2 * sum(math.comb(n, i) for i in range(fewer + 1)) / 2**n)
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The chance that of k samples, drawn from these without replacement, at least one is right: 1 - C(n - c, k) / C(n, k).
+
+    The unbiased estimate of arXiv 2107.03374. Raises ValueError unless right <= samples and 1 <= k <= samples.
+    """
+    if not (0 <= right <= samples and 1 <= k <= samples):
+        raise ValueError(f"pass@{k} of {right} right among {samples} samples")
+    return 1 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
+    """1 if the most frequent answer is right, else 0; of several as frequent, the share that is right. None does not vote.
+
+    right: of each answer; equal answers are equally right.
+    """
+    votes: dict[str, list[bool]] = {}
+    for answer, verdict in zip(answers, right, strict=True):
+        if answer is not None:
+            votes.setdefault(answer, []).append(verdict)
+    most = max((len(verdicts) for verdicts in votes.values()), default=0)
+    first = [verdicts[0] for verdicts in votes.values() if len(verdicts) == most]
+    return statistics.fmean(first) if first else 0.0

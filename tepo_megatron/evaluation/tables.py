@@ -1,0 +1,155 @@
+"""Results as tables: in the terminal and in Markdown, from one set of cells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tepo_megatron.evaluation.benchmarks import BENCHMARKS
+from tepo_megatron.evaluation.published import COLUMNS, Published
+from tepo_megatron.evaluation.results import Comparison, Result, over_benchmarks, over_samples
+from tepo_megatron.evaluation.statistics import Interval
+
+NOTHING = "–"  # noqa: RUF001
+FILE_WIDTH = 150  # characters, where the output is no terminal
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table: the first column is of names, the others of figures. notes: below it."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+    def print(self) -> None:
+        """To the terminal."""
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=FILE_WIDTH)
+        drawn = Table(box=box.SIMPLE_HEAD, title=self.title, title_justify="left", title_style="bold")
+        for number, heading in enumerate(self.headings):
+            drawn.add_column(heading, justify="right" if number else "left")
+        for row in self.rows:
+            drawn.add_row(*row)
+        console.print(drawn, markup=False, highlight=False)
+        for note in self.notes:
+            console.print(note, markup=False, highlight=False, style="dim")
+
+    def markdown(self) -> str:
+        """The same."""
+
+        def line(texts: Sequence[str]) -> str:
+            return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
+
+        rule = line(["---", *["---:"] * (len(self.headings) - 1)])
+        body = [line(self.headings), rule, *(line(row) for row in self.rows)]
+        return "\n".join([f"## {self.title}", "", *body, "", *(f"* {note}" for note in self.notes), ""])
+
+
+def figures(title: str, results: Mapping[str, Result], changes: Mapping[str, Sequence[str]]) -> Grid:
+    """What was measured. changes: benchmark -> what of the paper's protocol was changed."""
+    notes = [
+        "avg@k: share of right samples ± standard error, clustered by problem. 95 %: Wilson's interval for as many independent "
+        "answers as have that error, and the bootstrap over problems. What another training seed would change is in neither.",
+        "pass@k: unbiased, at least one of k samples right. maj@k: the most frequent answer is right; right ones count as one "
+        "answer, wrong ones by their text.",
+    ]
+    alike: dict[str, list[str]] = {}
+    for name, changed in changes.items():
+        for change in changed:
+            alike.setdefault(change, []).append(BENCHMARKS[name].title)
+    notes += [f"Not the paper's protocol: {change} ({', '.join(titles)})." for change, titles in alike.items()]
+    for name, r in results.items():
+        if r.unreadable:
+            notes.append(
+                f"{BENCHMARKS[name].title}: {r.unreadable} gold answers are empty or cannot be read by math-verify; of "
+                "these only the very text is right."
+            )
+    return Grid(
+        title,
+        ["", "problems", "k", "avg@k, % ± SE", "95 %", "bootstrap", "pass@k", "maj@k", "cut off, %", "tokens"],
+        [_row(name, r) for name, r in results.items()],
+        notes,
+    )
+
+
+def _row(name: str, r: Result) -> list[str]:
+    error = "" if r.accuracy.standard_error is None else f" ± {100 * r.accuracy.standard_error:.2f}"
+    return [
+        BENCHMARKS[name].title, str(r.problems), str(r.samples), f"{100 * r.accuracy.mean:.2f}{error}",
+        interval(r.accuracy.interval), interval(r.accuracy.bootstrap), f"{100 * r.pass_at[r.samples]:.2f}",
+        f"{100 * r.majority:.2f}", f"{100 * r.truncated:.1f}", f"{r.tokens:.0f}",
+    ]  # fmt: skip
+
+
+def beside_the_paper(title: str, results: Mapping[str, Result], published: Sequence[Published]) -> Grid:
+    """avg@k in the paper's columns, above its rows."""
+    names = [name for name in COLUMNS if name in results]
+    ours = [f"{100 * results[name].accuracy.mean:.2f}" for name in names]
+    both = [f"{100 * over_benchmarks(results):.2f}", f"{100 * over_samples(results):.2f}"]
+    rows = [[title, *ours, *both]]
+    for row in published:
+        known = [row.accuracy[name] for name in names if name in row.accuracy]
+        mean = f"{sum(known) / len(known):.2f}" if len(known) == len(names) else NOTHING
+        cells = [f"{row.accuracy[name]:.2f}" if name in row.accuracy else NOTHING for name in names]
+        rows.append([row.title, *cells, mean, f"{row.average:.2f}" if len(names) == len(COLUMNS) else NOTHING])
+    return Grid(
+        "avg@k, %, beside the paper",
+        ["", *(BENCHMARKS[name].title for name in names), "mean", "over samples"],
+        rows,
+        [
+            "mean: of the columns. over samples: every sample counts the same; the paper's printed average, which is no mean "
+            "of its columns, is best explained by that (examples/paper/README.md)."
+        ]
+        if published
+        else [],
+    )
+
+
+def comparison(ours: str, theirs: str, compared: Mapping[str, Comparison]) -> Grid:
+    """Of two runs, paired by problem."""
+    rows = []
+    for name, c in compared.items():
+        d = c.difference
+        rows.append(
+            [
+                BENCHMARKS[name].title, f"{100 * c.ours:.2f}", f"{100 * c.theirs:.2f}", f"{100 * d.mean:+.2f}",
+                interval(d.interval, "+"), interval(d.bootstrap, "+"), str(d.better), str(d.worse), f"{d.sign_test:.2g}",
+                str(len(c.gained)), str(len(c.lost)),
+            ]
+        )  # fmt: skip
+    notes = [
+        "difference: first minus second in points, paired by problem; 95 %: Student's t over problems, and the bootstrap.",
+        "better, worse: problems with a higher and a lower score; p: sign test of that split. gained, lost: problems that most "
+        "samples solve in one run and not in the other.",
+        f"Even where nothing differs, one of {len(compared)} intervals misses 0 with a chance of up to "
+        f"{min(100, 5 * len(compared))} %. They say nothing of other training seeds.",
+    ]
+    for name, c in compared.items():
+        if c.gained or c.lost:
+            flips = f"gained {_rows(c.gained)}, lost {_rows(c.lost)}"
+            notes.append(f"{BENCHMARKS[name].title}, rows: {flips}.")
+    return Grid(
+        f"{ours} against {theirs}",
+        ["", "first", "second", "difference", "95 %", "bootstrap", "better", "worse", "p", "gained", "lost"],
+        rows,
+        notes,
+    )
+
+
+def _rows(problems: Sequence[int], most: int = 20) -> str:
+    shown = " ".join(map(str, problems[:most]))
+    return (shown or "none") if len(problems) <= most else f"{shown} and {len(problems) - most} more"
+
+
+def interval(bounds: Interval | None, sign: str = "") -> str:
+    """In percent; a dash for none."""
+    if bounds is None:
+        return NOTHING
+    return f"[{100 * bounds[0]:{sign}z.2f}, {100 * bounds[1]:{sign}z.2f}]"

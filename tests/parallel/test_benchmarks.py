@@ -1,0 +1,94 @@
+"""Benchmarks during a run: they change nothing of it, and a run that is killed ends as one that nobody killed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tepo_megatron.config import Config
+from tests.parallel import resume_worlds as w
+from tests.parallel.resume_worlds import Kill
+
+pytestmark = pytest.mark.slow
+
+BENCHMARKS = {
+    "every": 2, "benchmarks": ["aime24", "minerva"], "benchmark_folder": "tests/problems", "benchmark_prompt": "<problem>",
+    "benchmark_samples": 2, "benchmark_tokens": 16,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return w.write_inputs(tmp_path_factory.mktemp("inputs") / "model")
+
+
+def evaluated(cfg: Config) -> dict[str, str]:
+    """Every file of the run's benchmarks."""
+    folder = cfg.run_dir / "evaluation"
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*.json*"))}
+
+
+def test_a_run_with_benchmarks_trains_as_one_without(model: Path, tmp_path: Path) -> None:
+    outcomes = []
+    for name, evaluation in (("without", {}), ("with", BENCHMARKS)):
+        cfg = w.run_config(model, tmp_path / name, evaluation=evaluation)
+        w.attempt(cfg, tmp_path / name / "journal")
+        outcomes.append(w.outcome(cfg, tmp_path / name / "journal"))
+    accuracies = outcomes[1].summary.pop("benchmarks")
+    w.assert_same(outcomes[1], outcomes[0])
+    assert accuracies["before"].keys() == accuracies["after"].keys() == {"aime24", "minerva"}
+    files = evaluated(cfg)
+    steps = {"step-00000000", "step-00000002", "step-00000004", "step-00000005"}
+    assert {file.partition("/")[0] for file in files} == steps
+    log = (cfg.run_dir / "log.txt").read_text()
+    for step in (0, 2, 4, 5):
+        record = json.loads(files[f"step-{step:08d}/evaluation.json"])
+        assert record["benchmarks"]["aime24"]["protocol"]["samples"] == 2 and record["step"] == step
+        assert f"benchmarks at step {step}, avg@k: aime24 " in log
+    assert accuracies["after"]["minerva"] == record["benchmarks"]["minerva"]["result"]["accuracy"]["mean"]
+    assert files["step-00000000/aime24.jsonl"] != files["step-00000005/aime24.jsonl"]  # other weights answer otherwise
+    against = (cfg.run_dir / "evaluation" / "step-00000005-against-00000000.md").read_text()
+    assert "AIME24" in against and "Minerva" in against
+
+
+def test_kills_in_the_midst_of_benchmarks(model: Path, tmp_path: Path) -> None:
+    def run(name: str, *kills: Kill, **checkpoint: Any) -> tuple[w.Outcome, dict[str, str]]:
+        cfg = w.run_config(model, tmp_path / name, evaluation=BENCHMARKS, checkpoint=checkpoint)
+        w.lineage(cfg, tmp_path / name / "journal", *kills)
+        return w.outcome(cfg, tmp_path / name / "journal"), evaluated(cfg)
+
+    straight, files = run("straight")
+    killed, files_after = run(
+        "killed",
+        Kill("tepo_megatron.evaluation.during:sample_benchmark", call=2),  # before the first step
+        Kill("tepo_megatron.evaluation.during:sample_benchmark", step=4, after=True),
+        Kill("tepo_megatron.evaluation.folder:replace_file", step=5, call=2),  # samples are there, and no record of them
+        every=3,
+        asynchronous=False,
+    )
+    w.assert_same(killed, straight)
+    assert files_after == files
+
+
+@pytest.mark.parametrize("measure", ["benchmarks", "held_out"])
+def test_the_best_checkpoint_stays(model: Path, tmp_path: Path, measure: str) -> None:
+    """The newest and the best before it: the last evaluation comes after the last checkpoint."""
+    evaluation = {**BENCHMARKS, "every": 1} if measure == "benchmarks" else {"every": 1, "samples": 4}
+    checkpoint = {"every": 1, "keep_last": 1, "keep_best": True, "asynchronous": False}
+    cfg = w.run_config(model, tmp_path, evaluation=evaluation, checkpoint=checkpoint)
+    w.lineage(cfg, tmp_path / "journal", Kill("tepo_megatron.sinks:RunLog.write", step=4))
+    if measure == "benchmarks":
+        records = [json.loads((cfg.run_dir / "evaluation" / f"step-{s:08d}" / "evaluation.json").read_text()) for s in range(6)]
+        means = [sum(b["result"]["accuracy"]["mean"] for b in r["benchmarks"].values()) / 2 for r in records]
+    else:
+        log = (cfg.run_dir / "log.txt").read_text()
+        means = [float(re.findall(rf"accuracy at step {s}: ([\d.]+)", log)[-1]) for s in range(6)]
+    before = max(range(1, 5), key=lambda step: (means[step], -step))
+    assert before < 4, f"nothing is shown by {means}"
+    assert sorted(int(p.name[5:]) for p in (cfg.run_dir / "checkpoints").iterdir()) == [before, 5]
+    best = max(range(1, 6), key=lambda step: (means[step], -step))
+    assert json.loads((cfg.run_dir / "summary.json").read_text())["best_step"] == best

@@ -1,0 +1,195 @@
+"""`tepo evaluate` and `tepo compare` with a scripted engine: everything else is real, grading and conversion too."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tepo_megatron import cli
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import to_yaml
+from tepo_megatron.errors import CheckpointError, ConfigError, DataError
+from tepo_megatron.evaluation.benchmarks import BENCHMARKS
+from tepo_megatron.evaluation.checkpoint import hf_model
+from tepo_megatron.evaluation.command import Request, run, settings
+from tepo_megatron.evaluation.folder import read_record
+from tepo_megatron.evaluation.results import result
+from tepo_megatron.evaluation.samples import read_samples
+from tepo_megatron.rollout.engine import Launch
+from tests.e2e.scripted_worker import ScriptedEngine
+from tests.tiny import tiny_qwen3
+
+WORDS = {
+    "platform": "cpu",
+    "evaluation.benchmark_folder": "tests/problems",
+    "evaluation.benchmark_prompt": "'<problem>'",
+    "evaluation.benchmark_tokens": "48",
+    "reward.hard_seconds": "30",
+    "reward.workers": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "my-Qwen2.5-7B"
+    tiny_qwen3(folder, layers=1)
+    return folder
+
+
+def request(model: Path, out: Path, *, against: Path | None = None, config: str | None = None, **words: Any) -> Request:
+    pairs = WORDS | {key.replace("__", "."): str(value) for key, value in words.items()}
+    return Request(model, config, [w for k, v in pairs.items() for w in (f"--{k}", v)], out, against, "auto")
+
+
+class Engines:
+    """Makes scripted engines and remembers what they were started with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TEPO_TEST_ENGINE", "good")
+        self.launches: list[Launch] = []
+        self.configs: list[Config] = []
+
+    def __call__(self, cfg: Config, launch: Launch, log_path: Path) -> ScriptedEngine:
+        self.launches.append(launch)
+        self.configs.append(cfg)
+        return ScriptedEngine(cfg)
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    return Engines(monkeypatch)
+
+
+def test_all_seven_from_rows_to_tables(
+    model: Path, engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+    out = run(request(model, tmp_path / "a"), told.append, engines)
+    assert engines.launches[0].max_model_len == 2048 + 48 and engines.launches[0].model_path == model
+    record = read_record(out)
+    assert list(record["benchmarks"]) == list(BENCHMARKS) and record["checkpoint"] == str(model)
+    for name, entry in BENCHMARKS.items():
+        samples = read_samples(out / f"{name}.jsonl")
+        problems = len((Path("tests/problems") / f"{name}.jsonl").read_text().splitlines())
+        assert len(samples) == problems * entry.samples
+        assert [s.sample for s in samples[: entry.samples]] == list(range(entry.samples))
+        assert {(s.answer == s.gold, s.score, s.status in ("exact", "equal")) for s in samples} <= {
+            (True, 1, True),
+            (False, 0, False),
+        }
+        assert record["benchmarks"][name]["result"]["accuracy"]["mean"] == result(samples).accuracy.mean
+    printed, kept = capsys.readouterr().out, (out / "evaluation.md").read_text()
+    mean = 100 * record["benchmarks"]["amc"]["result"]["accuracy"]["mean"]
+    for text in (printed, kept):
+        assert "Table 1: Qwen2.5-7B, TEPO" in text and "43.48" in text and f"{mean:.2f}" in text and "Qwen3-14B" not in text
+    assert "Not the paper's protocol: 3 problems instead of 83 (AMC)." in kept
+    assert "Not the paper's protocol: another prompt (AIME24, AIME25, AMC, MATH-500," in kept
+    assert f"AMC: avg@32 {mean:.2f} %" in told
+
+    with pytest.raises(ConfigError, match=r"holds an evaluation already; give another --out, .* --resume true"):
+        run(request(model, tmp_path / "a"), told.append, engines)
+
+
+def test_it_goes_on_where_it_was_killed_and_ends_the_same(model: Path, engines: Engines, tmp_path: Path) -> None:
+    whole = run(request(model, tmp_path / "whole", evaluation__benchmarks="[amc, minerva]"), print, engines)
+    part = run(request(model, tmp_path / "part", evaluation__benchmarks="[amc]"), print, engines)
+    before = (part / "amc.jsonl").stat().st_mtime_ns
+    told: list[str] = []
+    wanted = {"evaluation__benchmarks": "[amc, minerva]", "resume": "true"}
+    run(request(model, part, **wanted), told.append, engines)
+    assert "AMC: evaluated before, kept" in told and (part / "amc.jsonl").stat().st_mtime_ns == before
+    for name in ("amc.jsonl", "minerva.jsonl", "evaluation.json"):
+        assert (part / name).read_bytes() == (whole / name).read_bytes()
+    assert len(engines.launches) == 3
+    run(request(model, part, **wanted), told.append, engines)
+    assert len(engines.launches) == 3  # nothing was left to do
+    run(request(model, part, **wanted, seed=1), told.append, engines)  # another evaluation: nothing is kept
+    assert (part / "amc.jsonl").read_bytes() != (whole / "amc.jsonl").read_bytes()
+
+
+def test_two_evaluations_are_compared(
+    model: Path, engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = run(request(model, tmp_path / "a", evaluation__benchmarks="[aime24, minerva]"), print, engines)
+    words = {"evaluation__benchmarks": "[aime24]", "evaluation__benchmark_samples": 4, "seed": 5}
+    b = run(request(model, tmp_path / "b", against=a, **words), print, engines)
+    means = [read_record(folder)["benchmarks"]["aime24"]["result"]["accuracy"]["mean"] for folder in (b, a)]
+    expected = f"{100 * (means[0] - means[1]):+.2f}"
+    assert expected in capsys.readouterr().out and expected in (b / "evaluation.md").read_text()
+    assert cli.main(["compare", str(b), str(a)]) == 0
+    printed = capsys.readouterr().out
+    assert expected in printed and "AIME24: the two runs also differ in samples" in printed and "Minerva" not in printed
+
+    assert cli.main(["compare", str(b), str(tmp_path)]) == 1
+    assert "evaluation.json: cannot read the evaluation" in capsys.readouterr().err
+    c = run(request(model, tmp_path / "c", evaluation__benchmarks="[minerva]"), print, engines)
+    assert cli.main(["compare", str(b), str(c)]) == 1
+    assert "no benchmark in common" in capsys.readouterr().err
+    with pytest.raises(DataError, match="cannot read the evaluation"):
+        run(request(model, tmp_path / "d", against=tmp_path / "nowhere"), print, engines)
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_training_config_gives_the_settings(model: Path, tmp_path: Path) -> None:
+    recipe = "examples/paper/models/mistral-7b.yaml"
+    alone, from_recipe = settings(request(model, tmp_path)), settings(request(model, tmp_path, config=recipe, name="x"))
+    assert set(alone.evaluation.benchmarks) == set(BENCHMARKS) and "aime24" not in from_recipe.evaluation.benchmarks
+    assert (from_recipe.reward.workers, from_recipe.rollout.server.extra_args[0]) == (1, "--tensor-parallel-size")
+    with pytest.raises(ConfigError, match=r"command line: evaluation\.benchmark: unknown key; did you mean benchmarks\?"):
+        settings(request(model, tmp_path, evaluation__benchmark="[amc]"))
+    with pytest.raises(ConfigError, match=r"benchmark_prompt='solve' must hold <problem> once"):
+        settings(request(model, tmp_path, evaluation__benchmark_prompt="solve"))
+    assert to_yaml(alone)
+
+
+def test_what_is_taken_for_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    finished = tmp_path / "run"
+    shutil.copytree(model, finished / "hf")
+    for given, found in ((model, model), (finished, finished / "hf")):
+        with hf_model(given, tmp_path, print) as folder:
+            assert folder == found
+    (tmp_path / "empty").mkdir()
+    with (
+        pytest.raises(CheckpointError, match=r"empty: neither a Hugging Face model .* nor a Megatron checkpoint"),
+        hf_model(tmp_path / "empty", tmp_path, print),
+    ):
+        pass
+    with (
+        pytest.raises(CheckpointError, match="no such directory; give a Hugging Face model, a run, or"),
+        hf_model(tmp_path / "nowhere", tmp_path, print),
+    ):
+        pass
+
+
+def test_a_megatron_checkpoint_is_converted_and_what_was_made_is_removed(model: Path, engines: Engines, tmp_path: Path) -> None:
+    from tepo_megatron.weights.convert.importing import import_hf
+
+    run_folder = tmp_path / "run"
+    for step in (1, 2):
+        import_hf(model, run_folder / "checkpoints" / f"step-{step:08d}")
+    told: list[str] = []
+    out = run(request(run_folder, tmp_path / "a", evaluation__benchmarks="[minerva]"), told.append, engines)
+    assert f"{run_folder / 'checkpoints' / 'step-00000002'} is converted to a Hugging Face model" in told
+    assert engines.launches[0].model_path.parent.parent == out and not engines.launches[0].model_path.exists()
+    direct = run(request(model, tmp_path / "b", evaluation__benchmarks="[minerva]"), told.append, engines)
+    assert (out / "minerva.jsonl").read_bytes() == (direct / "minerva.jsonl").read_bytes()
+    assert sorted(os.listdir(out)) == ["evaluation.json", "evaluation.md", "minerva.jsonl"]
+
+
+def test_the_command_refuses_in_one_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, phrase in (
+        (["evaluate", str(model), "--published", "gpt"], "--published gpt: the paper has no such rows; use one of auto, all,"),
+        (["evaluate", str(tmp_path / "x"), "--out", str(tmp_path / "o")], "no such directory; give a Hugging Face model"),
+        (["compare", str(tmp_path), str(tmp_path), "--seed", "1"], "tepo compare takes no --seed"),
+    ):
+        assert cli.main(words) == 1
+        assert phrase in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", "--out", "x", str(model)])
+    assert "the checkpoint comes first" in capsys.readouterr().err
+    assert json.loads((model / "config.json").read_text())["num_hidden_layers"] == 1
