@@ -67,7 +67,7 @@ BESIDE = {
     ("weights.sync", "weights.delta"), ("weights.delta", "weights.gather"), ("weights.delta", "weights.rounds"),
     ("weights.rounds", "weights.gather"), ("weights.broadcast", "weights.gather"), ("weights.broadcast", "weights.rounds"),
     ("actor", "weights.gather"), 
-    ("losses", "advantages"), ("evaluation", "rollout"), ("report", "sinks"),
+    ("losses", "advantages"), ("evaluation", "rollout"), ("report", "sinks"), ("report", "rollout"), ("report", "evaluation"),
     ("driver", "step_log"), ("schedule", "driver"), ("schedule", "colocation"), ("schedule", "memory_report"),
     ("train", "schedule"), ("train", "colocation"), ("train", "memory_report"),
     ("train", "driver"), ("train", "step_log"), ("worker", "launcher"), ("cli", "launcher"),
@@ -82,7 +82,11 @@ OWNERS = {
     "nemo_run": set(),
     "math_verify": {"rewards/worker.py"},
     "wandb": {"sinks.py"},
-    "matplotlib": {"ablation/picture.py", "report/__init__.py", "report/drawing.py", "report/panels.py"},
+    "matplotlib": {
+        "ablation/picture.py",
+        *(f"report/{name}.py" for name in ("charts", "comparison", "drawing", "held_out", "panels", "picture", "svg")),
+    },
+    "jinja2": {"report/page.py"},
     "httpx": {"rollout/server.py", "rollout/client.py"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -75,16 +75,17 @@ def test_the_picture_of_a_finished_run(tmp_path: Path) -> None:
     write_run(tmp_path, records(4))
     (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
     path = write_report(tmp_path)
-    assert path == tmp_path / "report.png"
-    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path == tmp_path / "report.html"
+    assert path.read_text().startswith("<!doctype html>")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "config.yaml", "metrics.jsonl", "report.png", "summary.json",
+        "config.yaml", "metrics.jsonl", "report.html", "report.png", "summary.json",
     ]  # fmt: skip
 
 
 def test_the_heading_names_the_run_and_its_result(tmp_path: Path) -> None:
     write_run(tmp_path, records(4))
-    figure = drawn(tmp_path, Summary(steps=4, seconds=95.4, evaluations=[(0.19, 0.02), (0.812, 0.021)]))
+    figure = drawn(tmp_path, Summary(steps=4, seconds=95.4, evaluations=[(0, 0.19, 0.02), (4, 0.812, 0.021)]))
     assert tmp_path.name in texts(figure)
     assert "tepo  ·  tiny  ·  tp2  ·  cpu fp32  ·  4 steps in 1 min 35 s" in texts(figure)
     assert "19.0% ± 2.0  →  81.2% ± 2.1" in texts(figure)
