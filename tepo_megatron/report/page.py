@@ -64,7 +64,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _view(run: Run, name: str, place: int) -> RunView:
-    anchor = f"run-{place}"
+    anchor, evaluated = f"run-{place}", held_out.read_held_out(run)
     sections = charts.sections(run, anchor)
     numbered = [(section.name, f"{anchor}-{number}") for number, section in enumerate(sections, start=1)]
     rest = [(heading.capitalize(), f"{anchor}-{heading}") for heading in ("evaluation", "samples", "figures")]
@@ -75,7 +75,7 @@ def _view(run: Run, name: str, place: int) -> RunView:
         facts=facts(run.curves, run.cfg, run.summary),
         sections=sections,
         contents=[*numbered, *rest],
-        held_out=held_out.read_held_out(run),
+        held_out=evaluated,
         evaluation=_evaluation(run, anchor),
         samples=samples.read_samples(run),
         table=figures.table(run.curves),

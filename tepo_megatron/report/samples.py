@@ -83,12 +83,13 @@ def _tokenizer(run: Run, notes: list[str]) -> PreTrainedTokenizerBase | None:
     """The model's or, where that has moved, the exported model's."""
     from tepo_megatron.data import load_tokenizer
 
+    missing = []
     for path in (run.cfg.model.path, run.folder / "hf"):
         try:
             return load_tokenizer(path)
         except CheckpointError as e:
-            told = str(e)
-    notes.append(f"Token ids are shown, for want of a tokenizer: {told}")
+            missing.append(str(e))
+    notes.append(f"Token ids are shown, for want of a tokenizer: {missing[0]}")
     return None
 
 
@@ -96,7 +97,11 @@ def _of_step(step: int, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokeni
     """Equal rewards: the shorter response is the better one."""
     order = sorted(rollouts, key=lambda r: (r.reward, -r.response_length))
     chosen = (("best", order[-1]), ("worst", order[0]), ("longest", max(rollouts, key=lambda r: r.response_length)))
-    return Group(f"step {step}", [_sample(title, rollout, tokenizer) for title, rollout in chosen])
+    titles: dict[int, list[str]] = {}  # one rollout may be the example of several
+    for title, rollout in chosen:
+        titles.setdefault(id(rollout), []).append(title)
+    by_id = {id(rollout): rollout for _, rollout in chosen}
+    return Group(f"step {step}", [_sample(", ".join(said), by_id[key], tokenizer) for key, said in titles.items()])
 
 
 def _changed(folder: Path, steps: Sequence[int]) -> list[tuple[int, int, int]]:
