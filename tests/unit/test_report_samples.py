@@ -70,13 +70,15 @@ def test_what_changed_most_between_its_first_and_last_step(run: Run) -> None:
     assert [s.right for s in changed[1].samples] == [False, True], "the sample next to the mean"
 
 
-def test_what_cannot_be_read_is_a_note(run: Run, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_a_note(run: Run, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     record_step(run.folder, 1, [rollout(0, [5], [6, 7], 1.0)])
     (tmp_path / "model" / "tokenizer.json").unlink()
     found = read_samples(run)
     assert text(found.groups[0].samples[0].response) == "6 7 "
     assert any("Token ids are shown" in note and "tokenizer.json" in note for note in found.notes)
     assert any("No prompt was recorded at two steps" in note for note in found.notes)
+    tokenizer.save_pretrained(run.folder / "hf")
+    assert text(read_samples(run).groups[0].samples[0].response) == "23", "the exported model has the same"
     record_step(run.folder, 2, [rollout(0, [5], [6, 7], 1.0)])
     record.file_of(run.folder / "rollouts", 2).write_bytes(b"cut off")
     found = read_samples(run)
@@ -120,7 +122,7 @@ def test_invisible_characters_are_named() -> None:
     ]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.text(min_size=1, max_size=9), max_size=9), st.integers(1, 12))
 def test_of_what_is_long_both_ends_are_kept(texts: list[str], kept: int) -> None:
     whole = [Piece("response", t) for t in texts]
@@ -143,11 +145,8 @@ def test_the_problems_that_changed_most(run: Run, tmp_path: Path) -> None:
     cfg = write_run(run.folder, measured(1), data={"train": "t.jsonl", "eval": str(tmp_path / "eval.jsonl")})
     found = read_held_out(Run(run.folder, cfg, run.curves, None))
     assert [(p.text, p.answer) for p in found.changed] == [("user: b", "2"), ("", "")]
-    assert found.difference is not None and (found.difference.better, found.difference.worse, found.difference.same) == (
-        1,
-        1,
-        1,
-    )
+    change = found.difference
+    assert change is not None and (change.better, change.worse, change.same) == (1, 1, 1)
 
 
 def test_a_paired_difference_by_hand() -> None:
