@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from tepo_megatron import __version__
 from tepo_megatron.config_io import to_yaml
-from tepo_megatron.report import charts, comparison, figures, held_out, samples, words
+from tepo_megatron.report import benchmarks, charts, comparison, figures, held_out, samples, words
 from tepo_megatron.report.charts import Chart, Section
 from tepo_megatron.report.drawing import BLUE, MUTED
 from tepo_megatron.report.run import Run, facts
@@ -25,7 +25,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class RunView:
-    """What the page shows of one run. contents: (heading, anchor); evaluation: None where nothing was evaluated."""
+    """What the page shows of one run. contents: (heading, anchor); evaluation, over_steps: None where nothing was evaluated."""
 
     name: str
     anchor: str
@@ -35,6 +35,8 @@ class RunView:
     contents: Sequence[tuple[str, str]]
     held_out: held_out.HeldOut
     evaluation: Chart | None
+    benchmarks: benchmarks.Benchmarks
+    over_steps: Chart | None
     samples: samples.Samples
     table: Sequence[Sequence[str]]
     config: str
@@ -64,7 +66,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _view(run: Run, name: str, place: int) -> RunView:
-    anchor, evaluated = f"run-{place}", held_out.read_held_out(run)
+    anchor, evaluated, suite = f"run-{place}", held_out.read_held_out(run), benchmarks.read_benchmarks(run)
     sections = charts.sections(run, anchor)
     numbered = [(section.name, f"{anchor}-{number}") for number, section in enumerate(sections, start=1)]
     rest = [(heading.capitalize(), f"{anchor}-{heading}") for heading in ("evaluation", "samples", "figures")]
@@ -77,6 +79,8 @@ def _view(run: Run, name: str, place: int) -> RunView:
         contents=[*numbered, *rest],
         held_out=evaluated,
         evaluation=_evaluation(run, anchor),
+        benchmarks=suite,
+        over_steps=_over_steps(run, suite, anchor),
         samples=samples.read_samples(run),
         table=figures.table(run.curves),
         config=to_yaml(run.cfg),
@@ -91,6 +95,15 @@ def _evaluation(run: Run, anchor: str) -> Chart | None:
     ]
     caption = "Bars: 95 % intervals over problems."
     return charts.chart(f"{anchor}-evaluation", caption, lambda f, cell: held_out.accuracies(f, cell, found), None)
+
+
+def _over_steps(run: Run, suite: benchmarks.Benchmarks, anchor: str) -> Chart | None:
+    if not suite.scores:
+        return None
+    caption = "± standard error, clustered by problem."
+    return charts.chart(
+        f"{anchor}-benchmarks", caption, lambda f, cell: benchmarks.over_steps(f, cell, suite.scores), run.last_step
+    )
 
 
 def _hash(script: str) -> str:

@@ -82,10 +82,8 @@ OWNERS = {
     "nemo_run": set(),
     "math_verify": {"rewards/worker.py"},
     "wandb": {"sinks.py"},
-    "matplotlib": {
-        "ablation/picture.py",
-        *(f"report/{name}.py" for name in ("charts", "comparison", "drawing", "held_out", "panels", "picture", "svg")),
-    },
+    "matplotlib": {"ablation/picture.py"}
+    | {f"report/{name}.py" for name in "benchmarks charts comparison drawing held_out panels picture svg".split()},
     "jinja2": {"report/page.py"},
     "httpx": {"rollout/server.py", "rollout/client.py"},
 }

@@ -1,5 +1,6 @@
 """The samples of a report: which are shown, and what of them can be read."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from tepo_megatron.config import Config
 from tepo_megatron.errors import DataError
 from tepo_megatron.report import Run, read_run
+from tepo_megatron.report.benchmarks import Benchmarks, over_steps, read_benchmarks
+from tepo_megatron.report.charts import chart
 from tepo_megatron.report.held_out import difference, read_held_out
 from tepo_megatron.report.samples import MOST_CHANGED, read_samples
 from tepo_megatron.report.words import Piece, of_text, of_tokens, shortened
@@ -157,3 +160,37 @@ def test_a_paired_difference_by_hand() -> None:
     assert difference({0: 1.0}, {1: 1.0}) is None and difference({}, {}) is None
     single = difference({0: 1.0}, {0: 0.0})
     assert single is not None and single.interval is None and str(single) == "+100.0 points"
+
+
+def write_benchmark(run: Run, step: int, scores: dict[int, list[float]]) -> None:
+    """As `evaluation.benchmarks` does during a run."""
+    folder = run.folder / "evaluation" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    rows = [
+        {"problem": p, "sample": i, "score": s, "status": "exact", "answer": "7", "gold": "7", "tokens": 3, "stop": "length",
+         "text": f"{step} {p} {i} \ud800"}
+        for p, of_problem in scores.items() for i, s in enumerate(of_problem)
+    ]  # fmt: skip
+    (folder / "amc.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    accuracy = {"mean": 0.25 * step, "standard_error": 0.125, "interval": [0, 1], "bootstrap": None}
+    (folder / "evaluation.json").write_text(json.dumps({"benchmarks": {"amc": {"result": {"accuracy": accuracy}}}}))
+
+
+def test_benchmarks_of_a_run(run: Run) -> None:
+    assert read_benchmarks(run) == Benchmarks({}, [], [])
+    write_benchmark(run, 0, {0: [0.0, 0.0], 1: [1.0, 1.0], 2: [0.0, 0.0]})
+    write_benchmark(run, 2, {0: [0.0, 0.0], 1: [1.0, 0.0], 2: [1.0, 1.0]})
+    found = read_benchmarks(run)
+    assert found.scores == {0: {"amc": (0.0, 0.125)}, 2: {"amc": (0.5, 0.125)}}
+    assert (found.steps, found.rows()) == (["step 0", "step 2"], [("amc", "0.0 ± 12.5", "50.0 ± 12.5")])
+    assert [g.title for g in found.groups] == ["amc, problem 1: 1 → 0.5", "amc, problem 2: 0 → 1"]
+    before, after = found.groups[1].samples
+    assert text(before.response) == "0 2 0 U+D800" and not before.right and after.right and after.title.startswith("step 2, ")
+    drawn = chart("benchmarks", "", lambda f, cell: over_steps(f, cell, found.scores), 2)
+    assert [(s["label"], s["x"], s["y"]) for s in drawn.axes[0]["series"]] == [("amc", [0, 2], [[0.0, 0.5]])]
+    (run.folder / "evaluation" / "step-00000002" / "amc.jsonl").write_text("{}\n")
+    (run.folder / "evaluation" / "step-00000000" / "evaluation.json").write_text("{}")
+    write_benchmark(run, 1, {0: [1.0]})
+    found = read_benchmarks(run)
+    assert list(found.scores) == [1, 2] and len(found.notes) == 2
+    assert "evaluation.json: not the results" in found.notes[0] and "amc.jsonl: not the samples" in found.notes[1]
