@@ -15,7 +15,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 PROBE = """<script>addEventListener("load", () => {
   const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
   const plot = document.querySelectorAll(".plot")[2], box = plot.getBoundingClientRect();
-  plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width * 0.97, clientY: box.top + box.height / 2}));
+  const place = {clientX: box.left + 0.97 * box.width, clientY: box.top + 0.25 * box.height};
+  plot.dispatchEvent(new PointerEvent("pointermove", place));
   document.body.dataset.wide = wide;
   document.body.dataset.tip = plot.querySelector(".tip").textContent;
 });</script>"""
