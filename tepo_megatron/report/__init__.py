@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tepo_megatron.errors import ConfigError
 from tepo_megatron.report.drawing import STYLE, Curves
 from tepo_megatron.report.page import render
 from tepo_megatron.report.picture import draw, save_picture, write_picture
@@ -19,16 +20,28 @@ def write_report(run_dir: Path) -> Path:
     far) into it; returns the page's path.
 
     Both replace older ones in one step. Raises DataError when no step has been recorded or a file is malformed, ConfigError
-    when config.yaml is.
+    when config.yaml is or the page cannot be written.
     """
     run = read_run(run_dir)
-    page = run_dir / "report.html"
-    replace_file(page, render([run]).encode())
+    page = _write(run_dir / "report.html", render([run]))
     write_picture(run)
     return page
 
 
 def write_comparison(run_dirs: Sequence[Path], page: Path) -> Path:
-    """Write the comparison of several runs, with each of them below, as `page`; returns it. Raises as `write_report` does."""
-    replace_file(page, render([read_run(run_dir) for run_dir in run_dirs]).encode())
+    """Write the comparison of several runs, with each of them below, as `page`; returns it.
+
+    Raises as `write_report` does, and ConfigError for a run that is named twice.
+    """
+    for place, run_dir in enumerate(run_dirs):
+        if any(run_dir.resolve() == other.resolve() for other in run_dirs[:place]):
+            raise ConfigError(f"{run_dir} is named twice; a run is compared with others")
+    return _write(page, render([read_run(run_dir) for run_dir in run_dirs]))
+
+
+def _write(page: Path, text: str) -> Path:
+    try:
+        replace_file(page, text.encode())
+    except OSError as e:
+        raise ConfigError(f"{page}: the page cannot be written ({e.strerror}); make room, or name another place") from None
     return page

@@ -95,15 +95,18 @@ def read_held_out(run: Run) -> HeldOut:
 
 
 def accuracies(figure: Figure, cell: SubplotSpec, found: Sequence[tuple[str, float, float, str]]) -> None:
-    """found: (label, accuracy, standard error, colour), drawn from left to right with 95 % intervals."""
+    """found: (label, accuracy, standard error, colour), from top to bottom with 95 % intervals."""
     axis: Any = stacked(figure, cell, "Accuracy on held-out problems", 1)[0]
-    for place, (_, mean, error, color) in enumerate(found):
-        axis.errorbar([place], [mean], [_HALF * error], fmt="D", color=color, ms=7, capsize=5, lw=1.8)
-        axis.annotate(f"{mean:.1%}", (place, mean), (9, 0), textcoords="offset points", va="center", color=INK)
-    axis.set_xticks(range(len(found)), [label for label, *_ in found])
-    axis.set_xlim(-0.5, len(found) - 0.3)
-    axis.grid(axis="x", visible=False)
-    axis.yaxis.set_major_formatter(PERCENT)
+    for place, (label, mean, error, color) in enumerate(found):
+        axis.errorbar([mean], [place], xerr=[_HALF * error], fmt="D", color=color, ms=6, capsize=4, lw=1.8)
+        words = {"xycoords": axis.get_yaxis_transform(), "va": "center", "color": INK}
+        axis.annotate(label, (0.0, place - 0.32), **words)
+        axis.annotate(f"{mean:.1%}", (1.0, place - 0.32), ha="right", **words)
+    axis.set_ylim(len(found) - 0.6, -0.6)
+    axis.set_yticks([])
+    axis.margins(x=0.1)
+    axis.spines["left"].set_visible(False)
+    axis.xaxis.set_major_formatter(PERCENT)
 
 
 def _rows(data: DataConfig, wanted: Collection[int]) -> dict[int, tuple[str, str]]:

@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron import cli
-from tepo_megatron.errors import DataError
+from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.report import drawing, panels, write_comparison, write_report
 from tepo_megatron.report.charts import chart
 from tepo_megatron.report.svg import VARIABLES, css_color
@@ -208,6 +208,14 @@ def test_runs_of_one_name_that_kept_and_evaluated_nothing(tmp_path: Path) -> Non
     assert ["", *map(str, folders)] in rows_of(text), "their folders tell them apart"
     assert "None of these runs tells of an evaluation" in text
     assert text.count("rollout.record=true keeps what each step learns from") == text.count("Nothing was evaluated") == 2
+
+
+def test_a_comparison_that_cannot_be_made(tmp_path: Path) -> None:
+    write_run(tmp_path, measured(1))
+    with pytest.raises(ConfigError, match=r"is named twice; a run is compared with others"):
+        write_comparison([tmp_path, tmp_path / "x" / ".."], tmp_path / "c.html")
+    with pytest.raises(ConfigError, match=r"no/c\.html: the page cannot be written \(No such file or directory\)"):
+        write_comparison([tmp_path], tmp_path / "no" / "c.html")
 
 
 def test_malformed_scores_are_named_and_the_older_page_stays(tmp_path: Path) -> None:
