@@ -16,7 +16,6 @@ from tepo_megatron.report.run import Run
 from tepo_megatron.report.svg import listed, to_svg
 
 _INCHES = (5.3, 3.1)  # text of 10 points stays readable where that is as wide as a phone
-_WIDE = (11.0, 3.1)
 
 Panel = Callable[[Figure, SubplotSpec], None]
 
@@ -29,7 +28,6 @@ class Chart:
     caption: str
     svg: str
     axes: Sequence[dict[str, Any]]
-    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,13 +38,12 @@ class Section:
     charts: Sequence[Chart]
 
 
-def chart(name: str, caption: str, panel: Panel, last_step: float | None, *, wide: bool = False) -> Chart:
+def chart(name: str, caption: str, panel: Panel, last_step: float | None) -> Chart:
     """Draw one panel. name: unlike that of any other chart of the page; last_step: where steps end, None: no axis of steps."""
-    style: dict[str, Any] = STYLE | {"axes.titlepad": 0, "legend.fontsize": 9}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=_WIDE if wide else _INCHES)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=_INCHES)
         width, height = figure.get_size_inches()
-        edges = {"left": 0.55 / width, "right": 1 - 0.1 / width, "bottom": 0.3 / height, "top": 1 - 0.3 / height}
+        edges = {"left": 0.66 / width, "right": 1 - 0.1 / width, "bottom": 0.3 / height, "top": 1 - 0.3 / height}
         panel(figure, figure.add_gridspec(1, 1, **edges)[0, 0])
         title = figure.axes[0].get_title("left")
         figure.axes[0].set_title("")
@@ -54,20 +51,25 @@ def chart(name: str, caption: str, panel: Panel, last_step: float | None, *, wid
             axis.set_xlabel("")
             if last_step is not None:
                 steps_along(axis, last_step)
-        return Chart(title, caption, to_svg(figure, name), listed(figure), wide)
+        return Chart(title, caption, to_svg(figure, name), listed(figure))
 
 
 def sections(run: Run, prefix: str) -> list[Section]:
     """The charts of one run. prefix: of their names, which tells the runs of a page apart."""
     curves, evaluations = run.curves, [] if run.summary is None else run.summary.evaluations
 
-    def draw(panel: Callable[..., None], caption: str, *others: Any, wide: bool = False) -> Chart:
+    def draw(panel: Callable[..., None], caption: str, *others: Any) -> Chart:
         name = f"{prefix}-{panel.__name__}"
-        return chart(name, caption, lambda f, cell: panel(f, cell, curves, *others), run.last_step, wide=wide)
+        return chart(name, caption, lambda f, cell: panel(f, cell, curves, *others), run.last_step)
 
     time = [
-        draw(panels.seconds, "Stacked: what training spent each step on.", wide=True),
-        draw(panels.throughput, "A share of padding or bubble is a share of the step's work that teaches nothing."),
+        draw(
+            panels.mismatch,
+            "Engine against actor on the same tokens: growth means that they no longer agree.",
+            panels.has_limits(run.cfg),
+        ),
+        draw(panels.seconds, "Stacked: what training spent each step on."),
+        draw(panels.throughput, "Padding and bubbles are shares of a step's work that teach nothing."),
     ]
     if curves.named("memory/"):
         time.append(draw(panels.memory, "Of the rank that holds most, and of all servers together."))
@@ -78,7 +80,7 @@ def sections(run: Run, prefix: str) -> list[Section]:
                 draw(panels.learning, "Of all that was sampled; diamonds: held-out problems, ± standard error.", evaluations),
                 draw(panels.entropy, "A fall to 0 means that all samples of a prompt become alike."),
                 draw(panels.updates, "A sudden gradient, or responses that only grow, come before a collapse."),
-                draw(panels.sampling, "Groups all right or all wrong teach nothing and are not trained on."),
+                draw(panels.sampling, "Groups all right or all wrong have no advantage; by default they are not trained on."),
             ],
         ),
         Section(
@@ -93,16 +95,5 @@ def sections(run: Run, prefix: str) -> list[Section]:
                 draw(panels.constraints, "What holds the policy back: the bounds of the ratio, and the KL under the mask."),
             ],
         ),
-        Section(
-            "Rollout/train mismatch",
-            [
-                draw(
-                    panels.mismatch,
-                    "Engine against actor on the same tokens and weights: growth means that they no longer agree.",
-                    panels.has_limits(run.cfg),
-                    wide=True,
-                )
-            ],
-        ),
-        Section("Time", time),
+        Section("Mismatch and time", time),
     ]
