@@ -62,13 +62,15 @@ def sections(run: Run, prefix: str) -> list[Section]:
         name = f"{prefix}-{panel.__name__}"
         return chart(name, caption, lambda f, cell: panel(f, cell, curves, *others), run.last_step)
 
+    in_turns = "Stacked: what training spent each step on."
+    ahead = f"{in_turns} The line: rollouts, which were sampled meanwhile."
     time = [
         draw(
             panels.mismatch,
             "Engine against actor on the same tokens: growth means that they no longer agree.",
             panels.has_limits(run.cfg),
         ),
-        draw(panels.seconds, "Stacked: what training spent each step on."),
+        draw(panels.seconds, ahead if run.cfg.rollout.max_staleness else in_turns, run.cfg.rollout.max_staleness > 0),
         draw(panels.throughput, "Padding and bubbles are shares of a step's work that teach nothing."),
     ]
     if curves.named("memory/"):

@@ -74,11 +74,14 @@ def _overlay(quantity: Quantity, runs: Sequence[Run]) -> Chart:
     called = names(runs)
 
     def panel(figure: Figure, cell: SubplotSpec) -> None:
-        axis: Any = stacked(figure, cell, quantity.label.capitalize(), 1)[0]
+        axis: Any = stacked(figure, cell, quantity.label[0].upper() + quantity.label[1:], 1)[0]
+        widths = np.linspace(1.2 + 0.6 * min(4, len(runs)), 1.4, len(runs))  # ever thinner: equal ones show
         for place, run in enumerate(runs):
             values, dash = run.curves[quantity.key], DASHES[place // len(COLORS) % len(DASHES)]
             marker = "o" if np.isfinite(values).sum() == 1 else ""  # a line of one point is none
-            axis.plot(run.curves.steps, values, color=color(place), ls=dash, lw=1.6, marker=marker, ms=4, gid=called[place])
+            axis.plot(
+                run.curves.steps, values, color=color(place), ls=dash, lw=widths[place], marker=marker, ms=4, gid=called[place]
+            )
         if quantity.percent:
             axis.yaxis.set_major_formatter(PERCENT)
         if quantity.key.startswith("rollout/logprob_diff"):

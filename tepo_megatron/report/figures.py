@@ -22,10 +22,12 @@ class Quantity:
     percent: bool = False
 
     def written(self, value: float, sign: str = "") -> str:
-        """For a cell of a table; sign: "+" for differences."""
+        """For a cell of a table; sign: "+" for differences, which of shares are points of a hundred."""
         if not math.isfinite(value):
             return NOTHING
-        return f"{100 * value:{sign}z.1f}%" if self.percent else f"{value:{sign}.3g}"
+        if self.percent:
+            return f"{100 * value:{sign}z.1f}{' points' if sign else '%'}"
+        return f"{value:{sign},.0f}" if abs(value) >= 1000 else f"{value:{sign}.4g}"
 
 
 QUANTITIES = (

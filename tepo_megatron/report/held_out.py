@@ -98,7 +98,8 @@ def accuracies(figure: Figure, cell: SubplotSpec, found: Sequence[tuple[str, flo
     """found: (label, accuracy, standard error, colour), from top to bottom with 95 % intervals."""
     axis: Any = stacked(figure, cell, "Accuracy on held-out problems", 1)[0]
     for place, (label, mean, error, color) in enumerate(found):
-        axis.errorbar([mean], [place], xerr=[_HALF * error], fmt="D", color=color, ms=6, capsize=4, lw=1.8)
+        bars = [[min(_HALF * error, mean)], [min(_HALF * error, 1 - mean)]]  # no accuracy is beyond 0 or 1
+        axis.errorbar([mean], [place], xerr=bars, fmt="D", color=color, ms=6, capsize=4, lw=1.8)
         words = {"xycoords": axis.get_yaxis_transform(), "va": "center", "color": INK}
         axis.annotate(label, (0.0, place - 0.32), **words)
         axis.annotate(f"{mean:.1%}", (1.0, place - 0.32), ha="right", **words)

@@ -179,10 +179,11 @@ def mismatch(figure: Figure, cell: SubplotSpec, curves: Curves, gated: bool) -> 
         legend(below)
 
 
-def seconds(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """What training spent each step on. Where rollouts are sampled ahead, beside it, a line says how long they took."""
+def seconds(figure: Figure, cell: SubplotSpec, curves: Curves, ahead: bool) -> None:
+    """What training spent each step on. ahead: rollouts are sampled beside it; what it waited for them is in the stack, and a
+    line says how long they took.
+    """
     axis: Any = stacked(figure, cell, "Seconds per step", 1)[0]
-    ahead = bool((curves["seconds/wait"] > 0).any())
     layers = []
     for phase, color in PHASES_AHEAD if ahead else PHASES:
         layers.append((phase.replace("_", " "), np.nan_to_num(curves[f"seconds/{phase}"]), color))
@@ -190,7 +191,7 @@ def seconds(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
     layers.append(("other", np.clip(np.nan_to_num(curves["seconds/total"]) - known, 0, None), GREY))
     stack(axis, curves, layers)
     if ahead:
-        line(axis, curves, curves["seconds/rollout"], INK, "rollout, beside it")
+        line(axis, curves, curves["seconds/rollout"], INK, "rollout")
     axis.grid(axis="x", visible=False)
     axis.set_xlabel("step")
     from_zero(axis)

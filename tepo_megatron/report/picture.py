@@ -45,7 +45,7 @@ def draw(curves: Curves, cfg: Config, summary: Summary | None) -> Figure:
     panels.updates(figure, grid[2, 0], curves)
     panels.sampling(figure, grid[2, 1], curves)
     panels.mismatch(figure, grid[2, 2], curves, gated=panels.has_limits(cfg))
-    panels.seconds(figure, grid[3, :], curves)
+    panels.seconds(figure, grid[3, :], curves, cfg.rollout.max_staleness > 0)
     for axis in figure.axes:
         steps_along(axis, max(cfg.training.steps, curves.steps[-1]))
     _heading(figure, curves, cfg, summary)

@@ -150,15 +150,18 @@ def test_what_lies_under_the_pointer_is_what_was_recorded(hostile: tuple[Page, s
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_seconds_of_a_step_add_up(ahead: bool) -> None:
     """Rollouts that are sampled beside training take none of its time."""
-    phases = {"wait": 0.2 * ahead, "rollout": 3.0, "reward": 0.5, "old_stats": 0.25, "update": 1.0, "sync": 0.125}
+    phases = {"wait": 0.2 if ahead else 3.5, "rollout": 3.0, "reward": 0.5, "old_stats": 0.25, "update": 1.0, "sync": 0.125}
     total = 1.75 if ahead else 5.0
     row = {f"seconds/{name}": value for name, value in phases.items()} | {"seconds/total": total}
     curves = drawing.Curves([{"step": step, **row} for step in (1, 2, 5)])
-    drawn = chart("seconds", "", lambda figure, cell: panels.seconds(figure, cell, curves), 5.0)
+    drawn = chart("seconds", "", lambda figure, cell: panels.seconds(figure, cell, curves, ahead), 5.0)
     (axis,) = drawn.axes
-    stacked = {s["label"]: s["y"][0] for s in axis["series"] if s["label"] != "rollout, beside it"}
+    beside, stacked = {}, {s["label"]: s["y"][0] for s in axis["series"]}
+    if ahead:
+        beside["rollout"] = stacked.pop("rollout")
     assert [sum(heights) for heights in zip(*stacked.values(), strict=True)] == pytest.approx([total] * 3)
     assert ("rollout" in stacked, "wait" in stacked) == (not ahead, ahead)
+    assert beside == ({"rollout": [3.0] * 3} if ahead else {})
     assert stacked["other"][0] == pytest.approx(0.175 if ahead else 0.125)
 
 
@@ -187,7 +190,7 @@ def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (runs[0] / "report.html").exists()
     text = (tmp_path / "comparison.html").read_text()
     page, rows = Page(text), rows_of(text)
-    assert ["", "a", "b"] in rows and ["accuracy of rollouts", "24.0%", "49.0% (+25.0%)"] in rows
+    assert ["", "a", "b"] in rows and ["accuracy of rollouts", "24.0%", "49.0% (+25.0 points)"] in rows
     assert ["optimizer.lr", "1e-06", "2e-06"] in rows and not any(row and row[0] == "name" for row in rows)
     # four of eight problems better: 50 points, and 1.96 * 53.45 / sqrt(8) = 37.0 to each side
     assert (
