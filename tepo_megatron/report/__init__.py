@@ -12,7 +12,18 @@ from tepo_megatron.report.picture import draw, save_picture, write_picture
 from tepo_megatron.report.run import Run, Summary, read_run
 from tepo_megatron.sinks import replace_file
 
-__all__ = ["STYLE", "Curves", "Run", "Summary", "draw", "read_run", "save_picture", "write_comparison", "write_report"]
+__all__ = [
+    "STYLE",
+    "Curves",
+    "Run",
+    "Summary",
+    "draw",
+    "read_run",
+    "save_picture",
+    "write_comparison",
+    "write_page",
+    "write_report",
+]
 
 
 def write_report(run_dir: Path) -> Path:
@@ -23,7 +34,7 @@ def write_report(run_dir: Path) -> Path:
     when config.yaml is or the page cannot be written.
     """
     run = read_run(run_dir)
-    page = _write(run_dir / "report.html", render([run]))
+    page = write_page(run_dir / "report.html", render([run]))
     write_picture(run)
     return page
 
@@ -36,10 +47,11 @@ def write_comparison(run_dirs: Sequence[Path], page: Path) -> Path:
     for place, run_dir in enumerate(run_dirs):
         if any(run_dir.resolve() == other.resolve() for other in run_dirs[:place]):
             raise ConfigError(f"{run_dir} is named twice; a run is compared with others")
-    return _write(page, render([read_run(run_dir) for run_dir in run_dirs]))
+    return write_page(page, render([read_run(run_dir) for run_dir in run_dirs]))
 
 
-def _write(page: Path, text: str) -> Path:
+def write_page(page: Path, text: str) -> Path:
+    """Replace `page` in one step; returns it. Raises ConfigError where it cannot be written."""
     try:
         replace_file(page, text.encode())
     except OSError as e:
