@@ -28,8 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Every key can be given, as --section.key VALUE; they are listed in tepo_megatron/config.py.",
     )
     run.add_argument("config", metavar="CONFIG", help="a YAML file; start from examples/template.yaml")
-    report = commands.add_parser("report", help="draw the curves of a run, finished or under way")
-    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory, runs/NAME")
+    report = commands.add_parser(
+        "report",
+        help="a run as a page and a picture, finished or under way; several runs compared",
+        epilog="Of one run: report.html and report.png in it. Of several: comparison.html beside the first, the baseline.",
+    )
+    report.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="the run's directory, runs/NAME")
+    report.add_argument("--out", type=Path, metavar="FILE", help="where to write the comparison instead")
     ablation = commands.add_parser(
         "ablate",
         help="compare objectives: several runs and seeds from one base model",
@@ -111,9 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             compare_folders(args.first, args.second).print()
             return 0
-        from tepo_megatron.report import write_report
-
-        print(write_report(args.run_dir))
+        print(report_on(args.run_dirs, args.out))
         return 0
     except TepoError as e:
         print(f"tepo: error: {e}", file=sys.stderr)
@@ -175,10 +178,21 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def report_on(run_dirs: Sequence[Path], out: Path | None) -> Path:
+    """`tepo report RUN_DIR [RUN_DIR ...] [--out FILE]`; returns the page's path."""
+    from tepo_megatron.report import write_comparison, write_report
+
+    if len(run_dirs) > 1:
+        return write_comparison(run_dirs, out or run_dirs[0].absolute().parent / "comparison.html")
+    if out is not None:
+        raise ConfigError(f"--out {out}: the page of one run is written into its folder; name several runs, or leave it out")
+    return write_report(run_dirs[0])
+
+
 def _tell_results(cfg: Config) -> None:
-    """Of a finished run; its picture is drawn if a kill came before that."""
-    folder, names = cfg.run_dir, ("summary.json", "report.png", "hf")
-    summary, picture = folder / names[0], folder / names[1]
+    """Of a finished run; its page and picture are made if a kill came before that."""
+    folder, names = cfg.run_dir, ("summary.json", "report.html", "report.png", "hf")
+    summary, picture = folder / "summary.json", folder / "report.png"
     if not picture.exists() or picture.stat().st_mtime < summary.stat().st_mtime:
         from tepo_megatron.report import write_report
 

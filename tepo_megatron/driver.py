@@ -160,7 +160,7 @@ class Driver:
         """Tell of a checkpoint that became complete, if one did."""
 
     def finish(self) -> None:
-        """Write the summary and the picture."""
+        """Write the summary and the report."""
 
 
 class MainDriver(Driver):
@@ -353,10 +353,10 @@ class MainDriver(Driver):
         replace_file(run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
         from tepo_megatron.report import write_report  # a second, which ranks without a log need not spend
 
-        picture = write_report(run_dir)
+        page = write_report(run_dir)
         if before and after:
             self._log.message(f"accuracy before: {before}\naccuracy after:  {after}")
-        self._log.message(f"{self._cfg.training.steps} steps in {seconds:.0f} s; curves: {picture}")
+        self._log.message(f"{self._cfg.training.steps} steps in {seconds:.0f} s; report: {page}")
         if self._cfg.export_hf:
             self._log.message(f"trained model: {run_dir / 'hf'}")
 

@@ -22,8 +22,8 @@ _OUTCOME = {"summary.json": "summary.former.json", "evaluation.jsonl": "evaluati
 # All that a run writes: `overwrite` removes these and nothing else.
 _OF_A_RUN = (
     "checkpoints", *_OUTCOME, *_OUTCOME.values(), "summary.json.partial", "config.yaml", "metrics.jsonl", "metrics.lost.jsonl",
-    "metrics.lost.jsonl.partial", "rollouts", "evaluation", "log.txt", "server.log", "report.png", "report.png.tmp", "hf",
-    "hf.partial", "hf.former", "tensorboard", "wandb", "hang.txt", "stacks",
+    "metrics.lost.jsonl.partial", "rollouts", "evaluation", "log.txt", "server.log", "report.html", "report.html.partial",
+    "report.png", "report.png.tmp", "hf", "hf.partial", "hf.former", "tensorboard", "wandb", "hang.txt", "stacks",
 )  # fmt: skip
 
 

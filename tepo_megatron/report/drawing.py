@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from tepo_megatron.sinks import Value
 
@@ -57,6 +57,11 @@ class Curves:
         """Whether some step has a value."""
         return any(record.get(key) is not None for record in self._records)
 
+    def named(self, prefix: str) -> list[str]:
+        """The keys that begin with `prefix` and have a value at some step."""
+        keys = dict.fromkeys(key for record in self._records for key in record if key.startswith(prefix))
+        return [key for key in keys if key in self]
+
     def between(self, key: str) -> np.ndarray:
         """What is measured at some steps only, on straight lines between them; NaN throughout when at none."""
         values = self[key]
@@ -80,8 +85,26 @@ def line(axis: Any, curves: Curves, values: np.ndarray, color: str, label: str) 
 
 
 def band(axis: Any, curves: Curves, low: np.ndarray, high: np.ndarray, color: str, label: str) -> None:
-    """The area between two curves."""
+    """The area between two curves, and its edges, whose gid is the label."""
     axis.fill_between(curves.steps, low, high, color=color, alpha=0.2, lw=0, label=label)
+    for edge in (low, high):
+        axis.plot(curves.steps, edge, color=color, alpha=0.35, lw=0.7, gid=label)
+
+
+def stack(axis: Any, curves: Curves, layers: Sequence[tuple[str, np.ndarray, str]]) -> None:
+    """One block per step for each (label, height, colour), on the one before."""
+    middles = (curves.steps[:-1] + curves.steps[1:]) / 2
+    edges = np.concatenate(([curves.steps[0] - 0.5], middles, [curves.steps[-1] + 0.5]))
+    bottom = np.zeros_like(curves.steps)
+    for label, height, color in layers:
+        axis.stairs(bottom + height, edges, baseline=bottom, fill=True, color=color, label=label)
+        bottom = bottom + height
+
+
+def steps_along(axis: Any, last: float) -> None:
+    """The horizontal axis: whole steps, from 0 to `last`."""
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=(1, 2, 5, 10)))
+    axis.set_xlim(-0.015 * last, 0.5 + 1.015 * last)
 
 
 def from_zero(axis: Any, at_least: float = 0.0) -> None:

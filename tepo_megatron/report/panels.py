@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 
+from tepo_megatron.config import Config
 from tepo_megatron.report.drawing import (
     BLUE,
     GREEN,
@@ -26,6 +27,7 @@ from tepo_megatron.report.drawing import (
     from_zero,
     legend,
     line,
+    stack,
     stacked,
     symmetric_log,
 )
@@ -41,6 +43,7 @@ PHASES = (
     ("update", GREEN),
     ("sync", RED),
 )
+PHASES_AHEAD = (("wait", BLUE), *PHASES[2:])
 
 
 def learning(figure: Figure, cell: SubplotSpec, curves: Curves, evaluations: Sequence[tuple[float, float, float]]) -> None:
@@ -176,17 +179,49 @@ def mismatch(figure: Figure, cell: SubplotSpec, curves: Curves, gated: bool) -> 
         legend(below)
 
 
-def seconds(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Bars by phase."""
+def seconds(figure: Figure, cell: SubplotSpec, curves: Curves, ahead: bool) -> None:
+    """What training spent each step on. ahead: rollouts are sampled beside it; what it waited for them is in the stack, and a
+    line says how long they took.
+    """
     axis: Any = stacked(figure, cell, "Seconds per step", 1)[0]
-    width = 0.85 if len(curves.steps) <= 150 else 1.0  # gaps between many bars only flicker
-    bottom = np.zeros_like(curves.steps)
-    for phase, color in PHASES:
-        height = np.nan_to_num(curves[f"seconds/{phase}"])
-        axis.bar(curves.steps, height, width, bottom, color=color, label=phase.replace("_", " "))
-        bottom = bottom + height
-    rest = np.clip(np.nan_to_num(curves["seconds/total"]) - bottom, 0, None)
-    axis.bar(curves.steps, rest, width, bottom, color=GREY, label="other")
+    layers = []
+    for phase, color in PHASES_AHEAD if ahead else PHASES:
+        layers.append((phase.replace("_", " "), np.nan_to_num(curves[f"seconds/{phase}"]), color))
+    known = np.sum([height for _, height, _ in layers], axis=0)
+    layers.append(("other", np.clip(np.nan_to_num(curves["seconds/total"]) - known, 0, None), GREY))
+    stack(axis, curves, layers)
+    if ahead:
+        line(axis, curves, curves["seconds/rollout"], INK, "rollout")
     axis.grid(axis="x", visible=False)
     axis.set_xlabel("step")
+    from_zero(axis)
     legend(axis)
+
+
+def throughput(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
+    """Tokens per second of the whole step, and how evenly its work was laid out."""
+    top, bottom = stacked(figure, cell, "Throughput and layout", 2)
+    line(top, curves, curves["tokens_per_second"], BLUE, "trained tokens per second, prompts too")
+    from_zero(top)
+    line(bottom, curves, curves["packing/padding_share"], ORANGE, "padding")
+    line(bottom, curves, curves["packing/bubble_share"], PURPLE, "pipeline bubble")
+    bottom.yaxis.set_major_formatter(PERCENT)
+    from_zero(bottom, at_least=0.01)
+    legend(top)
+    legend(bottom)
+
+
+def memory(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
+    """The most that any phase of a step held, for each thing that is measured."""
+    (axis,) = stacked(figure, cell, "Memory, GiB, most of any phase", 1)
+    keys = curves.named("memory/")
+    things = sorted({key.rpartition("_")[2] for key in keys})
+    for thing, color in zip(things, (BLUE, ORANGE, GREEN, PURPLE, RED), strict=False):
+        line(axis, curves, np.fmax.reduce([curves[key] for key in keys if key.endswith(f"_{thing}")]), color, thing)
+    from_zero(axis)
+    legend(axis)
+
+
+def has_limits(cfg: Config) -> bool:
+    """Whether the rollout/train difference has the limits of fp32."""
+    return cfg.platform == "cpu" and cfg.model.precision == "fp32"

@@ -51,9 +51,25 @@ def write(folder: Path, step: int, rollouts: Sequence[Rollout], metrics: Metrics
 
 def set_aside(folder: Path, after: int) -> None:
     """Rename the recordings of later steps, which the run takes again: whoever replays must not get steps of two courses."""
-    for path in folder.glob("step-*.safetensors"):
-        if int(path.stem.removeprefix("step-")) > after:
+    for step in steps(folder):
+        if step > after:
+            path = file_of(folder, step)
             path.replace(path.with_suffix(".lost"))
+
+
+def steps(folder: Path) -> list[int]:
+    """Those recorded, ascending; empty where there is no such folder."""
+    return sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.safetensors"))
+
+
+def scores(folder: Path, step: int) -> list[tuple[int, float]]:
+    """(prompt id, score) of each rollout, without its tokens, which may be gigabytes. Raises DataError naming the file."""
+    path = file_of(folder, step)
+    try:
+        with safe_open(path, framework="pt") as f:
+            return list(zip(f.get_tensor("prompt_id").tolist(), f.get_tensor("score").tolist(), strict=True))
+    except (OSError, SafetensorError, ValueError) as e:
+        raise DataError(f"{path}: not the recorded rollouts of a step ({e!r}); record them again") from None
 
 
 def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:

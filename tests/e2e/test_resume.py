@@ -73,7 +73,8 @@ def test_a_run_survives_the_kill_of_its_launcher_and_of_a_rank(tepo, arguments, 
 
     told = (run / "log.txt").read_text()
     command = tepo(*again, engine="good")
-    assert f"this run is finished, with {STEPS} steps; its results: summary.json, report.png, hf" in finished(command)
+    results = "summary.json, report.html, report.png, hf"
+    assert f"this run is finished, with {STEPS} steps; its results: {results}" in finished(command)
     assert (run / "log.txt").read_text() == told, "something was started"
 
 

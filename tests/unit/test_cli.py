@@ -103,7 +103,7 @@ def test_the_resume_of_a_finished_run_tells_its_results_and_starts_nothing(
     (run / "summary.json").write_text(json.dumps(summary | {"steps": 3, "seconds": 1.0}))
     assert cli.main(words) == 0
     told = capsys.readouterr().out
-    assert f"{run}: this run is finished, with 3 steps; its results: summary.json, report.png, hf" in told
+    assert f"{run}: this run is finished, with 3 steps; its results: summary.json, report.html, report.png, hf" in told
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG"), "a kill came before the picture"
     assert cli.main([*words, "--training.steps", "2"]) == 1
     assert "ended at step 3" in capsys.readouterr().err

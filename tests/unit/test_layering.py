@@ -70,7 +70,7 @@ BESIDE = {
     ("weights.rounds", "weights.gather"), ("weights.broadcast", "weights.gather"), ("weights.broadcast", "weights.rounds"),
     ("actor", "weights.gather"), 
     ("losses", "advantages"), ("data", "rewards"), ("evaluation", "rollout"),
-    ("evaluation", "sinks"), ("evaluation", "weights.convert"), ("report", "sinks"),
+    ("evaluation", "sinks"), ("evaluation", "weights.convert"), ("report", "sinks"), ("report", "rollout"), ("report", "evaluation"),
     ("driver", "step_log"), ("schedule", "driver"), ("schedule", "colocation"), ("schedule", "memory_report"),
     ("train", "schedule"), ("train", "colocation"), ("train", "memory_report"),
     ("train", "driver"), ("train", "step_log"), ("worker", "launcher"), ("cli", "launcher"),
@@ -86,11 +86,15 @@ OWNERS = {
     "nemo_run": set(),
     "math_verify": {"grading/equality.py"},
     "wandb": {"sinks.py"},
-    "matplotlib": {"ablation/picture.py", "report/__init__.py", "report/drawing.py", "report/panels.py"},
+    "matplotlib": {
+        "ablation/picture.py", "report/benchmarks.py", "report/charts.py", "report/comparison.py", "report/drawing.py",
+        "report/held_out.py", "report/panels.py", "report/picture.py", "report/svg.py",
+    },
+    "jinja2": {"report/page.py"},
     "httpx": {"rollout/server.py", "rollout/client.py", "rewards/remote.py"},
     "pyarrow": {"data/arrow.py"},
     "datasets": {"data/arrow.py"},
-}
+}  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -4,62 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import pytest
 from matplotlib.figure import Figure
 
 from tepo_megatron import report
-from tepo_megatron.config import Config
-from tepo_megatron.config_io import load_config, to_yaml, validate
+from tepo_megatron.config_io import load_config
 from tepo_megatron.errors import DataError
-from tepo_megatron.report import Curves, Summary, write_report
-from tepo_megatron.sinks import COLUMNS, read_metrics
+from tepo_megatron.report import Curves, Summary, read_run, write_report
+from tepo_megatron.report.picture import write_picture
+from tepo_megatron.sinks import read_metrics
 from tests.marks import slow_but
-
-SUMMARY = {
-    "accuracy_before": 0.19,
-    "accuracy_after": 0.81,
-    "standard_error": {"before": 0.02, "after": 0.02},
-    "steps": 4,
-    "seconds": 95.4,
-}
-
-
-def write_run(folder: Path, records: list[dict[str, Any]], **settings: Any) -> Config:
-    tree: dict[str, Any] = {
-        "name": folder.name,
-        "model": {"path": "m/tiny", "precision": "fp32"},
-        "platform": "cpu",
-    }
-    cfg = validate(tree | {"data": {"train": "t.jsonl"}, "parallel": {"tp": 2}} | settings)
-    (folder / "config.yaml").write_text(to_yaml(cfg))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    return cfg
-
-
-def records(steps: int) -> list[dict[str, Any]]:
-    return [{"step": s} | {c.key: 0.1 * i + 0.01 * s for i, c in enumerate(COLUMNS)} for s in range(1, steps + 1)]
-
-
-def measured(steps: int) -> list[dict[str, Any]]:
-    """Plausible records of a TEPO run: the noise floor known at every third step, nothing optional."""
-    rows = []
-    for s in range(1, steps + 1):
-        spread = 0.02 + 0.1 / s
-        row: dict[str, Any] = {"step": s, "reward/mean": 0.2 + 0.01 * s, "accuracy/mean": 0.2 + 0.01 * s}
-        row |= {"actor/entropy": 0.4 / s, "actor/grad_norm": 0.5, "loss/kl": 4e-5 / s, "tepo/kl_mask_share": 0.3 + 0.01 * s}
-        row |= {"loss/clip_fraction_low": 0.001 / s, "loss/clip_fraction_high": 0.003 / s}
-        row |= {"tepo/entropy_noise_floor": 2e-6, "tepo/mask_below_noise": 0.1} if s % 3 == 1 else {}
-        row |= {f"tepo/dH_up_{q}": v * spread for q, v in (("p05", -1.0), ("p50", -0.01), ("p95", 0.3))}
-        row |= {f"tepo/dH_down_{q}": v * spread for q, v in (("p05", -0.2), ("p50", 0.005), ("p95", 0.8))}
-        row |= {"tepo/ratio_p01": 0.97, "tepo/ratio_p50": 1.0, "tepo/ratio_p99": 1.01}
-        row |= {"rollout/logprob_diff_mean": 2e-6, "rollout/logprob_diff_max": 1e-5, "rollout/response_tokens_mean": 18.0}
-        row |= {"rollout/truncated": 0.1 / s, "rollout/sampled_groups": 32 + s, "rollout/kept_groups": 30}
-        row |= {"seconds/rollout": 0.6, "seconds/update": 0.9, "seconds/total": 1.6, "tokens_per_second": 5000.0}
-        rows.append(row)
-    return rows
+from tests.report_runs import SUMMARY, measured, records, write_run
 
 
 def drawn(folder: Path, summary: Summary | None = None) -> Figure:
@@ -75,16 +32,18 @@ def test_the_picture_of_a_finished_run(tmp_path: Path) -> None:
     write_run(tmp_path, records(4))
     (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
     path = write_report(tmp_path)
-    assert path == tmp_path / "report.png"
-    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path == tmp_path / "report.html"
+    page = path.read_text()
+    assert page.startswith("<!doctype html>") and "rollout.record=true keeps what each step learns from" in page
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "config.yaml", "metrics.jsonl", "report.png", "summary.json",
+        "config.yaml", "metrics.jsonl", "report.html", "report.png", "summary.json",
     ]  # fmt: skip
 
 
 def test_the_heading_names_the_run_and_its_result(tmp_path: Path) -> None:
     write_run(tmp_path, records(4))
-    figure = drawn(tmp_path, Summary(steps=4, seconds=95.4, evaluations=[(0.19, 0.02), (0.812, 0.021)]))
+    figure = drawn(tmp_path, Summary(steps=4, seconds=95.4, evaluations=[(0, 0.19, 0.02), (4, 0.812, 0.021)]))
     assert tmp_path.name in texts(figure)
     assert "tepo  ·  tiny  ·  tp2  ·  cpu fp32  ·  4 steps in 1 min 35 s" in texts(figure)
     assert "19.0% ± 2.0  →  81.2% ± 2.1" in texts(figure)
@@ -95,7 +54,6 @@ def test_a_run_under_way_says_how_far_it_is(tmp_path: Path) -> None:
     figure = drawn(tmp_path)
     assert "step 1 of 9" in texts(figure) and "→" not in texts(figure)
     assert all(axis.get_xlim()[1] > 9 for axis in figure.axes)
-    assert write_report(tmp_path).exists()
 
 
 def test_every_recorded_value_is_drawn_and_a_missing_one_is_a_gap(tmp_path: Path) -> None:
@@ -182,7 +140,7 @@ def test_what_a_method_lacks_takes_no_room(tmp_path: Path, key: str, title: str,
 def test_entropy_changes_of_any_size_are_drawn(tmp_path: Path, change: float) -> None:
     rows = [{k: change if "dH" in k else v for k, v in row.items() if "noise" not in k} for row in measured(2)]
     write_run(tmp_path, rows)
-    assert write_report(tmp_path).exists()
+    assert write_picture(read_run(tmp_path)).exists()
 
 
 @pytest.mark.slow

@@ -1,0 +1,128 @@
+"""What a run's benchmarks say: `evaluation/step-00000010/` with `evaluation.json` (results) and `NAME.jsonl` (every sample)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.gridspec import SubplotSpec
+
+from tepo_megatron.report.drawing import BLUE, GREEN, MUTED, ORANGE, PERCENT, PURPLE, RED, legend, stacked
+from tepo_megatron.report.figures import NOTHING
+from tepo_megatron.report.run import Run
+from tepo_megatron.report.samples import Group, Sample
+from tepo_megatron.report.words import of_text, shortened
+
+SHOWN = 4  # steps of the table
+MOST_CHANGED = 2  # problems of each benchmark
+_COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED, MUTED)
+
+Scores = Mapping[int, Mapping[str, tuple[float, float]]]  # step -> benchmark -> (accuracy, standard error)
+
+
+@dataclass(frozen=True)
+class Benchmarks:
+    """scores: by step, ascending; groups: samples of the problems that changed most; notes: what could not be read."""
+
+    scores: Scores
+    groups: Sequence[Group]
+    notes: Sequence[str]
+
+    @property
+    def names(self) -> list[str]:
+        """Of all benchmarks."""
+        return list(dict.fromkeys(itertools.chain.from_iterable(self.scores.values())))
+
+    @property
+    def steps(self) -> list[str]:
+        """Headings of a table: those of at most SHOWN steps, the first and the last ones."""
+        return [f"step {step}" for step in self._shown]
+
+    @property
+    def _shown(self) -> list[int]:
+        steps = list(self.scores)
+        return steps if len(steps) <= SHOWN else [steps[0], *steps[1 - SHOWN :]]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Below them: benchmark, then its accuracies."""
+        return [(name, *(_written(self.scores[step].get(name)) for step in self._shown)) for name in self.names]
+
+
+def read_benchmarks(run: Run) -> Benchmarks:
+    """What is not there is left out; what cannot be read becomes a note."""
+    folders = {int(path.name.removeprefix("step-")): path for path in (run.folder / "evaluation").glob("step-[0-9]*[0-9]")}
+    scores: dict[int, dict[str, tuple[float, float]]] = {}
+    groups: list[Group] = []
+    notes: list[str] = []
+    for step in sorted(folders):
+        path = folders[step] / "evaluation.json"
+        try:
+            found = json.loads(path.read_text())["benchmarks"]
+            each = {name: one["result"]["accuracy"] for name, one in found.items()}
+            scores[step] = {name: (float(a["mean"]), float(a["standard_error"] or 0.0)) for name, a in each.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            notes.append(f"{path}: not the results of an evaluation ({e!r}).")
+    if len(scores) > 1:
+        first, last = next(iter(scores)), list(scores)[-1]
+        for name in sorted(scores[first].keys() & scores[last].keys()):
+            files = {step: folders[step] / f"{name}.jsonl" for step in (first, last)}
+            try:
+                groups += _changed(name, {step: _read(file) for step, file in files.items()})
+            except (OSError, ValueError, KeyError, TypeError) as e:
+                notes.append(f"{' or '.join(map(str, files.values()))}: not the samples of an evaluation ({e!r}).")
+    return Benchmarks(scores, sorted(groups, key=lambda group: group.title), notes)
+
+
+def over_steps(figure: Figure, cell: SubplotSpec, scores: Scores) -> None:
+    """A line for each benchmark, ± standard error."""
+    axis: Any = stacked(figure, cell, "Benchmarks, avg@k", 1)[0]
+    names = dict.fromkeys(itertools.chain.from_iterable(scores.values()))
+    for name, color in zip(names, itertools.cycle(_COLORS), strict=False):
+        steps = [step for step, found in scores.items() if name in found]
+        means, errors = zip(*(scores[step][name] for step in steps), strict=True)
+        axis.errorbar(steps, means, errors, color=color, marker="o", ms=4, capsize=3, lw=1.6, label=name)
+        axis.plot(steps, means, color=color, lw=0, gid=name)  # for the pointer
+    axis.yaxis.set_major_formatter(PERCENT)
+    legend(axis)
+
+
+def _written(score: tuple[float, float] | None) -> str:
+    return NOTHING if score is None else f"{100 * score[0]:.1f} ± {100 * score[1]:.1f}"
+
+
+def _read(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """Samples by problem."""
+    rows = [json.loads(line.decode(errors="surrogatepass")) for line in path.read_bytes().splitlines()]
+    found: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(int(row["problem"]), []).append(row)
+    return found
+
+
+def _changed(name: str, by_step: Mapping[int, Mapping[int, Sequence[dict[str, Any]]]]) -> list[Group]:
+    """The problems whose mean score changed most between two steps; of each step the sample next to its mean."""
+    means = [{p: statistics.fmean(r["score"] for r in rows) for p, rows in found.items()} for found in by_step.values()]
+    before, after = means
+    order = sorted(before.keys() & after.keys(), key=lambda p: (-abs(after[p] - before[p]), p))
+    groups = []
+    for problem in [p for p in order[:MOST_CHANGED] if after[p] != before[p]]:
+        samples = [
+            _sample(f"step {step}, mean score {mean[problem]:.3g} of {len(found[problem])}", found[problem], mean[problem])
+            for (step, found), mean in zip(by_step.items(), means, strict=True)
+        ]
+        groups.append(Group(f"{name}, problem {problem}: {before[problem]:.3g} → {after[problem]:.3g}", samples))
+    return groups
+
+
+def _sample(title: str, rows: Sequence[dict[str, Any]], mean: float) -> Sample:
+    row = min(rows, key=lambda r: abs(r["score"] - mean))
+    facts = [f"score {row['score']:.3g}", str(row["status"]), f"{row['tokens']} tokens"]
+    if row["stop"] == "length":
+        facts.append("cut off at the length limit")
+    return Sample(title, row["score"] > 0.5, facts, str(row["gold"]), (), shortened(of_text(row["text"], "response")))

@@ -1,0 +1,101 @@
+"""The charts of a run's page, by section: the panels of the picture, each by itself with a sentence on how to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.gridspec import SubplotSpec
+
+from tepo_megatron.report import panels
+from tepo_megatron.report.drawing import STYLE, steps_along
+from tepo_megatron.report.run import Run
+from tepo_megatron.report.svg import listed, to_svg
+
+_INCHES = (5.3, 3.1)  # text of 10 points stays readable where that is as wide as a phone
+
+Panel = Callable[[Figure, SubplotSpec], None]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """svg: markup made here, to stand in a page as it is; axes: what its pointer lists (`svg.listed`)."""
+
+    title: str
+    caption: str
+    svg: str
+    axes: Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Charts under one heading."""
+
+    name: str
+    charts: Sequence[Chart]
+
+
+def chart(name: str, caption: str, panel: Panel, last_step: float | None) -> Chart:
+    """Draw one panel. name: unlike that of any other chart of the page; last_step: where steps end, None: no axis of steps."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=_INCHES)
+        width, height = figure.get_size_inches()
+        edges = {"left": 0.66 / width, "right": 1 - 0.1 / width, "bottom": 0.3 / height, "top": 1 - 0.3 / height}
+        panel(figure, figure.add_gridspec(1, 1, **edges)[0, 0])
+        title = figure.axes[0].get_title("left")
+        figure.axes[0].set_title("")
+        for axis in figure.axes:
+            axis.set_xlabel("")
+            if last_step is not None:
+                steps_along(axis, last_step)
+        return Chart(title, caption, to_svg(figure, name), listed(figure))
+
+
+def sections(run: Run, prefix: str) -> list[Section]:
+    """The charts of one run. prefix: of their names, which tells the runs of a page apart."""
+    curves, evaluations = run.curves, [] if run.summary is None else run.summary.evaluations
+
+    def draw(panel: Callable[..., None], caption: str, *others: Any) -> Chart:
+        name = f"{prefix}-{panel.__name__}"
+        return chart(name, caption, lambda f, cell: panel(f, cell, curves, *others), run.last_step)
+
+    in_turns = "Stacked: what training spent each step on."
+    ahead = f"{in_turns} The line: rollouts, which were sampled meanwhile."
+    time = [
+        draw(
+            panels.mismatch,
+            "Engine against actor on the same tokens: growth means that they no longer agree.",
+            panels.has_limits(run.cfg),
+        ),
+        draw(panels.seconds, ahead if run.cfg.rollout.max_staleness else in_turns, run.cfg.rollout.max_staleness > 0),
+        draw(panels.throughput, "Padding and bubbles are shares of a step's work that teach nothing."),
+    ]
+    if curves.named("memory/"):
+        time.append(draw(panels.memory, "Of the rank that holds most, and of all servers together."))
+    return [
+        Section(
+            "Learning",
+            [
+                draw(panels.learning, "Of all that was sampled; diamonds: held-out problems, ± standard error.", evaluations),
+                draw(panels.entropy, "A fall to 0 means that all samples of a prompt become alike."),
+                draw(panels.updates, "A sudden gradient, or responses that only grow, come before a collapse."),
+                draw(panels.sampling, "Groups all right or all wrong have no advantage; by default they are not trained on."),
+            ],
+        ),
+        Section(
+            "TEPO",
+            [
+                draw(panels.ratio, "Geometric mean of a sequence's token ratios. Clip bounds act outside 1 ± eps."),
+                draw(
+                    panels.entropy_change,
+                    "TEPO's KL mask holds tokens of A > 0 whose entropy fell: in the upper plot, what is negative.",
+                ),
+                draw(panels.token_shares, "Grey: masked by rounding alone."),
+                draw(panels.constraints, "What holds the policy back: the bounds of the ratio, and the KL under the mask."),
+            ],
+        ),
+        Section("Mismatch and time", time),
+    ]

@@ -1,0 +1,145 @@
+"""Several runs side by side: their curves in the same axes, what these come to, evaluations, and the settings that differ."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.gridspec import SubplotSpec
+
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import plain
+from tepo_megatron.report import held_out
+from tepo_megatron.report.charts import Chart, chart
+from tepo_megatron.report.drawing import BLUE, GREEN, ORANGE, PERCENT, PURPLE, RED, from_zero, stacked
+from tepo_megatron.report.figures import NOTHING, QUANTITIES, Quantity, at_end
+from tepo_megatron.report.held_out import HeldOut
+from tepo_megatron.report.run import Run
+
+COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED)
+DASHES = ("-", "--", ":", "-.")  # once the colours are used up
+_FROM_ZERO = ("actor/entropy", "actor/grad_norm", "rollout/response_tokens_mean", "seconds/total", "tokens_per_second")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """headings, rows: the table of final figures; differences: of each run's evaluation to the first run's, in words;
+    settings: rows of those that are not the same in all runs.
+    """
+
+    charts: Sequence[Chart]
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    evaluation: Chart | None
+    differences: Sequence[tuple[str, str]]
+    settings: Sequence[Sequence[str]]
+
+
+def names(runs: Sequence[Run]) -> list[str]:
+    """Of the runs; their folders where two have the same."""
+    found = [run.cfg.name for run in runs]
+    return found if len(set(found)) == len(runs) else [str(run.folder) for run in runs]
+
+
+def color(place: int) -> str:
+    """Of the run in that place."""
+    return COLORS[place % len(COLORS)]
+
+
+def compare(runs: Mapping[str, Run], evaluated: Sequence[HeldOut]) -> Comparison:
+    """runs: by name; the first is what the others are compared with. evaluated: in the same order."""
+    charts = [
+        _overlay(quantity, list(runs.values()))
+        for quantity in QUANTITIES
+        if any(quantity.key in run.curves for run in runs.values())
+    ]
+    rows = [row for quantity in QUANTITIES if (row := _figures(quantity, list(runs.values())))]
+    rows.insert(0, ("steps", *(f"{run.curves.steps[-1]:.0f}" for run in runs.values())))
+    return Comparison(
+        charts=charts,
+        headings=["", *runs],
+        rows=rows,
+        evaluation=_accuracies(runs),
+        differences=_differences(list(runs), evaluated),
+        settings=_settings([run.cfg for run in runs.values()]),
+    )
+
+
+def _overlay(quantity: Quantity, runs: Sequence[Run]) -> Chart:
+    """One line per run, with its name for the pointer; the page's key tells the colours."""
+    called = names(runs)
+
+    def panel(figure: Figure, cell: SubplotSpec) -> None:
+        axis: Any = stacked(figure, cell, quantity.label[0].upper() + quantity.label[1:], 1)[0]
+        widths = np.linspace(1.2 + 0.6 * min(4, len(runs)), 1.4, len(runs))  # ever thinner: equal ones show
+        for place, run in enumerate(runs):
+            values, dash = run.curves[quantity.key], DASHES[place // len(COLORS) % len(DASHES)]
+            marker = "o" if np.isfinite(values).sum() == 1 else ""  # a line of one point is none
+            axis.plot(
+                run.curves.steps, values, color=color(place), ls=dash, lw=widths[place], marker=marker, ms=4, gid=called[place]
+            )
+        if quantity.percent:
+            axis.yaxis.set_major_formatter(PERCENT)
+        if quantity.key.startswith("rollout/logprob_diff"):
+            axis.set_yscale("log")
+        elif quantity.percent or quantity.key in _FROM_ZERO:
+            from_zero(axis, 0.01 if quantity.percent else 0.0)
+
+    return chart(f"compare-{quantity.key}", "", panel, max(run.last_step for run in runs))
+
+
+def _figures(quantity: Quantity, runs: Sequence[Run]) -> tuple[str, ...]:
+    """A row of the table; empty where no run has the quantity."""
+    if not any(quantity.key in run.curves for run in runs):
+        return ()
+    values = [at_end(run.curves[quantity.key]) for run in runs]
+    others = [f"{quantity.written(v)} ({quantity.written(v - values[0], sign='+')})" for v in values[1:]]
+    return (quantity.label, quantity.written(values[0]), *others)
+
+
+def _accuracies(runs: Mapping[str, Run]) -> Chart | None:
+    """The last evaluation of each run."""
+    found = [
+        (name, run.summary.evaluations[-1][1], run.summary.evaluations[-1][2], color(place))
+        for place, (name, run) in enumerate(runs.items())
+        if run.summary and run.summary.evaluations
+    ]
+    if not found:
+        return None
+    caption = "After each run; bars: 95 % intervals over problems."
+    return chart("compare-evaluation", caption, lambda f, cell: held_out.accuracies(f, cell, found), None)
+
+
+def _differences(called: Sequence[str], evaluated: Sequence[HeldOut]) -> list[tuple[str, str]]:
+    """Of each run to the first."""
+    said = []
+    for name, one in zip(called[1:], evaluated[1:], strict=True):
+        change = held_out.difference(one.after, evaluated[0].after)
+        words = f"against {called[0]}: no paired difference, for want of scores of the same problems."
+        if change is not None:
+            words = (
+                f"against {called[0]}, paired by problem: {change} (95 %), {change.verdict}; {change.better} problems better, "
+                f"{change.worse} worse, {change.same} the same. What other seeds would change is not in the interval."
+            )
+        said.append((name, words))
+    return said
+
+
+def _settings(configs: Sequence[Config]) -> list[tuple[str, ...]]:
+    """(key, value in each run), but for `name`."""
+    flat = [dict(_flat(plain(cfg))) for cfg in configs]
+    keys = dict.fromkeys(itertools.chain.from_iterable(flat))
+    rows = [(key, *(NOTHING if f.get(key) is None else str(f[key]) for f in flat)) for key in keys if key != "name"]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
+    """{a: {b: 1}} as [("a.b", 1)]."""
+    rows: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        rows += _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else [(f"{above}{key}", value)]
+    return rows

@@ -1,0 +1,131 @@
+"""What a run's evaluations say: accuracies, the paired change, and the problems that changed most."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.gridspec import SubplotSpec
+
+from tepo_megatron.config import DataConfig
+from tepo_megatron.report.drawing import INK, PERCENT, stacked
+from tepo_megatron.report.run import Run
+
+EVALUATION_FILE = "evaluation.jsonl"
+MOST = 8  # problems that are listed
+_HALF = statistics.NormalDist().inv_cdf(0.975)  # of a 95 % interval, in standard errors
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two scores of the same problems, in points of a hundred. interval: 95 %, over problems; None for one problem."""
+
+    mean: float
+    interval: tuple[float, float] | None
+    better: int
+    worse: int
+    same: int
+
+    def __str__(self) -> str:
+        bounds = "" if self.interval is None else f" [{self.interval[0]:+z.1f}, {self.interval[1]:+z.1f}]"
+        return f"{self.mean:+z.1f} points{bounds}"
+
+    @property
+    def verdict(self) -> str:
+        """What may be said of it, and no more."""
+        if self.interval is None or self.interval[0] <= 0 <= self.interval[1]:
+            return "within noise"
+        return "beyond the noise of these problems"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A held-out problem and its scores; text and answer are empty where the dataset is not there any more."""
+
+    number: int
+    before: float
+    after: float
+    text: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Of one run. accuracies: (when, accuracy and error in words); after: problem -> score after the run, for comparisons."""
+
+    accuracies: Sequence[tuple[str, str]]
+    difference: Difference | None
+    changed: Sequence[Problem]
+    after: Mapping[int, float]
+
+
+def difference(scores: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
+    """scores - baseline, problem by problem; None where they are not of the same problems, or of none."""
+    if not scores or scores.keys() != baseline.keys():
+        return None
+    changes = [100 * (score - baseline[problem]) for problem, score in scores.items()]
+    mean, interval = statistics.fmean(changes), None
+    if len(changes) > 1:
+        half = _HALF * statistics.stdev(changes) / math.sqrt(len(changes))
+        interval = (mean - half, mean + half)
+    better, worse = sum(c > 0 for c in changes), sum(c < 0 for c in changes)
+    return Difference(mean, interval, better, worse, len(changes) - better - worse)
+
+
+def read_held_out(run: Run) -> HeldOut:
+    """From summary.json and evaluation.jsonl; empty where there are none. Raises DataError for a malformed one."""
+    found = [] if run.summary is None else run.summary.evaluations
+    accuracies = [(f"step {step}", f"{accuracy:.1%} ± {100 * error:.1f}") for step, accuracy, error in found]
+    if not (run.folder / EVALUATION_FILE).exists():
+        return HeldOut(accuracies, None, (), {})
+    from tepo_megatron.evaluation import read_evaluation  # imports torch, which a run without evaluations needs not
+
+    scores = read_evaluation(run.folder)
+    order = sorted(scores.after, key=lambda p: -abs(scores.after[p] - scores.before[p]))
+    most = [p for p in order[:MOST] if scores.after[p] != scores.before[p]]
+    rows = _rows(run.cfg.data, most)
+    changed = [Problem(p, scores.before[p], scores.after[p], *rows.get(p, ("", ""))) for p in most]
+    return HeldOut(accuracies, difference(scores.after, scores.before), changed, scores.after)
+
+
+def accuracies(figure: Figure, cell: SubplotSpec, found: Sequence[tuple[str, float, float, str]]) -> None:
+    """found: (label, accuracy, standard error, colour), from top to bottom with 95 % intervals."""
+    axis: Any = stacked(figure, cell, "Accuracy on held-out problems", 1)[0]
+    for place, (label, mean, error, color) in enumerate(found):
+        bars = [[min(_HALF * error, mean)], [min(_HALF * error, 1 - mean)]]  # no accuracy is beyond 0 or 1
+        axis.errorbar([mean], [place], xerr=bars, fmt="D", color=color, ms=6, capsize=4, lw=1.8)
+        words = {"xycoords": axis.get_yaxis_transform(), "va": "center", "color": INK}
+        axis.annotate(label, (0.0, place - 0.32), **words)
+        axis.annotate(f"{mean:.1%}", (1.0, place - 0.32), ha="right", **words)
+    axis.set_ylim(len(found) - 0.6, -0.6)
+    axis.set_yticks([])
+    axis.margins(x=0.1)
+    axis.spines["left"].set_visible(False)
+    axis.xaxis.set_major_formatter(PERCENT)
+
+
+def _rows(data: DataConfig, wanted: Collection[int]) -> dict[int, tuple[str, str]]:
+    """(problem, gold answer) by line of the evaluation data, from 0; what cannot be read any more is left out."""
+    rows: dict[int, tuple[str, str]] = {}
+    try:
+        with Path(data.eval or "").open("rb") as file:
+            for number, line in enumerate(file):
+                if number in wanted:
+                    row = json.loads(line)
+                    rows[number] = _words(row[data.prompt_key]), str(row[data.answer_key])
+    except (OSError, ValueError, KeyError, TypeError):  # moved or changed since the run
+        return rows
+    return rows
+
+
+def _words(prompt: Any) -> str:
+    """A prompt's text, or its chat messages one below the other."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)

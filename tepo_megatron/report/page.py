@@ -1,0 +1,111 @@
+"""Runs as one HTML file that needs nothing beside it. Every value is escaped, and no script may run but the page's own."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from tepo_megatron import __version__
+from tepo_megatron.config_io import to_yaml
+from tepo_megatron.report import benchmarks, charts, comparison, figures, held_out, samples, words
+from tepo_megatron.report.charts import Chart, Section
+from tepo_megatron.report.drawing import BLUE, MUTED
+from tepo_megatron.report.run import Run, facts
+from tepo_megatron.report.svg import css_color
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What the page shows of one run. contents: (heading, anchor); evaluation, over_steps: None where nothing was evaluated."""
+
+    name: str
+    anchor: str
+    color: str
+    facts: Sequence[str]
+    sections: Sequence[Section]
+    contents: Sequence[tuple[str, str]]
+    held_out: held_out.HeldOut
+    evaluation: Chart | None
+    benchmarks: benchmarks.Benchmarks
+    over_steps: Chart | None
+    samples: samples.Samples
+    table: Sequence[Sequence[str]]
+    config: str
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The page: of one run, or the comparison of several with each of them below. Raises DataError for a malformed file."""
+    names = comparison.names(runs)
+    views = [_view(run, name, place) for place, (run, name) in enumerate(zip(runs, names, strict=True))]
+    several = len(runs) > 1
+    compared = comparison.compare(dict(zip(names, runs, strict=True)), [view.held_out for view in views]) if several else None
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    environment.filters |= {"markup": Markup, "pieces": lambda text: words.of_text(text, "text")}
+    script = (_TEMPLATES / "page.js").read_text()
+    return environment.get_template("page.html").render(
+        title="Comparison of runs" if several else names[0],
+        style=Markup((_TEMPLATES / "style.css").read_text()),
+        script=Markup(script),
+        script_hash=_hash(script),
+        version=__version__,
+        window=figures.WINDOW,
+        runs=views,
+        comparison=compared,
+    )
+
+
+def _view(run: Run, name: str, place: int) -> RunView:
+    anchor, evaluated, suite = f"run-{place}", held_out.read_held_out(run), benchmarks.read_benchmarks(run)
+    sections = charts.sections(run, anchor)
+    numbered = [(section.name, f"{anchor}-{number}") for number, section in enumerate(sections, start=1)]
+    rest = [(heading.capitalize(), f"{anchor}-{heading}") for heading in ("evaluation", "samples", "figures")]
+    return RunView(
+        name=name,
+        anchor=anchor,
+        color=css_color(comparison.color(place)),
+        facts=facts(run.curves, run.cfg, run.summary),
+        sections=sections,
+        contents=[*numbered, *rest],
+        held_out=evaluated,
+        evaluation=_evaluation(run, anchor),
+        benchmarks=suite,
+        over_steps=_over_steps(run, suite, anchor),
+        samples=samples.read_samples(run),
+        table=figures.table(run.curves),
+        config=to_yaml(run.cfg),
+    )
+
+
+def _evaluation(run: Run, anchor: str) -> Chart | None:
+    if run.summary is None or not run.summary.evaluations:
+        return None
+    found: list[Any] = [
+        (f"step {step}", mean, error, MUTED if step == 0 else BLUE) for step, mean, error in run.summary.evaluations
+    ]
+    caption = "Bars: 95 % intervals over problems."
+    return charts.chart(f"{anchor}-evaluation", caption, lambda f, cell: held_out.accuracies(f, cell, found), None)
+
+
+def _over_steps(run: Run, suite: benchmarks.Benchmarks, anchor: str) -> Chart | None:
+    if not suite.scores:
+        return None
+    caption = "± standard error, clustered by problem."
+    return charts.chart(
+        f"{anchor}-benchmarks", caption, lambda f, cell: benchmarks.over_steps(f, cell, suite.scores), run.last_step
+    )
+
+
+def _hash(script: str) -> str:
+    """As a Content-Security-Policy names a script that it lets run."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,0 +1,64 @@
+"""`report.png`: the curves of a run as one picture."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from tepo_megatron.config import Config
+from tepo_megatron.report import panels
+from tepo_megatron.report.drawing import BLUE, MUTED, STYLE, Curves, steps_along
+from tepo_megatron.report.run import Run, Summary, facts
+
+_INCHES = (15, 13.9)
+
+
+def write_picture(run: Run) -> Path:
+    """Draw the run into its folder; returns the picture's path. An older one is replaced in one step."""
+    with matplotlib.rc_context(STYLE):
+        return save_picture(draw(run.curves, run.cfg, run.summary), run.folder / "report.png")
+
+
+def save_picture(figure: Figure, path: Path) -> Path:
+    """Write the figure as PNG, replacing an older one in one step; returns `path`. To be called under STYLE."""
+    unfinished = path.with_suffix(".png.tmp")
+    figure.savefig(unfinished, format="png", dpi=130)
+    os.replace(unfinished, path)
+    return path
+
+
+def draw(curves: Curves, cfg: Config, summary: Summary | None) -> Figure:
+    """The whole figure: nine panels and a strip of seconds. `summary` is None while the run is under way."""
+    figure = Figure(figsize=_INCHES)
+    grid = figure.add_gridspec(
+        4, 3, height_ratios=(1, 1, 1, 0.42), left=0.05, right=0.985, top=0.89, bottom=0.042, hspace=0.4, wspace=0.18
+    )  # fmt: skip
+    panels.learning(figure, grid[0, 0], curves, [] if summary is None else summary.evaluations)
+    panels.entropy(figure, grid[0, 1], curves)
+    panels.ratio(figure, grid[0, 2], curves)
+    panels.entropy_change(figure, grid[1, 0], curves)
+    panels.token_shares(figure, grid[1, 1], curves)
+    panels.constraints(figure, grid[1, 2], curves)
+    panels.updates(figure, grid[2, 0], curves)
+    panels.sampling(figure, grid[2, 1], curves)
+    panels.mismatch(figure, grid[2, 2], curves, gated=panels.has_limits(cfg))
+    panels.seconds(figure, grid[3, :], curves, cfg.rollout.max_staleness > 0)
+    for axis in figure.axes:
+        steps_along(axis, max(cfg.training.steps, curves.steps[-1]))
+    _heading(figure, curves, cfg, summary)
+    return figure
+
+
+def _heading(figure: Figure, curves: Curves, cfg: Config, summary: Summary | None) -> None:
+    """Name and circumstances on the left; the result, once there is one, on the right."""
+    if summary is not None and summary.evaluations:
+        result = "  →  ".join(f"{accuracy:.1%} ± {100 * error:.1f}" for _, accuracy, error in summary.evaluations)
+        figure.text(0.985, 0.965, result, fontsize=19, fontweight="bold", ha="right", color=BLUE)
+        when = "before and after" if len(summary.evaluations) > 1 else "after"
+        caption = f"evaluation accuracy {when}, ± standard error"
+        figure.text(0.985, 0.944, caption, fontsize=11, ha="right", color=MUTED)
+    figure.text(0.05, 0.965, cfg.name, fontsize=19, fontweight="bold")
+    figure.text(0.05, 0.944, "  ·  ".join(facts(curves, cfg, summary)), fontsize=11, color=MUTED)

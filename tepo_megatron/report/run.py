@@ -1,0 +1,77 @@
+"""What a run has left, as a report reads it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import load_config
+from tepo_megatron.errors import DataError
+from tepo_megatron.report.drawing import Curves
+from tepo_megatron.sinks import read_metrics
+
+
+@dataclass(frozen=True)
+class Summary:
+    """summary.json of a finished run. evaluations: (step, accuracy, standard error), at most before and after."""
+
+    steps: int
+    seconds: float
+    evaluations: list[tuple[int, float, float]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of a run with its config.yaml, metrics.jsonl and, once it has ended (else None), summary.json."""
+
+    folder: Path
+    cfg: Config
+    curves: Curves
+    summary: Summary | None
+
+    @property
+    def last_step(self) -> float:
+        """To which the axes reach: the last one planned, or recorded."""
+        return max(self.cfg.training.steps, self.curves.steps[-1])
+
+
+def read_run(folder: Path) -> Run:
+    """Raises DataError when no step has been recorded or a file is malformed, ConfigError when config.yaml is."""
+    curves = Curves(read_metrics(folder))
+    return Run(folder, load_config(folder / "config.yaml"), curves, _read_summary(folder / "summary.json"))
+
+
+def facts(curves: Curves, cfg: Config, summary: Summary | None) -> tuple[str, ...]:
+    """The circumstances of a run in a few words each."""
+    sizes = {name: getattr(cfg.parallel, name) for name in ("dp", "tp", "pp", "vpp", "cp", "ep")}
+    layout = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1 rank"
+    progress = f"step {curves.steps[-1]:.0f} of {cfg.training.steps}"
+    if summary is not None:
+        progress = f"{summary.steps} steps in {duration(summary.seconds)}"
+    return (cfg.objective.name, Path(cfg.model.path).name, layout, f"{cfg.platform} {cfg.model.precision}", progress)
+
+
+def duration(seconds: float) -> str:
+    """In hours and minutes, minutes and seconds, or seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _read_summary(path: Path) -> Summary | None:
+    """None while the run is under way."""
+    if not path.exists():
+        return None
+    try:
+        row = json.loads(path.read_text())
+        measured = [(0, "before"), (row["steps"], "after")]
+        found = [
+            (step, row[f"accuracy_{when}"], row["standard_error"][when] or 0.0)
+            for step, when in measured
+            if row[f"accuracy_{when}"] is not None
+        ]
+        return Summary(row["steps"], row["seconds"], found)
+    except (json.JSONDecodeError, KeyError, TypeError) as e:
+        raise DataError(f"{path}: not the summary of a run ({e!r}); remove it to draw the curves alone") from None

@@ -1,0 +1,144 @@
+"""Samples of a run, to be read: the best, worst and longest of the first and last recorded step, and what changed most."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tepo_megatron.errors import CheckpointError, DataError
+from tepo_megatron.report.run import Run
+from tepo_megatron.report.words import Piece, of_tokens, shortened
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from tepo_megatron.types import Rollout
+
+MOST_CHANGED = 3  # prompts
+
+
+@dataclass(frozen=True)
+class Sample:
+    """title: what it is the example of; facts: in a few words each; prompt, response: to be shown."""
+
+    title: str
+    right: bool
+    facts: Sequence[str]
+    answer: str
+    prompt: Sequence[Piece]
+    response: Sequence[Piece]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Samples under one heading."""
+
+    title: str
+    samples: Sequence[Sample]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """notes: what is missing and why, one sentence each."""
+
+    groups: Sequence[Group]
+    notes: Sequence[str]
+
+
+def read_samples(run: Run) -> Samples:
+    """Of the recorded rollouts of a run, or of those that it replayed. What cannot be read becomes a note."""
+    replayed = run.cfg.rollout.replay
+    folder = run.folder / "rollouts"
+    if replayed is not None and not folder.is_dir():
+        folder = Path(replayed)
+    if not folder.is_dir():
+        return Samples((), ["No samples were kept: rollout.record=true keeps what each step learns from."])
+    from tepo_megatron.rollout import record  # imports torch
+
+    steps = record.steps(folder)
+    if not steps:
+        return Samples((), [f"{folder.name}/ holds no recorded step yet."])
+    notes = ["Recorded are the rollouts that steps learned from: groups all right or all wrong may have been left out."]
+    tokenizer = _tokenizer(run, notes)
+    groups: list[Group] = []
+    try:
+        ends = {step: record.read(folder, step)[0] for step in dict.fromkeys((steps[0], steps[-1]))}
+        groups += [_of_step(step, rollouts, tokenizer) for step, rollouts in ends.items() if rollouts]
+        changed = _changed(folder, steps)
+        if not changed:
+            notes.append("No prompt was recorded at two steps, so there is none whose responses could be compared.")
+        for prompt, first, last in changed:
+            pair = [(step, [r for r in record.read(folder, step)[0] if r.prompt_id == prompt]) for step in (first, last)]
+            groups.append(_of_prompt(prompt, pair, tokenizer))
+    except DataError as e:
+        notes.append(str(e))
+    return Samples(groups, notes)
+
+
+def _tokenizer(run: Run, notes: list[str]) -> PreTrainedTokenizerBase | None:
+    """The model's or, where that has moved, the exported model's."""
+    from tepo_megatron.data import load_tokenizer
+
+    missing = []
+    for path in (run.cfg.model.path, run.folder / "hf"):
+        try:
+            return load_tokenizer(path)
+        except CheckpointError as e:
+            missing.append(str(e))
+    notes.append(f"Token ids are shown, for want of a tokenizer: {missing[0]}")
+    return None
+
+
+def _of_step(step: int, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase | None) -> Group:
+    """Equal rewards: the shorter response is the better one."""
+    order = sorted(rollouts, key=lambda r: (r.reward, -r.response_length))
+    chosen = (("best", order[-1]), ("worst", order[0]), ("longest", max(rollouts, key=lambda r: r.response_length)))
+    titles: dict[int, list[str]] = {}  # one rollout may be the example of several
+    for title, rollout in chosen:
+        titles.setdefault(id(rollout), []).append(title)
+    by_id = {id(rollout): rollout for _, rollout in chosen}
+    return Group(f"step {step}", [_sample(", ".join(said), by_id[key], tokenizer) for key, said in titles.items()])
+
+
+def _changed(folder: Path, steps: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(prompt id, first step, last step) of the prompts whose mean score changed most between these."""
+    from tepo_megatron.rollout import record
+
+    seen: dict[int, list[tuple[int, float]]] = {}
+    for step in steps:
+        rows = sorted(record.scores(folder, step), key=lambda row: row[0])
+        for prompt, group in itertools.groupby(rows, key=lambda row: row[0]):
+            seen.setdefault(prompt, []).append((step, statistics.fmean(score for _, score in group)))
+    changes = {p: abs(found[-1][1] - found[0][1]) for p, found in seen.items() if len(found) > 1}
+    return [(p, seen[p][0][0], seen[p][-1][0]) for p in sorted(changes, key=lambda p: -changes[p])[:MOST_CHANGED]]
+
+
+def _of_prompt(prompt: int, pair: Sequence[tuple[int, Sequence[Rollout]]], tokenizer: PreTrainedTokenizerBase | None) -> Group:
+    """Of each step the sample whose score is next to its group's mean."""
+    samples, means = [], []
+    for step, rollouts in pair:
+        mean = statistics.fmean(r.score for r in rollouts)
+        means.append(f"{mean:.3g}")
+        typical = min(rollouts, key=lambda r: abs(r.score - mean))
+        samples.append(_sample(f"step {step}, mean score {mean:.3g} of {len(rollouts)}", typical, tokenizer))
+    return Group(f"most changed: prompt {prompt}, {' → '.join(means)}", samples)
+
+
+def _sample(title: str, rollout: Rollout, tokenizer: PreTrainedTokenizerBase | None) -> Sample:
+    prompt, response = of_tokens(rollout.token_ids_L.tolist(), rollout.response_mask_L.tolist(), tokenizer)
+    mean_logprob = rollout.rollout_logprobs_L[rollout.response_mask_L].mean().item() if rollout.response_length else 0.0
+    facts = [
+        f"reward {rollout.reward:.3g}",
+        rollout.status,
+        f"{rollout.response_length} tokens",
+        *(["cut off at the length limit"] if rollout.stop_reason == "length" else []),
+        f"mean log-prob {mean_logprob:.2f}",
+        f"weights of step {rollout.policy_version}",
+    ]
+    if rollout.score != rollout.reward:
+        facts.insert(1, f"score {rollout.score:.3g}")
+    return Sample(title, rollout.score > 0.5, facts, rollout.answer, shortened(prompt), shortened(response))

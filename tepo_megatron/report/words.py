@@ -1,0 +1,80 @@
+"""Token ids and foreign text as pieces that a page can show: nothing invisible, nothing endless."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KEPT = 6000  # characters at each end of what is longer than twice that
+# control characters, marks that turn the direction of text around, zero-width spaces, lone surrogates; joiners are of scripts
+_INVISIBLE = re.compile(r"([\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff])")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """kind: prompt; response, which the policy chose; context, which something else wrote into it; special: a token that is no
+    text; control: the name of an invisible character; cut: what was left out.
+    """
+
+    kind: str
+    text: str
+
+
+def of_text(text: str, kind: str) -> list[Piece]:
+    """`text` with its invisible characters named."""
+    parts = _INVISIBLE.split(text)
+    pieces = [Piece("control", f"U+{ord(p):04X}") if i % 2 else Piece(kind, p) for i, p in enumerate(parts)]
+    return [piece for piece in pieces if piece.text]
+
+
+def of_tokens(
+    token_ids: Sequence[int], response_mask: Sequence[bool], tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[list[Piece], list[Piece]]:
+    """(the prompt, what came after it) of one sequence. Without a tokenizer, the ids."""
+    start = list(response_mask).index(True) if any(response_mask) else len(token_ids)
+    marks = [("prompt" if i < start else "response" if chosen else "context") for i, chosen in enumerate(response_mask)]
+    pieces: list[list[Piece]] = [[], []]
+    for (kind, special), group in itertools.groupby(
+        zip(token_ids, marks, strict=True), key=lambda pair: (pair[1], _is_special(pair[0], tokenizer))
+    ):
+        ids = [token for token, _ in group]
+        if special and tokenizer is not None:
+            found = [Piece("special", str(tokenizer.convert_ids_to_tokens(token) or f"token {token}")) for token in ids]
+        elif tokenizer is not None:
+            text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            found = of_text(str(text), kind)
+        else:
+            found = [Piece(kind, " ".join(map(str, ids)) + " ")]
+        pieces[kind != "prompt"] += found
+    return pieces[0], pieces[1]
+
+
+def shortened(pieces: Sequence[Piece], kept: int = KEPT) -> list[Piece]:
+    """The first and the last `kept` characters, and between them how many were left out."""
+    length = sum(len(piece.text) for piece in pieces)
+    if length <= 2 * kept:
+        return list(pieces)
+    head = list(_first(pieces, kept))
+    tail = [Piece(p.kind, p.text[::-1]) for p in _first(((Piece(p.kind, p.text[::-1])) for p in reversed(pieces)), kept)]
+    return [*head, Piece("cut", f"{length - 2 * kept:,} characters left out"), *reversed(tail)]
+
+
+def _first(pieces: Iterable[Piece], room: int) -> Iterator[Piece]:
+    for piece in pieces:
+        if room <= 0:
+            return
+        yield Piece(piece.kind, piece.text[:room])
+        room -= len(piece.text)
+
+
+def _is_special(token: int, tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """An added token (<|im_end|>, <think>, ...), or an id beyond the vocabulary."""
+    if tokenizer is None:
+        return False
+    return token in tokenizer.added_tokens_decoder or token in tokenizer.all_special_ids or token >= len(tokenizer)

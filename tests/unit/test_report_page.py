@@ -1,0 +1,233 @@
+"""`report.html`: it stands alone, shows what was recorded, and no text of a run becomes markup."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tepo_megatron import cli
+from tepo_megatron.errors import ConfigError, DataError
+from tepo_megatron.report import drawing, panels, read_run, write_comparison, write_page, write_report
+from tepo_megatron.report.charts import chart
+from tepo_megatron.report.comparison import names
+from tepo_megatron.report.svg import VARIABLES, css_color
+from tests.report_runs import SUMMARY, measured, record_step, rollout, write_run
+
+HOSTILE = """</pre></script><script>document.title='owned'</script><img src=x onerror="document.title='owned'">{{7*7}}&lt;'\\"""
+ROWS = [row | {"actor/entropy": None} if row["step"] == 3 else row for row in measured(5)]
+SPECIAL = "<|end|><svg onload=document.title='owned'>"
+
+
+class Page(HTMLParser):
+    """What a browser makes of a page: its elements and what they say."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.styles: list[str] = []
+        self.said = ""
+        self._inside = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag in ("script", "style"):
+            self._inside = tag
+            (self.scripts if tag == "script" else self.styles).append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            (self.scripts if self._inside == "script" else self.styles)[-1] += data
+        else:
+            self.said += data
+
+    def charts(self) -> list[dict[str, Any]]:
+        """The axes that pointers list."""
+        return [axis for script in self.scripts[:-1] for axis in json.loads(script)]
+
+    def series(self, label: str) -> list[list[float]]:
+        (found,) = [s for axis in self.charts() for s in axis["series"] if s["label"] == label]
+        return found["y"]
+
+
+def tokenizer_of_characters(folder: Path) -> list[int]:
+    """Save one that knows every character of HOSTILE; returns HOSTILE as ids, and then that of a hostile special token."""
+    known = sorted(set(HOSTILE))
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(["<unk>", *known])}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token=SPECIAL)
+    fast.save_pretrained(folder)
+    return [*(1 + known.index(c) for c in HOSTILE), len(known) + 1]
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, str]:
+    """The page of a run all of whose texts are hostile."""
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / "run").mkdir()
+    ids = tokenizer_of_characters(folder / "model")
+    lines = [{"prompt": f"{HOSTILE} \ud800", "answer": HOSTILE}, {"prompt": "2", "answer": "3"}]
+    (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = {"train": HOSTILE, "eval": str(folder / "eval.jsonl")}
+    write_run(folder / "run", ROWS, model={"path": str(folder / "model")}, data=data)
+    (folder / "run" / "summary.json").write_text(json.dumps(SUMMARY))
+    scores = [{"problem": 0, "before": 0.0, "after": 1.0}, {"problem": 1, "before": 1.0, "after": 1.0}]
+    (folder / "run" / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in scores))
+    record_step(folder / "run", 1, [rollout(0, ids, ids, 0.0, answer=HOSTILE, status=HOSTILE), rollout(0, ids, ids, 1.0)])
+    text = write_report(folder / "run").read_text()
+    return Page(text), text
+
+
+def test_no_text_of_a_run_becomes_markup(hostile: tuple[Page, str]) -> None:
+    page, _ = hostile
+    assert {tag for tag, _ in page.tags} <= {
+        "html", "head", "meta", "title", "style", "body", "nav", "strong", "a", "main", "article", "header", "section",
+        "footer", "h1", "h2", "h3", "p", "b", "small", "mark",
+        "code", "pre", "span", "details", "summary", "figure", "figcaption", "div",
+        "table", "thead", "tbody", "tr", "th", "td", "script", "svg", "g", "defs", "path", "use", "text", "tspan", "clippath",
+        "rect",
+    }  # fmt: skip
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+    assert page.said.count(HOSTILE) >= 5, "the samples, their answer and status, the problem and its answer, as they are"
+    assert SPECIAL in page.said and "U+D800" in page.said
+
+
+def test_one_script_may_run_and_it_is_the_pages_own(hostile: tuple[Page, str]) -> None:
+    page, _ = hostile
+    kinds = [attributes.get("type") for tag, attributes in page.tags if tag == "script"]
+    assert kinds[:-1] == ["application/json"] * (len(kinds) - 1) and kinds[-1] is None
+    (policy,) = [str(a["content"]) for tag, a in page.tags if tag == "meta" and "http-equiv" in a]
+    digest = base64.b64encode(hashlib.sha256(page.scripts[-1].encode()).digest()).decode()
+    assert "default-src 'none'" in policy and f"script-src 'sha256-{digest}'" in policy
+
+
+def test_the_page_needs_nothing_beside_it(hostile: tuple[Page, str]) -> None:
+    page, text = hostile
+    ids = [a["id"] for _, a in page.tags if "id" in a]
+    assert len(ids) == len(set(ids))
+    for tag, attributes in page.tags:
+        assert "src" not in attributes and tag != "link"
+        for name in ("href", "xlink:href"):
+            assert attributes.get(name) is None or str(attributes[name])[1:] in ids, attributes
+    assert set(re.findall(r"url\(#([^)]*)\)", text)) <= set(ids)
+    assert not re.search(r"url\((?!#)|@import", text)
+
+
+def test_every_colour_is_known_to_light_and_dark(hostile: tuple[Page, str]) -> None:
+    page, text = hostile
+    light, dark = page.styles[0].split("@media (prefers-color-scheme: dark)")
+    dark = dark.split("}")[0]
+    for name in set(re.findall(r"var\(--(\w+)\)", text)):
+        assert f"--{name}: #" in light and f"--{name}: #" in dark, name
+    assert set(VARIABLES.values()) <= set(re.findall(r"--(\w+): #", dark))
+    drawings = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
+    assert not re.findall(r"#[0-9a-f]{6}\b(?=[;\"])", drawings), "a colour that dark mode does not change"
+
+
+def test_what_lies_under_the_pointer_is_what_was_recorded(hostile: tuple[Page, str]) -> None:
+    page, _ = hostile
+    entropies = [None if row["actor/entropy"] is None else float(f"{row['actor/entropy']:.4g}") for row in ROWS]
+    assert page.series("mean over response tokens, nats") == [entropies]
+    assert page.series("1st to 99th percentile") == [[0.97] * 5, [1.01] * 5]
+    (shares,) = [a for a in page.charts() if any(s["label"] == "tokens under the mask" for s in a["series"])]
+    assert shares["percent"] and shares["series"][0]["x"] == [1, 2, 3, 4, 5]
+    left, top, right, bottom = shares["box"]
+    assert 0 < left < right < 1 and 0 < top < bottom < 1
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_seconds_of_a_step_add_up(ahead: bool) -> None:
+    """Rollouts that are sampled beside training take none of its time."""
+    phases = {"wait": 0.2 if ahead else 3.5, "rollout": 3.0, "reward": 0.5, "old_stats": 0.25, "update": 1.0, "sync": 0.125}
+    total = 1.75 if ahead else 5.0
+    row = {f"seconds/{name}": value for name, value in phases.items()} | {"seconds/total": total}
+    curves = drawing.Curves([{"step": step, **row} for step in (1, 2, 5)])
+    drawn = chart("seconds", "", lambda figure, cell: panels.seconds(figure, cell, curves, ahead), 5.0)
+    (axis,) = drawn.axes
+    beside, stacked = {}, {s["label"]: s["y"][0] for s in axis["series"]}
+    if ahead:
+        beside["rollout"] = stacked.pop("rollout")
+    assert [sum(heights) for heights in zip(*stacked.values(), strict=True)] == pytest.approx([total] * 3)
+    assert ("rollout" in stacked, "wait" in stacked) == (not ahead, ahead)
+    assert beside == ({"rollout": [3.0] * 3} if ahead else {})
+    assert stacked["other"][0] == pytest.approx(0.175 if ahead else 0.125)
+
+
+def two_runs(folder: Path) -> list[Path]:
+    runs = [folder / "a", folder / "b"]
+    for run, shift in zip(runs, (0.0, 0.25), strict=True):
+        run.mkdir()
+        rows = [row | {"accuracy/mean": row["accuracy/mean"] + shift} for row in measured(6)]
+        write_run(run, rows, optimizer={"lr": 1e-6 + shift * 4e-6})
+        scores = [{"problem": p, "before": 0.0, "after": float(p < 2 or (shift > 0 and p < 6))} for p in range(8)]
+        (run / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in scores))
+        (run / "summary.json").write_text(json.dumps(SUMMARY))
+    return runs
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """Of the tables of a page."""
+    rows = re.findall(r"<tr>(.*?)</tr>", text, re.DOTALL)
+    return [[re.sub("<.*?>", "", cell) for cell in re.findall(r"<t[dh]>(.*?)</t[dh]>", row, re.DOTALL)] for row in rows]
+
+
+def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = two_runs(tmp_path)
+    assert cli.main(["report", *map(str, runs)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "comparison.html")
+    assert not (runs[0] / "report.html").exists()
+    text = (tmp_path / "comparison.html").read_text()
+    page, rows = Page(text), rows_of(text)
+    assert ["", "a", "b"] in rows and ["accuracy of rollouts", "24.0%", "49.0% (+25.0 points)"] in rows
+    assert ["optimizer.lr", "1e-06", "2e-06"] in rows and not any(row and row[0] == "name" for row in rows)
+    # four of eight problems better: 50 points, and 1.96 * 53.45 / sqrt(8) = 37.0 to each side
+    assert (
+        "paired by problem: +50.0 points [+13.0, +87.0] (95 %), beyond the noise of these problems; 4 problems better" in text
+    )
+    ids = [a["id"] for _, a in page.tags if "id" in a]
+    assert len(ids) == len(set(ids))
+    first, second = page.charts()[0]["series"]
+    assert (first["label"], second["label"]) == ("a", "b") and second["color"] == css_color(drawing.ORANGE) != first["color"]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    folders = [tmp_path / "x" / "a", tmp_path / "y" / "a"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        write_run(folder, measured(1))
+    runs = [read_run(folder) for folder in folders]
+    assert names(runs) == [str(folder) for folder in folders] and names(runs[:1]) == ["a"]
+
+
+def test_a_comparison_that_cannot_be_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is named twice; a run is compared with others"):
+        write_comparison([tmp_path, tmp_path / "x" / ".."], tmp_path / "c.html")
+    with pytest.raises(ConfigError, match=r"no/c\.html: the page cannot be written \(No such file or directory\)"):
+        write_page(tmp_path / "no" / "c.html", "text")
+
+
+def test_malformed_scores_are_named_and_the_older_page_stays(tmp_path: Path) -> None:
+    write_run(tmp_path, measured(1))
+    (tmp_path / "report.html").write_text("older")
+    (tmp_path / "evaluation.jsonl").write_text('{"problem": 0}\n')
+    with pytest.raises(DataError, match=r"evaluation\.jsonl:1: not the scores of a problem"):
+        write_report(tmp_path)
+    assert (tmp_path / "report.html").read_text() == "older"
+
+
+def test_the_page_of_one_run_lies_in_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", "runs/a", "--out", "x.html"]) == 1
+    assert "--out x.html: the page of one run is written into its folder" in capsys.readouterr().err
