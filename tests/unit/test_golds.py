@@ -10,7 +10,7 @@ from tepo_megatron.rewards import golds
 from tepo_megatron.rewards.golds import unreadable_golds
 from tepo_megatron.rewards.worker import load_grader
 
-CFG = RewardConfig(workers=2)
+CFG = RewardConfig(workers=2, soft_seconds=30, hard_seconds=60.0)  # verdicts must not depend on who else is at work
 
 
 def of_known_forms(seed: int) -> list[str]:
