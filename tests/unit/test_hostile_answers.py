@@ -13,7 +13,7 @@ from tests.hostile_answers import hostile_answers
 
 GOLDS = ("7", r"\frac{1}{2}", r"\text{Monday}", "[0,1)")
 HARD_SECONDS = 2.0
-OVERHEAD_SECONDS = 1.5  # to replace a worker, on a busy machine
+OVERHEAD_SECONDS = 2.0  # to end a worker and begin another, on a busy machine
 ANSWERS = hostile_answers()
 
 
@@ -22,11 +22,12 @@ def test_there_are_enough() -> None:
 
 
 def grade_each(answers: list[str]) -> list[tuple[str, str, float]]:
-    """(answer, status, seconds) with one worker, one answer at a time; the first is not waited for."""
+    """(answer, status, seconds) with one worker, one answer at a time; seconds: without the start of a worker."""
     with math_reward(soft_seconds=0.5, hard_seconds=HARD_SECONDS) as reward:
-        assert statuses(reward, [r"\boxed{14/2}"]) == ["equal"]
         found = []
         for place, answer in enumerate(answers):
+            if not found or found[-1][1] in ("timeout", "died"):
+                assert statuses(reward, [rf"\boxed{{{7 * (place + 2)}/{place + 2}}}"]) == ["equal"]
             start = time.monotonic()
             (graded,) = reward.score([rollout(rf"so \boxed{{{answer}}}", GOLDS[place % len(GOLDS)])])
             found.append((answer, graded.status, time.monotonic() - start))
