@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -198,8 +199,10 @@ def _tell_results(cfg: Config) -> None:
 
         write_report(folder)
     results = ", ".join(name for name in names if (folder / name).exists())
-    print(f"{folder}: this run is finished, with {cfg.training.steps} steps; its results: {results}")
-    print("only a higher training.steps makes it go on")
+    steps = json.loads(summary.read_text())["steps"]
+    print(f"{folder}: this run is finished, with {steps} steps; its results: {results}")
+    early = steps < cfg.training.steps
+    print(f"only {'--evaluation.patience null' if early else 'a higher training.steps'} makes it go on")
 
 
 def start(cfg: Config) -> None:

@@ -512,6 +512,8 @@ class EvaluationConfig:
     benchmark_samples: Positive | None = None  # of those that are sampled; None: 32 as in the paper. The others are greedy
     benchmark_tokens: Positive = PAPER_TOKENS  # of a response at most
     benchmark_prompt: str | None = None  # in the place of the benchmarks' own; <problem> stands for the problem
+    # the run ends after so many evaluations in a row without a new highest accuracy (of the benchmarks, else of data.eval)
+    patience: Positive | None = None
 
     def __post_init__(self) -> None:
         if len(set(self.benchmarks)) < len(self.benchmarks):
@@ -588,6 +590,16 @@ class Config:
             raise ValueError(
                 f"evaluation.every={self.evaluation.every} needs data.eval or evaluation.benchmarks; give it a file or set "
                 "every to 0"
+            )
+        if self.evaluation.patience is not None and not self.evaluation.every:
+            raise ValueError(
+                f"evaluation.patience={self.evaluation.patience} counts evaluations between steps, and evaluation.every=0 "
+                "makes none; raise that, or remove patience"
+            )
+        if self.evaluation.patience is not None and self.rollout.max_staleness:
+            raise ValueError(
+                f"evaluation.patience={self.evaluation.patience} ends the run at the step that is evaluated, and "
+                f"rollout.max_staleness={self.rollout.max_staleness} is steps ahead by then; set one of them to its default"
             )
         every = self.checkpoint.every
         if self.checkpoint.keep_best and not (every and self.evaluation.every and self.evaluation.every % every == 0):

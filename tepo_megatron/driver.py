@@ -142,6 +142,11 @@ class Driver:
         """Of the evaluations after training began, the one whose checkpoint is to stay; None without `checkpoint.keep_best`."""
         return None
 
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether `evaluation.patience` evaluations came after the best one."""
+        return False
+
     def log_step(self, step: int, log: StepLog, clock: Clock) -> None:
         """Write the step's record."""
 
@@ -159,8 +164,8 @@ class Driver:
     def saved(self, checkpoint: Saved | None) -> None:
         """Tell of a checkpoint that became complete, if one did."""
 
-    def finish(self) -> None:
-        """Write the summary and the report."""
+    def finish(self, step: int) -> None:
+        """Write the summary and the report, after the last step that was taken."""
 
 
 class MainDriver(Driver):
@@ -250,11 +255,23 @@ class MainDriver(Driver):
     def best_step(self) -> int | None:
         if not self._cfg.checkpoint.keep_best:
             return None
-        accuracies = {step: accuracy.mean for step, accuracy in self._evaluations.items()}
+        # the model that the run began with has no checkpoint
+        return _best({step: accuracy for step, accuracy in self._accuracies.items() if step > 0})
+
+    @property
+    def out_of_patience(self) -> bool:
+        patience = self._cfg.evaluation.patience
+        if patience is None:
+            return False
+        best = _best(self._accuracies)
+        return best is not None and sum(step > best for step in self._accuracies) >= patience
+
+    @property
+    def _accuracies(self) -> dict[int, float]:
+        """By step: of the benchmarks, else on the held-out problems."""
         if self._benchmarks is not None:
-            accuracies = self._benchmarks.means()
-        accuracies.pop(0, None)  # of the model that the run began with, which has no checkpoint
-        return max(accuracies, key=lambda step: (accuracies[step], -step), default=None)
+            return self._benchmarks.means()
+        return {step: accuracy.mean for step, accuracy in self._evaluations.items()}
 
     def log_step(self, step: int, log: StepLog, clock: Clock) -> None:
         self._log.write(step, log.record(clock))
@@ -323,9 +340,9 @@ class MainDriver(Driver):
     def _seconds(self) -> float:
         return self._seconds_before + self._clock.total
 
-    def finish(self) -> None:
+    def finish(self, step: int) -> None:
         run_dir, seconds = self._cfg.run_dir, self._seconds
-        before, after = self._evaluations.get(0), self._evaluations.get(self._cfg.training.steps)
+        before, after = self._evaluations.get(0), self._evaluations.get(step)
         if before and after and before.scores.keys() != after.scores.keys():
             self._log.message("resume: the first evaluation was of other problems, so there is no accuracy from before")
             before = None
@@ -338,15 +355,17 @@ class MainDriver(Driver):
                 "before": before and before.standard_error,
                 "after": after and after.standard_error,
             },
-            "steps": self._cfg.training.steps,
+            "steps": step,
             "seconds": seconds,
         }
+        if step < self._cfg.training.steps:
+            summary["stopped_early"] = True
+            self._log.message(f"ended early: no gain in evaluation.patience={self._cfg.evaluation.patience} evaluations")
         if self._benchmarks is not None:
-            last = self._cfg.training.steps
-            before_after = [self._benchmarks.accuracies(step) for step in (0, last)]
+            before_after = [self._benchmarks.accuracies(0), self._benchmarks.accuracies(step)]
             summary["benchmarks"] = dict(zip(("before", "after"), before_after, strict=True))
             if all(before_after):
-                self._log.message(f"benchmarks, after against before: {self._benchmarks.compare(0, last)}")
+                self._log.message(f"benchmarks, after against before: {self._benchmarks.compare(0, step)}")
         if (best := self.best_step) is not None:
             summary["best_step"] = best
             self._log.message(f"best evaluation: step {best}; its checkpoint: {complete(run_dir / 'checkpoints', best)}")
@@ -356,9 +375,14 @@ class MainDriver(Driver):
         page = write_report(run_dir)
         if before and after:
             self._log.message(f"accuracy before: {before}\naccuracy after:  {after}")
-        self._log.message(f"{self._cfg.training.steps} steps in {seconds:.0f} s; report: {page}")
+        self._log.message(f"{step} steps in {seconds:.0f} s; report: {page}")
         if self._cfg.export_hf:
             self._log.message(f"trained model: {run_dir / 'hf'}")
+
+
+def _best(accuracies: Mapping[int, float]) -> int | None:
+    """The first step with the highest."""
+    return max(accuracies, key=lambda step: (accuracies[step], -step), default=None)
 
 
 def _engine(cfg: Config) -> RolloutEngine:

@@ -67,19 +67,21 @@ def prepare(cfg: Config) -> Path:
 
 
 def finished(cfg: Config) -> bool:
-    """Whether `resume` has nothing left to do: the run took `training.steps` steps, and its model is exported if it shall be.
+    """Whether `resume` has nothing left to do: the run took `training.steps` steps, or ended early under `evaluation.patience`,
+    and its model is exported if it shall be.
 
     Raises ConfigError where it took more.
     """
     try:
-        steps = json.loads((cfg.run_dir / "summary.json").read_text())["steps"] if cfg.resume else None
+        summary = json.loads((cfg.run_dir / "summary.json").read_text()) if cfg.resume else {"steps": None}
+        steps, early = summary["steps"], cfg.evaluation.patience is not None and "stopped_early" in summary
     except (OSError, ValueError, KeyError, TypeError):  # there is none, or not one of a run
         return False
     if isinstance(steps, int) and steps > cfg.training.steps:
         raise ConfigError(
             f"training.steps={cfg.training.steps}: the run in {cfg.run_dir} ended at step {steps}; set it to more to go on"
         )
-    return steps == cfg.training.steps and ((cfg.run_dir / "hf").exists() or not cfg.export_hf)
+    return (steps == cfg.training.steps or early) and ((cfg.run_dir / "hf").exists() or not cfg.export_hf)
 
 
 def lock(metrics: int, run_dir: Path) -> None:

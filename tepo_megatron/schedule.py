@@ -56,10 +56,17 @@ class Schedule:
         self._begun = first  # the last step whose rollouts were begun
         self._trained = first  # the version of the actor's weights
         self._version: int | None = None  # of those that are served
+        # whether training is over before the last step: nothing was gained for long
+        self.ended: bool = share(driver.out_of_patience, groups)
         if not turns.shared:
             self._serve(Clock())
         if first == 0:
             self.evaluate(0)
+
+    @property
+    def trained(self) -> int:
+        """The step whose weights the actor has."""
+        return self._trained
 
     def take(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
         """The graded rollouts to train on in `step`, and their metrics."""
@@ -110,6 +117,7 @@ class Schedule:
             return
         self._serve(Clock())
         self._wait(self._driver.beside(lambda: self._driver.evaluate(step)))
+        self.ended = share(self._driver.out_of_patience, self._groups)
 
     def _begin_what_may_be(self) -> None:
         """Have rollouts sampled as far ahead as the weights that are served may be used."""

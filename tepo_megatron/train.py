@@ -69,6 +69,8 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
         memory = MemoryReport(groups, driver.engine, enabled=cfg.logging.memory or cfg.rollout.colocate)
         schedule = Schedule(cfg, driver, sync, groups, first, turns, memory)
         for step in range(first + 1, cfg.training.steps + 1):
+            if schedule.ended:
+                break
             clock, log, watch.here.step = Clock(), StepLog(), step
             rollouts = log.receive(schedule.take(step, clock))
             actor.start_step(step)
@@ -94,19 +96,21 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
             log.memory(memory.values())
             driver.log_step(step, log, clock)
             schedule.evaluate_if_due(step)
-            last = step == cfg.training.steps
+            last = step == cfg.training.steps or schedule.ended
             if _is_due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.every):
                 schedule.train()  # after an evaluation the trainer may be elsewhere
                 checkpoints.save(step, actor, driver.state(step) | {"noise_floor": actor.noise_floor}, driver.best_step)
             driver.saved(checkpoints.poll())
 
+        if schedule.ended:
+            schedule.train()
         driver.saved(checkpoints.wait())
         if cfg.export_hf:  # before what follows, so that nothing that fails afterwards costs the model
             actor.export_hf(cfg.run_dir / "hf")
-        schedule.evaluate(cfg.training.steps)
+        schedule.evaluate(schedule.trained)
     if table := memory.table():
         driver.tell(table)
-    driver.finish()
+    driver.finish(schedule.trained)
 
 
 def _sample(cfg: Config, driver: Driver) -> None:

@@ -26,6 +26,13 @@ from tepo_megatron.rollout.custom import CustomRollouts, load_function
 from tepo_megatron.rollout.engine import Launch, RolloutEngine
 from tepo_megatron.rollout.engines import build_engine
 
+# nothing is trained, whatever the config is for: no ranks, and servers that keep the weights of the checkpoint
+_SERVES_ALONE = (
+    *(f"--parallel.{axis}=1" for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")),
+    *("--parallel.sequence_parallel=false", "--rollout.only=true", "--rollout.colocate=false", "--rollout.replay=null"),
+    *("--rollout.max_staleness=0", "--rollout.in_flight=finish"),
+)
+
 EngineFactory = Callable[[Config, Launch, Path], RolloutEngine]
 
 
@@ -52,7 +59,7 @@ def settings(request: Request) -> Config:
         layers.add(needed, "tepo evaluate")
     else:
         layers = read_layers(request.config)
-    cfg = with_overrides(layers, list(request.words), request.config or "tepo evaluate")
+    cfg = with_overrides(layers, [*request.words, *_SERVES_ALONE], request.config or "tepo evaluate")
     if cfg.evaluation.benchmarks:
         return cfg
     return replace(cfg, evaluation=replace(cfg.evaluation, benchmarks=list(get_args(Benchmark))))
@@ -137,8 +144,7 @@ def launch_of(cfg: Config) -> Launch:
 
 def _engine(cfg: Config, launch: Launch, log_path: Path) -> RolloutEngine:
     """Servers that keep the weights of the checkpoint."""
-    rollout = replace(cfg.rollout, only=True, colocate=False, replay=None, max_staleness=0, in_flight="finish")
-    return build_engine(rollout, launch, log_path)
+    return build_engine(cfg.rollout, launch, log_path)
 
 
 def _in_words(problems: Problems) -> str:

@@ -143,11 +143,8 @@ def _gold(value: Any, key: str, where: str) -> str:
         return ", ".join(_gold(each, key, where) for each in value)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (str, int, float))
-        or (isinstance(value, float) and not math.isfinite(value))
-    ):
+    finite = not isinstance(value, float) or math.isfinite(value)
+    if not finite or isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise DataError(f"{where}: field {key!r} is {value!r:.60}, no answer; make it a string, a number or a list of them")
     text = str(value).strip()
     if len(text) > 2 and text[0] == text[-1] == "$" and "$" not in text[1:-1]:

@@ -40,7 +40,8 @@ def test_all_seven_on_an_engine_of_its_own_and_on_one_that_runs(tepo, base: Path
     assert {s.text for samples in greedy.values() for s in samples} == set(greedy_texts(base, greedy))
 
     rendezvous = tmp_path / "rendezvous"
-    serve = tepo("serve", "examples/demo.yaml", *settings(base, **{"rollout.server.rendezvous": rendezvous}))
+    served = settings(base, rollout__server__rendezvous=rendezvous, sync__transport="group")
+    serve = tepo("serve", "examples/demo.yaml", *served)
     serve.until(lambda: any(rendezvous.glob("*.json")), timeout=240)
     (found,) = rendezvous.glob("*.json")
     url, key = json.loads(found.read_text())["url"], (rendezvous / "key").read_text().strip()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tepo_megatron import run_dir
+from tepo_megatron.cli import _tell_results
 from tepo_megatron.config import Config
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill
@@ -92,3 +95,23 @@ def test_the_best_checkpoint_stays(model: Path, tmp_path: Path, measure: str) ->
     assert sorted(int(p.name[5:]) for p in (cfg.run_dir / "checkpoints").iterdir()) == [before, 5]
     best = max(range(1, 6), key=lambda step: (means[step], -step))
     assert json.loads((cfg.run_dir / "summary.json").read_text())["best_step"] == best
+
+
+def test_a_run_that_gains_nothing_ends_early_and_is_finished(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every evaluation is the first one again where nothing is learned: the second in a row without a gain ends the run."""
+    evaluation = {**BENCHMARKS, "every": 1, "patience": 2}
+    cfg = w.run_config(model, tmp_path, evaluation=evaluation, checkpoint={"every": 3}, optimizer={"lr": 1e-30})
+    w.lineage(cfg, tmp_path / "journal", Kill("tepo_megatron.actor.actor:Actor.export_hf"))  # the end is resumed
+    summary = json.loads((cfg.run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["stopped_early"]) == (2, True)
+    assert summary["benchmarks"]["before"] == summary["benchmarks"]["after"]
+    assert [r["step"] for r in w.records(cfg.run_dir)] == [1, 2]
+    assert sorted(p.name for p in (cfg.run_dir / "checkpoints").iterdir()) == ["step-00000002"]
+    resumed = replace(cfg, resume=True)
+    assert run_dir.finished(resumed)
+    _tell_results(resumed)
+    told = capsys.readouterr().out
+    assert "finished, with 2 steps" in told and "only --evaluation.patience null makes it go on" in told
+    assert not run_dir.finished(replace(resumed, evaluation=replace(cfg.evaluation, patience=None)))

@@ -81,6 +81,7 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             {"evaluation": {"benchmarks": ["amc"], "every": 3}, "checkpoint": {"every": 2, "keep_best": True}},
             r"evaluation\.every=3 is no multiple of checkpoint\.every=2; make it one",
         ),
+        ({"evaluation": {"patience": 2}}, r"evaluation\.patience=2 counts evaluations .* evaluation\.every=0 makes none"),
         ({"checkpoint": {"every": 2, "keep_best": True}}, "keep_best=true needs a checkpoint of every step that is evaluated"),
         ({"evaluation": {"benchmark_prompt": "<problem> <problem>"}}, "must hold <problem> once"),
         ({"rollout": {"temperature": 0.001}}, "rollout.temperature: .*greater than or equal to 0.01"),

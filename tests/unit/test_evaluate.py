@@ -12,7 +12,6 @@ import pytest
 
 from tepo_megatron import cli
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import to_yaml
 from tepo_megatron.errors import CheckpointError, ConfigError, DataError
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.checkpoint import hf_model
@@ -144,7 +143,9 @@ def test_a_training_config_gives_the_settings(model: Path, tmp_path: Path) -> No
         settings(request(model, tmp_path, evaluation__benchmark="[amc]"))
     with pytest.raises(ConfigError, match=r"benchmark_prompt='solve' must hold <problem> once"):
         settings(request(model, tmp_path, evaluation__benchmark_prompt="solve"))
-    assert to_yaml(alone)
+    trainer = {"parallel.tp": 2, "rollout.colocate": "true", "rollout.max_staleness": 0}
+    cfg = settings(request(model, tmp_path, **trainer, rollout__server__urls="['http://elsewhere:8000']"))
+    assert cfg.rollout.only and cfg.parallel.world_size == 1 and not cfg.rollout.colocate  # and no folder for weights is needed
 
 
 def test_what_is_taken_for_a_checkpoint(model: Path, tmp_path: Path) -> None:
