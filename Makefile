@@ -112,6 +112,10 @@ pins:
 	  requirements/sglang-cpu.in -o requirements/sglang-cpu.txt
 	$(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
 	  --override requirements/overrides.txt requirements/launch.in -o requirements/launch.txt
+	for engine in vllm sglang; do \
+	  $(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-header \
+	    --no-annotate --no-emit-package tepo-megatron --extra $$engine --extra te pyproject.toml -o requirements/gpu-$$engine.txt || exit 1; \
+	done
 	sed -n 's/^# *\(sglang==.*\)/\1/p' requirements/sglang-cpu.in >> requirements/sglang-cpu.txt  # without its dependencies
 	sed -i 's/+cpu$$//' requirements/cpu.txt requirements/sglang-cpu.txt  # a local version would bind the pin to one source of wheels
 

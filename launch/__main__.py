@@ -150,7 +150,7 @@ def _after(folder: Path | None, executor: str) -> str | None:
         raise ConfigError("--after: a local run is waited for anyway; start the next one when it has ended")
     job = jobs.read(folder)
     if job.executor != "slurm":
-        raise ConfigError(f"--after {folder}: that was launched with --executor {job.executor}, and Slurm waits for its own jobs")
+        raise ConfigError(f"--after {folder}: that ran with --executor {job.executor}, and Slurm waits for its own jobs alone")
     return job.id
 
 

@@ -48,7 +48,7 @@ def read(folder: Path) -> Job:
     try:
         return Job(**json.loads(path.read_text()))
     except FileNotFoundError:
-        raise ConfigError(f"{folder}: nothing was launched there; give the folder of a run, output/name of its config") from None
+        raise ConfigError(f"{folder}: nothing was launched there; give a run's folder, output/name of its config") from None
     except (OSError, ValueError, TypeError) as e:
         raise ConfigError(f"{path}: not the record of a job ({e}); look for it with squeue, and remove the file") from None
 
@@ -67,7 +67,7 @@ def status(folder: Path) -> str:
     if metrics.exists():
         ended = ", ended" if (folder / "summary.json").exists() else ""
         with metrics.open("rb") as records:
-            lines.append(f"{sum(line.endswith(b'}' + os.linesep.encode()) for line in records)} steps recorded{ended}")
+            lines.append(f"{sum(line.endswith(b'}\n') for line in records)} steps recorded{ended}")
     checkpoints = sorted(p.name for p in (folder / "checkpoints").glob("step-*") if p.name.removeprefix("step-").isdigit())
     if checkpoints:
         lines.append(f"newest checkpoint: {checkpoints[-1]}")
@@ -115,7 +115,7 @@ def _state(job: Job) -> str:
         words = dict(word.split("=", 1) for word in shown.stdout.split() if "=" in word)
         reason = f" ({words['Reason']})" if words.get("Reason", "None") != "None" else ""
         return f"{words['JobState']}{reason}, {words['RunTime']} of {words['TimeLimit']}, restarts: {words['Restarts']}"
-    counted = _call("sacct", "--noheader", "--allocations", "--parsable2", "--jobs", job.id, "--format", "State,Elapsed,ExitCode")
+    counted = _call("sacct", "-nXP", "--jobs", job.id, "--format", "State,Elapsed,ExitCode")
     if counted.returncode == 0 and counted.stdout.strip():
         return ", ".join(counted.stdout.split("\n")[0].split("|"))
     return "unknown to scontrol and sacct"

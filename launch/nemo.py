@@ -26,7 +26,7 @@ _POLL_SECONDS = 5  # of the batch script, between looks at its tasks: its answer
 
 
 @dataclass(kw_only=True)
-class _Logs(SlurmJobDetails):  # type: ignore[misc]
+class _Logs(SlurmJobDetails):
     """One file for each task of a job, which a restarted job goes on with."""
 
     @property
