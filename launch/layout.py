@@ -40,7 +40,7 @@ def lay_out(cfg: Config, cluster: Cluster) -> Layout:
     if server.rendezvous is None:
         if train_nodes > 1 and server.urls is None and cfg.rollout.replay is None:
             raise ConfigError(
-                f"parallel has {world} ranks, on {train_nodes} machines of {cluster.slots}, and all servers would be on the first of "
+                f"parallel has {world} ranks, on {train_nodes} machines of {cluster.slots}, and all servers would be on one of "
                 "them; give them machines of their own with --rollout.server.rendezvous FOLDER and "
                 "--rollout.colocate false, or use fewer ranks"
             )

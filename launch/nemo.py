@@ -143,7 +143,7 @@ def _executor(submission: Submission, task: Task, home: Path) -> Any:
         container_env=sorted({*environment, *cluster.secrets}) if image else None,
         srun_args=[*srun, "--open-mode=append"],
         setup_lines=submission.setup or None,
-        env_vars=environment,
+        env_vars=environment if before == 0 else {},  # exported once, for all tasks
         job_details=_Logs(job_name=f"{submission.name}-{task.name}", folder=str(submission.home)),
         tunnel=run.LocalTunnel(job_dir=str(home / "experiments")),
         packager=run.Packager(),

@@ -45,7 +45,8 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path) -> lis
             *("--nnodes", str(layout.train_nodes), "--nproc-per-node", str(layout.ranks)),
             *("--rdzv-backend", "c10d", "--max-restarts", "0"),
         ]
-        meet = f'--rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id {_START}'
+        # of several addresses of the first machine the first
+        meet = f'--rdzv-endpoint "${{MASTER_ADDR%% *}}:$MASTER_PORT" --rdzv-id {_START}'
         lines.append(f'exec {_join(start)} {meet} -m tepo_megatron "${{words[@]}}"')
     else:
         lines.append(f'exec {_join(start)} "${{words[@]}}"')
