@@ -37,14 +37,7 @@ FILES = {
     "contained.yaml": CLUSTER | {"container": CONTAINER},
 }
 APART = [
-    "--parallel.dp",
-    "2",
-    "--rollout.colocate",
-    "false",
-    "--rollout.servers",
-    "2",
-    "--rollout.server.rendezvous",
-    "servers",
+    *["--parallel.dp", "2", "--rollout.colocate", "false", "--rollout.servers", "2", "--rollout.server.rendezvous", "servers"]
 ]
 CASES = {
     "colocated": ["run.yaml", "--cluster", "contained.yaml"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,18 +16,19 @@ from launch.scripts import batch_setup
 from tepo_megatron.config_io import validate, validate_as
 from tests.launch import cases
 
+SLURM = ["run.yaml", "--executor", "slurm"]
 REFUSED = {
-    "no slurm": (["run.yaml", "--executor", "slurm"], "the cluster's profile has no slurm section"),
+    "no slurm": (SLURM, "the cluster's profile has no slurm section"),
     "kuberay": (["run.yaml", "--executor", "kuberay"], "--executor kuberay: NeMo-Run makes Ray clusters with it"),
-    "skypilot": (["run.yaml", "--executor", "skypilot"], "--executor skypilot: NeMo-Run renders its tasks only with SkyPilot's"),
+    "skypilot": (["run.yaml", "--executor", "skypilot"], "--executor skypilot: NeMo-Run renders its tasks only with"),
     "no such key": (["run.yaml", "--optimiser.lr", "1"], "optimiser: unknown key; did you mean optimizer?"),
     "nothing launched": (["status", "nowhere"], "nowhere: nothing was launched there"),
-    "wait for nothing": (["run.yaml", "--executor", "slurm", "--cluster", "bare.yaml", "--after", "nowhere"], "nothing was launched"),
+    "wait for nothing": ([*SLURM, "--cluster", "bare.yaml", "--after", "nowhere"], "nowhere: nothing was launched there"),
     "local container": (["run.yaml", "--cluster", "contained.yaml"], "--executor local starts no container"),
-    "local machines": (["run.yaml", "--cluster", "bare.yaml", *cases.APART, "--sync.folder", "w"], "takes 4 machines of 8 ranks"),
-    "no sbatch": (["run.yaml", "--executor", "slurm", "--cluster", "bare.yaml"], "sbatch refused the job: "),
-    "words": (["convert", "out", "--executor", "slurm", "--cluster", "bare.yaml", "--hf"], "words of `convert` come after --"),
-}  # fmt: skip
+    "local machines": (["run.yaml", "--cluster", "bare.yaml", *cases.APART, "--sync.folder", "w"], "takes 4 machines of 8"),
+    "no sbatch": ([*SLURM, "--cluster", "bare.yaml"], "sbatch refused the job: "),
+    "words": (["convert", "out", "--cluster", "bare.yaml", "--hf"], "--hf: words of `convert` come after --"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +68,10 @@ def test_what_is_refused_in_one_line(told: dict[str, tuple[int, str, str]], case
 def test_before_its_time_limit_a_job_waits_for_a_checkpoint_and_is_queued_again(tmp_path: Path, checkpoint: bool) -> None:
     """The batch script's own code, with a task that sleeps and an `scontrol` that writes down what it is told."""
     tree = {"name": "a", "output": str(tmp_path), "model": {"path": "m"}, "data": {"train": "t"}, "checkpoint": {"every": 5}}
-    slurm = validate_as(Cluster, {"slurm": {"account": "a", "warning_seconds": 30 if checkpoint else 31}}, "c").slurm
+    slurm = validate_as(Cluster, {"slurm": {"account": "a", "warning_seconds": 30}}, "c").slurm
     (tmp_path / "a" / "checkpoints" / "step-00000005").mkdir(parents=True)
     assert isinstance(slurm, SlurmConfig)
-    patience = "end=$((SECONDS + 15))" if checkpoint else "end=$((SECONDS + 16))"
+    patience = "end=$((SECONDS + 15))"  # half of the warning: Slurm has to end the job in the other half
     setup = batch_setup(validate(tree), slurm)
     assert patience in setup
     if not checkpoint:
@@ -79,22 +81,22 @@ def test_before_its_time_limit_a_job_waits_for_a_checkpoint_and_is_queued_again(
     (tmp_path / "scontrol").chmod(0o755)
     script = f"{setup}\nsleep 60 & pids[0]=$!\necho ready\nwhile [ ! -e {calls} ]; do sleep 0.1; done\nkill $pids"
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    job = subprocess.Popen(["bash", "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+    job = subprocess.Popen(["bash", "-c", script], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert job.stdout is not None and job.stdout.readline() == "ready\n"
         job.send_signal(signal.SIGUSR1)
-        assert (
-            job.stdout.readline() == "launch: the time limit is near; newest checkpoint: step-00000005; waiting for the next\n"
-        )
+        near = "launch: the time limit is near; newest checkpoint: step-00000005; waiting for the next\n"
+        assert job.stdout.readline() == near
         if checkpoint:
             time.sleep(0.5)
             assert not calls.exists()
-            (tmp_path / "a" / "checkpoints" / "step-00000010.partial").rename(
-                tmp_path / "a" / "checkpoints" / "step-00000010"
-            ) if (tmp_path / "a" / "checkpoints" / "step-00000010.partial").mkdir() is None else None
+            writing = tmp_path / "a" / "checkpoints" / "step-00000010.partial"
+            writing.mkdir()
+            writing.rename(writing.with_suffix(""))
         newest = "step-00000010" if checkpoint else "step-00000005"
         assert job.stdout.readline() == f"launch: queued again; newest checkpoint: {newest}\n"
         assert job.wait(20) == 0 and calls.read_text() == "requeue 7\n"
     finally:
-        job.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
         job.wait()
