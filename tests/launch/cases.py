@@ -36,9 +36,8 @@ FILES = {
     "bare.yaml": CLUSTER | {"python": ".venv/bin/python"},
     "contained.yaml": CLUSTER | {"container": CONTAINER},
 }
-APART = [
-    *["--parallel.dp", "2", "--rollout.colocate", "false", "--rollout.servers", "2", "--rollout.server.rendezvous", "servers"]
-]
+SERVERS = ["--rollout.servers", "2", "--rollout.server.rendezvous", "servers"]
+APART = ["--parallel.dp", "2", "--rollout.colocate", "false", *SERVERS]
 CASES = {
     "colocated": ["run.yaml", "--cluster", "contained.yaml"],
     "apart": ["run.yaml", "--cluster", "bare.yaml", *APART, "--sync.folder", "weights"],
