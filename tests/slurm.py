@@ -9,16 +9,13 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_PATHS = ("/usr/sbin", "/sbin", os.environ.get("PATH", ""))
-PATH = os.pathsep.join(_PATHS)
+PATH = os.pathsep.join(("/usr/sbin", "/sbin", os.environ.get("PATH", "")))
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
-REQUEUE_SECONDS = (
-    5  # Slurm starts no job again before the credentials of its former start expire, which usually takes two minutes
-)
+REQUEUE_SECONDS = 5  # no job is started again before the credentials of its former start expire: two minutes by default
 
 
 def missing() -> str | None:
@@ -54,6 +51,12 @@ class Slurm:
             assert time.monotonic() < deadline, f"job {job} is still {state}: {self.logs()}"
             time.sleep(0.5)
         return state
+
+    def idle(self) -> int:
+        """Machines that wait for work; 0 while the controller does not answer."""
+        words = ["sinfo", "--noheader", "--states", "idle", "--format", "%D"]
+        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=30, check=False)
+        return int(done.stdout.strip() or 0) if done.returncode == 0 else 0
 
     def logs(self) -> str:
         """The ends of the daemons' logs."""
@@ -99,9 +102,8 @@ SchedulerParameters=bf_interval=1,sched_interval=2
     settings += f"PartitionName=all Nodes={','.join(names)} Default=YES MaxTime=INFINITE State=UP\n"
     (folder / "slurm.conf").write_text(settings)
     environment = {**os.environ, "PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
-    munge = [
-        f"--{word}={folder}/munge/{word.split('-')[0]}" for word in ("key-file", "pid-file", "log-file", "seed-file", "socket")
-    ]
+    files = {"key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed", "socket": "socket"}
+    munge = [f"--{word}={folder}/munge/{name}" for word, name in files.items()]
     commands = [
         ["munged", "--foreground", "--force", "--num-threads=1", *munge],
         ["slurmctld", "-D", "-f", f"{folder}/slurm.conf"],
@@ -113,19 +115,11 @@ SchedulerParameters=bf_interval=1,sched_interval=2
             if command[0] == "munged":
                 _until(lambda: (folder / "munge" / "socket").exists(), "munged is not up")
         slurm = Slurm(folder, environment)
-        idle = lambda: slurm.call("sinfo", "--noheader", "--format", "%T %D").split() == ["idle", str(machines)]  # noqa: E731
-        _until(lambda: _quietly(idle), "no machines", slurm)
+        _until(lambda: slurm.idle() == machines, "no machines", slurm)
         yield slurm
         for job in slurm.call("squeue", "--noheader", "--format", "%i").split():
             slurm.call("scancel", job)
         _until(lambda: not slurm.call("squeue", "--noheader"), "jobs are left", slurm)
-
-
-def _quietly(question: object) -> bool:
-    try:
-        return bool(question())  # type: ignore[operator]
-    except AssertionError:
-        return False
 
 
 def _start(stack: contextlib.ExitStack, command: list[str], environment: dict[str, str], log: Path) -> None:
@@ -142,9 +136,9 @@ def _start(stack: contextlib.ExitStack, command: list[str], environment: dict[st
     stack.callback(end)
 
 
-def _until(condition: object, what: str, slurm: Slurm | None = None, timeout: float = 60.0) -> None:
+def _until(condition: Callable[[], bool], what: str, slurm: Slurm | None = None, timeout: float = 60.0) -> None:
     deadline = time.monotonic() + timeout
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline, f"{what}: {slurm.logs() if slurm else ''}"
         time.sleep(0.2)
 

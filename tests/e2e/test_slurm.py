@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import slurm
 from tests.e2e.test_faults import SHORT
-from tests.launch import slurm
 from tests.launch.cases import PYTHON, ROOT, SECRET
 from tests.parallel.resume_worlds import records
 from tests.tiny import tiny_qwen3
@@ -29,6 +29,7 @@ shift 2
 exec {sys.executable} -m tests.e2e.scripted_run "$@"
 """
 SLURM = {"account": "lab", "exclusive": False, "warning_seconds": 45, "time": "00:01:00"}
+PATHS = {"PYTHONPATH": str(ROOT)}
 STEPS = 10
 
 
@@ -72,9 +73,7 @@ def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slur
     python = tmp_path / "python"
     python.write_text(SCRIPTED)
     python.chmod(0o755)
-    profile = write(
-        tmp_path / "profile.yaml", {"python": str(python), "environment": {"PYTHONPATH": str(ROOT)}, "slurm": SLURM}
-    )
+    profile = write(tmp_path / "profile.yaml", {"python": str(python), "environment": PATHS, "slurm": SLURM})
     tiny_qwen3(tmp_path / "model", layers=2)
     rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
     for name in ("train.jsonl", "eval.jsonl"):
@@ -101,7 +100,7 @@ def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slur
 def test_two_machines_of_ranks_and_one_of_servers(cluster: slurm.Slurm, base: Path, tmp_path: Path) -> None:
     """torchrun over two machines, a real vLLM on the third, which is found, sent weights, and ended with the run."""
     slow = SLURM | {"time": "00:20:00"}
-    tree = {"python": sys.executable, "environment": {"PYTHONPATH": str(ROOT)}, "ranks_per_node": 1, "slurm": slow}
+    tree = {"python": sys.executable, "environment": PATHS, "ranks_per_node": 1, "slurm": slow}
     profile = write(tmp_path / "profile.yaml", tree)
     settings = {
         "name": "apart", "parallel__tp": 2, "training__steps": 3, "checkpoint__every": 2, "model__path": base,
