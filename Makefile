@@ -48,7 +48,7 @@ test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m full
 
-test-fast: $(READY)
+test-fast: $(READY) $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m "not server and not e2e and not slow and not full"
 
 # on a machine with a GPU; apart, because the other tests hide it

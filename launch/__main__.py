@@ -90,6 +90,7 @@ def _train(config: str, overrides: list[str], executor: str, cluster: Cluster, a
         print(f"{cfg.run_dir}: this run is finished; only a higher training.steps makes it go on")
         return 0
     folder, setup = Path.cwd(), ""
+    goes_on = not cfg.rollout.only  # which keeps no checkpoints
     if executor == "local":
         if layout.train_nodes > 1 or layout.serve_nodes > 1:
             raise ConfigError(f"this run takes {layout.nodes} machines of {cluster.slots} ranks; use --executor slurm")
@@ -97,8 +98,8 @@ def _train(config: str, overrides: list[str], executor: str, cluster: Cluster, a
     else:
         assert cluster.slurm is not None, "checked above"
         tasks = scripts.training(cfg, cluster, layout, folder)
-        setup = scripts.batch_setup(cfg, cluster.slurm) if cluster.slurm.restarts else ""
-    submission = _submission(cfg.run_dir, tasks, cluster, after, setup, requeued=True)
+        setup = scripts.batch_setup(cfg, cluster.slurm) if goes_on and cluster.slurm.restarts else ""
+    submission = _submission(cfg.run_dir, tasks, cluster, after, setup, requeued=goes_on)
     if not dry_run:
         run_dir.prepare(cfg)
     return _start(submission, cfg.run_dir, executor, dry_run)

@@ -15,6 +15,7 @@ import yaml
 
 from tests.launch.cases import PYTHON, ROOT, SECRET
 
+pytestmark = pytest.mark.e2e
 STAND_IN = """#!/bin/bash
 echo "called: $*; secret: ${WANDB_API_KEY:+there}"
 [ "${2:-}" = tepo_megatron ] && [ "${3:-}" = serve ] && nap=60
