@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import shutil
@@ -12,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tepo_megatron.processes import die_with_parent
 
 PATH = os.pathsep.join(("/usr/sbin", "/sbin", os.environ.get("PATH", "")))
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
@@ -123,7 +126,11 @@ SchedulerParameters=bf_interval=1,sched_interval=2
 
 
 def _start(stack: contextlib.ExitStack, command: list[str], environment: dict[str, str], log: Path) -> None:
-    process = subprocess.Popen(command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        )  # fmt: skip
 
     def end() -> None:
         process.terminate()
