@@ -119,10 +119,12 @@ SchedulerParameters=bf_interval=1,sched_interval=2
                 _until(lambda: (folder / "munge" / "socket").exists(), "munged is not up")
         slurm = Slurm(folder, environment)
         _until(lambda: slurm.idle() == machines, "no machines", slurm)
-        yield slurm
-        for job in slurm.call("squeue", "--noheader", "--format", "%i").split():
-            slurm.call("scancel", job)
-        _until(lambda: not slurm.call("squeue", "--noheader"), "jobs are left", slurm)
+        try:
+            yield slurm
+        finally:  # its daemons may go, what runs the jobs would stay
+            for job in slurm.call("squeue", "--noheader", "--format", "%i").split():
+                slurm.call("scancel", job)
+            _until(lambda: not slurm.call("squeue", "--noheader"), "jobs are left", slurm)
 
 
 def _start(stack: contextlib.ExitStack, command: list[str], environment: dict[str, str], log: Path) -> None:
