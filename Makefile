@@ -6,12 +6,13 @@ READY  := $(VENV)/.ready
 SEED   ?= 0
 ENGINE ?= vllm
 SGLANG := .venv-sglang
+LAUNCH := .venv-launch
 PEERS  := .cache/peers
 
 # torch: a wheel found through PIP_FIND_LINKS if there is one, else PyTorch's own CPU build
 UV_ENV := UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(if $(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))),,UV_TORCH_BACKEND=cpu)
 
-.PHONY: demo sglang ablation bench test test-fast test-full test-gpu check lint types format pins clean
+.PHONY: demo sglang launch ablation bench test test-fast test-full test-gpu check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
@@ -38,13 +39,16 @@ bench: $(READY)
 # SGLang's own environment: its pins contradict vLLM's
 sglang: $(SGLANG)/.ready
 
-test: $(READY) $(SGLANG)/.ready
+# the launcher's own environment: the training environment needs none of NeMo-Run's dependencies (docs/launch.md)
+launch: $(LAUNCH)/.ready
+
+test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m "not full"
 
-test-full: $(READY) $(SGLANG)/.ready
+test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m full
 
-test-fast: $(READY)
+test-fast: $(READY) $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m "not server and not e2e and not slow and not full"
 
 # on a machine with a GPU; apart, because the other tests hide it
@@ -87,6 +91,17 @@ $(SGLANG)/.ready: $(READY) requirements/sglang-cpu.txt
 	$(BIN)/uv pip install --no-config --python $(SGLANG)/bin/python --no-deps --quiet --editable .; \
 	echo "$$sum" > $@
 
+# what starts a launcher need not be able to train: uv comes into this environment itself
+$(LAUNCH)/.ready: requirements/launch.txt
+	@sum=$$(cat requirements/launch.txt | sha256sum); \
+	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
+	set -e; \
+	echo "setting up $(LAUNCH) (once; a minute if packages must be downloaded)"; \
+	test -x $(LAUNCH)/bin/python || $(PYTHON) -m venv $(LAUNCH); \
+	$(LAUNCH)/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.9"; \
+	$(LAUNCH)/bin/uv pip install --no-config --python $(LAUNCH)/bin/python --no-deps --quiet --compile-bytecode -r requirements/launch.txt; \
+	echo "$$sum" > $@
+
 # resolve the pins anew
 pins:
 	test -x $(BIN)/uv || ($(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet "uv>=0.9")
@@ -95,8 +110,14 @@ pins:
 	  --extra cpu --group dev pyproject.toml -o requirements/cpu.txt
 	$(UV_ENV) $(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
 	  requirements/sglang-cpu.in -o requirements/sglang-cpu.txt
+	$(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
+	  --override requirements/overrides.txt requirements/launch.in -o requirements/launch.txt
+	for engine in vllm sglang; do \
+	  $(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-header \
+	    --no-annotate --no-emit-package tepo-megatron --extra $$engine --extra te pyproject.toml -o requirements/gpu-$$engine.txt || exit 1; \
+	done
 	sed -n 's/^# *\(sglang==.*\)/\1/p' requirements/sglang-cpu.in >> requirements/sglang-cpu.txt  # without its dependencies
 	sed -i 's/+cpu$$//' requirements/cpu.txt requirements/sglang-cpu.txt  # a local version would bind the pin to one source of wheels
 
 clean:
-	rm -rf $(VENV) $(SGLANG) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) $(LAUNCH) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

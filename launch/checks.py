@@ -1,0 +1,56 @@
+"""What would fail, or go wrong without a word, only when a job had waited for its machines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from launch.profile import Cluster, reserved
+from tepo_megatron.config import Config
+from tepo_megatron.errors import ConfigError
+
+
+def check_secrets(cluster: Cluster) -> None:
+    """Raise ConfigError for a secret that is not set here."""
+    for name in cluster.secrets:
+        if not os.environ.get(name):
+            raise ConfigError(f"secrets: {name} is not set; `export {name}=...` before, or remove it from the profile")
+
+
+def check_paths(paths: Iterable[Path]) -> None:
+    """Raise ConfigError for a path that NeMo-Run would garble."""
+    for path in paths:
+        if reserved(path.absolute()):
+            raise ConfigError(f"{path.absolute()}: NeMo-Run replaces /nemo_run in its scripts; use a folder of another name")
+
+
+def check_run(cfg: Config, cluster: Cluster) -> None:
+    """Raise ConfigError for a run that could not go on after its time limit, or whose files the container does not see."""
+    check_paths([Path.cwd(), cfg.run_dir])
+    if cluster.slurm is not None and cluster.slurm.restarts and not cfg.checkpoint.every and not cfg.rollout.only:
+        raise ConfigError(
+            f"checkpoint.every=0: after its time limit of {cluster.slurm.time} the run would start over; set it to a number of "
+            "steps, or slurm.restarts in the cluster's profile to 0"
+        )
+    if cluster.container is None:
+        return
+    seen = [Path.cwd(), *(Path(mount.split(":")[1]) for mount in cluster.container.mounts)]
+    for key, used in _folders(cfg):
+        if used is not None and not any(Path(used).absolute().is_relative_to(root) for root in seen):
+            parent = Path(used).absolute().parent
+            raise ConfigError(f"{key}={used} is not in the container; add {parent}:{parent} to container.mounts")
+
+
+def _folders(cfg: Config) -> list[tuple[str, str | None]]:
+    """What the tasks read and write, by key."""
+    return [
+        ("output", cfg.output),
+        ("model.path", cfg.model.path),
+        ("model.reference", cfg.model.reference),
+        ("data.train", cfg.data.train if cfg.rollout.replay is None else None),
+        ("data.eval", cfg.data.eval),
+        ("rollout.replay", cfg.rollout.replay),
+        ("rollout.server.rendezvous", cfg.rollout.server.rendezvous),
+        ("sync.folder", cfg.sync.folder if cfg.sync.folder != "/dev/shm" else None),
+    ]

@@ -1,0 +1,65 @@
+"""How many machines a run takes, and what runs on which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launch.profile import Cluster
+from tepo_megatron.config import Config
+from tepo_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Machines of a run: the first `train_nodes` with `ranks` training ranks each, then `serve_nodes` with `servers` inference
+    servers each. No serving machines: the run's first rank starts its servers itself, beside it.
+    """
+
+    train_nodes: int
+    ranks: int
+    serve_nodes: int = 0
+    servers: int = 0
+
+    @property
+    def nodes(self) -> int:
+        """All of them."""
+        return self.train_nodes + self.serve_nodes
+
+
+def lay_out(cfg: Config, cluster: Cluster) -> Layout:
+    """Servers have machines of their own where `rollout.server.rendezvous` is set.
+
+    Raises ConfigError where ranks or servers do not fill machines, and where several machines of ranks would share the servers
+    of one without a way to it.
+    """
+    if cfg.platform == "cuda" and not cluster.gpus_per_node:
+        raise ConfigError("platform=cuda, and the cluster's machines have no GPUs; set gpus_per_node in its profile")
+    world = cfg.parallel.world_size
+    train_nodes, ranks = _split(world, cluster.slots, f"parallel has {world} ranks", "dp, tp, pp or cp")
+    server = cfg.rollout.server
+    if server.rendezvous is None:
+        if train_nodes > 1 and server.urls is None and cfg.rollout.replay is None:
+            raise ConfigError(
+                f"parallel has {world} ranks, on {train_nodes} machines of {cluster.slots}, and all servers would be on one of "
+                "them; give them machines of their own with --rollout.server.rendezvous FOLDER and "
+                "--rollout.colocate false, or use fewer ranks"
+            )
+        return Layout(train_nodes, ranks)
+    room = None if cluster.slots is None else cluster.slots // server.tp
+    if room == 0:
+        raise ConfigError(
+            f"rollout.server.tp={server.tp} exceeds the {cluster.slots} GPUs of a machine; lower it to that at most"
+        )
+    serve_nodes, servers = _split(
+        cfg.rollout.servers, room, f"rollout.servers={cfg.rollout.servers} of {server.tp} GPUs", "rollout.servers"
+    )
+    return Layout(train_nodes, ranks, serve_nodes, servers)
+
+
+def _split(count: int, room: int | None, what: str, keys: str) -> tuple[int, int]:
+    """As (machines, how many on each), all alike. Raises ConfigError where they cannot be."""
+    if room is None or count <= room:
+        return 1, count
+    if count % room:
+        raise ConfigError(f"{what}: on machines with room for {room} some would stay empty; make it a multiple, by {keys}")
+    return count // room, room

@@ -1,0 +1,156 @@
+"""The only importer of nemo_run: tasks to its executors, its scripts, its submission.
+
+Facts of NeMo-Run 0.11.1 that this file answers to: it reads NEMORUN_HOME when it is imported, so whoever imports this file sets
+that before; the batch script waits for a single task in the foreground, where bash holds signals back, and for a group of one
+in the background; it writes the names of environment variables in capitals and their values unquoted; a local tunnel copies
+nothing; it quotes the name of a single task's log file, so that no variable in it is replaced.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nemo_run as run
+from nemo_run.core.execution.slurm import SlurmJobDetails
+
+from launch.profile import Cluster
+from launch.scripts import Task, variables
+from tepo_megatron.errors import ConfigError
+
+_POLL_SECONDS = 5  # of the batch script, between looks at its tasks: its answer to a signal takes as long
+
+
+@dataclass(kw_only=True)
+class _Logs(SlurmJobDetails):
+    """One file for each task of a job, which a restarted job goes on with."""
+
+    @property
+    def stdout(self) -> Path:
+        return Path(str(self.folder), f"{self.job_name}-batch-%j.log")
+
+    @property
+    def srun_stdout(self) -> Path:
+        return Path(str(self.folder), f"{self.job_name}-%j.log")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job of one or several tasks.
+
+    home: where NeMo-Run's files and the logs go; number: of this submission from that folder; setup: shell code of the batch
+    script; requeued: the job gets a signal before its time limit; after: the number of a Slurm job that has to succeed first.
+    """
+
+    name: str
+    home: Path
+    number: int
+    tasks: Sequence[Task]
+    cluster: Cluster
+    folder: Path
+    setup: str = ""
+    requeued: bool = False
+    after: str | None = None
+
+    @property
+    def id(self) -> str:
+        """Of NeMo-Run's experiment, whose title it finds before the last underscore."""
+        return f"{self.name}_{self.number}"
+
+
+def render(submission: Submission) -> str:
+    """All scripts that submitting would run under Slurm, as they would be. Nothing is left on disk."""
+    with tempfile.TemporaryDirectory(prefix="launch-") as home:
+        with _experiment(submission, Path(home)) as experiment:
+            _add_slurm(experiment, submission, Path(home))
+            experiment.dryrun(log=False, delete_exp_dir=False)
+        found = Path(home, "experiments", submission.name, submission.id)
+        files = [*found.glob("*_sbatch.sh"), *sorted(found.glob("*/scripts/*.sh"))]
+        texts = [f"#==== {file}\n{file.read_text().rstrip()}\n" for file in files]
+        return "\n".join(texts).replace(home, str(submission.home))
+
+
+def submit(submission: Submission) -> str:
+    """Hand a job to Slurm; returns its number. Raises ConfigError with what Slurm says."""
+    with _experiment(submission, submission.home) as experiment:
+        _add_slurm(experiment, submission, submission.home)
+        try:
+            experiment.run(detach=True)
+        except Exception as e:  # of `invoke`, NeMo-Run's way to call sbatch
+            said = getattr(getattr(e, "result", None), "stderr", "") or str(e)
+            raise ConfigError(f"sbatch refused the job: {' '.join(said.split())}") from None
+        (handle,) = experiment.jobs[0].handles
+    return str(handle).rpartition("/")[2].partition(";")[0]  # after which some clusters give their name
+
+
+def run_here(submission: Submission) -> bool:
+    """Run one task on this machine and wait; returns whether it succeeded. SIGINT and SIGTERM end it."""
+    (task,) = submission.tasks
+    with _experiment(submission, submission.home) as experiment:
+        job = experiment.add(run.Script(inline=task.script), executor=run.LocalExecutor(), name=task.name, tail_logs=True)
+
+        def end(signum: int, frame: Any) -> None:
+            experiment.cancel(job)
+
+        experiment.run(detach=False)
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, end)
+    return str(experiment.jobs[0].state) == "SUCCEEDED"
+
+
+def _experiment(submission: Submission, home: Path) -> Any:
+    return run.Experiment(
+        submission.name, id=submission.id, base_dir=str(home), log_level="WARN", clean_mode=True,
+        enable_goodbye_message=False, skip_status_at_exit=True, serialize_metadata_for_scripts=False,
+    )  # fmt: skip
+
+
+def _add_slurm(experiment: Any, submission: Submission, home: Path) -> None:
+    executors = [_executor(submission, task, home) for task in submission.tasks]
+    scripts = [run.Script(inline=task.script) for task in submission.tasks]
+    experiment.add(scripts, executor=executors, name=submission.name)
+
+
+def _executor(submission: Submission, task: Task, home: Path) -> Any:
+    """One allocation for all tasks; each takes its machines of it, in order."""
+    cluster, slurm = submission.cluster, submission.cluster.slurm
+    assert slurm is not None, "checked before"
+    before = sum(t.nodes for t in submission.tasks[: submission.tasks.index(task)])
+    srun = [f"--nodes={task.nodes}", f"--ntasks={task.nodes}", "--ntasks-per-node=1", f"--relative={before}"]
+    environment = variables(cluster) | {
+        "MASTER_ADDR": f"${run.SlurmExecutor.HEAD_NODE_IP_VAR}",
+        "MASTER_PORT": str(cluster.network.port),
+    }
+    image = cluster.container
+    executor = run.SlurmExecutor(
+        account=slurm.account,
+        partition=slurm.partition,
+        qos=slurm.qos,
+        time=slurm.time,
+        mem=slurm.mem,
+        exclusive=slurm.exclusive or None,
+        nodes=sum(t.nodes for t in submission.tasks),
+        ntasks_per_node=1,
+        gpus_per_node=cluster.gpus_per_node or None,
+        signal=f"B:USR1@{slurm.warning_seconds}" if submission.requeued and slurm.restarts else None,
+        additional_parameters=dict(slurm.options) or None,
+        container_image=image and image.image,
+        container_mounts=[f"{submission.folder}:{submission.folder}", *image.mounts] if image else [],
+        container_env=sorted({*environment, *cluster.secrets}) if image else None,
+        srun_args=[*srun, "--open-mode=append"],
+        setup_lines=submission.setup or None,
+        env_vars=environment if before == 0 else {},  # exported once, for all tasks
+        job_details=_Logs(job_name=f"{submission.name}-{task.name}", folder=str(submission.home)),
+        tunnel=run.LocalTunnel(job_dir=str(home / "experiments")),
+        packager=run.Packager(),
+        retries=slurm.error_restarts if submission.requeued else 0,
+        wait_time_for_group_job=0,
+        monitor_group_job_wait_time=_POLL_SECONDS,
+        poll_estimated_start_time=False,
+    )
+    executor.dependencies = [f"slurm://nemo_run/{submission.after}"] if submission.after else []
+    return executor

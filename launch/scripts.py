@@ -1,0 +1,145 @@
+"""The shell scripts of a job. Each is complete: what stands here is what runs.
+
+A Slurm job counts its starts in SLURM_RESTART_COUNT: from the second on a run resumes.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.layout import Layout
+from launch.profile import Cluster, SlurmConfig
+from tepo_megatron.config import Config
+
+_MARGIN_SECONDS = 60  # of the warning, for Slurm to end the job before its limit
+_START = '"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"'  # unlike that of every other start of every other job
+_COMMANDS = {"convert": ["tools/convert.py"], "evaluate": ["-m", "tepo_megatron", "evaluate"]}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A script that runs once on each of `nodes` machines."""
+
+    name: str
+    script: str
+    nodes: int = 1
+
+
+def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path) -> list[Task]:
+    """The tasks of a run under Slurm, on its machines in this order; folder: the directory in which all of them start."""
+    words = ["train", str(cfg.run_dir / "config.yaml")]
+    lines = [
+        *_head(folder),
+        f"words=({_join(words)})",
+        'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then words+=(--resume true --overwrite false); fi',
+    ]
+    if layout.serve_nodes:
+        lines.append(f"words+=(--rollout.server.rendezvous {_rendezvous(cfg)})")
+    start = [cluster.python, "-m", "tepo_megatron"]
+    if layout.train_nodes > 1:
+        start = [
+            *(cluster.python, "-m", "torch.distributed.run"),
+            *("--nnodes", str(layout.train_nodes), "--nproc-per-node", str(layout.ranks)),
+            *("--rdzv-backend", "c10d", "--max-restarts", "0"),
+        ]
+        # of several addresses of the first machine the first
+        meet = f'--rdzv-endpoint "${{MASTER_ADDR%% *}}:$MASTER_PORT" --rdzv-id {_START}'
+        lines.append(f'exec {_join(start)} {meet} -m tepo_megatron "${{words[@]}}"')
+    else:
+        lines.append(f'exec {_join(start)} "${{words[@]}}"')
+    tasks = [Task("train", _text(lines), layout.train_nodes)]
+    if layout.serve_nodes:
+        serve = f"{_join([cluster.python, *_serve(cfg, layout)])} --host 0.0.0.0"
+        lines = [*_head(folder), f"exec {serve} --rollout.server.rendezvous {_rendezvous(cfg)}"]
+        tasks.append(Task("serve", _text(lines), layout.serve_nodes))
+    return tasks
+
+
+def local_training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path) -> Task:
+    """The same on this machine; servers apart are kept beside the ranks, and end with them."""
+    train = _join([cluster.python, "-m", "tepo_megatron", "train", str(cfg.run_dir / "config.yaml")])
+    lines = [*_head(folder), *_exports(cluster)]
+    if not layout.serve_nodes:
+        return Task("train", _text([*lines, f"exec {train}"]))
+    lines += [
+        f"{_join([cluster.python, *_serve(cfg, layout)])} & serve=$!",
+        f"{train} & train=$!",
+        "trap 'kill $train $serve 2>/dev/null' TERM INT",
+        "ended=0; wait -n $train $serve || ended=$?",
+        "if kill -0 $train 2>/dev/null && [ $ended -eq 0 ]; then ended=1; fi",  # servers that end first end the run
+        "kill $train $serve 2>/dev/null || true",
+        "wait",
+        "exit $ended",
+    ]
+    return Task("train", _text(lines))
+
+
+def command(kind: str, words: Sequence[str], cluster: Cluster, folder: Path, local: bool) -> Task:
+    """`tools/convert.py WORDS` or `tepo evaluate WORDS`, on one machine."""
+    exports = _exports(cluster) if local else []
+    return Task(kind, _text([*_head(folder), *exports, f"exec {_join([cluster.python, *_COMMANDS[kind], *words])}"]))
+
+
+def batch_setup(cfg: Config, slurm: SlurmConfig) -> str:
+    """For the batch script of a run: what it does on the signal before its time limit.
+
+    It waits for the next checkpoint, so that no step is taken twice, but not until the limit; then it is queued again.
+    """
+    patience = slurm.warning_seconds - min(_MARGIN_SECONDS, slurm.warning_seconds // 2)
+    return f"""
+# before the time limit: queued again after the next checkpoint, or {patience} s from now without one
+set +vx
+checkpoints={shlex.quote(str((cfg.run_dir / "checkpoints").absolute()))}
+newest() {{ ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort -V | tail -n 1; }}
+under_way() {{ kill -0 "${{pids[0]}}" 2>/dev/null; }}
+queue_again() {{
+  trap '' USR1
+  if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {slurm.restarts} ]; then
+    echo "launch: the time limit is near, and slurm.restarts={slurm.restarts} were made: this is the end"
+    return
+  fi
+  before=$(newest); end=$((SECONDS + {patience}))
+  echo "launch: the time limit is near; newest checkpoint: ${{before:-none}}; waiting for the next"
+  while under_way && [ "$(newest)" = "$before" ] && [ "$SECONDS" -lt "$end" ]; do sleep 2; done
+  if under_way; then
+    echo "launch: queued again; newest checkpoint: $(newest)"
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
+}}
+trap queue_again USR1
+"""
+
+
+def variables(cluster: Cluster) -> dict[str, str]:
+    """Environment variables of every task, as a shell writes their values."""
+    return {name: shlex.quote(value) for name, value in (cluster.environment | cluster.network.variables).items()}
+
+
+def _head(folder: Path) -> list[str]:
+    return ["set -euo pipefail", f"cd {shlex.quote(str(folder))}"]
+
+
+def _exports(cluster: Cluster) -> list[str]:
+    return [f"export {name}={value}" for name, value in variables(cluster).items()]
+
+
+def _serve(cfg: Config, layout: Layout) -> list[str]:
+    """`tepo serve` for one machine's servers."""
+    words = ["-m", "tepo_megatron", "serve", str(cfg.run_dir / "config.yaml")]
+    return [*words, "--rollout.servers", str(layout.servers), "--rollout.min_servers", "1"]
+
+
+def _rendezvous(cfg: Config) -> str:
+    """A folder of each start: what a killed one left behind is never found."""
+    return f"{shlex.quote(str(cfg.rollout.server.rendezvous))}/{_START}"
+
+
+def _join(words: Sequence[str]) -> str:
+    return " ".join(shlex.quote(word) for word in words)
+
+
+def _text(lines: Sequence[str]) -> str:
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,95 @@
+"""The dry runs whose scripts stand in golden/. `python -m tests.launch.cases` in .venv writes them anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-launch" / "bin" / "python"
+GOLDEN = Path(__file__).parent / "golden"
+SECRET = "not-for-any-file-c0ffee"
+
+CONFIG = {
+    "name": "qwen",
+    "model": {"path": "/shared/models/Qwen3-14B"},
+    "data": {"train": "/shared/data/train.jsonl"},
+    "parallel": {"tp": 8},
+    "rollout": {"colocate": True, "server": {"tp": 8}},
+    "checkpoint": {"every": 5},
+}
+CLUSTER = {
+    "gpus_per_node": 8,
+    "environment": {"NCCL_DEBUG": "WARN", "NOTE": "it's $HOME"},
+    "secrets": ["WANDB_API_KEY"],
+    "network": {"interface": "eth0", "infiniband": "mlx5"},
+    "slurm": {"account": "lab", "partition": "batch", "time": "04:00:00"},
+}
+CONTAINER = {"image": "/shared/tepo.sqsh", "mounts": ["/shared:/shared:ro", "/scratch:/scratch"]}
+FILES = {
+    "run.yaml": CONFIG,
+    "bare.yaml": CLUSTER | {"python": ".venv/bin/python"},
+    "contained.yaml": CLUSTER | {"container": CONTAINER},
+}
+SERVERS = ["--rollout.servers", "2", "--rollout.server.rendezvous", "servers"]
+APART = ["--parallel.dp", "2", "--rollout.colocate", "false", *SERVERS]
+CASES = {
+    "colocated": ["run.yaml", "--cluster", "contained.yaml"],
+    "apart": ["run.yaml", "--cluster", "bare.yaml", *APART, "--sync.folder", "weights"],
+    "convert": ["convert", "out", "--cluster", "bare.yaml", "--after", "before", "--", "inspect", "a model"],
+}
+# all in one process: the import of NeMo-Run is what takes time
+PROGRAM = """
+import contextlib, io, json, sys
+from launch.__main__ import main
+def call(words):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(words)
+    return [status, out.getvalue(), err.getvalue()]
+print(json.dumps({name: call(words) for name, words in json.loads(sys.argv[1]).items()}))
+"""
+
+
+def call(folder: Path, calls: dict[str, list[str]]) -> dict[str, tuple[int, str, str]]:
+    """`python -m launch WORDS` in `folder`, several of them: exit status, stdout and stderr by name."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "WANDB_API_KEY": SECRET}
+    environment["TEPO_SERVER_KEY"] = SECRET
+    words = [PYTHON, "-c", PROGRAM, json.dumps(calls)]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return {name: tuple(result) for name, result in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def prepare(folder: Path) -> None:
+    """The files that the cases name, and a job that one of them waits for."""
+    for name, tree in FILES.items():
+        (folder / name).write_text(yaml.safe_dump(tree, sort_keys=False))
+    (folder / "before" / "launch").mkdir(parents=True)
+    job = {"executor": "slurm", "id": "4711", "host": "login", "submitted": "2026-01-01T00:00:00+0000"}
+    (folder / "before" / "launch" / "job.json").write_text(json.dumps(job))
+
+
+def dry_runs(folder: Path) -> dict[str, tuple[int, str, str]]:
+    """Of all cases, as they are told for a project in /project."""
+    prepare(folder)
+    calls = {name: [*_before_dashes(words, "--executor", "slurm", "--dry-run")] for name, words in CASES.items()}
+    return {name: (s, out.replace(str(folder), "/project"), err) for name, (s, out, err) in call(folder, calls).items()}
+
+
+def _before_dashes(words: list[str], *more: str) -> list[str]:
+    at = words.index("--") if "--" in words else len(words)
+    return [*words[:at], *more, *words[at:]]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        for case, (status, text, said) in dry_runs(Path(scratch)).items():
+            assert status == 0, said
+            GOLDEN.mkdir(exist_ok=True)
+            (GOLDEN / f"{case}.sh").write_text(text)

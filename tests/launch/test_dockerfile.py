@@ -1,0 +1,39 @@
+"""The Dockerfile as far as it can be checked without building it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from tests.launch.cases import ROOT
+
+TEXT = (ROOT / "Dockerfile").read_text()
+
+
+def test_hadolint_finds_nothing() -> None:
+    lint = [ROOT / ".venv-launch" / "bin" / "hadolint", "Dockerfile"]
+    done = subprocess.run(lint, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_target_for_each_engine(engine: str) -> None:
+    stage = TEXT.partition(f" AS train-{engine}\n")[2].partition("\nFROM ")[0]
+    assert re.search(r"^USER [1-9]\d*$", stage, re.MULTILINE) and "HEALTHCHECK" in stage
+    pins = (ROOT / "requirements" / f"gpu-{engine}.txt").read_text()
+    names = dict(line.split("==") for line in pins.splitlines())
+    assert {engine, "torch", "megatron-core", "transformer-engine-torch", "transformer-engine-cu13"} <= names.keys()
+    # Apex is built with the base's compiler, and refuses another CUDA than torch's
+    base = re.search(r"ARG BASE_IMAGE=\S+:(\d+\.\d+)\.", TEXT)
+    assert base is not None and names["cuda-toolkit"].startswith(f"{base[1]}.")
+
+
+def test_what_it_copies_is_there_and_nothing_private_is() -> None:
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if line.startswith("!"):
+            assert list(ROOT.glob(line[1:])), line
+    assert (ROOT / ".dockerignore").read_text().splitlines()[1] == "*"
+    assert not re.search(r"(TOKEN|SECRET|PASSWORD|API_KEY)", TEXT)
+    assert re.search(r"ARG APEX_COMMIT=[0-9a-f]{40}\n", TEXT)

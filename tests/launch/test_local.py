@@ -1,0 +1,97 @@
+"""`python -m launch --executor local`: real runs of the real commands, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.launch.cases import PYTHON, ROOT, SECRET
+
+pytestmark = pytest.mark.e2e
+STAND_IN = """#!/bin/bash
+echo "called: $*; secret: ${WANDB_API_KEY:+there}"
+[ "${2:-}" = tepo_megatron ] && [ "${3:-}" = serve ] && nap=60
+trap 'kill $! 2>/dev/null; echo told to end; exit 3' TERM
+[ -z "${nap:-$NAP}" ] || { sleep "${nap:-$NAP}" & wait; }
+"""
+
+
+def launch(folder: Path, *words: str | Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "WANDB_API_KEY": SECRET}
+    command, out = [PYTHON, "-m", "launch", *words], subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A config, a profile of this machine, and one whose `python` only tells what it was called with."""
+    stand_in = tmp_path / "stand-in"
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+    run = {"name": "a", "platform": "cpu", "model": {"path": "no-model"}, "data": {"train": "t.jsonl"}}
+    here = {"python": sys.executable, "environment": {"PYTHONPATH": str(ROOT)}}
+    nap = {"python": str(stand_in), "secrets": ["WANDB_API_KEY"], "environment": {"NAP": ""}}
+    long = nap | {"environment": {"NAP": "60"}}
+    for name, tree in {"run": run, "here": here, "nap": nap, "long": long}.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
+    return tmp_path
+
+
+def test_a_run_that_fails_says_why_and_its_logs_are_found(project: Path) -> None:
+    status, output = ended(launch(project, "run.yaml", "--cluster", "here.yaml", "--name", "b"))
+    why = "tepo: error: no-model/config.json: not found"
+    assert status == 1 and why in output, output
+    assert yaml.safe_load((project / "runs" / "b" / "config.yaml").read_text())["name"] == "b"
+    assert "local job" in (said := ended(launch(project, "status", "runs/b"))[1]) and said.rstrip().endswith("ended")
+    status, output = ended(launch(project, "logs", "runs/b"))
+    assert status == 0 and why in output
+
+
+def test_servers_apart_end_with_the_run(project: Path) -> None:
+    apart = ["--rollout.server.rendezvous", "servers", "--sync.folder", "weights", "--rollout.servers", "2"]
+    status, _ = ended(launch(project, "run.yaml", "--cluster", "nap.yaml", *apart))
+    (log,) = project.rglob("combined.log")
+    text = log.read_text()
+    assert status == 0, text
+    assert "called: -m tepo_megatron train runs/a/config.yaml; secret: there" in text
+    assert "serve runs/a/config.yaml --rollout.servers 2 --rollout.min_servers 1; secret: there\n" in text
+    assert "told to end" in text
+    assert not any(SECRET in file.read_text(errors="replace") for file in project.rglob("*") if file.is_file())
+
+
+def test_cancel_ends_the_run_and_all_that_it_started(project: Path) -> None:
+    process = launch(project, "run.yaml", "--cluster", "long.yaml")
+    try:
+        deadline = time.monotonic() + 60
+        while not any("called" in log.read_text() for log in project.rglob("combined.log")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        assert json.loads((project / "runs" / "a" / "launch" / "job.json").read_text())["id"] == str(process.pid)
+        assert "is told to end" in ended(launch(project, "cancel", "runs/a"))[1]
+        status, _ = ended(process)
+    finally:
+        process.send_signal(signal.SIGTERM)
+    assert status == 1
+    (log,) = project.rglob("combined.log")
+    assert "told to end" in log.read_text()
+    assert not any(str(project).encode() in path.read_bytes() for path in _command_lines())
+
+
+def _command_lines() -> list[Path]:
+    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]

@@ -1,0 +1,142 @@
+"""What a cluster's profile may say, and on which machines a run goes."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch.checks import check_paths, check_run, check_secrets
+from launch.layout import Layout, lay_out
+from launch.profile import Cluster, load_cluster
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import validate, validate_as
+from tepo_megatron.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+SLURM = {"account": "lab"}
+
+
+def cluster(**keys: Any) -> Cluster:
+    return validate_as(Cluster, keys, "cluster.yaml")
+
+
+def run(**keys: Any) -> Config:
+    tree = {"name": "a", "model": {"path": "/m/a"}, "data": {"train": "/d/t.jsonl"}, "checkpoint": {"every": 5}}
+    return validate({**tree, **keys})
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"gpu_per_node": 8}, r"cluster\.yaml: gpu_per_node: unknown key; did you mean gpus_per_node\?"),
+        ({"slurm": {"partition": "a"}}, r"cluster\.yaml: slurm\.account: this key is required"),
+        ({"slurm": {**SLURM, "time": 43200}}, r'slurm: time=\'43200\' is not "HH:MM:SS".*YAML needs the quotes'),
+        ({"slurm": {**SLURM, "time": "00:10:00"}}, r"warning_seconds=900 is not below time=00:10:00 \(600 s\); lower it"),
+        ({"slurm": {**SLURM, "options": {"signal": "KILL@1"}}}, r"options: signal has a key of its own"),
+        ({"slurm": {**SLURM, "options": {"ntasks-per-node": "8"}}}, r"options: ntasks_per_node has a key of its own"),
+        ({"environment": {"HF_TOKEN": "abc"}}, r"environment\.HF_TOKEN looks like a secret.*put its name under secrets"),
+        ({"environment": {"lower": "1"}}, r"'lower' is no name of an environment variable in capitals"),
+        ({"secrets": ["A_KEY=1"]}, r"'A_KEY=1' is no name"),
+        ({"environment": {"NCCL_IB_HCA": "a"}, "network": {"infiniband": "b"}}, r"environment\.NCCL_IB_HCA is given twice"),
+        ({"container": {"image": "i", "mounts": ["data"]}}, r"container: mounts: 'data' is not /HOST/PATH:/CONTAINER/PATH"),
+    ],
+)
+def test_a_mistake_is_told_with_its_key_and_the_mend(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        cluster(**keys)
+
+
+def test_the_value_of_a_refused_secret_is_not_told() -> None:
+    with pytest.raises(ConfigError) as e:
+        cluster(environment={"HF_TOKEN": "hf_very_private"})
+    assert "hf_very_private" not in str(e.value)
+
+
+def test_a_secret_has_to_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="WANDB_API_KEY is not set; `export"):
+        check_secrets(cluster(secrets=["WANDB_API_KEY"]))
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    check_secrets(cluster(secrets=["WANDB_API_KEY"]))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "launch" / "profiles").glob("*.yaml")), ids=lambda path: path.name)
+def test_the_profiles_of_the_repository(path: Path) -> None:
+    assert isinstance(load_cluster(path), Cluster)
+
+
+APART = {"server": {"rendezvous": "r"}}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rollout", "expected"),
+    [
+        ({"tp": 8}, {}, Layout(1, 8)),
+        ({"tp": 2}, {"colocate": True}, Layout(1, 2)),
+        ({"tp": 8, "dp": 4}, {"servers": 4, "server": {"rendezvous": "r", "tp": 4}}, Layout(4, 8, 2, 2)),
+        ({"tp": 2}, {"servers": 3, **APART}, Layout(1, 2, 1, 3)),
+        ({"tp": 8, "pp": 2}, {"server": {"urls": ["http://a:1"]}}, Layout(2, 8)),
+        ({"tp": 8, "pp": 2}, {"replay": "rollouts"}, Layout(2, 8)),
+    ],
+)
+def test_machines_of_eight(parallel: dict[str, int], rollout: dict[str, Any], expected: Layout) -> None:
+    cfg = run(parallel=parallel, rollout=rollout, sync={"folder": "w"})
+    assert lay_out(cfg, cluster(gpus_per_node=8)) == expected
+    assert expected.nodes == expected.train_nodes + expected.serve_nodes
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rollout", "said"),
+    [
+        ({"tp": 8, "dp": 2}, {"colocate": True}, r"parallel has 16 ranks, on 2 machines of 8.*--rollout\.server\.rendezvous"),
+        ({"dp": 12}, {}, r"parallel has 12 ranks: on machines with room for 8 some would stay empty"),
+        ({"tp": 8}, {"servers": 3, "server": {"rendezvous": "r", "tp": 4}}, r"rollout\.servers=3 of 4 GPUs: .* room for 2"),
+        ({"tp": 8}, {"server": {"rendezvous": "r", "tp": 16}}, r"rollout\.server\.tp=16 exceeds the 8 GPUs of a machine"),
+    ],
+)
+def test_what_fits_no_machines_is_refused(parallel: dict[str, int], rollout: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        lay_out(run(parallel=parallel, rollout=rollout, sync={"folder": "w"}), cluster(gpus_per_node=8))
+
+
+def test_without_gpus() -> None:
+    with pytest.raises(ConfigError, match="platform=cuda, and the cluster's machines have no GPUs; set gpus_per_node"):
+        lay_out(run(), cluster())
+    cfg = run(platform="cpu", parallel={"tp": 4})
+    assert lay_out(cfg, cluster()) == Layout(1, 4)
+    cfg = run(platform="cpu", parallel={"tp": 4}, rollout=APART, sync={"folder": "w"})
+    assert lay_out(cfg, cluster(ranks_per_node=2)) == Layout(2, 2, 1, 1)
+
+
+def test_what_would_go_wrong_when_the_job_starts() -> None:
+    slurm = cluster(gpus_per_node=8, slurm=SLURM)
+    with pytest.raises(ConfigError, match=r"checkpoint\.every=0: after its time limit of 04:00:00 the run would start over"):
+        check_run(run(checkpoint={"every": 0}), slurm)
+    check_run(run(checkpoint={"every": 0}), cluster(gpus_per_node=8, slurm={**SLURM, "restarts": 0}))
+    image = {"image": "i", "mounts": ["/m:/m", "/elsewhere:/d:ro"]}
+    check_run(run(), cluster(container=image))
+    with pytest.raises(ConfigError, match=r"data\.train=/d/t\.jsonl is not in the container; add /d:/d to container\.mounts"):
+        check_run(run(), cluster(container={"image": "i", "mounts": ["/m:/m"]}))
+    with pytest.raises(ConfigError, match="NeMo-Run replaces /nemo_run in its scripts"):
+        check_paths([Path("/home/me/nemo_runs/a")])
+
+
+def test_launch_knows_little_of_the_training_code_and_one_file_of_nemo_run() -> None:
+    """So that it starts in an environment without PyTorch."""
+    known = {"tepo_megatron", "tepo_megatron.config", "tepo_megatron.config_io", "tepo_megatron.errors"}
+    for path in (ROOT / "launch").glob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+        names |= {n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
+        assert {n for n in names if n.startswith("tepo_megatron")} <= known, path
+        assert any(n.split(".")[0] == "nemo_run" for n in names) == (path.name == "nemo.py"), path
+
+
+def test_quoted_times_are_what_yaml_needs() -> None:
+    """12:00:00 is 43200 to YAML 1.1, which Slurm would take for minutes."""
+    assert yaml.safe_load("time: 12:00:00") == {"time": 43200}
+    assert cluster(slurm={**SLURM, "time": "1-02:03:04"}).slurm.seconds == 93784
