@@ -48,7 +48,7 @@ def _folders(cfg: Config) -> list[tuple[str, str | None]]:
         ("output", cfg.output),
         ("model.path", cfg.model.path),
         ("model.reference", cfg.model.reference),
-        ("data.train", cfg.data.train if cfg.rollout.replay is None else None),
+        *(("data.train", source.path if cfg.rollout.replay is None else None) for source in cfg.data.sets),
         ("data.eval", cfg.data.eval),
         ("rollout.replay", cfg.rollout.replay),
         ("rollout.server.rendezvous", cfg.rollout.server.rendezvous),
