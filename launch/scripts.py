@@ -86,13 +86,15 @@ def command(kind: str, words: Sequence[str], cluster: Cluster, folder: Path, loc
 def batch_setup(cfg: Config, slurm: SlurmConfig) -> str:
     """For the batch script of a run: what it does on the signal before its time limit.
 
-    It waits for the next checkpoint, so that no step is taken twice, but not until the limit; then it is queued again.
+    It waits for the next checkpoint, so that no step is taken twice, and after the last one for the end of the run, but not
+    until the limit; then it is queued again.
     """
     patience = slurm.warning_seconds - min(_MARGIN_SECONDS, slurm.warning_seconds // 2)
     return f"""
 # before the time limit: queued again after the next checkpoint, or {patience} s from now without one
 set +vx
 checkpoints={shlex.quote(str((cfg.run_dir / "checkpoints").absolute()))}
+last=step-{cfg.training.steps:08d}
 newest() {{ ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort -V | tail -n 1; }}
 under_way() {{ kill -0 "${{pids[0]}}" 2>/dev/null; }}
 queue_again() {{
@@ -103,7 +105,7 @@ queue_again() {{
   fi
   before=$(newest); end=$((SECONDS + {patience}))
   echo "launch: the time limit is near; newest checkpoint: ${{before:-none}}; waiting for the next"
-  while under_way && [ "$(newest)" = "$before" ] && [ "$SECONDS" -lt "$end" ]; do sleep 2; done
+  while under_way && [[ "$(newest)" = "$before" || "$(newest)" = "$last" ]] && [ "$SECONDS" -lt "$end" ]; do sleep 2; done
   if under_way; then
     echo "launch: queued again; newest checkpoint: $(newest)"
     scontrol requeue "$SLURM_JOB_ID"

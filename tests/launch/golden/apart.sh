@@ -44,6 +44,7 @@ export MASTER_PORT=29400
 # before the time limit: queued again after the next checkpoint, or 840 s from now without one
 set +vx
 checkpoints=/project/runs/qwen/checkpoints
+last=step-00000072
 newest() { ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort -V | tail -n 1; }
 under_way() { kill -0 "${pids[0]}" 2>/dev/null; }
 queue_again() {
@@ -54,7 +55,7 @@ queue_again() {
   fi
   before=$(newest); end=$((SECONDS + 840))
   echo "launch: the time limit is near; newest checkpoint: ${before:-none}; waiting for the next"
-  while under_way && [ "$(newest)" = "$before" ] && [ "$SECONDS" -lt "$end" ]; do sleep 2; done
+  while under_way && [[ "$(newest)" = "$before" || "$(newest)" = "$last" ]] && [ "$SECONDS" -lt "$end" ]; do sleep 2; done
   if under_way; then
     echo "launch: queued again; newest checkpoint: $(newest)"
     scontrol requeue "$SLURM_JOB_ID"
