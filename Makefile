@@ -12,7 +12,7 @@ PEERS  := .cache/peers
 # torch: a wheel found through PIP_FIND_LINKS if there is one, else PyTorch's own CPU build
 UV_ENV := UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(if $(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))),,UV_TORCH_BACKEND=cpu)
 
-.PHONY: demo sglang launch ablation bench test test-fast test-full test-gpu check lint types format pins clean
+.PHONY: demo sglang launch ablation bench test test-fast test-full test-slurm test-gpu check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
@@ -46,7 +46,11 @@ test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m "not full"
 
 test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
-	$(BIN)/python -m pytest -m full
+	$(BIN)/python -m pytest -m "full and not slurm"
+
+# apt-get install slurm-wlm munge; as root
+test-slurm: $(READY) $(LAUNCH)/.ready
+	$(BIN)/python -m pytest -m slurm
 
 test-fast: $(READY) $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m "not server and not e2e and not slow and not full"

@@ -86,7 +86,7 @@ def command(kind: str, words: Sequence[str], cluster: Cluster, folder: Path, loc
 def batch_setup(cfg: Config, slurm: SlurmConfig) -> str:
     """For the batch script of a run: what it does on the signal before its time limit.
 
-    It waits for the next checkpoint, so that no step is taken twice, and after the last one for the end of the run, but not
+    It waits for the next checkpoint, so that few steps are taken twice, and after the last one for the end of the run, but not
     until the limit; then it is queued again.
     """
     patience = slurm.warning_seconds - min(_MARGIN_SECONDS, slurm.warning_seconds // 2)

@@ -20,6 +20,7 @@ from tests.tiny import tiny_qwen3
 
 pytestmark = [
     pytest.mark.full,
+    pytest.mark.slurm,
     pytest.mark.e2e,
     pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing())),
 ]
