@@ -46,9 +46,9 @@ def project(tmp_path: Path) -> Path:
     stand_in.chmod(0o755)
     run = {"name": "a", "platform": "cpu", "model": {"path": "no-model"}, "data": {"train": "t.jsonl"}}
     here = {"python": sys.executable, "environment": {"PYTHONPATH": str(ROOT)}}
-    nap = {"python": str(stand_in), "secrets": ["WANDB_API_KEY"], "environment": {"NAP": ""}}
-    long = nap | {"environment": {"NAP": "60"}}
-    for name, tree in {"run": run, "here": here, "nap": nap, "long": long}.items():
+    stand_in_for = {"python": str(stand_in), "secrets": ["WANDB_API_KEY"]}
+    short, long = (stand_in_for | {"environment": {"NAP": seconds}} for seconds in ("3", "60"))
+    for name, tree in {"run": run, "here": here, "short": short, "long": long}.items():
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
     return tmp_path
 
@@ -65,7 +65,7 @@ def test_a_run_that_fails_says_why_and_its_logs_are_found(project: Path) -> None
 
 def test_servers_apart_end_with_the_run(project: Path) -> None:
     apart = ["--rollout.server.rendezvous", "servers", "--sync.folder", "weights", "--rollout.servers", "2"]
-    status, _ = ended(launch(project, "run.yaml", "--cluster", "nap.yaml", *apart))
+    status, _ = ended(launch(project, "run.yaml", "--cluster", "short.yaml", *apart))
     (log,) = project.rglob("combined.log")
     text = log.read_text()
     assert status == 0, text
