@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 
 from tepo_megatron.config import DataConfig
+from tepo_megatron.data.schemas import Messages, detect, take
+from tepo_megatron.data.sources import Source
+from tepo_megatron.errors import DataError
 from tepo_megatron.report.drawing import INK, PERCENT, stacked
 from tepo_megatron.report.run import Run
 
@@ -111,20 +112,25 @@ def accuracies(figure: Figure, cell: SubplotSpec, found: Sequence[tuple[str, flo
 
 
 def _rows(data: DataConfig, wanted: Collection[int]) -> dict[int, tuple[str, str]]:
-    """(problem, gold answer) by line of the evaluation data, from 0; what cannot be read any more is left out."""
+    """(problem, gold answer) by row of the evaluation data, from 0; what cannot be read any more is left out."""
     rows: dict[int, tuple[str, str]] = {}
+    if data.eval is None or not wanted:
+        return rows
     try:
-        with Path(data.eval or "").open("rb") as file:
-            for number, line in enumerate(file):
-                if number in wanted:
-                    row = json.loads(line)
-                    rows[number] = _words(row[data.prompt_key]), str(row[data.answer_key])
-    except (OSError, ValueError, KeyError, TypeError):  # moved or changed since the run
+        reader = Source.of(data.eval).reader()
+        for place, row in reader.rows((), passing_repeats=False):
+            if place in wanted and not isinstance(row, DataError):
+                whole = reader.whole(place)
+                schema = detect(whole, data.prompt_key, data.answer_key)
+                if schema is not None:
+                    prompt, answer = take(whole, schema)
+                    rows[place] = _words(prompt), answer
+    except DataError:  # moved or changed since the run
         return rows
     return rows
 
 
-def _words(prompt: Any) -> str:
+def _words(prompt: str | Messages) -> str:
     """A prompt's text, or its chat messages one below the other."""
     if isinstance(prompt, str):
         return prompt

@@ -22,6 +22,7 @@ from tepo_megatron.evaluation.samples import read_samples
 from tepo_megatron.rollout.engine import Launch
 from tests.e2e.scripted_worker import ScriptedEngine
 from tests.tiny import tiny_qwen3
+from tests.worlds import run_world
 
 WORDS = {
     "platform": "cpu",
@@ -167,7 +168,8 @@ def test_what_is_taken_for_a_checkpoint(model: Path, tmp_path: Path) -> None:
         pass
 
 
-def test_a_megatron_checkpoint_is_converted_and_what_was_made_is_removed(model: Path, engines: Engines, tmp_path: Path) -> None:
+def converted_and_evaluated(rank: int, model: Path, engines: Engines, tmp_path: Path) -> None:
+    """Of a world of its own: the conversion joins one."""
     from tepo_megatron.weights.convert.importing import import_hf
 
     run_folder = tmp_path / "run"
@@ -180,6 +182,10 @@ def test_a_megatron_checkpoint_is_converted_and_what_was_made_is_removed(model: 
     direct = run(request(model, tmp_path / "b", evaluation__benchmarks="[minerva]"), told.append, engines)
     assert (out / "minerva.jsonl").read_bytes() == (direct / "minerva.jsonl").read_bytes()
     assert sorted(os.listdir(out)) == ["evaluation.json", "evaluation.md", "minerva.jsonl"]
+
+
+def test_a_megatron_checkpoint_is_converted_and_what_was_made_is_removed(model: Path, engines: Engines, tmp_path: Path) -> None:
+    run_world(1, converted_and_evaluated, model, engines, tmp_path)
 
 
 def test_the_command_refuses_in_one_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
