@@ -22,6 +22,7 @@ def prompts(run: Path, step: int) -> list[int]:
     return [r.prompt_id for r in rollouts[:: RUN["rollout__samples_per_prompt"]]]
 
 
+@pytest.mark.full
 def test_rollouts_are_one_step_old_and_take_the_prompts_that_taking_turns_would(
     tepo,
     arguments,

@@ -58,6 +58,7 @@ def test_a_run_with_benchmarks_trains_as_one_without(model: Path, tmp_path: Path
     assert "AIME24" in against and "Minerva" in against
 
 
+@pytest.mark.full
 def test_kills_in_the_midst_of_benchmarks(model: Path, tmp_path: Path) -> None:
     def run(name: str, *kills: Kill, **checkpoint: Any) -> tuple[w.Outcome, dict[str, str]]:
         cfg = w.run_config(model, tmp_path / name, evaluation=BENCHMARKS, checkpoint=checkpoint)
@@ -77,6 +78,7 @@ def test_kills_in_the_midst_of_benchmarks(model: Path, tmp_path: Path) -> None:
     assert files_after == files
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("measure", ["benchmarks", "held_out"])
 def test_the_best_checkpoint_stays(model: Path, tmp_path: Path, measure: str) -> None:
     """The newest and the best before it: the last evaluation comes after the last checkpoint."""

@@ -87,6 +87,7 @@ def circling(rank: int) -> None:
         dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.full
 def test_ranks_that_do_not_get_on_are_told(tmp_path: Path) -> None:
     told = explained(tmp_path, 2, circling)
     assert "has been in one place for 6 s: step 0, old_stats" in told.splitlines()[0]
@@ -100,6 +101,7 @@ def leaving(rank: int) -> int:
     return rank
 
 
+@pytest.mark.full
 def test_who_waits_or_has_left_is_no_fault(tmp_path: Path) -> None:
     assert run_world(2, watched, tmp_path, leaving, timeout=40.0) == [0, 1]
     assert list(tmp_path.iterdir()) == []

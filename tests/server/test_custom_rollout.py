@@ -13,7 +13,7 @@ from tepo_megatron.types import Rollout, SamplingParams
 from tests.server.served import EOS, MAX_LOGPROB_DIFF, Served, logprob_diff, make_prompts, save_weights, serve
 from tests.tiny import char_tokenizer, tiny_qwen3
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 TOKENIZER = char_tokenizer()
 TOOL = "(=42)"
 TURN, MOST = 6, 24
