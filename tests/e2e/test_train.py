@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tepo_megatron.config_io import load_config
 from tepo_megatron.rollout import record
 from tepo_megatron.step_log import KEYS, PHASES
-from tests.e2e.conftest import settings
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e]
 
@@ -61,26 +60,6 @@ def test_a_run_from_base_model_to_report(tepo, arguments, base: Path, tmp_path: 
     again = tepo(*arguments(base, name="whole"))
     assert again.wait(60) == 1
     assert "holds a run already" in again.output and len(metrics_of(run)) == STEPS
-
-
-@pytest.mark.full
-def test_the_example_with_a_tool(tepo, base: Path, tmp_path: Path) -> None:
-    """What the tool said is context in training, and nothing else is."""
-    words = settings(base, output=tmp_path / "runs", name="tool", training__steps=2, rollout__record="true")
-    command = tepo("train", "examples/tools/demo.yaml", *words)
-    assert command.wait(240) == 0, command.output
-    command.assert_nothing_left()
-    run = tmp_path / "runs" / "tool"
-    assert all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in metrics_of(run))
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    rollouts, _ = record.read(run / record.FOLDER, 1)
-    said = 0
-    for r in rollouts:
-        response = slice(int(r.response_mask_L.long().argmax()), None)
-        tokens, written = r.token_ids_L[response], r.response_mask_L[response]
-        assert set(tokenizer.decode(tokens[~written])) <= set("-0123456789?")
-        said += int((~written).sum())
-    assert said, "the tool was never called"
 
 
 @pytest.mark.full
