@@ -118,7 +118,7 @@ def _differences(called: Sequence[str], evaluated: Sequence[HeldOut]) -> list[tu
     """Of each run to the first."""
     said = []
     for name, one in zip(called[1:], evaluated[1:], strict=True):
-        change = held_out.difference(one.after, evaluated[0].after)
+        change = held_out.change(one.after, evaluated[0].after)
         words = f"against {called[0]}: no paired difference, for want of scores of the same problems."
         if change is not None:
             words = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ _HALF = statistics.NormalDist().inv_cdf(0.975)  # of a 95 % interval, in standar
 
 
 @dataclass(frozen=True)
-class Difference:
+class Change:
     """Of two scores of the same problems, in points of a hundred. interval: 95 %, over problems; None for one problem."""
 
     mean: float
@@ -61,22 +60,20 @@ class HeldOut:
     """Of one run. accuracies: (when, accuracy and error in words); after: problem -> score after the run, for comparisons."""
 
     accuracies: Sequence[tuple[str, str]]
-    difference: Difference | None
+    change: Change | None
     changed: Sequence[Problem]
     after: Mapping[int, float]
 
 
-def difference(scores: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
+def change(scores: Mapping[int, float], baseline: Mapping[int, float]) -> Change | None:
     """scores - baseline, problem by problem; None where they are not of the same problems, or of none."""
     if not scores or scores.keys() != baseline.keys():
         return None
-    changes = [100 * (score - baseline[problem]) for problem, score in scores.items()]
-    mean, interval = statistics.fmean(changes), None
-    if len(changes) > 1:
-        half = _HALF * statistics.stdev(changes) / math.sqrt(len(changes))
-        interval = (mean - half, mean + half)
-    better, worse = sum(c > 0 for c in changes), sum(c < 0 for c in changes)
-    return Difference(mean, interval, better, worse, len(changes) - better - worse)
+    from tepo_megatron.evaluation.statistics import difference  # with torch, which a run without evaluations needs not
+
+    found = difference(list(scores.values()), [baseline[problem] for problem in scores])
+    interval = None if found.interval is None else (100 * found.interval[0], 100 * found.interval[1])
+    return Change(100 * found.mean, interval, found.better, found.worse, len(scores) - found.better - found.worse)
 
 
 def read_held_out(run: Run) -> HeldOut:
@@ -92,7 +89,7 @@ def read_held_out(run: Run) -> HeldOut:
     most = [p for p in order[:MOST] if scores.after[p] != scores.before[p]]
     rows = _rows(run.cfg.data, most)
     changed = [Problem(p, scores.before[p], scores.after[p], *rows.get(p, ("", ""))) for p in most]
-    return HeldOut(accuracies, difference(scores.after, scores.before), changed, scores.after)
+    return HeldOut(accuracies, change(scores.after, scores.before), changed, scores.after)
 
 
 def accuracies(figure: Figure, cell: SubplotSpec, found: Sequence[tuple[str, float, float, str]]) -> None:

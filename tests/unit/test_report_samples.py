@@ -13,7 +13,7 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.report import Run, read_run
 from tepo_megatron.report.benchmarks import Benchmarks, over_steps, read_benchmarks
 from tepo_megatron.report.charts import chart
-from tepo_megatron.report.held_out import difference, read_held_out
+from tepo_megatron.report.held_out import change, read_held_out
 from tepo_megatron.report.samples import MOST_CHANGED, read_samples
 from tepo_megatron.report.words import Piece, of_text, of_tokens, shortened
 from tepo_megatron.rollout import record
@@ -148,17 +148,16 @@ def test_the_problems_that_changed_most(run: Run, tmp_path: Path) -> None:
     cfg = write_run(run.folder, measured(1), data={"train": "t.jsonl", "eval": str(tmp_path / "eval.jsonl")})
     found = read_held_out(Run(run.folder, cfg, run.curves, None))
     assert [(p.text, p.answer) for p in found.changed] == [("user: b", "2"), ("", "")]
-    change = found.difference
-    assert change is not None and (change.better, change.worse, change.same) == (1, 1, 1)
+    assert found.change is not None and (found.change.better, found.change.worse, found.change.same) == (1, 1, 1)
 
 
 def test_a_paired_difference_by_hand() -> None:
-    """Changes 100, 0, 0 and 100 points: mean 50, deviation 57.7, so 1.96 * 57.7 / 2 to each side."""
-    found = difference({0: 1.0, 1: 0.0, 2: 1.0, 3: 1.0}, {0: 0.0, 1: 0.0, 2: 1.0, 3: 0.0})
-    assert found is not None and found.mean == 50 and found.interval == pytest.approx((-6.58, 106.58), abs=0.01)
+    """Changes 100, 0, 0 and 100 points: mean 50, deviation 57.7, so 3.182 (Student, 3) * 57.7 / 2 to each side, at most 100."""
+    found = change({0: 1.0, 1: 0.0, 2: 1.0, 3: 1.0}, {0: 0.0, 1: 0.0, 2: 1.0, 3: 0.0})
+    assert found is not None and found.mean == 50 and found.interval == pytest.approx((-41.87, 100), abs=0.01)
     assert (found.better, found.worse, found.same, found.verdict) == (2, 0, 2, "within noise")
-    assert difference({0: 1.0}, {1: 1.0}) is None and difference({}, {}) is None
-    single = difference({0: 1.0}, {0: 0.0})
+    assert change({0: 1.0}, {1: 1.0}) is None and change({}, {}) is None
+    single = change({0: 1.0}, {0: 0.0})
     assert single is not None and single.interval is None and str(single) == "+100.0 points"
 
 
