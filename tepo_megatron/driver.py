@@ -6,7 +6,6 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from tepo_megatron.config import Config
 from tepo_megatron.config_io import differences, plain
 from tepo_megatron.data import PromptStream, load_data, load_tokenizer, stop_tokens
 from tepo_megatron.errors import ConfigError, DataError
-from tepo_megatron.evaluation import Accuracy, evaluate, write_evaluation
-from tepo_megatron.evaluation.during import Benchmarks, in_words
+from tepo_megatron.evaluation.during import Benchmarks
+from tepo_megatron.evaluation.in_run import Evaluations
 from tepo_megatron.evaluation.problems import load_benchmarks
 from tepo_megatron.method import resolve
 from tepo_megatron.metrics import Metrics
@@ -31,11 +30,10 @@ from tepo_megatron.rollout.engine import RolloutEngine
 from tepo_megatron.rollout.engines import build_engine, launch_of
 from tepo_megatron.rollout.experts import replayed_routing
 from tepo_megatron.rollout.replay import Replay
-from tepo_megatron.seeding import derive_seed
 from tepo_megatron.sinks import LOST_FILE, METRICS_FILE, RunLog, replace_file
 from tepo_megatron.step_log import StepLog
 from tepo_megatron.timing import Clock
-from tepo_megatron.types import Prompt, Rollout
+from tepo_megatron.types import Rollout
 
 SERVER_LOG = "server.log"
 
@@ -68,7 +66,7 @@ class Driver:
         if cfg.rollout.replay is not None:
             with RunLog(cfg.run_dir, cfg.logging, cfg.training.steps) as log:
                 log.message(f"objective {cfg.objective.name}; rollouts of {cfg.rollout.replay}, no engine")
-                yield MainDriver(cfg, Replay(Path(cfg.rollout.replay), routing), None, [], None, log)
+                yield MainDriver(cfg, Replay(Path(cfg.rollout.replay), routing), None, Evaluations(cfg, [], None), log)
             return
         data = load_data(cfg.data, cfg.reward, tokenizer)
         stops = stop_tokens(cfg.model.path, tokenizer, cfg.rollout.stop_token_ids)
@@ -109,7 +107,8 @@ class Driver:
                 overlong=method.overlong,
                 routing=routing,
             )
-            yield MainDriver(cfg, collector, prompts, data.eval[: cfg.evaluation.max_problems], benchmarks, log)
+            evaluations = Evaluations(cfg, data.eval[: cfg.evaluation.max_problems], benchmarks)
+            yield MainDriver(cfg, collector, prompts, evaluations, log)
 
     def engine_when_ready(self) -> RolloutEngine | None:
         """The engine, once it serves."""
@@ -176,14 +175,10 @@ class MainDriver(Driver):
         cfg: Config,
         source: Collector | Replay,
         prompts: PromptStream | None,
-        held_out: list[Prompt],
-        benchmarks: Benchmarks | None,
+        evaluations: Evaluations,
         log: RunLog,
     ) -> None:
-        self._cfg, self._source, self._prompts, self._held_out, self._log = cfg, source, prompts, held_out, log
-        self._benchmarks = benchmarks
-        self._benchmarked: list[int] = []  # steps
-        self._evaluations: dict[int, Accuracy] = {}  # by step; the first and the last are reported
+        self._cfg, self._source, self._prompts, self._evaluations, self._log = cfg, source, prompts, evaluations, log
         self._clock, self._seconds_before = Clock(), 0.0
         # the place in the prompt stream after the rollouts of a step: those of later ones may be sampled before it is trained
         self._positions: dict[int, dict[str, Any]] = {}
@@ -231,47 +226,20 @@ class MainDriver(Driver):
         return rollouts, metrics
 
     def evaluate(self, step: int) -> None:
-        if isinstance(self._source, Replay):
+        source = self._source
+        if isinstance(source, Replay):
             return
-        if self._held_out and step not in self._evaluations:
-            self._evaluate_held_out(step, self._source)
-        if self._benchmarks is not None and step not in self._benchmarked:
-            results = self._benchmarks.evaluate(step, self._source.engine, self._source.reward)
+        for line in self._evaluations.measure(step, source.engine, source.reward, source.sampling):
             self._tell_events()
-            self._log.message(f"benchmarks at step {step}, avg@k: {in_words(results)}")
-            self._benchmarked.append(step)
-
-    def _evaluate_held_out(self, step: int, source: Collector) -> None:
-        cfg = self._cfg.evaluation
-        sampling = replace(source.sampling, samples=cfg.samples, temperature=cfg.temperature, routing=None)
-        # one seed for all evaluations: before and after are compared on the same random numbers
-        seed = derive_seed(self._cfg.seed, "evaluation")
-        result = evaluate(source.engine, source.reward, self._held_out, sampling, seed)
-        self._tell_events()
-        self._log.message(f"accuracy at step {step}: {result}, temperature {cfg.temperature:g}")
-        self._evaluations[step] = result
+            self._log.message(line)
 
     @property
     def best_step(self) -> int | None:
-        if not self._cfg.checkpoint.keep_best:
-            return None
-        # the model that the run began with has no checkpoint
-        return _best({step: accuracy for step, accuracy in self._accuracies.items() if step > 0})
+        return self._evaluations.best_step
 
     @property
     def out_of_patience(self) -> bool:
-        patience = self._cfg.evaluation.patience
-        if patience is None:
-            return False
-        best = _best(self._accuracies)
-        return best is not None and sum(step > best for step in self._accuracies) >= patience
-
-    @property
-    def _accuracies(self) -> dict[int, float]:
-        """By step: of the benchmarks, else on the held-out problems."""
-        if self._benchmarks is not None:
-            return self._benchmarks.means()
-        return {step: accuracy.mean for step, accuracy in self._evaluations.items()}
+        return self._evaluations.out_of_patience
 
     def log_step(self, step: int, log: StepLog, clock: Clock) -> None:
         self._log.write(step, log.record(clock))
@@ -288,7 +256,7 @@ class MainDriver(Driver):
             # rollouts of later steps are lost with the run: whoever resumes samples their prompts again
             "prompts": self._positions.get(step),
             "metrics_bytes": self._log.position(),
-            "evaluations": {str(s): accuracy.state() for s, accuracy in self._evaluations.items()},
+            "evaluations": self._evaluations.state_dict(),
             "seconds": self._seconds,
             "config": plain(self._cfg),
         }
@@ -305,8 +273,7 @@ class MainDriver(Driver):
         lost = self._log.rewind(position, step)
         if self._cfg.rollout.replay is None:
             record.set_aside(self._cfg.run_dir / record.FOLDER, after=step)
-        if self._benchmarks is not None:
-            self._benchmarks.forget(after=step)
+        self._evaluations.forget(after=step)
         if lost:
             self._log.message(f"resume: {lost} recorded steps are taken again; their former records moved to {LOST_FILE}")
 
@@ -326,7 +293,7 @@ class MainDriver(Driver):
             self._log.message("resume: the steps before were replayed, so the prompts start with the first of the dataset")
         if self._log.position() < state["metrics_bytes"]:
             self._log.message(f"resume: {METRICS_FILE} lacks records of steps before")
-        self._evaluations = {int(s): Accuracy.of(a) for s, a in state["evaluations"].items()}
+        self._evaluations.load_state_dict(state["evaluations"])
         self._seconds_before = state["seconds"]
 
     def saved(self, checkpoint: Saved | None) -> None:
@@ -342,30 +309,11 @@ class MainDriver(Driver):
 
     def finish(self, step: int) -> None:
         run_dir, seconds = self._cfg.run_dir, self._seconds
-        before, after = self._evaluations.get(0), self._evaluations.get(step)
-        if before and after and before.scores.keys() != after.scores.keys():
-            self._log.message("resume: the first evaluation was of other problems, so there is no accuracy from before")
-            before = None
-        if before and after:
-            write_evaluation(run_dir, before, after)
-        summary: dict[str, Any] = {
-            "accuracy_before": before and before.mean,
-            "accuracy_after": after and after.mean,
-            "standard_error": {
-                "before": before and before.standard_error,
-                "after": after and after.standard_error,
-            },
-            "steps": step,
-            "seconds": seconds,
-        }
+        summary, told = self._evaluations.finish(step)
+        summary |= {"steps": step, "seconds": seconds}
         if step < self._cfg.training.steps:
             summary["stopped_early"] = True
             self._log.message(f"ended early: no gain in evaluation.patience={self._cfg.evaluation.patience} evaluations")
-        if self._benchmarks is not None:
-            before_after = [self._benchmarks.accuracies(0), self._benchmarks.accuracies(step)]
-            summary["benchmarks"] = dict(zip(("before", "after"), before_after, strict=True))
-            if all(before_after):
-                self._log.message(f"benchmarks, after against before: {self._benchmarks.compare(0, step)}")
         if (best := self.best_step) is not None:
             summary["best_step"] = best
             self._log.message(f"best evaluation: step {best}; its checkpoint: {complete(run_dir / 'checkpoints', best)}")
@@ -373,16 +321,11 @@ class MainDriver(Driver):
         from tepo_megatron.report import write_report  # a second, which ranks without a log need not spend
 
         page = write_report(run_dir)
-        if before and after:
-            self._log.message(f"accuracy before: {before}\naccuracy after:  {after}")
+        for line in told:
+            self._log.message(line)
         self._log.message(f"{step} steps in {seconds:.0f} s; report: {page}")
         if self._cfg.export_hf:
             self._log.message(f"trained model: {run_dir / 'hf'}")
-
-
-def _best(accuracies: Mapping[int, float]) -> int | None:
-    """The first step with the highest."""
-    return max(accuracies, key=lambda step: (accuracies[step], -step), default=None)
 
 
 def _engine(cfg: Config) -> RolloutEngine:

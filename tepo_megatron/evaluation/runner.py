@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tepo_megatron.evaluation.statistics import standard_error
 from tepo_megatron.rewards import Reward
 from tepo_megatron.rollout.engine import RolloutEngine
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -53,5 +53,4 @@ def accuracy(rollouts: Sequence[Rollout]) -> Accuracy:
     groups = itertools.groupby(rollouts, key=lambda r: r.prompt_id)
     scores = {problem: statistics.fmean(r.score for r in group) for problem, group in groups}
     means = list(scores.values())
-    error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
-    return Accuracy(statistics.fmean(means), error, len(means), len(rollouts) // len(means), scores)
+    return Accuracy(statistics.fmean(means), standard_error(means), len(means), len(rollouts) // len(means), scores)

@@ -19,6 +19,7 @@ from tests.parallel.resume_worlds import HalfALine, Kill, Outcome
 pytestmark = pytest.mark.slow
 
 ENGINE, CHECKPOINT = "tests.parallel.resume_worlds:FollowingEngine.", "tepo_megatron.checkpoint."
+EVALUATION = "tepo_megatron.evaluation.in_run:"
 # where it can be hit in a step, and whether ranks other than 0 come there
 PLACES = {
     "tepo_megatron.rollout.collector:Collector.collect": False,
@@ -39,13 +40,13 @@ PLACES = {
     CHECKPOINT + "folder:publish": False,
     CHECKPOINT + "folder:_to_deleted": False,
     "os:rmdir": False,  # the last call of a deletion
-    "tepo_megatron.driver:evaluate": False,
+    EVALUATION + "evaluate": False,
 }
 AT_THE_END = {
     "tepo_megatron.actor.actor:Actor.export_hf": True,
     "tepo_megatron.weights.hf_io:publish": False,
-    "tepo_megatron.driver:evaluate": False,
-    "tepo_megatron.driver:write_evaluation": False,
+    EVALUATION + "evaluate": False,
+    EVALUATION + "write_evaluation": False,
     "tepo_megatron.driver:replace_file": False,  # of the summary
     "tepo_megatron.report:write_report": False,
     "tepo_megatron.driver:MainDriver.finish": False,
@@ -124,7 +125,7 @@ def test_more_kills_in_one_run(straight: Callable[[int], Outcome], model: Path, 
         Kill(CHECKPOINT + "restoring:restore", after=True, rank=1),
         Kill(ENGINE + "update_weights", step=2),
         Kill(CHECKPOINT + "tensors:HostCopy.take", step=3, after=True, rank=1),
-        Kill("tepo_megatron.driver:evaluate", step=4, after=True),
+        Kill(EVALUATION + "evaluate", step=4, after=True),
         Kill("tepo_megatron.actor.actor:Actor.export_hf", rank=1, after=True),  # rank 0 may still finish the run
     )
     w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(2))

@@ -194,9 +194,7 @@ def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     assert ["", "a", "b"] in rows and ["accuracy of rollouts", "24.0%", "49.0% (+25.0 points)"] in rows
     assert ["optimizer.lr", "1e-06", "2e-06"] in rows and not any(row and row[0] == "name" for row in rows)
     # four of eight problems better: 50 points, and 1.96 * 53.45 / sqrt(8) = 37.0 to each side
-    assert (
-        "paired by problem: +50.0 points [+5.3, +94.7] (95 %), beyond the noise of these problems; 4 problems better" in text
-    )
+    assert "paired by problem: +50.0 points [+5.3, +94.7] (95 %), beyond the noise of these problems; 4 problems better" in text
     ids = [a["id"] for _, a in page.tags if "id" in a]
     assert len(ids) == len(set(ids))
     first, second = page.charts()[0]["series"]
