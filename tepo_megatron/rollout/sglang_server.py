@@ -130,7 +130,7 @@ def main(argv: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     try:
-        run_server(prepare_server_args([*argv, "--api-key", os.environ[KEY_VARIABLE]]))
+        run_server(prepare_server_args([*argv, f"--api-key={os.environ[KEY_VARIABLE]}"]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

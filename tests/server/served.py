@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -60,7 +62,8 @@ def serve(
     cfg = RolloutConfig(engine=name, servers=servers, server=ServerConfig(**settings))
     launch = Launch(folder / "model", max_model_len=128, platform="cpu", precision="fp32", seed=0, host=host)
     log_path = folder / "server.log"
-    with build_engine(cfg, launch, log_path) as engine:
+    keys = mock.patch("tepo_megatron.rollout.local.secrets.token_urlsafe", lambda size: "-" + secrets.token_hex(size))
+    with keys, build_engine(cfg, launch, log_path) as engine:  # one key in 64 begins like an option
         engine.start()
         engine.wait_ready()
         yield Served(name, engine, model, log_path)
