@@ -1,4 +1,4 @@
-"""What the benchmarks of whole jobs find, as measures: the training step, conversion, saving."""
+"""What the benchmarks of whole jobs find, as measures: the training step, conversion, saving, sync, overlap."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks.results import OURS, ROOT, Measure, Target, load
 
@@ -59,13 +60,7 @@ def checkpoint(quick: bool) -> list[Measure]:
     """
     out = []
     for model, saves in {"demo": 2}.items() if quick else {"demo": 41, "100m": 6}.items():
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "saves.json"
-            words = ["--model", model, "--saves", str(saves), "--json", str(path)]
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.checkpoint", *words]
-            subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=sys.stderr)
-            found = load(path)
+        found = _run("checkpoint", "--model", model, "--saves", str(saves))
         # the first save describes the state and asks for its memory; it is reported with the others
         medians = {k: statistics.median(s[k] for s in found[1:]) for k in ("blocked", "kept", "fresh", "complete")}
         peers = {"plain copy": medians["kept"], "plain copy, fresh": medians["fresh"]}
@@ -74,3 +69,43 @@ def checkpoint(quick: bool) -> list[Measure]:
         name = f"training waits, {model} model, median after the first"
         out.append(Measure(11, name, "s", medians["blocked"], peers, targets, more=more))
     return out
+
+
+def sync(quick: bool) -> list[Measure]:
+    """Row 12: seconds to gather and carry the weights, beside a copy of their bytes; and what the engines need to load them."""
+    from benchmarks import sync as benchmark
+
+    out = []
+    for transport, target in {"shm": 3.0}.items() if quick else benchmark.TARGETS.items():
+        found = _run("sync", "--transport", transport, *(["--quick", "--engines", "vllm", "--pushes", "1"] if quick else []))
+        for engine, seconds in found.items():
+            targets = (Target("ours / copy", "<=", target),)
+            name = f"{transport}, {engine}"
+            out.append(
+                Measure(12, f"{name}: gather and transport", "s", seconds["transport"], {"copy": seconds["copy"]}, targets)
+            )
+            out.append(Measure(12, f"{name}: all, with the engine loading", "s", seconds["total"], {"copy": seconds["copy"]}))
+    return out
+
+
+def overlap(quick: bool) -> list[Measure]:
+    """Row 13: seconds of a step with rollouts one step ahead, beside the longer of its phases with the sync."""
+    name = "one step ahead, a core for each"
+    if quick:
+        return [Measure(13, name, "s", None, why="two runs of the demo are not quick")]
+    from benchmarks import overlap as benchmark
+
+    found = _run("overlap")
+    ahead, in_turn = found["one step ahead"], found["in turn"]
+    peers = {"longer phase and sync": benchmark.longest(ahead), "in turn": in_turn["step"]}
+    targets = (Target("ours / longer phase and sync", "<=", benchmark.TARGET),)
+    return [Measure(13, name, "s", ahead["step"], peers, targets, more=found)]
+
+
+def _run(benchmark: str, *words: str) -> Any:
+    """What a benchmark writes to its --json, run as a process of its own with one thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{benchmark}", *words, "--json", str(path)]
+        subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr)
+        return load(path)

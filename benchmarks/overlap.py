@@ -4,7 +4,7 @@
 
 Two runs of the demo (examples/demo.yaml, one rank, `training.epochs` set so that sampling and training take about as long),
 taking turns and one step ahead with truncated importance sampling. The server's threads are bound to core 0 and the trainer's
-to core 1 in both: two cores that everyone shares would be busy either way. Needs the demo's base model (`make demo`).
+to core 1 in both: two cores that everyone shares would be busy either way. The demo's base model is made where there is none.
 
 Prints medians of the seconds of a step and of its phases, after the first steps, and the accuracies before and after. Target:
 a step ahead takes at most 1.15 times the longer of sampling (with grading) and training, and the sync.
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -38,6 +39,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    base_model = ["-m", "examples.arithmetic.base_model", "--seed", "0", "--out", ".cache/demo/seed-0"]
+    subprocess.run([sys.executable, *base_model], cwd=ROOT, check=True, stdout=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         found = {name: run(Path(folder), name, args.steps, args.epochs, words) for name, words in RUNS.items()}
     for name, r in found.items():
@@ -46,11 +49,15 @@ def main() -> None:
             f"sync {r['sync']:.3f}; accuracy {r['before']:.3f} -> {r['after']:.3f} ± {r['standard_error']:.3f}"
         )
     ahead = found["one step ahead"]
-    ratio = ahead["step"] / (max(ahead["sampling"], ahead["training"]) + ahead["sync"])
-    print(f"one step ahead: {ratio:.2f} of the longer phase and the sync (target {TARGET})")
+    print(f"one step ahead: {ahead['step'] / longest(ahead):.2f} of the longer phase and the sync (target {TARGET})")
     print(f"in turn / one step ahead: {found['in turn']['step'] / ahead['step']:.2f}")
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
+
+
+def longest(found: Mapping[str, float]) -> float:
+    """Seconds of the longer of both phases, and the sync."""
+    return max(found["sampling"], found["training"]) + found["sync"]
 
 
 RUNS = {

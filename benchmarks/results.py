@@ -27,6 +27,8 @@ ROWS = {
     9: "GPU: output layer + log-prob + entropy, forward + backward",
     10: "Conversion of checkpoints",
     11: "Saving checkpoints",
+    12: "Delivery of the weights to the engine",
+    13: "Rollouts one step ahead",
 }
 PACKAGES = ("torch", "megatron-core", "transformers", "triton", "trl", "verl", "liger-kernel")
 _SENSES = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}

@@ -69,6 +69,18 @@ def _checkpoint(options: Options) -> list[Measure]:
     return _collected.checkpoint(options.quick)
 
 
+def _sync(options: Options) -> list[Measure]:
+    from benchmarks import _collected
+
+    return _collected.sync(options.quick)
+
+
+def _overlap(options: Options) -> list[Measure]:
+    from benchmarks import _collected
+
+    return _collected.overlap(options.quick)
+
+
 # threads that wait for each other sleep: on a busy machine, spinning ones would time the neighbours
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KINETO_LOG_LEVEL": "99"}
 # one thread before and after a fork, as in tests/conftest.py; what verl compiles would be compiled in each rank
@@ -82,4 +94,6 @@ SUITES = {
     "gpu": Suite((8, 9), _gpu),
     "convert": Suite((10,), _convert),
     "checkpoint": Suite((11,), _checkpoint, {"OMP_NUM_THREADS": "1"}),
+    "sync": Suite((12,), _sync, {"OMP_NUM_THREADS": "1"}),
+    "overlap": Suite((13,), _overlap),
 }
