@@ -97,8 +97,8 @@ def overlap(quick: bool) -> list[Measure]:
 
     found = _run("overlap")
     ahead, in_turn = found["one step ahead"], found["in turn"]
-    peers = {"longer phase and sync": benchmark.longest(ahead), "in turn": in_turn["step"]}
-    targets = (Target("ours / longer phase and sync", "<=", benchmark.TARGET),)
+    peers = {"longer phase + sync": benchmark.longest(ahead), "in turn": in_turn["step"]}
+    targets = (Target("ours / longer phase + sync", "<=", benchmark.TARGET),)
     return [Measure(13, name, "s", ahead["step"], peers, targets, more=found)]
 
 
