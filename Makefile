@@ -12,7 +12,7 @@ PEERS  := .cache/peers
 # torch: a wheel found through PIP_FIND_LINKS if there is one, else PyTorch's own CPU build
 UV_ENV := UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(if $(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))),,UV_TORCH_BACKEND=cpu)
 
-.PHONY: demo sglang launch ablation bench test test-fast test-full test-slurm test-gpu check lint types format pins clean
+.PHONY: demo sglang launch ablation bench test test-fast test-full test-full-served test-full-computed test-slurm test-gpu check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
@@ -45,8 +45,16 @@ launch: $(LAUNCH)/.ready
 test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m "not full"
 
+# in two at once, of which one waits for servers while the other computes; what is printed appears when either has ended
 test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
-	$(BIN)/python -m pytest -m "full and not slurm"
+	@$(MAKE) --no-print-directory -j2 --output-sync=target --keep-going test-full-served test-full-computed
+	$(BIN)/python -m pytest -m "full and alone"
+
+test-full-served:
+	$(BIN)/python -m pytest -m "full and not slurm and not alone and (e2e or server)"
+
+test-full-computed:
+	$(BIN)/python -m pytest -m "full and not slurm and not alone and not (e2e or server)"
 
 # apt-get install slurm-wlm munge; as root
 test-slurm: $(READY) $(LAUNCH)/.ready

@@ -116,14 +116,14 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.full
 def test_every_suite_of_the_command_runs(tmp_path: Path) -> None:
-    """At a small size, without peers: every row is there, and all but the GPU's are measured."""
+    """At a small size, without peers: every row is there, and all are measured but the GPU's and two runs of the demo."""
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks", "--quick", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-4000:]
     objects = load(out)
     assert {x["row"] for x in objects} == set(ROWS)
-    assert {x["row"] for x in objects if x["ours"] is None} == ON_A_GPU
+    assert {x["row"] for x in objects if x["ours"] is None} == ON_A_GPU | {13}
 
 
 def test_without_a_gpu_its_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

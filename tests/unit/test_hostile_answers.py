@@ -47,11 +47,13 @@ def test_some_hostile_answers_one_by_one() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.alone
 def test_all_hostile_answers_one_by_one() -> None:
     check(grade_each(ANSWERS))
 
 
 @pytest.mark.full
+@pytest.mark.alone
 def test_the_pool_is_as_fast_afterwards() -> None:
     with math_reward(workers=2, soft_seconds=0.5, hard_seconds=HARD_SECONDS) as reward:
         pool = pool_of(reward.terms[0][1])
