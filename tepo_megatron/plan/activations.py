@@ -39,50 +39,84 @@ class Term:
         return self.elements * (element_size if self.size is None else self.size)
 
 
-def layer_terms(arch: Architecture, parallel: ParallelConfig, sparse: bool, attention: Attention) -> list[Term]:
-    """Of one layer, for one token of a rank's packed tokens. sparse: with experts."""
-    tp = parallel.tp
+@dataclass(frozen=True)
+class Kernels:
+    """attention: as `model.attention`; fused_norms: they keep their input and one scale a row. PyTorch's on a CPU do not: they
+    keep two vectors in fp32.
+    """
+
+    attention: Attention = "te"
+    fused_norms: bool = True
+
+
+ON_CPU = Kernels("sdpa", False)
+
+
+def layer_terms(arch: Architecture, parallel: ParallelConfig, sparse: bool, kernels: Kernels, sequence: int) -> list[Term]:
+    """Of one layer, for one token of a rank's packed tokens. sparse: with experts; sequence: tokens of a sequence."""
+    tp, cp = parallel.tp, parallel.cp
     hidden = arch.hidden_size / (tp if parallel.sequence_parallel else 1)
     queries, keys = arch.num_heads * arch.head_dim / tp, arch.num_query_groups * arch.head_dim / tp
-    qkv, everybody = queries + 2 * keys, parallel.cp
     terms = [
-        Term("input of the first norm", "rest", hidden),
-        Term("its output, input of q, k, v", "layernorm", hidden),
-        Term("queries, keys, values that attention reads", "rest", queries + 2 * keys * everybody),
-        Term("output of attention", "core_attn" if attention == "sdpa" else "rest", queries),
-        Term("its log-sum-exp", "core_attn", arch.num_heads / tp, FP32),
-        Term("input of the second norm", "rest", hidden),
-        Term("its output, input of the feed-forward block", "layernorm", hidden),
-        Term("scales of the norms", "layernorm", 2 * hidden / arch.hidden_size, FP32),
+        *_norm("the first norm", hidden, hidden / arch.hidden_size, kernels),
+        Term("input of q, k, v", "layernorm", hidden),
+        Term("queries, turned", "rest", queries),
+        # values are a view of all three, which so stay; gathered over cp they are a copy
+        *(_one("keys, turned", keys) + _one("q, k, v", queries + 2 * keys) if cp == 1 else _one("k, v of all", 2 * keys * cp)),
+        Term("output of attention", "core_attn" if kernels.attention == "sdpa" else "rest", queries),
+        Term("log-sum-exp of its scores", "core_attn", arch.num_heads / tp, FP32),
+        *_norm("the second norm", hidden, hidden / arch.hidden_size, kernels),
+        Term("input of the feed-forward block", "layernorm", hidden),
     ]
-    if attention == "sdpa":  # taken out of the padded buckets
+    if kernels.attention == "sdpa":
+        terms.append(Term("queries in buckets", "core_attn", queries))
+        terms.append(Term("keys and values in buckets", "core_attn", 2 * keys * cp))
         terms.append(Term("input of the output projection", "rest", queries))
+        if cp > 1:
+            terms.append(Term("which keys a query sees", "core_attn", sequence / 2))
     if arch.qk_norm:
-        terms.append(Term("queries and keys before their norms", "rest", qkv if attention == "sdpa" else queries + keys))
-        terms.append(Term("their scales", "layernorm", (arch.num_heads + arch.num_query_groups) / tp, FP32))
-    if sparse and arch.experts is not None:
-        return terms + _expert_terms(arch, parallel)
+        if cp > 1 or not kernels.fused_norms:
+            terms += _norm("the norms of queries and keys", queries + keys, (arch.num_heads + arch.num_query_groups) / tp, kernels)
+        else:  # their input is a view of what is kept anyway
+            terms.append(Term("scales of their norms", "rest", (arch.num_heads + arch.num_query_groups) / tp, FP32))
+    if sparse:
+        return terms + _expert_terms(arch, parallel, hidden)
     ffn = arch.ffn_size / tp
+    return [*terms, *_swiglu(ffn)]
+
+
+def _one(what: str, elements: float) -> list[Term]:
+    return [Term(what, "rest", elements)]
+
+
+def _norm(what: str, size: float, rows: float, kernels: Kernels) -> list[Term]:
+    """An RMS norm of vectors of together `size` elements, `rows` of them."""
+    scale = Term(f"scale of {what}", "rest", rows, FP32)
+    if kernels.fused_norms:
+        return [Term(f"input of {what}", "rest", size), scale]
+    return [Term(f"{what}, in fp32", "rest", 2 * size, FP32), scale]
+
+
+def _swiglu(ffn: float) -> list[Term]:
     return [
-        *terms,
         Term("gate and up projections", "mlp", 2 * ffn),
         Term("the gate's activation", "mlp", ffn),
-        Term("its product with up", "mlp", ffn),
+        Term("up, offset by 0", "mlp", ffn),  # Megatron-Core 0.16: glu_linear_offset
+        Term("their product", "mlp", ffn),
     ]
 
 
-def _expert_terms(arch: Architecture, parallel: ParallelConfig) -> list[Term]:
+def _expert_terms(arch: Architecture, parallel: ParallelConfig, hidden: float) -> list[Term]:
+    """With balanced experts: of a rank's tokens per_token copies reach experts, wherever those are."""
     assert arch.experts is not None
-    chosen, ffn = arch.experts.per_token, arch.experts.ffn_size / parallel.tp
-    # the experts of a rank see the tokens of its whole tensor-parallel group, and of its expert-parallel one on average
-    gathered = arch.hidden_size
+    chosen, ffn, number = arch.experts.per_token, arch.experts.ffn_size / parallel.tp, arch.experts.number
+    tokens = hidden / arch.hidden_size  # of a token that this rank routes
     return [
-        Term("router: logits, scores, choice", "mlp", 3 * arch.experts.number / parallel.tp, FP32),
-        Term("tokens as they reach the experts", "mlp", chosen * gathered),
-        Term("gate and up projections", "mlp", 2 * chosen * ffn),
-        Term("the gate's activation", "mlp", chosen * ffn),
-        Term("its product with up", "mlp", chosen * ffn),
-        Term("outputs of the experts, before their weights", "mlp", chosen * gathered),
+        Term("router: logits and scores", "mlp", 2 * tokens * number, FP32),
+        Term("router: which were chosen", "mlp", tokens * number, 1),
+        Term("tokens as they reach the experts", "mlp", chosen * arch.hidden_size),
+        *_swiglu(chosen * ffn),
+        Term("their products, weighted by the router", "mlp", chosen * ffn),
     ]
 
 
@@ -91,15 +125,23 @@ def layer_bytes(
     parallel: ParallelConfig,
     element_size: int,
     recompute: Recompute = "none",
-    attention: Attention = "te",
+    kernels: Kernels = Kernels(),
     *,
     sparse: bool = False,
+    sequence: int = 0,
 ) -> float:
-    """Bytes that one layer keeps for one token; under `full` its input alone."""
-    terms = layer_terms(arch, parallel, sparse, attention)
+    """Bytes that one layer keeps for one token, of sequences of `sequence` tokens; under `full` its input alone."""
+    hidden = arch.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
     if recompute == "full":
-        return terms[0].bytes(element_size)
+        return hidden * element_size
+    terms = layer_terms(arch, parallel, sparse, kernels, sequence)
     return sum(t.bytes(element_size) for t in terms if t.module not in RECOMPUTED[recompute])
+
+
+def final_norm_bytes(arch: Architecture, parallel: ParallelConfig, element_size: int, kernels: Kernels = Kernels()) -> float:
+    """Of one token, on the last stage."""
+    hidden = arch.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
+    return sum(t.bytes(element_size) for t in _norm("the last norm", hidden, hidden / arch.hidden_size, kernels))
 
 
 def output_bytes(

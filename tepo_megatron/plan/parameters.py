@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from tepo_megatron.actor.layout import stage_layers
 from tepo_megatron.config import ParallelConfig
-from tepo_megatron.weights.families import Family, Row
+from tepo_megatron.weights.families import Row
 from tepo_megatron.weights.ops import Architecture, Replicated, padded_vocab_size
 
 _ALIGNMENT = 64  # elements, of a parameter's start
@@ -60,6 +60,7 @@ class Held:
         return Held(self.parameters + other.parameters, self.buffer + other.buffer, self.owned + other.owned)
 
 
+@lru_cache(maxsize=8192)
 def stages(arch: Architecture, parallel: ParallelConfig, rank: int) -> list[Stage]:
     """The model chunks of pipeline rank `rank`."""
     if parallel.vpp == 1:
@@ -97,9 +98,9 @@ def shape(row: Row, arch: Architecture, tp: int) -> tuple[int, ...]:
     return tuple(size)
 
 
-def chunk_parameters(family: Family, arch: Architecture, parallel: ParallelConfig, stage: Stage) -> Iterator[Parameter]:
-    """Of a model chunk on one rank, in the order in which its modules have them."""
-    rows = {row: math.prod(shape(row, arch, parallel.tp)) for row in family.rows}
+def chunk_parameters(rows_of: tuple[Row, ...], arch: Architecture, parallel: ParallelConfig, stage: Stage) -> Iterator[Parameter]:
+    """Of a model chunk on one rank, in the order in which its modules have them. rows_of: of the model's family."""
+    rows = {row: math.prod(shape(row, arch, parallel.tp)) for row in rows_of}
     of_layers = sorted((r for r in rows if "{layer}" in r.megatron), key=_place)
     by_name = {r.megatron: n for r, n in rows.items()}
     embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -122,14 +123,17 @@ def chunk_parameters(family: Family, arch: Architecture, parallel: ParallelConfi
             yield Parameter(output, by_name[output], alone=shared)
 
 
-def held(family: Family, arch: Architecture, parallel: ParallelConfig, pp_rank: int, dp_cp_rank: int | None = None) -> Held:
-    """What one rank holds. dp_cp_rank: its place among those that share gradients (context-parallel neighbours first); None:
+@lru_cache(maxsize=8192)
+def held(
+    rows: tuple[Row, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int, dp_cp_rank: int | None = None
+) -> Held:
+    """What one rank holds. rows: of the model's family; dp_cp_rank: its place among those that share gradients (context-parallel neighbours first); None:
     the one that owns most.
     """
     whole = parallel.dp * parallel.cp
     per_rank = [Held(0, 0, 0)] * whole
     for stage in stages(arch, parallel, pp_rank):
-        found = list(chunk_parameters(family, arch, parallel, stage))
+        found = list(chunk_parameters(rows, arch, parallel, stage))
         for expert, ranks in ((False, whole), (True, whole // parallel.ep)):
             sizes = tuple((p.elements, p.alone) for p in found if p.expert == expert)
             buffer, owned = _buffer(sizes, ranks)
@@ -140,12 +144,13 @@ def held(family: Family, arch: Architecture, parallel: ParallelConfig, pp_rank: 
     return max(per_rank, key=lambda h: h.owned) if dp_cp_rank is None else per_rank[dp_cp_rank]
 
 
-def total_parameters(family: Family, arch: Architecture) -> int:
+@lru_cache(maxsize=64)
+def total_parameters(rows: tuple[Row, ...], arch: Architecture) -> int:
     """Of the whole model, tied ones once, the vocabulary not padded."""
     alone = ParallelConfig()
     padding = padded_vocab_size(arch.vocab_size, 1) - arch.vocab_size
     tables = 1 if arch.tied_embeddings else 2
-    found = chunk_parameters(family, arch, alone, stages(arch, alone, 0)[0])
+    found = chunk_parameters(rows, arch, alone, stages(arch, alone, 0)[0])
     return sum(p.elements for p in found) - tables * padding * arch.hidden_size
 
 
