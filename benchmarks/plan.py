@@ -1,20 +1,20 @@
 """What `tepo plan` would have said of runs that others published: `python -m benchmarks.plan`.
 
-One set of assumptions (`tepo_megatron/plan/gpus.py`) for all rows. Where a source does not say something, it is named in `note`.
+One set of assumptions for all rows (`tepo_megatron/plan/gpus.py`). What a source does not say stands in `note`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from tepo_megatron.config import Config
 from tepo_megatron.config_io import validate
 from tepo_megatron.plan.activations import Recompute
 from tepo_megatron.plan.compute import Machine
-from tepo_megatron.plan.gpus import GIB, GPUS
-from tepo_megatron.plan.memory import Model, training
+from tepo_megatron.plan.gpus import GPUS
+from tepo_megatron.plan.memory import Model
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.step import Predictor
 from tepo_megatron.plan.workload import Workload
@@ -121,16 +121,12 @@ def predicted_seconds(row: Row) -> float:
 def table() -> list[str]:
     """As in docs/plan.md."""
     lines = [
-        "| what | published, s | predicted, s | predicted / published | GPU memory, predicted, GiB | source |",
-        "|---|---:|---:|---:|---:|---|",
+        "| what | published, s | predicted, s | predicted / published | source |",
+        "|---|---:|---:|---:|---|",
     ]
     for row in ROWS:
-        seconds, predictor = predicted_seconds(row), predictor_of(row)
-        cfg = replace(predictor.cfg, training=replace(predictor.cfg.training, logits_budget_mib=None))
-        memory = training(cfg, predictor.model, cfg.parallel).total / GIB
-        lines.append(
-            f"| {row.what} | {row.seconds:g} | {seconds:.1f} | {seconds / row.seconds:.2f} | {memory:.0f} | {row.source} |"
-        )
+        seconds = predicted_seconds(row)
+        lines.append(f"| {row.what} | {row.seconds:g} | {seconds:.1f} | {seconds / row.seconds:.2f} | {row.source} |")
     return lines
 
 

@@ -1,8 +1,8 @@
 """What the forward pass keeps for backward, tensor by tensor.
 
-Every term is what one layer keeps for one token on one rank. A term's `module` is what a recomputation would have to cover to be
-rid of it. With Transformer Engine (`attention="te"`) the same tensors are kept but for copies that only the SDPA path makes; that
-was never run.
+Every term is what one layer keeps for one token on one rank. A term's `module` is what would have to be computed again for it
+not to be kept. With Transformer Engine (`attention="te"`) the same tensors are taken to be kept but for copies that only the
+SDPA path makes; that was never run.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Kernels:
 
 
 ON_CPU = Kernels("sdpa", False)
+ON_CUDA = Kernels()
 
 
 def layer_terms(arch: Architecture, parallel: ParallelConfig, sparse: bool, kernels: Kernels, sequence: int) -> list[Term]:
@@ -76,7 +77,9 @@ def layer_terms(arch: Architecture, parallel: ParallelConfig, sparse: bool, kern
             terms.append(Term("which keys a query sees", "core_attn", sequence / 2))
     if arch.qk_norm:
         if cp > 1 or not kernels.fused_norms:
-            terms += _norm("the norms of queries and keys", queries + keys, (arch.num_heads + arch.num_query_groups) / tp, kernels)
+            terms += _norm(
+                "the norms of queries and keys", queries + keys, (arch.num_heads + arch.num_query_groups) / tp, kernels
+            )
         else:  # their input is a view of what is kept anyway
             terms.append(Term("scales of their norms", "rest", (arch.num_heads + arch.num_query_groups) / tp, FP32))
     if sparse:
@@ -125,7 +128,7 @@ def layer_bytes(
     parallel: ParallelConfig,
     element_size: int,
     recompute: Recompute = "none",
-    kernels: Kernels = Kernels(),
+    kernels: Kernels = ON_CUDA,
     *,
     sparse: bool = False,
     sequence: int = 0,
@@ -138,7 +141,7 @@ def layer_bytes(
     return sum(t.bytes(element_size) for t in terms if t.module not in RECOMPUTED[recompute])
 
 
-def final_norm_bytes(arch: Architecture, parallel: ParallelConfig, element_size: int, kernels: Kernels = Kernels()) -> float:
+def final_norm_bytes(arch: Architecture, parallel: ParallelConfig, element_size: int, kernels: Kernels = ON_CUDA) -> float:
     """Of one token, on the last stage."""
     hidden = arch.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
     return sum(t.bytes(element_size) for t in _norm("the last norm", hidden, hidden / arch.hidden_size, kernels))

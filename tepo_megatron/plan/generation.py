@@ -45,9 +45,12 @@ class Engine:
         and take them back.
         """
         arch = self.model.arch
-        prefill = prompts * (
-            prompt * decode_operations(arch) + arch.num_layers * attention_operations(arch, prompt**2)
-        ) / self.tp / self.machine.matmul_rate
+        prefill = (
+            prompts
+            * (prompt * decode_operations(arch) + arch.num_layers * attention_operations(arch, prompt**2))
+            / self.tp
+            / self.machine.matmul_rate
+        )
         room = self.cache / kv_bytes(arch, self.tp)
         waiting = list(reversed(responses))
         ends: list[tuple[float, int]] = []  # (step at which it ends, its tokens)

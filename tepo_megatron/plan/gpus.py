@@ -53,6 +53,7 @@ class Assumptions:
     experts: float = 0.14  # share of the peak of bf16 in the small products of experts, of whatever type
     decode_seconds: float = 4e-3  # of the engine, for each token of all its sequences
     decode_collective_seconds: float = 12e-6  # a small all-reduce
+    beyond: float = 0.55  # of a step's phases: what NeMo-RL's published steps take beyond them (grading, stragglers, restarts)
     host_copy: float = 5e9  # bytes per second of a process that writes to shared memory or reads from it
     reserved: int = 3 * GIB
     fragmentation: float = 0.05

@@ -91,9 +91,7 @@ def _stage(cfg: Config, model: Model, parallel: ParallelConfig, rank: int, assum
     parts["gradients in passing"] = _in_passing(model, parallel, tokens)
     if rank == parallel.pp - 1:
         budget = cfg.training.logits_budget_mib
-        held_rows, passing = activations.output_bytes(
-            arch, parallel, tokens, element, None if budget is None else budget * MIB
-        )
+        held_rows, passing = activations.output_bytes(arch, parallel, tokens, element, None if budget is None else budget * MIB)
         parts["activations"] += tokens * activations.final_norm_bytes(arch, parallel, element, model.kernels)
         parts["logits and entropy"] = held_rows + passing
     passing_parts = ("activations", "gradients in passing", "logits and entropy")
@@ -103,7 +101,7 @@ def _stage(cfg: Config, model: Model, parallel: ParallelConfig, rank: int, assum
 
 
 def _in_passing(model: Model, parallel: ParallelConfig, tokens: int) -> float:
-    """In backward: the largest weight gradient before it is added in fp32, and gradients of one feed-forward block's tensors."""
+    """In backward: the largest weight gradient before it is added in fp32, and gradients of one feed-forward block."""
     arch, tp = model.arch, parallel.tp
     largest = max(math.prod(parameters.shape(row, arch, tp)) for row in model.family.rows)
     ffn = arch.ffn_size if arch.experts is None else arch.experts.ffn_size * arch.experts.per_token
@@ -128,7 +126,7 @@ def engine_share(cfg: Config, assumed: Assumptions = ASSUMED) -> float:
     words = [part for word in cfg.rollout.server.extra_args for part in word.split("=", 1)]
     for option in ("--gpu-memory-utilization", "--mem-fraction-static"):
         if option in words:
-            value = (words + [""])[words.index(option) + 1]
+            value = [*words, ""][words.index(option) + 1]
             try:
                 return float(value)
             except ValueError:

@@ -98,7 +98,9 @@ def shape(row: Row, arch: Architecture, tp: int) -> tuple[int, ...]:
     return tuple(size)
 
 
-def chunk_parameters(rows_of: tuple[Row, ...], arch: Architecture, parallel: ParallelConfig, stage: Stage) -> Iterator[Parameter]:
+def chunk_parameters(
+    rows_of: tuple[Row, ...], arch: Architecture, parallel: ParallelConfig, stage: Stage
+) -> Iterator[Parameter]:
     """Of a model chunk on one rank, in the order in which its modules have them. rows_of: of the model's family."""
     rows = {row: math.prod(shape(row, arch, parallel.tp)) for row in rows_of}
     of_layers = sorted((r for r in rows if "{layer}" in r.megatron), key=_place)
@@ -127,8 +129,8 @@ def chunk_parameters(rows_of: tuple[Row, ...], arch: Architecture, parallel: Par
 def held(
     rows: tuple[Row, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int, dp_cp_rank: int | None = None
 ) -> Held:
-    """What one rank holds. rows: of the model's family; dp_cp_rank: its place among those that share gradients (context-parallel neighbours first); None:
-    the one that owns most.
+    """What one rank holds. rows: of the model's family; dp_cp_rank: its place among those that share gradients
+    (context-parallel neighbours first); None: the one that owns most.
     """
     whole = parallel.dp * parallel.cp
     per_rank = [Held(0, 0, 0)] * whole

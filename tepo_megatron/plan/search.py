@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from tepo_megatron.actor.layout import check_layout, divisors
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.plan.gpus import GIB, GPUS_PER_NODE, Gpu
+from tepo_megatron.plan.gpus import GIB, GPUS_PER_NODE
 from tepo_megatron.plan.memory import State, kv_bytes, states
 from tepo_megatron.plan.placement import placement_of
 from tepo_megatron.plan.step import Predictor, Step
@@ -101,9 +101,7 @@ def _candidates(cfg: Config, gpus: int, experts: bool) -> Iterator[Config]:
                     for cp in (n for n in divisors(trainer // tp // pp) if n <= GPUS_PER_NODE):
                         dp = trainer // tp // pp // cp
                         for ep in divisors(dp * cp) if experts else (1,):
-                            mesh = replace(
-                                cfg.parallel, tp=tp, pp=pp, vpp=1, cp=cp, ep=ep, dp=dp, sequence_parallel=tp > 1
-                            )
+                            mesh = replace(cfg.parallel, tp=tp, pp=pp, vpp=1, cp=cp, ep=ep, dp=dp, sequence_parallel=tp > 1)
                             for factor in (1, 2):
                                 yield _with_tokens(replace(served, parallel=mesh), factor)
 

@@ -34,17 +34,25 @@ class Pass:
 
 @dataclass(frozen=True)
 class Step:
-    """phases: seconds by name; overlapping: those of the trainer run while the engine samples."""
+    """phases: seconds by name; overlapping: those of the trainer run while the engine samples; beyond: share of their time
+    that steps take besides.
+    """
 
     phases: Mapping[str, float]
     update: Pass
     tokens: int
     gpus: int
     overlapping: bool
+    beyond: float
 
     @property
     def seconds(self) -> float:
         """From one step to the next."""
+        return (1 + self.beyond) * self.modelled
+
+    @property
+    def modelled(self) -> float:
+        """Seconds of the phases, those at the same time once."""
         sync, sample = self.phases["send weights"], self.phases["sample"]
         rest = sum(self.phases.values()) - sync - sample
         return sync + (max(sample, rest) if self.overlapping else sample + rest)
@@ -94,9 +102,7 @@ class Predictor:
         squares = sum(n * n for n in sequences) / parallel.dp
         rows = (sum(sequences) - len(sequences) * self.workload.prompt) / parallel.dp
         fused = self.cfg.training.logits_budget_mib is not None
-        cost = stage_seconds(
-            self.model, parallel, self.machine, tokens, squares, rows, backward=backward, fused_output=fused
-        )
+        cost = stage_seconds(self.model, parallel, self.machine, tokens, squares, rows, backward=backward, fused_output=fused)
         waiting = packing["packing/balance"] * (1 - packing["packing/bubble_share"])
         count = packing["packing/microbatches"] + pipeline.bubble
         launches = (3 + (self.model.recompute == "full")) if backward else 1
@@ -125,7 +131,7 @@ class Predictor:
             "send weights": self.sync_seconds(),
         }
         overlapping = rollout.max_staleness > 0 and not rollout.colocate
-        return Step(phases, update, sum(everything), self.placement.gpus, overlapping)
+        return Step(phases, update, sum(everything), self.placement.gpus, overlapping, self.machine.assumed.beyond)
 
     def sample_seconds(self) -> float:
         """Of the slowest of equal servers."""
@@ -171,4 +177,3 @@ class Predictor:
         if self.cfg.sync.transport == "group":
             return size / self.machine.link(GPUS_PER_NODE + 1 if self.placement.machines > 1 else 2, 1)
         return size / (self.machine.assumed.host_copy * self.cfg.parallel.pp)
-

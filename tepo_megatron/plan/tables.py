@@ -29,8 +29,9 @@ def time_lines(step: Step) -> Iterator[str]:
     for name, seconds in step.phases.items():
         if seconds:
             yield f"  {name}".ljust(34) + f"{seconds:10.2f}"
-    how = "the longer of sampling and training" if step.overlapping else "one after the other"
-    yield f"  all ({how})".ljust(34) + f"{step.seconds:10.2f}"
+    yield "  beyond these, as others measured".ljust(34) + f"{step.seconds - step.modelled:10.2f}"
+    how = "the longer of sample and train" if step.overlapping else "one after the other"
+    yield f"  all, {how}".ljust(34) + f"{step.seconds:10.2f}"
     parts = step.update.cost
     shares = {"products": parts.products, "attention": parts.attention, "elementwise": parts.elementwise, "links": parts.links}
     words = ", ".join(f"{name} {seconds / parts.total:.0%}" for name, seconds in shares.items())
@@ -74,4 +75,3 @@ def as_json(predictor: Predictor, layout: Layout, found: Found, gpus: int) -> di
         "best": [one(best) for best in found.best],
         "refused": {why: list(names) for why, names in found.refused.items()},
     }
-

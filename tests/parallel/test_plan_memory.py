@@ -17,7 +17,7 @@ from tepo_megatron.plan.memory import ELEMENT, Model, state_bytes, training
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held
 from tepo_megatron.types import Rollout, TrainBatch
-from tests.marks import marked
+from tests.marks import slow_but
 from tests.parallel import cases
 from tests.parallel.test_families import MODELS, shaped
 from tests.tiny import tiny_model
@@ -56,9 +56,7 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
     actor.optimizer.step()
     buffers = [b for chunk in actor.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weights = {b.param_data.untyped_storage()._cdata: b.param_data.untyped_storage() for b in buffers}
-    optimizer = {
-        t.untyped_storage()._cdata: t.untyped_storage() for t in actor._offload._tensors("optimizer") if t.numel()
-    }
+    optimizer = {t.untyped_storage()._cdata: t.untyped_storage() for t in actor._offload._tensors("optimizer") if t.numel()}
     out = {
         "pp": groups.pp.rank,
         "dp_cp": groups.dp_cp.rank,
@@ -71,7 +69,7 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
     return out
 
 
-@pytest.mark.parametrize(("model", "layout", "precision"), CASES, ids=lambda x: str(x))
+@pytest.mark.parametrize(("model", "layout", "precision"), slow_but(CASES[1:5] + CASES[8:9], CASES), ids=lambda x: str(x))
 def test_states_to_the_byte(tmp_path: Path, model: str, layout: dict[str, Any], precision: str) -> None:
     tiny_model(tmp_path, MODELS[model]())
     cfg = config(tmp_path, layout, precision)
@@ -161,7 +159,7 @@ def kept(rank: int, cfg: Config, recompute: Recompute) -> int:
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "precision", "recompute"), marked(KEPT, fast=[KEPT[0], KEPT[2], KEPT[6]]), ids=lambda x: str(x)
+    ("model", "layout", "precision", "recompute"), slow_but([KEPT[0], KEPT[2], KEPT[6]], KEPT), ids=lambda x: str(x)
 )
 def test_activations(tmp_path: Path, model: str, layout: dict[str, Any], precision: str, recompute: Recompute) -> None:
     tiny_model(tmp_path, wide(model))
@@ -169,9 +167,7 @@ def test_activations(tmp_path: Path, model: str, layout: dict[str, Any], precisi
     _, arch = read_model(tmp_path)
     element, tokens = ELEMENT[precision], sum(LENGTHS) // cfg.parallel.cp
     rows = (sum(LENGTHS) - PROMPT * len(LENGTHS)) // cfg.parallel.cp
-    layer = layer_bytes(
-        arch, cfg.parallel, element, recompute, ON_CPU, sparse=arch.experts is not None, sequence=max(LENGTHS)
-    )
+    layer = layer_bytes(arch, cfg.parallel, element, recompute, ON_CPU, sparse=arch.experts is not None, sequence=max(LENGTHS))
     planned = tokens * (arch.num_layers * layer + final_norm_bytes(arch, cfg.parallel, element, ON_CPU))
     planned += output_bytes(arch, cfg.parallel, rows, element, None)[0]
     measured = run_world(cfg.parallel.world_size, kept, cfg, recompute)[0]
