@@ -107,12 +107,11 @@ def _candidates(cfg: Config, gpus: int, experts: bool) -> Iterator[Config]:
 
 
 def _served(cfg: Config, servers: int, tp: int) -> Config:
-    server = replace(cfg.rollout.server, tp=tp, urls=None, rendezvous=cfg.rollout.server.rendezvous or _somewhere(cfg))
-    return replace(cfg, rollout=replace(cfg.rollout, servers=servers, min_servers=1, server=server))
-
-
-def _somewhere(cfg: Config) -> str | None:
-    return "servers" if cfg.rollout.server.urls is not None else None
+    """With so many servers of so many GPUs each; addresses, which name a number of them, become a folder."""
+    server, sync = replace(cfg.rollout.server, tp=tp), cfg.sync
+    if server.urls is not None:
+        server, sync = replace(server, urls=None, rendezvous="servers"), replace(sync, folder=sync.folder or "weights")
+    return replace(cfg, sync=sync, rollout=replace(cfg.rollout, servers=servers, min_servers=1, server=server))
 
 
 def _with_tokens(cfg: Config, factor: int) -> Config:

@@ -46,8 +46,8 @@ class Workload:
 def _quantiles(mean: int, longest: int, count: int) -> tuple[int, ...]:
     normal = NormalDist()
     shape = [math.exp(_SIGMA * normal.inv_cdf((i + 0.5) / count)) for i in range(count)]
-    low, high = 0.0, float(longest)
-    for _ in range(40):  # the scale at which the cut lengths have this mean
+    low, high = 0.0, longest / min(shape)
+    for _ in range(50):  # the scale at which the cut lengths have this mean
         scale = (low + high) / 2
         if _mean([min(longest, scale * x) for x in shape]) < mean:
             low = scale

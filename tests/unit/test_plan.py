@@ -155,7 +155,8 @@ def test_the_share_of_the_engine() -> None:
         ({"parallel": {"tp": 2, "dp": 4}, "rollout": {"colocate": True}, "training": {"max_tokens_per_microbatch": 10**5}},
          r"GiB too much to train; the greatest part is activations, [\d.]+ GiB: lower training.max_tokens_per_microbatch"),
         ({"parallel": {"dp": 8}, "rollout": {"colocate": True}}, "the greatest part is (activations|gradients)"),
-        ({"rollout": {"colocate": True, "server": {"extra_args": ["--gpu-memory-utilization", "0.2"]}}, "parallel": {"tp": 4}},
+        ({"rollout": {"colocate": True, "server": {"extra_args": ["--gpu-memory-utilization", "0.2"]}},
+          "parallel": {"tp": 4, "cp": 2, "sequence_parallel": True}},
          "holds no sequence"),
     ],
     ids=str,
@@ -180,6 +181,12 @@ def test_the_search() -> None:
     assert alone.step is not None and alone.step.seconds == found.best[-1].step.seconds
     more = search(replace(predictor, machine=Machine(GPUS["H200"])), 8)
     assert len(more.best) > len(found.best)
+
+
+def test_the_search_around_servers_of_others() -> None:
+    named = {"servers": 2, "server": {"tp": 2, "urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}}
+    found = search(predictor_of(config(rollout=named, parallel={"tp": 4, "sequence_parallel": True}), Request()), 8)
+    assert found.best and {placement_of(layout.cfg).gpus for layout in found.best} == {8}
 
 
 def test_a_larger_gpu_is_faster_and_longer_responses_are_slower() -> None:
