@@ -82,11 +82,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="rows of the paper to print beside it: the name of a model as it stands there, all, none, or auto: of the model "
         "that CHECKPOINT names (default: %(default)s)",
     )
+    planning = commands.add_parser(
+        "plan",
+        help="memory and time of a config before any GPU is asked for, and the best layouts",
+        usage="tepo plan CONFIG [--gpus N] [--gpu H100|H200|B200] [--section.key VALUE ...]",
+        epilog="Exit status 1: the given layout does not fit. The model, its sources and its errors: docs/plan.md.",
+        allow_abbrev=False,
+    )
+    planning.add_argument("config", metavar="CONFIG", help="the run's YAML file; of the model only config.json is read")
+    planning.add_argument("--gpus", type=int, metavar="N", help="of trainer and engine together (default: what CONFIG takes)")
+    planning.add_argument("--gpu", default="H100", help="which, in its SXM form (default: %(default)s)")
+    planning.add_argument("--prompt", type=int, metavar="TOKENS", help="of a prompt on average")
+    planning.add_argument("--response", type=int, metavar="TOKENS", help="of a response on average")
+    planning.add_argument("--json", type=Path, metavar="FILE", help="write all of it there, too")
     comparison = commands.add_parser("compare", help="two evaluations, problem by problem")
     comparison.add_argument("first", type=Path, metavar="DIR", help="what tepo evaluate wrote")
     comparison.add_argument("second", type=Path, metavar="DIR", help="another, which is subtracted")
     words = list(sys.argv[1:] if argv is None else argv)
-    takes_settings = bool(words) and words[0] in ("train", "ablate", "serve", "doctor", "evaluate")
+    takes_settings = bool(words) and words[0] in ("train", "ablate", "serve", "doctor", "evaluate", "plan")
     if takes_settings and len(words) > 1 and words[1].startswith("--") and words[1] != "--help":
         file, what = ("CHECKPOINT", "the checkpoint") if words[0] == "evaluate" else ("FILE", "the config file")
         parser.error(f"tepo {words[0]} {file} [--section.key VALUE ...]: {what} comes first")
@@ -110,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return ablate(args.file, overrides, preflight, start)
         if args.command == "evaluate":
             return evaluate(args, overrides)
+        if args.command == "plan":
+            return plan(args, overrides)
         if overrides:
             raise ConfigError(f"tepo {args.command} takes no {overrides[0]}")
         if args.command == "compare":
@@ -177,6 +192,19 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     request = Request(args.checkpoint, args.config, overrides, args.out, args.against, args.published)
     print("written:", run(request, lambda text: print(text, flush=True)))
     return 0
+
+
+def plan(args: argparse.Namespace, overrides: list[str]) -> int:
+    """`tepo plan CONFIG [--gpus N] [--gpu NAME] [--prompt N] [--response N] [--json FILE] [--key value ...]`."""
+    from tepo_megatron.config_io import load_config
+    from tepo_megatron.plan.command import Request, plan
+
+    for name in ("gpus", "prompt", "response"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} {value}: a positive number")
+    request = Request(args.gpus, args.gpu, args.prompt, args.response, args.json)
+    return plan(load_config(args.config, overrides), request, print)
 
 
 def report_on(run_dirs: Sequence[Path], out: Path | None) -> Path:

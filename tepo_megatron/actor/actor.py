@@ -25,8 +25,9 @@ from tepo_megatron.errors import NumericalError
 from tepo_megatron.losses.kl import ESTIMATORS
 from tepo_megatron.losses.objective import Objective
 from tepo_megatron.losses.weighting import BatchStatistics
+from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.output_layer import output_layer_stats
-from tepo_megatron.ops.packing import Alignment, pack
+from tepo_megatron.ops.packing import pack
 from tepo_megatron.ops.pipeline_time import Pipeline
 from tepo_megatron.ops.planning import Plan, another_plan, plan_metrics, plan_microbatches
 from tepo_megatron.ops.segments import Segments

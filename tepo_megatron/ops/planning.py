@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.balance import Items, assign_ranks, fill, fill_tightly
-from tepo_megatron.ops.packing import Alignment
 from tepo_megatron.ops.pipeline_time import ALONE, Costs, Pipeline, small_at_the_ends, tapered
 
 # [dp rank][microbatch] = the sequences in it

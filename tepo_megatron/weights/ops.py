@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # families are read, and layouts planned, without torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ class Split:
         return hf[0].chunk(size, self.dim)[rank]
 
     def unshard(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        import torch
+
         return [torch.cat(list(shards), self.dim)]
 
 
@@ -111,11 +113,15 @@ class Vocabulary:
     def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
         if hf[0].shape != (arch.vocab_size, arch.hidden_size):  # padding would hide it
             raise ValueError(f"expected {(arch.vocab_size, arch.hidden_size)}, got {tuple(hf[0].shape)}")
+        import torch
+
         rows = padded_vocab_size(arch.vocab_size, size) // size
         part = hf[0][rank * rows : (rank + 1) * rows]
         return torch.nn.functional.pad(part, (0, 0, 0, rows - part.size(0)))
 
     def unshard(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        import torch
+
         return [torch.cat(list(shards))[: arch.vocab_size]]
 
 
@@ -124,6 +130,8 @@ class FusedQKV:
     """q, k, v weights or biases, interleaved by query group: [q heads of group 0, k 0, v 0, q heads of group 1, ...]."""
 
     def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
+        import torch
+
         rows = [n * arch.head_dim for n in (arch.num_heads, arch.num_query_groups, arch.num_query_groups)]
         if [x.size(0) for x in hf] != rows:  # the sum of wrong ones may fit
             raise ValueError(f"expected {rows} rows, got {[x.size(0) for x in hf]}")
@@ -132,6 +140,8 @@ class FusedQKV:
         return groups.reshape(-1, *groups.shape[2:])
 
     def unshard(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        import torch
+
         fused = torch.cat(list(shards))
         groups = fused.view(arch.num_query_groups, -1, *fused.shape[1:])
         q_rows = arch.num_heads // arch.num_query_groups * arch.head_dim
@@ -144,11 +154,15 @@ class FusedGateUp:
     """Gate and up projections; each rank holds its part of the gate above its part of the up projection."""
 
     def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
+        import torch
+
         if hf[0].shape != hf[1].shape:
             raise ValueError(f"gate {tuple(hf[0].shape)} and up {tuple(hf[1].shape)} differ")
         return torch.cat([x.chunk(size)[rank] for x in hf])
 
     def unshard(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        import torch
+
         halves = [x.chunk(2) for x in shards]
         return [torch.cat([gate for gate, _ in halves]), torch.cat([up for _, up in halves])]
 

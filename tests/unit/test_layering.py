@@ -58,7 +58,7 @@ ROWS = [
         "report",
     ],
     ["step_log", "driver", "colocation", "memory_report", "schedule", "train"],
-    ["launcher", "worker", "ablation", "doctor", "cli", "__main__"],
+    ["launcher", "worker", "ablation", "doctor", "plan", "cli", "__main__"],
 ]
 BESIDE = {
     ("types", "errors"), ("config", "errors"), ("config_io", "config"), ("config_io", "errors"),
@@ -75,7 +75,7 @@ BESIDE = {
     ("driver", "step_log"), ("schedule", "driver"), ("schedule", "colocation"), ("schedule", "memory_report"),
     ("train", "schedule"), ("train", "colocation"), ("train", "memory_report"),
     ("train", "driver"), ("train", "step_log"), ("worker", "launcher"), ("cli", "launcher"),
-    ("doctor", "launcher"), ("cli", "doctor"),
+    ("doctor", "launcher"), ("cli", "doctor"), ("cli", "plan"),
     ("checkpoint", "actor"), ("weights.convert", "actor"), ("weights.convert", "weights.gather"), ("cli", "ablation"),
     ("__main__", "cli"),
 }  # fmt: skip

@@ -1,0 +1,134 @@
+"""What `tepo plan` would have said of runs that others published: `python -m benchmarks.plan`.
+
+One set of assumptions for all rows (`tepo_megatron/plan/gpus.py`). What a source does not say stands in `note`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import validate
+from tepo_megatron.plan.activations import Recompute
+from tepo_megatron.plan.compute import Machine
+from tepo_megatron.plan.gpus import GPUS
+from tepo_megatron.plan.memory import Model
+from tepo_megatron.plan.models import read_model
+from tepo_megatron.plan.step import Predictor
+from tepo_megatron.plan.workload import Workload
+
+DGXC = "NVIDIA/dgxc-benchmarking, llama3.1/README_{}.md, commit 143b90d"
+BRIDGE = "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md, commit 00b7660"
+NEMO_RL = "NVIDIA-NeMo/RL, docs/about/performance-summary.md, commit 06beed9"
+
+
+@dataclass(frozen=True)
+class Row:
+    """seconds: of a step, as published; batch: sequences of an optimizer step; tokens: of a microbatch; rollout: keys of that
+    section, None for plain training on full sequences.
+    """
+
+    what: str
+    source: str
+    seconds: float
+    model: str
+    parallel: Mapping[str, Any]
+    batch: int
+    sequence: int
+    tokens: int
+    matmul_size: int = 2
+    recompute: Recompute = "none"
+    rollout: Mapping[str, Any] | None = None
+    updates: int = 1
+    mean: tuple[int, int] = (0, 0)  # tokens of prompts and responses
+    note: str = ""
+    server: Mapping[str, Any] = field(default_factory=dict)
+
+
+_8B = {"cp": 2, "dp": 4}
+_70B = {"tp": 4, "pp": 4, "cp": 2, "vpp": 5, "dp": 2, "sequence_parallel": True}
+_GRPO = {"prompts_per_step": 64, "samples_per_prompt": 32, "colocate": True}
+ROWS = [
+    Row("Llama 3.1 8B, training, BF16, 8 H100", DGXC.format("8b"), 12.91, "Llama-3.1-8B", _8B, 128, 8192, 8192),
+    Row("Llama 3.1 8B, training, FP8, 8 H100", DGXC.format("8b"), 9.67, "Llama-3.1-8B", _8B, 128, 8192, 8192, 1),
+    Row("Llama 3.1 70B, training, BF16, 64 H100", DGXC.format("70b"), 14.72, "Llama-3.1-70B", _70B, 128, 8192, 8192),
+    Row("Llama 3.1 70B, training, FP8, 64 H100", DGXC.format("70b"), 11.01, "Llama-3.1-70B", _70B, 128, 8192, 8192, 1),
+    Row(
+        "Qwen3-30B-A3B, training, FP8, 16 H100", BRIDGE, 24.85, "Qwen3-30B-A3B",
+        {"pp": 2, "vpp": 24, "ep": 8, "dp": 8}, 512, 4096, 8192, 1,
+        note="512 x 4096 tokens / (5275 tokens/s/GPU x 16); `Assumptions.experts` was chosen with this row",
+    ),
+    Row(
+        "Llama 3.1 8B, GRPO, BF16, 16 H100", NEMO_RL, 97.7, "Llama-3.1-8B", {"pp": 2, "dp": 8}, 512, 4096, 4096,
+        recompute="full", rollout=_GRPO | {"servers": 16}, updates=4, mean=(100, 960),
+        note="packed to 4096 tokens; prompts of 100 tokens assumed",
+    ),
+    Row(
+        "Qwen3-32B, GRPO, BF16, 32 H100", NEMO_RL, 393.0, "Qwen3-32B",
+        {"tp": 4, "pp": 4, "dp": 2, "sequence_parallel": True}, 512, 4096, 4096,
+        rollout=_GRPO | {"servers": 8}, server={"tp": 4}, updates=4, mean=(100, 3106),
+        note="packed to 4096 tokens; prompts of 100 tokens assumed",
+    ),
+    Row(
+        "Qwen3-30B-A3B, GRPO, BF16, 32 H100", NEMO_RL, 225.0, "Qwen3-30B-A3B",
+        {"tp": 2, "ep": 8, "dp": 16, "sequence_parallel": True}, 512, 4096, 4096,
+        rollout=_GRPO | {"servers": 8}, server={"tp": 4}, updates=4, mean=(100, 3054),
+        note="packed to 4096 tokens; prompts of 100 tokens assumed",
+    ),
+]  # fmt: skip
+
+
+def config_of(row: Row) -> Config:
+    """The row as a config of ours."""
+    rollout = dict(row.rollout or {"prompts_per_step": row.batch // 2, "samples_per_prompt": 2})
+    samples = rollout["samples_per_prompt"]
+    return validate({
+        "name": "published",
+        "model": {"path": row.model},
+        "data": {"train": "unused", "max_prompt_tokens": max(1, row.mean[0])},
+        "parallel": dict(row.parallel),
+        "rollout": rollout | {
+            "max_response_tokens": row.sequence - max(1, row.mean[0]),
+            "server": dict(row.server) | {"concurrency": 1024},
+        },
+        "training": {
+            "epochs": 1, "minibatch_prompts": row.batch // samples, "max_tokens_per_microbatch": row.tokens,
+        },
+        "objective": {"ref_beta": 0.01 if row.rollout else 0.0},  # NeMo-RL's default
+        "sync": {"transport": "group"},
+    })  # fmt: skip
+
+
+def predictor_of(row: Row) -> Predictor:
+    """With the one set of assumptions."""
+    family, arch = read_model(row.model)
+    work = Workload(*row.mean, row.sequence - row.mean[0]) if row.rollout else Workload(0, row.sequence, row.sequence)
+    model = Model(family, arch, recompute=row.recompute)
+    return Predictor(config_of(row), model, Machine(GPUS["H100"], row.matmul_size), work)
+
+
+def predicted_seconds(row: Row) -> float:
+    """Of a step."""
+    predictor = predictor_of(row)
+    if row.rollout is not None:
+        return predictor.step().seconds
+    update = predictor.run([row.sequence] * row.batch, row.tokens, backward=True)
+    return update.seconds + sum(predictor.optimizer_seconds())
+
+
+def table() -> list[str]:
+    """As in docs/plan.md."""
+    lines = [
+        "| what | published, s | predicted, s | predicted / published | source |",
+        "|---|---:|---:|---:|---|",
+    ]
+    for row in ROWS:
+        seconds = predicted_seconds(row)
+        lines.append(f"| {row.what} | {row.seconds:g} | {seconds:.1f} | {seconds / row.seconds:.2f} | {row.source} |")
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

@@ -1,0 +1,95 @@
+"""`tepo plan CONFIG`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tepo_megatron.config import Config
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.plan.activations import ON_CPU, Kernels
+from tepo_megatron.plan.compute import Machine
+from tepo_megatron.plan.gpus import GIB, GPUS
+from tepo_megatron.plan.memory import ELEMENT, Model, host_bytes
+from tepo_megatron.plan.models import read_model
+from tepo_megatron.plan.search import Layout, judge, search
+from tepo_megatron.plan.step import Predictor
+from tepo_megatron.plan.tables import as_json, memory_lines, search_lines, time_lines
+from tepo_megatron.plan.workload import Workload
+
+# what to do about a state that does not fit, by its greatest component
+_MENDS = {
+    "weights": "raise parallel.tp or parallel.pp",
+    "gradients": "raise parallel.tp or parallel.pp",
+    "optimizer": "raise parallel.dp, over which it is split, or parallel.tp",
+    "activations": "lower training.max_tokens_per_microbatch, or raise parallel.cp or parallel.tp with sequence_parallel",
+    "logits and entropy": "set training.logits_budget_mib, or raise parallel.tp",
+    "KV cache": "lower --gpu-memory-utilization in rollout.server.extra_args, or set rollout.colocate=true",
+    "engine's weights": "raise rollout.server.tp",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """gpus: None: as many as the config takes; prompt, response: tokens on average, None: assumed (`workload.py`)."""
+
+    gpus: int | None = None
+    gpu: str = "H100"
+    prompt: int | None = None
+    response: int | None = None
+    json_file: Path | None = None
+
+
+def predictor_of(cfg: Config, request: Request) -> Predictor:
+    """What predicts this config. Raises ConfigError for a GPU that is not in the table, and what `read_model` raises."""
+    if request.gpu not in GPUS:
+        raise ConfigError(f"--gpu {request.gpu}: not in the table; use one of {', '.join(GPUS)}")
+    family, arch = read_model(cfg.model.path)
+    kernels = ON_CPU if cfg.platform == "cpu" else Kernels("sdpa" if cfg.model.attention == "sdpa" else "te")
+    element = ELEMENT[cfg.model.precision]
+    model = Model(family, arch, element, kernels=kernels)
+    return Predictor(cfg, model, Machine(GPUS[request.gpu], element), Workload.of(cfg, request.prompt, request.response))
+
+
+def plan(cfg: Config, request: Request, tell: Callable[[str], None]) -> int:
+    """Tell what a config needs and how fast it would be; returns the exit status, 1 where it does not fit.
+
+    Raises ConfigError for what cannot be planned.
+    """
+    predictor = predictor_of(cfg, request)
+    gpu, work = predictor.machine.gpu, predictor.workload
+    gpus = request.gpus or predictor.placement.gpus
+    given = judge(predictor)
+    why = given.why
+    if not why and predictor.placement.gpus > gpus:
+        why = f"{predictor.placement.gpus} GPUs are needed, {gpus} are there"
+    tell(f"{cfg.model.path}, {cfg.model.precision}, on {gpus} {gpu.name}; trainer and engine {predictor.placement.kind}")
+    tell(f"given: {given.name}")
+    assumed = "given" if request.prompt and request.response else "assumed"
+    tell(f"{assumed}: prompts of {work.prompt} tokens, responses of {work.response} on average, {work.longest} at most")
+    if given.states:
+        tell("\n" + "\n".join(memory_lines(given, gpu)))
+        host = host_bytes(cfg, predictor.model, min(8, cfg.parallel.world_size))
+        for name, size in host.items():
+            tell(f"  of a machine's memory: {size / GIB:.1f} GiB, {name}")
+    if given.step is not None:
+        tell("\n" + "\n".join(time_lines(given.step)))
+    found = search(predictor, gpus)
+    tell("\n" + "\n".join(search_lines(found, gpus)))
+    if request.json_file is not None:
+        request.json_file.write_text(json.dumps(as_json(predictor, given, found, gpus), indent=1))
+    if why:
+        tell("\n" + _refusal(given, why))
+        return 1
+    return 0
+
+
+def _refusal(given: Layout, why: str) -> str:
+    if not given.states:
+        return f"does not fit: {why}"
+    state = given.fullest
+    largest = state.largest
+    mend = _MENDS.get(largest, "use more GPUs")
+    return f"does not fit: {why}; the greatest part is {largest}, {state.parts[largest] / GIB:.1f} GiB: {mend}"

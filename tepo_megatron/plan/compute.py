@@ -1,0 +1,178 @@
+"""Seconds of one forward or backward pass over one pipeline stage: a roofline, term by term.
+
+Matrix products by their operations, norms and activations by the bytes that they move, collectives by the bytes on the slowest
+link; nothing of them overlaps, as the trainer is configured. Backward takes twice the products and moves of forward (attention
+two and a half times, arXiv 2307.08691).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tepo_megatron.config import ParallelConfig
+from tepo_megatron.plan import parameters
+from tepo_megatron.plan.gpus import ASSUMED, GPUS_PER_NODE, Assumptions, Gpu
+from tepo_megatron.plan.memory import Model
+from tepo_megatron.weights.ops import Architecture
+
+ATTENTION_BACKWARD = 2.5
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds on one rank, by what they go into."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    links: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Their sum."""
+        return self.products + self.attention + self.elementwise + self.links
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.elementwise + other.elementwise,
+            self.links + other.links,
+        )
+
+    def times(self, factor: float, attention: float | None = None) -> Cost:
+        """Multiplied; attention: by another factor."""
+        return Cost(
+            self.products * factor,
+            self.attention * (factor if attention is None else attention),
+            self.elementwise * factor,
+            self.links * factor,
+        )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """gpu, the matrices' bytes per element in products of layers, and what is assumed of both."""
+
+    gpu: Gpu
+    matmul_size: int = 2
+    assumed: Assumptions = ASSUMED
+
+    @property
+    def matmul_rate(self) -> float:
+        """Operations per second in matrix products."""
+        return self.gpu.peak[self.matmul_size] * self.assumed.matmul[self.matmul_size]
+
+    @property
+    def attention_rate(self) -> float:
+        """Operations per second in attention, which works on bf16."""
+        return self.gpu.peak[2] * self.assumed.attention
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes per second of what moves memory."""
+        return self.gpu.memory_bandwidth * self.assumed.elementwise
+
+    def link(self, size: int, stride: int) -> float:
+        """Bytes per second that each rank sends in a ring of `size` ranks that are `stride` apart.
+
+        Over machines every member inside one has a network adapter of its own for the ring.
+        """
+        if size * stride <= GPUS_PER_NODE:
+            return self.gpu.nvlink * self.assumed.links
+        members = max(1, GPUS_PER_NODE // stride)
+        return min(self.gpu.nvlink, self.gpu.network * members) * self.assumed.links
+
+
+def layer_operations(arch: Architecture, sparse: bool) -> float:
+    """Of the matrix products of one layer for one token in forward: two for each weight that it meets."""
+    width, hidden = arch.head_dim, arch.hidden_size
+    attention = hidden * width * (2 * arch.num_heads + 2 * arch.num_query_groups)
+    if sparse and arch.experts is not None:
+        feed_forward = hidden * (3 * arch.experts.ffn_size * arch.experts.per_token + arch.experts.number)
+    else:
+        feed_forward = hidden * 3 * arch.ffn_size
+    return 2.0 * (attention + feed_forward)
+
+
+def attention_operations(arch: Architecture, lengths_squared: float) -> float:
+    """Of one layer's causal attention in forward; lengths_squared: sum over sequences of L^2. 2 (QK and PV) x 2 x L^2 / 2."""
+    return 2.0 * lengths_squared * arch.num_heads * arch.head_dim
+
+
+def forward_layer(
+    model: Model, parallel: ParallelConfig, machine: Machine, tokens: float, lengths_squared: float, sparse: bool
+) -> Cost:
+    """Of one layer. tokens: of all context-parallel ranks; lengths_squared: of their sequences."""
+    arch, tp, cp = model.arch, parallel.tp, parallel.cp
+    mine = tokens / cp
+    hidden = arch.hidden_size / (tp if parallel.sequence_parallel else 1)
+    heads = (arch.num_heads + 2 * arch.num_query_groups) * arch.head_dim / tp
+    ffn = arch.ffn_size if not sparse or arch.experts is None else arch.experts.ffn_size * arch.experts.per_token
+    # norms read and write twice, residual sums read two and write one, rotation reads and writes, the activation 8 x ffn
+    moved = mine * model.element * (10 * hidden + 2 * heads + 8 * ffn / tp)
+    activation = mine * arch.hidden_size * model.element
+    links = 0.0
+    if tp > 1:  # two all-reduces, or two pairs of gather and scatter
+        links += 4 * activation * (tp - 1) / tp / machine.link(tp, 1)
+    if cp > 1:
+        both = 2 * arch.num_query_groups * arch.head_dim / tp * model.element
+        links += tokens * both * (cp - 1) / cp / machine.link(cp, tp)
+    if sparse and arch.experts is not None and parallel.ep > 1:
+        sent = 2 * arch.experts.per_token * activation / (tp if parallel.sequence_parallel else 1)
+        links += sent * (parallel.ep - 1) / parallel.ep / machine.link(parallel.ep, tp)
+    operations, rate_of_experts = layer_operations(arch, sparse), machine.gpu.peak[2] * machine.assumed.experts
+    products = operations / machine.matmul_rate
+    if sparse and arch.experts is not None:
+        of_experts = 6.0 * arch.hidden_size * arch.experts.ffn_size * arch.experts.per_token
+        products += of_experts * (1 / rate_of_experts - 1 / machine.matmul_rate)
+        moved += 6 * mine * model.element * arch.experts.per_token * hidden  # sorted by expert, sent, and back
+    return Cost(
+        products=mine * products / tp,
+        attention=attention_operations(arch, lengths_squared) / (tp * cp) / machine.attention_rate,
+        elementwise=moved / machine.memory_rate,
+        links=links,
+    )
+
+
+def forward_output(model: Model, parallel: ParallelConfig, machine: Machine, rows: float) -> Cost:
+    """Of the output layer with the statistics of its logits, for `rows` rows of all context-parallel ranks."""
+    mine = rows / parallel.cp
+    logits = mine * model.arch.vocab_size / parallel.tp
+    return Cost(
+        products=2 * logits * model.arch.hidden_size / (machine.gpu.peak[2] * machine.assumed.matmul[2]),
+        elementwise=2 * logits * model.element / machine.memory_rate,
+    )
+
+
+def stage_seconds(
+    model: Model,
+    parallel: ParallelConfig,
+    machine: Machine,
+    tokens: float,
+    lengths_squared: float,
+    rows: float,
+    *,
+    backward: bool,
+    fused_output: bool = False,
+) -> Cost:
+    """Of the slowest stage, for one microbatch (or the work of several). fused_output: its logits are computed twice."""
+    slowest = Cost()
+    for rank in range(parallel.pp):
+        layers = [layer for chunk in parameters.stages(model.arch, parallel, rank) for layer in chunk.layers]
+        cost = Cost()
+        for sparse in (False, True):
+            count = sum((layer in model.arch.sparse_layers) == sparse for layer in layers)
+            if count:
+                one = forward_layer(model, parallel, machine, tokens, lengths_squared, sparse)
+                cost += one.times(count)
+        again = cost if model.recompute == "full" else Cost()
+        if model.recompute == "selective":
+            again = Cost(attention=cost.attention)
+        if backward:
+            cost = cost + cost.times(2, ATTENTION_BACKWARD) + again
+        if rank == parallel.pp - 1:
+            output = forward_output(model, parallel, machine, rows)
+            cost = cost + (output.times(4 if fused_output else 3) if backward else output)
+        slowest = max(slowest, cost, key=lambda c: c.total)
+    return slowest

@@ -1,0 +1,87 @@
+"""How long the engine samples: every step of it reads the weights and the KV cache of all sequences that are under way."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tepo_megatron.plan.compute import Machine, attention_operations, layer_operations
+from tepo_megatron.plan.memory import Model, kv_bytes
+from tepo_megatron.weights.ops import Architecture
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One server. tp: its GPUs; cache: bytes of the KV cache on each; sequences: at once, at most; element: bytes of a
+    weight.
+    """
+
+    model: Model
+    machine: Machine
+    tp: int
+    cache: float
+    sequences: int
+    element: int = 2
+
+    def step_seconds(self, active: float, context: float) -> float:
+        """Of one token for each of `active` sequences, which are `context` tokens long on average."""
+        arch, assumed = self.model.arch, self.machine.assumed
+        weights = touched_weights(arch, active) * self.element / self.tp
+        cache = active * context * kv_bytes(arch, self.tp)
+        memory = (weights + cache) / self.machine.memory_rate
+        products = active * decode_operations(arch) / self.tp / self.machine.matmul_rate
+        collectives = 0.0
+        if self.tp > 1:
+            sent = 2 * active * arch.hidden_size * self.model.element * (self.tp - 1) / self.tp
+            one = assumed.decode_collective_seconds + sent / self.machine.link(self.tp, 1)
+            collectives = 2 * arch.num_layers * one
+        return assumed.decode_seconds + max(memory, products) + collectives
+
+    def seconds(self, prompt: int, prompts: int, responses: Sequence[int]) -> float:
+        """Until all responses to `prompts` prompts of `prompt` tokens are there. Those that find no room wait.
+
+        Samples of one prompt read it once. A sequence needs room for its whole length when it begins: engines begin some more
+        and take them back.
+        """
+        arch = self.model.arch
+        prefill = (
+            prompts
+            * (prompt * decode_operations(arch) + arch.num_layers * attention_operations(arch, prompt**2))
+            / self.tp
+            / self.machine.matmul_rate
+        )
+        room = self.cache / kv_bytes(arch, self.tp)
+        waiting = list(reversed(responses))
+        ends: list[tuple[float, int]] = []  # (step at which it ends, its tokens)
+        now = used = seconds = 0.0
+        while waiting or ends:
+            while waiting and len(ends) < self.sequences and (not ends or used + prompt + waiting[-1] <= room):
+                tokens = waiting.pop()
+                heapq.heappush(ends, (now + tokens, tokens))
+                used += prompt + tokens
+            end = ends[0][0]
+            active = len(ends)
+            context = prompt + (sum(tokens - (at - now) for at, tokens in ends) / active) + (end - now) / 2
+            seconds += (end - now) * self.step_seconds(active, context)
+            now = end
+            while ends and ends[0][0] == end:
+                used -= prompt + heapq.heappop(ends)[1]
+        return prefill + seconds
+
+
+def decode_operations(arch: Architecture) -> float:
+    """Of all matrix products for one token, the output layer among them, but for attention."""
+    layers = sum(layer_operations(arch, layer in arch.sparse_layers) for layer in range(arch.num_layers))
+    return layers + 2.0 * arch.vocab_size * arch.hidden_size
+
+
+def touched_weights(arch: Architecture, active: float) -> float:
+    """Weights that one token for each of `active` sequences reads: all, but of the experts only those that some token chose."""
+    dense = decode_operations(arch) / 2
+    if arch.experts is None:
+        return dense
+    one = 3 * arch.hidden_size * arch.experts.ffn_size
+    missed = (1 - arch.experts.per_token / arch.experts.number) ** active
+    sparse = len(arch.sparse_layers)
+    return dense + sparse * one * (arch.experts.number * (1 - missed) - arch.experts.per_token)

@@ -1,0 +1,191 @@
+"""Every parameter of every rank, and the buffers in which Megatron-Core keeps them, to the byte.
+
+Counted from the rows of the model's family (`weights/families`), as Megatron-Core 0.16 lays them out: its DDP puts a chunk's
+parameters into one buffer each for weights and gradients, in reverse order, every one at a multiple of 64 elements; its
+distributed optimizer gives each data-parallel rank an equal slice of every bucket.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tepo_megatron.actor.layout import stage_layers
+from tepo_megatron.config import ParallelConfig
+from tepo_megatron.weights.families import Row
+from tepo_megatron.weights.ops import Architecture, Replicated, padded_vocab_size
+
+_ALIGNMENT = 64  # elements, of a parameter's start
+_BUCKET_MULTIPLE = 128  # elements, with the number of ranks, of a bucket's end
+_EXPERT = ".experts.{expert}."
+# the order in which Megatron's modules register what they hold, within a layer
+_ORDER = (
+    "input_layernorm.weight", "linear_proj.weight", "linear_qkv.weight", "linear_qkv.bias", "q_layernorm.weight",
+    "k_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.router.weight", "linear_fc1.weight", "linear_fc2.weight",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The layers of one model chunk (numbers in the whole model), and whether it has the embedding or the output layer."""
+
+    layers: tuple[int, ...]
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """name: Megatron's; elements: on one tensor-parallel rank; alone: it has a bucket of its own."""
+
+    name: str
+    elements: int
+    expert: bool = False
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements that one rank holds. parameters: without padding; buffer: with it, so many weights and so many gradients;
+    owned: those whose optimizer state it keeps.
+    """
+
+    parameters: int
+    buffer: int
+    owned: int
+
+    def __add__(self, other: Held) -> Held:
+        return Held(self.parameters + other.parameters, self.buffer + other.buffer, self.owned + other.owned)
+
+
+@lru_cache(maxsize=8192)
+def stages(arch: Architecture, parallel: ParallelConfig, rank: int) -> list[Stage]:
+    """The model chunks of pipeline rank `rank`."""
+    if parallel.vpp == 1:
+        sizes = stage_layers(arch.num_layers, parallel.pp)
+        start = sum(sizes[:rank])
+        return [Stage(tuple(range(start, start + sizes[rank])), rank == 0, rank == parallel.pp - 1)]
+    pieces = parallel.pp * parallel.vpp
+    size = arch.num_layers // pieces
+    places = [chunk * parallel.pp + rank for chunk in range(parallel.vpp)]
+    return [Stage(tuple(range(at * size, (at + 1) * size)), at == 0, at == pieces - 1) for at in places]
+
+
+def shape(row: Row, arch: Architecture, tp: int) -> tuple[int, ...]:
+    """Of the Megatron parameter that a row describes, on one of `tp` tensor-parallel ranks."""
+    qkv = (arch.num_heads + 2 * arch.num_query_groups) * arch.head_dim
+    ffn = arch.experts.ffn_size if arch.experts is not None and _EXPERT in row.megatron else arch.ffn_size
+    vocabulary = (padded_vocab_size(arch.vocab_size, tp), arch.hidden_size)
+    whole: dict[str, tuple[int, ...]] = {
+        "word_embeddings.weight": vocabulary,
+        "output_layer.weight": vocabulary,
+        "layernorm.weight": (arch.hidden_size,),
+        "q_layernorm.weight": (arch.head_dim,),
+        "k_layernorm.weight": (arch.head_dim,),
+        "linear_qkv.weight": (qkv, arch.hidden_size),
+        "linear_qkv.bias": (qkv,),
+        "linear_proj.weight": (arch.hidden_size, arch.num_heads * arch.head_dim),
+        "router.weight": (0 if arch.experts is None else arch.experts.number, arch.hidden_size),
+        "linear_fc1.weight": (2 * ffn, arch.hidden_size),
+        "linear_fc2.weight": (arch.hidden_size, ffn),
+    }
+    suffix = max((s for s in whole if row.megatron.endswith(s)), key=len)
+    split = 1 if isinstance(row.op, Replicated) else tp
+    size = list(whole[suffix])
+    size[getattr(row.op, "dim", 0)] //= split
+    return tuple(size)
+
+
+def chunk_parameters(
+    rows_of: tuple[Row, ...], arch: Architecture, parallel: ParallelConfig, stage: Stage
+) -> Iterator[Parameter]:
+    """Of a model chunk on one rank, in the order in which its modules have them. rows_of: of the model's family."""
+    rows = {row: math.prod(shape(row, arch, parallel.tp)) for row in rows_of}
+    of_layers = sorted((r for r in rows if "{layer}" in r.megatron), key=_place)
+    by_name = {r.megatron: n for r, n in rows.items()}
+    embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
+    shared = arch.tied_embeddings and parallel.pp > 1
+    if stage.first:
+        yield Parameter(embedding, by_name[embedding], alone=shared)
+    for layer in stage.layers:
+        sparse = layer in arch.sparse_layers
+        here = [r for r in of_layers if r.layers == "all" or (r.layers == "sparse") == sparse]
+        for row in here:
+            if _EXPERT not in row.megatron:
+                yield Parameter(row.megatron, rows[row])
+        for _ in range(arch.experts.number // parallel.ep if sparse and arch.experts is not None else 0):
+            for row in here:
+                if _EXPERT in row.megatron:
+                    yield Parameter(row.megatron, rows[row], expert=parallel.ep > 1)
+    if stage.last:
+        yield Parameter("decoder.final_layernorm.weight", arch.hidden_size)
+        if not (arch.tied_embeddings and stage.first):
+            yield Parameter(output, by_name[output], alone=shared)
+
+
+@lru_cache(maxsize=8192)
+def held(
+    rows: tuple[Row, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int, dp_cp_rank: int | None = None
+) -> Held:
+    """What one rank holds. rows: of the model's family; dp_cp_rank: its place among those that share gradients
+    (context-parallel neighbours first); None: the one that owns most.
+    """
+    whole = parallel.dp * parallel.cp
+    per_rank = [Held(0, 0, 0)] * whole
+    for stage in stages(arch, parallel, pp_rank):
+        found = list(chunk_parameters(rows, arch, parallel, stage))
+        for expert, ranks in ((False, whole), (True, whole // parallel.ep)):
+            sizes = tuple((p.elements, p.alone) for p in found if p.expert == expert)
+            buffer, owned = _buffer(sizes, ranks)
+            total = sum(n for n, _ in sizes)
+            # ranks with the same experts are ep apart
+            places = [rank // parallel.ep if expert else rank for rank in range(whole)]
+            per_rank = [a + Held(total, buffer, owned[at]) for a, at in zip(per_rank, places, strict=True)]
+    return max(per_rank, key=lambda h: h.owned) if dp_cp_rank is None else per_rank[dp_cp_rank]
+
+
+@lru_cache(maxsize=64)
+def total_parameters(rows: tuple[Row, ...], arch: Architecture) -> int:
+    """Of the whole model, tied ones once, the vocabulary not padded."""
+    alone = ParallelConfig()
+    padding = padded_vocab_size(arch.vocab_size, 1) - arch.vocab_size
+    tables = 1 if arch.tied_embeddings else 2
+    found = chunk_parameters(rows, arch, alone, stages(arch, alone, 0)[0])
+    return sum(p.elements for p in found) - tables * padding * arch.hidden_size
+
+
+def _place(row: Row) -> int:
+    return next(i for i, suffix in enumerate(_ORDER) if row.megatron.endswith(suffix))
+
+
+@lru_cache(maxsize=4096)
+def _buffer(sizes: Sequence[tuple[int, bool]], ranks: int) -> tuple[int, tuple[int, ...]]:
+    """Elements of a buffer for parameters of these (elements, alone), and how many of them each of `ranks` ranks owns."""
+    owned = [0] * ranks
+    multiple = math.lcm(ranks, _BUCKET_MULTIPLE)
+    end = bucket = 0
+    places: list[tuple[int, int]] = []  # of the bucket that is being filled
+
+    def close() -> None:
+        nonlocal end, bucket, places
+        end = -(-end // multiple) * multiple
+        share = (end - bucket) // ranks
+        for start, stop in places:
+            for rank in range((start - bucket) // share, (stop - 1 - bucket) // share + 1):
+                low = bucket + rank * share
+                owned[rank] += min(stop, low + share) - max(start, low)
+        bucket, places = end, []
+
+    for elements, alone in reversed(sizes):
+        if alone and places:
+            close()
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = start + elements
+        places.append((start, end))
+        if alone:
+            close()
+    if places:
+        close()
+    return end, tuple(owned)

@@ -1,0 +1,51 @@
+"""On which GPUs trainer and engine are, as the config has it (`docs/launch.md`, "Where ranks and servers are")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tepo_megatron.config import Config
+from tepo_megatron.plan.gpus import GPUS_PER_NODE
+
+Kind = Literal["in turns", "beside", "apart"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """in turns: rollout.colocate; beside: both at once on the same GPUs; apart: the engine has GPUs of its own."""
+
+    kind: Kind
+    trainer: int
+    engine: int
+
+    @property
+    def gpus(self) -> int:
+        """Of both together."""
+        return self.trainer + self.engine if self.kind == "apart" else max(self.trainer, self.engine)
+
+    @property
+    def machines(self) -> int:
+        """Of eight GPUs."""
+        return -(-self.gpus // GPUS_PER_NODE)
+
+    @property
+    def fault(self) -> str:
+        """Why the servers cannot be where the config has them; empty where they can."""
+        if self.kind != "apart" and self.trainer > GPUS_PER_NODE:
+            return (
+                f"the run starts its servers on the first of {-(-self.trainer // GPUS_PER_NODE)} machines of ranks; set "
+                "rollout.server.rendezvous and rollout.colocate=false, which gives them machines of their own"
+            )
+        if self.kind != "apart" and self.engine > GPUS_PER_NODE:
+            return f"{self.engine} GPUs of servers do not fit one machine; lower rollout.servers or rollout.server.tp"
+        return ""
+
+
+def placement_of(cfg: Config) -> Placement:
+    """Of a config."""
+    server = cfg.rollout.server
+    engine = 0 if cfg.rollout.replay is not None else cfg.rollout.servers * server.tp
+    elsewhere = server.urls is not None or server.rendezvous is not None
+    kind: Kind = "in turns" if cfg.rollout.colocate else "apart" if elsewhere else "beside"
+    return Placement(kind, cfg.parallel.world_size, engine)

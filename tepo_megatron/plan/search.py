@@ -1,0 +1,137 @@
+"""All layouts of a number of GPUs: which fit, how fast the plan thinks they are, and why the others are none."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from tepo_megatron.actor.layout import check_layout, divisors
+from tepo_megatron.config import Config
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.plan.gpus import GIB, GPUS_PER_NODE
+from tepo_megatron.plan.memory import State, kv_bytes, states
+from tepo_megatron.plan.placement import placement_of
+from tepo_megatron.plan.step import Predictor, Step
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A config on one layout. excess: bytes over the GPU's memory in the fullest state; why: that it is none, else empty."""
+
+    cfg: Config
+    states: tuple[State, ...] = ()
+    step: Step | None = None
+    why: str = ""
+
+    @property
+    def fullest(self) -> State:
+        """The state with most bytes."""
+        return max(self.states, key=lambda state: state.total)
+
+    @property
+    def name(self) -> str:
+        """In a table."""
+        p, rollout, training = self.cfg.parallel, self.cfg.rollout, self.cfg.training
+        mesh = [f"tp{p.tp}" + ("+sp" if p.sequence_parallel else ""), f"pp{p.pp}" + (f"x{p.vpp}" if p.vpp > 1 else "")]
+        mesh += [f"cp{p.cp}", f"ep{p.ep}", f"dp{p.dp}"]
+        shown = [word for word in mesh if not word.endswith("1") or word[:-1] in ("tp", "dp") or "+" in word]
+        return f"{' '.join(shown)}, {training.max_tokens_per_microbatch} tokens, {rollout.servers} x tp{rollout.server.tp}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """best: those that fit, the fastest first; refused: reason -> the layouts that it refuses, their names."""
+
+    best: list[Layout]
+    refused: Mapping[str, list[str]]
+    seen: int
+
+
+def judge(predictor: Predictor, *, timed: bool = True) -> Layout:
+    """One layout. timed: also how long a step takes, if it fits."""
+    cfg, gpu, model = predictor.cfg, predictor.machine.gpu, predictor.model
+    try:
+        check_layout(model.arch, cfg.parallel)
+    except ConfigError as e:
+        return Layout(cfg, why=str(e).partition(";")[0])
+    if fault := predictor.placement.fault:
+        return Layout(cfg, why=fault)
+    found = tuple(states(cfg, model, gpu, predictor.machine.assumed))
+    layout = Layout(cfg, found)
+    over = layout.fullest.total - gpu.memory
+    if over > 0:
+        return replace(layout, why=f"{over / GIB:.1f} GiB too much to {layout.fullest.name}")
+    cache = next((s.parts["KV cache"] for s in found if "KV cache" in s.parts), 0.0)
+    needed = cfg.served_tokens * kv_bytes(model.arch, cfg.rollout.server.tp)
+    if cache < needed:
+        return replace(layout, why=f"the KV cache of {cache / GIB:.1f} GiB holds no sequence of {cfg.served_tokens} tokens")
+    return replace(layout, step=predictor.step()) if timed else layout
+
+
+def search(predictor: Predictor, gpus: int) -> Found:
+    """Every mesh of `gpus` GPUs, the engine's tensor parallelism, where the engine has GPUs of its own how many, and twice the
+    tokens of a microbatch; sequence parallelism wherever tp > 1.
+    """
+    best: list[Layout] = []
+    refused: dict[str, list[str]] = defaultdict(list)
+    seen = 0
+    for cfg in _candidates(predictor.cfg, gpus, predictor.model.arch.experts is not None):
+        seen += 1
+        layout = judge(replace(predictor, cfg=cfg))
+        if layout.why:
+            refused[_reason(layout)].append(layout.name)
+        else:
+            best.append(layout)
+    best.sort(key=lambda layout: (-layout.step.tokens_per_second if layout.step else 0.0, layout.fullest.total))
+    return Found(best, dict(sorted(refused.items(), key=lambda item: -len(item[1]))), seen)
+
+
+def _candidates(cfg: Config, gpus: int, experts: bool) -> Iterator[Config]:
+    placement = placement_of(cfg)
+    if placement.kind == "apart":
+        splits = [(n, gpus - n) for n in divisors(gpus) if n < gpus] + ([(3 * gpus // 4, gpus // 4)] if gpus % 4 == 0 else [])
+    else:
+        splits = [(gpus, gpus)]
+    for trainer, engine in splits:
+        for server_tp in (n for n in (1, 2, 4, 8) if n <= engine and engine % n == 0):
+            served = _served(cfg, engine // server_tp, server_tp)
+            for tp in (n for n in divisors(trainer) if n <= GPUS_PER_NODE):
+                for pp in divisors(trainer // tp):
+                    for cp in (n for n in divisors(trainer // tp // pp) if n <= GPUS_PER_NODE):
+                        dp = trainer // tp // pp // cp
+                        for ep in divisors(dp * cp) if experts else (1,):
+                            mesh = replace(cfg.parallel, tp=tp, pp=pp, vpp=1, cp=cp, ep=ep, dp=dp, sequence_parallel=tp > 1)
+                            for factor in (1, 2):
+                                yield _with_tokens(replace(served, parallel=mesh), factor)
+
+
+def _served(cfg: Config, servers: int, tp: int) -> Config:
+    """With so many servers of so many GPUs each; addresses, which name a number of them, become a folder."""
+    server, sync = replace(cfg.rollout.server, tp=tp), cfg.sync
+    if server.urls is not None:
+        server, sync = replace(server, urls=None, rendezvous="servers"), replace(sync, folder=sync.folder or "weights")
+    return replace(cfg, sync=sync, rollout=replace(cfg.rollout, servers=servers, min_servers=1, server=server))
+
+
+def _with_tokens(cfg: Config, factor: int) -> Config:
+    training = cfg.training
+    without = training.max_tokens_without_grad
+    return replace(
+        cfg,
+        training=replace(
+            training,
+            max_tokens_per_microbatch=training.max_tokens_per_microbatch * factor,
+            max_tokens_without_grad=None if without is None else without * factor,
+        ),
+    )
+
+
+def _reason(layout: Layout) -> str:
+    """What refuses it, without its numbers where those differ from layout to layout."""
+    if not layout.states:
+        return layout.why
+    if "KV cache" in layout.why:
+        return "the KV cache holds no sequence of the greatest length"
+    state = layout.fullest
+    return f"too much to {state.name}; most of it {state.largest}"

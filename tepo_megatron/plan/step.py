@@ -1,0 +1,179 @@
+"""Seconds of a training step by phase, and what it makes of the GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from tepo_megatron.actor.layout import stage_layers
+from tepo_megatron.config import Config
+from tepo_megatron.ops.alignment import Alignment
+from tepo_megatron.ops.pipeline_time import Pipeline
+from tepo_megatron.ops.planning import plan_metrics, plan_microbatches
+from tepo_megatron.plan import parameters
+from tepo_megatron.plan.compute import Cost, Machine, stage_seconds
+from tepo_megatron.plan.generation import Engine
+from tepo_megatron.plan.gpus import GPUS_PER_NODE
+from tepo_megatron.plan.memory import ELEMENT, Model, generating
+from tepo_megatron.plan.placement import Placement, placement_of
+from tepo_megatron.plan.workload import Workload
+
+_OPTIMIZER_BYTES = 34  # of an owned element: gradient, master and two moments read; these and the weight written
+
+
+@dataclass(frozen=True)
+class Pass:
+    """All microbatches of one pass. cost: of the products and links alone; packing: metrics of the run's own planner."""
+
+    seconds: float
+    cost: Cost
+    packing: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Step:
+    """phases: seconds by name; overlapping: those of the trainer run while the engine samples; beyond: share of their time
+    that steps take besides.
+    """
+
+    phases: Mapping[str, float]
+    update: Pass
+    tokens: int
+    gpus: int
+    overlapping: bool
+    beyond: float
+
+    @property
+    def seconds(self) -> float:
+        """From one step to the next."""
+        return (1 + self.beyond) * self.modelled
+
+    @property
+    def modelled(self) -> float:
+        """Seconds of the phases, those at the same time once."""
+        sync, sample = self.phases["send weights"], self.phases["sample"]
+        rest = sum(self.phases.values()) - sync - sample
+        return sync + (max(sample, rest) if self.overlapping else sample + rest)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of prompts and responses that a step learns from, over its time."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Predicts steps of one config on one kind of GPU. known: what `replace` with another config need not work out again."""
+
+    cfg: Config
+    model: Model
+    machine: Machine
+    workload: Workload
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Who is where."""
+        return placement_of(self.cfg)
+
+    @property
+    def _launches(self) -> float:
+        """Layers of a stage, each of which the host launches."""
+        return max(stage_layers(self.model.arch.num_layers, self.cfg.parallel.pp))
+
+    def run(self, sequences: Sequence[int], max_tokens: int, *, backward: bool) -> Pass:
+        """One pass over sequences of these lengths, all with the mean prompt."""
+        key = (self.cfg.parallel, len(sequences), max_tokens, backward)
+        if key not in self.known:
+            self.known[key] = self._run(sequences, max_tokens, backward)
+        found: Pass = self.known[key]
+        return found
+
+    def _run(self, sequences: Sequence[int], max_tokens: int, backward: bool) -> Pass:
+        parallel = self.cfg.parallel
+        alignment = Alignment(parallel.cp, parallel.tp if parallel.sequence_parallel else 1)
+        pipeline = Pipeline(parallel.pp, parallel.vpp)
+        multiple = parallel.pp if parallel.vpp > 1 else 1
+        plan = plan_microbatches(sequences, parallel.dp, max_tokens, alignment, multiple, pipeline=pipeline)
+        packing = plan_metrics(plan, sequences, alignment, pipeline)
+        tokens = sum(sequences) / (1 - packing["packing/padding_share"]) / parallel.dp
+        squares = sum(n * n for n in sequences) / parallel.dp
+        rows = (sum(sequences) - len(sequences) * self.workload.prompt) / parallel.dp
+        fused = self.cfg.training.logits_budget_mib is not None
+        cost = stage_seconds(self.model, parallel, self.machine, tokens, squares, rows, backward=backward, fused_output=fused)
+        waiting = packing["packing/balance"] * (1 - packing["packing/bubble_share"])
+        count = packing["packing/microbatches"] + pipeline.bubble
+        launches = (3 + (self.model.recompute == "full")) if backward else 1
+        host = count * self._launches * launches * self.machine.assumed.layer_seconds
+        return Pass(max(cost.total / waiting, host), cost, packing)
+
+    def step(self) -> Step:
+        """A whole training step."""
+        cfg, work = self.cfg, self.workload
+        training, rollout = cfg.training, cfg.rollout
+        samples = rollout.prompts_per_step * rollout.samples_per_prompt
+        everything = work.sequences(samples)
+        updates = training.epochs * -(-rollout.prompts_per_step // training.minibatch_prompts)
+        minibatch = work.sequences(training.minibatch_prompts * rollout.samples_per_prompt)
+        update = self.run(minibatch, training.max_tokens_per_microbatch, backward=True)
+        without = self.run(everything, training.tokens_without_grad, backward=False)
+        reduced, stepped = self.optimizer_seconds()
+        phases = {
+            "sample": self.sample_seconds(),
+            "old log-probs": without.seconds if updates > 1 and training.old_logprobs == "actor" else 0.0,
+            "reference log-probs": without.seconds if cfg.objective.ref_beta else 0.0,
+            "forward and backward": updates * update.seconds,
+            "gradients and weights over dp": updates * reduced,
+            "optimizer": updates * stepped,
+            "change places": self.moving_seconds(),
+            "send weights": self.sync_seconds(),
+        }
+        overlapping = rollout.max_staleness > 0 and not rollout.colocate
+        return Step(phases, update, sum(everything), self.placement.gpus, overlapping, self.machine.assumed.beyond)
+
+    def sample_seconds(self) -> float:
+        """Of the slowest of equal servers."""
+        key = (self.cfg.rollout.servers, self.cfg.rollout.server.tp)
+        if key not in self.known:
+            self.known[key] = self._sample_seconds()
+        found: float = self.known[key]
+        return found
+
+    def _sample_seconds(self) -> float:
+        cfg, work = self.cfg, self.workload
+        server, rollout = cfg.rollout.server, cfg.rollout
+        prompts = -(-rollout.prompts_per_step // rollout.servers)
+        at_once = min(server.concurrency * rollout.samples_per_prompt, self.machine.assumed.engine_sequences)
+        cache = max(generating(cfg, self.model, self.machine.gpu, self.machine.assumed).parts["KV cache"], 1.0)
+        element = ELEMENT[server.precision or cfg.model.precision]
+        engine = Engine(self.model, self.machine, server.tp, cache, at_once, element)
+        return engine.seconds(work.prompt, prompts, work.responses(prompts * rollout.samples_per_prompt))
+
+    def optimizer_seconds(self) -> tuple[float, float]:
+        """(gradients scattered and weights gathered over dp x cp, Adam) of one update, on the rank that has most."""
+        parallel = self.cfg.parallel
+        ranks = parallel.dp * parallel.cp
+        most = max(
+            (parameters.held(self.model.family.rows, self.model.arch, parallel, rank) for rank in range(parallel.pp)),
+            key=lambda held: held.buffer,
+        )
+        sent = most.buffer * (4 + self.model.element) * (ranks - 1) / ranks
+        link = self.machine.link(ranks, parallel.tp)
+        return sent / link, most.owned * _OPTIMIZER_BYTES / self.machine.memory_rate
+
+    def moving_seconds(self) -> float:
+        """Under rollout.colocate: weights and optimizer to the host and back."""
+        if not self.cfg.rollout.colocate:
+            return 0.0
+        held = parameters.held(self.model.family.rows, self.model.arch, self.cfg.parallel, 0)
+        moved = held.buffer * self.model.element + held.owned * 12
+        return 2 * moved / (self.machine.gpu.host * self.machine.assumed.links)
+
+    def sync_seconds(self) -> float:
+        """All weights once: through files that one rank of each stage writes and every server reads, or by broadcasts."""
+        size = parameters.total_parameters(self.model.family.rows, self.model.arch) * self.model.element
+        if self.cfg.sync.transport == "group":
+            return size / self.machine.link(GPUS_PER_NODE + 1 if self.placement.machines > 1 else 2, 1)
+        return size / (self.machine.assumed.host_copy * self.cfg.parallel.pp)

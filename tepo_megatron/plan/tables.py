@@ -1,0 +1,77 @@
+"""What `tepo plan` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tepo_megatron.plan.gpus import GIB, Gpu
+from tepo_megatron.plan.search import Found, Layout
+from tepo_megatron.plan.step import Predictor, Step
+
+_SHOWN = 8
+
+
+def memory_lines(layout: Layout, gpu: Gpu) -> Iterator[str]:
+    """One column for each state."""
+    states = layout.states
+    names = list(dict.fromkeys(name for state in states for name in state.parts))
+    yield "memory of a GPU, GiB".ljust(28) + "".join(state.name.rjust(10) for state in states)
+    for name in names:
+        cells = (f"{state.parts[name] / GIB:10.2f}" if name in state.parts else " " * 10 for state in states)
+        yield f"  {name}".ljust(28) + "".join(cells)
+    yield f"  total, of {gpu.memory / GIB:.1f}".ljust(28) + "".join(f"{state.total / GIB:10.2f}" for state in states)
+
+
+def time_lines(step: Step) -> Iterator[str]:
+    """Seconds of each phase, and what comes of it."""
+    yield "a step, s"
+    for name, seconds in step.phases.items():
+        if seconds:
+            yield f"  {name}".ljust(34) + f"{seconds:10.2f}"
+    yield "  beyond these, as others measured".ljust(34) + f"{step.seconds - step.modelled:10.2f}"
+    how = "the longer of sample and train" if step.overlapping else "one after the other"
+    yield f"  all, {how}".ljust(34) + f"{step.seconds:10.2f}"
+    parts = step.update.cost
+    shares = {"products": parts.products, "attention": parts.attention, "elementwise": parts.elementwise, "links": parts.links}
+    words = ", ".join(f"{name} {seconds / parts.total:.0%}" for name, seconds in shares.items())
+    packing = step.update.packing
+    waits = 1 - packing["packing/balance"] * (1 - packing["packing/bubble_share"])
+    yield f"  of an update: {words}; {packing['packing/microbatches']:.0f} microbatches, {waits:.0%} waiting"
+    yield f"  {step.tokens} tokens: {step.tokens_per_second:.0f} tokens/s, {step.tokens_per_second / step.gpus:.0f} per GPU"
+
+
+def search_lines(found: Found, gpus: int) -> Iterator[str]:
+    """The best layouts and why others are none."""
+    yield f"{found.seen} layouts of {gpus} GPUs, {len(found.best)} fit"
+    if found.best:
+        yield "  " + "layout".ljust(52) + "tokens/s".rjust(10) + "step, s".rjust(10) + "GiB".rjust(8)
+    for layout in found.best[:_SHOWN]:
+        assert layout.step is not None
+        cells = f"{layout.step.tokens_per_second:10.0f}{layout.step.seconds:10.1f}{layout.fullest.total / GIB:8.1f}"
+        yield "  " + layout.name.ljust(52) + cells
+    for why, names in found.refused.items():
+        yield f"  {len(names):4} refused: {why}"
+
+
+def as_json(predictor: Predictor, layout: Layout, found: Found, gpus: int) -> dict[str, Any]:
+    """All of it, for programs. Bytes and seconds."""
+
+    def one(layout: Layout) -> dict[str, Any]:
+        out: dict[str, Any] = {"layout": layout.name, "fits": not layout.why, "why": layout.why}
+        out["memory_bytes"] = {state.name: {k: round(v) for k, v in state.parts.items()} for state in layout.states}
+        if layout.step is not None:
+            out["phases_seconds"] = dict(layout.step.phases)
+            out["step_seconds"] = layout.step.seconds
+            out["tokens_per_second"] = layout.step.tokens_per_second
+        return out
+
+    work = predictor.workload
+    return {
+        "gpu": predictor.machine.gpu.name,
+        "gpus": gpus,
+        "assumed": {"prompt_tokens": work.prompt, "response_tokens": work.response, "longest_response": work.longest},
+        "given": one(layout),
+        "best": [one(best) for best in found.best],
+        "refused": {why: list(names) for why, names in found.refused.items()},
+    }

@@ -1,0 +1,60 @@
+"""How long the sequences of a step are: what no config says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+
+from tepo_megatron.config import Config
+
+_SIGMA = 0.7  # of the logarithm of a response's length
+_PROMPT_SHARE, _RESPONSE_SHARE = 1 / 8, 1 / 4  # of the most that the config allows
+
+
+@dataclass(frozen=True)
+class Workload:
+    """prompt: tokens of every prompt; response: of a response on average, longest: at most (all of those that are cut)."""
+
+    prompt: int
+    response: int
+    longest: int
+
+    @classmethod
+    def of(cls, cfg: Config, prompt: int | None = None, response: int | None = None) -> Workload:
+        """Of a config; None: an eighth of data.max_prompt_tokens, a quarter of the longest response."""
+        longest = cfg.sequence_tokens - (prompt or 0)
+        longest = min(longest, cfg.rollout.max_response_tokens)
+        prompt = prompt or max(1, round(cfg.data.max_prompt_tokens * _PROMPT_SHARE))
+        response = response or max(1, round(longest * _RESPONSE_SHARE))
+        return cls(min(prompt, cfg.data.max_prompt_tokens), min(response, longest), longest)
+
+    def responses(self, count: int) -> tuple[int, ...]:
+        """The lengths of `count` responses: quantiles of a lognormal distribution that is cut at `longest`."""
+        return _quantiles(self.response, self.longest, count)
+
+    def sequences(self, count: int) -> list[int]:
+        """The same with their prompts, in an order that has long and short ones everywhere."""
+        lengths = self.responses(count)
+        step = next(n for n in range(max(1, int(count * 0.618)), count + 1) if math.gcd(n, count) == 1)
+        return [self.prompt + lengths[i * step % count] for i in range(count)]
+
+
+@lru_cache(maxsize=64)
+def _quantiles(mean: int, longest: int, count: int) -> tuple[int, ...]:
+    normal = NormalDist()
+    shape = [math.exp(_SIGMA * normal.inv_cdf((i + 0.5) / count)) for i in range(count)]
+    low, high = 0.0, longest / min(shape)
+    for _ in range(50):  # the scale at which the cut lengths have this mean
+        scale = (low + high) / 2
+        if _mean([min(longest, scale * x) for x in shape]) < mean:
+            low = scale
+        else:
+            high = scale
+    return tuple(max(1, round(min(longest, high * x))) for x in shape)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

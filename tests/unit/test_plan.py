@@ -1,0 +1,243 @@
+"""`tepo plan`: sizes that are published, what is refused and why, the command, the recipes, and the pages that quote it."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.plan import ROWS, predicted_seconds, table
+from tepo_megatron.cli import main
+from tepo_megatron.config import Config, ParallelConfig
+from tepo_megatron.config_io import load_config, validate
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.plan import activations
+from tepo_megatron.plan.command import Request, plan, predictor_of
+from tepo_megatron.plan.compute import Machine, attention_operations, layer_operations
+from tepo_megatron.plan.generation import Engine, touched_weights
+from tepo_megatron.plan.gpus import ASSUMED, GIB, GPUS
+from tepo_megatron.plan.memory import Model, engine_share, kv_bytes, state_bytes, states
+from tepo_megatron.plan.models import read_model
+from tepo_megatron.plan.parameters import held, stages, total_parameters
+from tepo_megatron.plan.placement import placement_of
+from tepo_megatron.plan.search import judge, search
+from tepo_megatron.plan.workload import Workload
+
+RECIPES = sorted(Path("examples/recipes").glob("*.yaml"))
+PAGE = Path("docs/plan.md").read_text()
+# parameters that the model's page on Hugging Face counts in its safetensors
+PUBLISHED = {
+    "Qwen2.5-7B": 7_615_616_512,
+    "DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Llama-3.1-8B": 8_030_261_248,
+    "DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
+    "Mistral-7B-Instruct-v0.2": 7_241_732_096,
+}
+
+
+def config(model: str = "models/Qwen2.5-7B", **sections: Any) -> Config:
+    tree: dict[str, Any] = {"name": "planned", "model": {"path": model}, "data": {"train": "unused"}}
+    for name, keys in sections.items():
+        tree[name] = {**tree.get(name, {}), **keys}
+    return validate(tree)
+
+
+def run(cfg: Config, **request: Any) -> tuple[int, str]:
+    told: list[str] = []
+    return plan(cfg, Request(**request), told.append), "\n".join(told)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sizes_of_known_models(name: str) -> None:
+    family, arch = read_model(f"models/{name}")
+    assert total_parameters(family.rows, arch) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("layout", [{"tp": 4, "pp": 2}, {"pp": 3, "dp": 2}, {"pp": 2, "vpp": 2}, {"cp": 4, "dp": 2}])
+def test_ranks_together_hold_the_model(layout: dict[str, int]) -> None:
+    family, arch = read_model("Qwen2.5-7B")
+    parallel = ParallelConfig(**layout)
+    whole = 0
+    for rank in range(parallel.pp):
+        mine = held(family.rows, arch, parallel, rank)
+        owners = [held(family.rows, arch, parallel, rank, at).owned for at in range(parallel.dp * parallel.cp)]
+        assert sum(owners) == mine.parameters and max(owners) == mine.owned
+        whole += mine.parameters * parallel.tp
+    replicated = (2 * arch.num_layers + 1) * arch.hidden_size * (parallel.tp - 1)  # the norms
+    assert whole - replicated == total_parameters(family.rows, arch)  # a vocabulary of 152064 is padded by none of these
+    layers = [layer for rank in range(parallel.pp) for s in stages(arch, parallel, rank) for layer in s.layers]
+    assert sorted(layers) == list(range(arch.num_layers))
+
+
+def test_bytes_of_a_parameter() -> None:
+    family, arch = read_model("Qwen2.5-7B")
+    mine = held(family.rows, arch, ParallelConfig(), 0)
+    total = sum(state_bytes(mine, "bf16").values())
+    assert total == pytest.approx(18 * mine.parameters, rel=1e-6)  # 2 weights, 4 gradients, 12 optimizer
+
+
+def test_recomputation_keeps_less() -> None:
+    _, arch = read_model("Qwen3-14B")
+    kept = [activations.layer_bytes(arch, ParallelConfig(), 2, mode, activations.ON_CPU) for mode in activations.RECOMPUTED]
+    assert kept[0] > kept[1] > kept[2] == 2 * arch.hidden_size
+
+
+def test_operations_by_hand() -> None:
+    """Llama 3.1 8B on 8192 tokens: the formula that dgxc-benchmarking prints, whose attention is not causal."""
+    _, arch = read_model("Llama-3.1-8B")
+    tokens = 8192
+    theirs = tokens * (12 * 32 * 4096**2 * (1 + 8 / 32 + tokens / 4096) + 18 * 32 * 14336 * 4096 + 6 * 128256 * 4096)
+    ours = 3 * tokens * (32 * layer_operations(arch, False) + 2 * 128256 * 4096) + 3 * 32 * 2 * attention_operations(
+        arch, tokens**2
+    )
+    assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+def test_responses_have_the_mean_and_the_limit() -> None:
+    lengths = Workload(100, 2048, 8192).responses(512)
+    assert sum(lengths) / 512 == pytest.approx(2048, rel=0.01) and max(lengths) <= 8192 and min(lengths) >= 1
+    assert sorted(Workload(0, 8192, 8192).responses(8)) == [8192] * 8
+    assert sorted(Workload(100, 500, 900).sequences(64)) == sorted(100 + n for n in Workload(100, 500, 900).responses(64))
+
+
+def test_the_engine() -> None:
+    family, arch = read_model("Qwen2.5-7B")
+    machine = Machine(GPUS["H100"])
+    engine = Engine(Model(family, arch), machine, 1, 40 * GIB, 256)
+    alone = engine.step_seconds(1, 100)
+    reading = 2 * touched_weights(arch, 1) / (3.35e12 * ASSUMED.elementwise)
+    assert alone == pytest.approx(reading + ASSUMED.decode_seconds, rel=0.01)  # all weights once for one token
+    assert engine.step_seconds(64, 100) < 2 * alone and engine.step_seconds(64, 20000) > 2 * alone
+    few = replace(engine, cache=2200 * kv_bytes(arch, 1))  # room for two of them
+    assert few.seconds(100, 8, [1000] * 8) == pytest.approx(4 * engine.seconds(100, 8, [1000] * 8), rel=0.15)
+    assert few.seconds(100, 1, [5000]) > 0  # one that fits alone runs
+
+
+def test_experts_that_a_batch_reads() -> None:
+    _, arch = read_model("Qwen3-30B-A3B")
+    assert touched_weights(arch, 1) < 4e9 < 28e9 < touched_weights(arch, 1000) < 31e9
+
+
+def test_where_trainer_and_engine_are() -> None:
+    server = {"tp": 2}
+    apart = config(rollout={"servers": 2, "server": {**server, "rendezvous": "x"}}, sync={"transport": "group"})
+    assert (placement_of(apart).kind, placement_of(apart).gpus) == ("apart", 5)
+    turns = config(rollout={"colocate": True, "servers": 2, "server": server}, parallel={"dp": 4})
+    assert (placement_of(turns).kind, placement_of(turns).gpus) == ("in turns", 4)
+    beside = config(rollout={"servers": 2, "server": server})
+    model = predictor_of(beside, Request()).model
+    (train, _), (alone, _, _) = states(beside, model, GPUS["H100"]), states(turns, model, GPUS["H100"])
+    assert "KV cache" in train.parts and "KV cache" not in alone.parts
+
+
+def test_the_share_of_the_engine() -> None:
+    for words in (["--gpu-memory-utilization", "0.5"], ["--mem-fraction-static=0.5"]):
+        assert engine_share(config(rollout={"server": {"extra_args": words}})) == 0.5
+    assert engine_share(config()) == ASSUMED.engine_share
+    with pytest.raises(ConfigError, match=r"--gpu-memory-utilization 'half' is no number"):
+        engine_share(config(rollout={"server": {"extra_args": ["--gpu-memory-utilization", "half"]}}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"parallel": {"tp": 8, "sequence_parallel": True}}, "parallel.tp=8 does not divide num_query_groups=4"),
+        ({"parallel": {"pp": 32}, "rollout": {"server": {"rendezvous": "x"}}, "sync": {"folder": "x"}}, "pp=32 exceeds"),
+        ({"parallel": {"dp": 16}, "rollout": {"colocate": True}}, "the first of 2 machines"),
+        ({"parallel": {"tp": 2, "dp": 4}, "rollout": {"colocate": True}, "training": {"max_tokens_per_microbatch": 10**5}},
+         r"GiB too much to train; the greatest part is activations, [\d.]+ GiB: lower training.max_tokens_per_microbatch"),
+        ({"parallel": {"dp": 8}, "rollout": {"colocate": True}}, "the greatest part is (activations|gradients)"),
+        ({"rollout": {"colocate": True, "server": {"extra_args": ["--gpu-memory-utilization", "0.2"]}},
+          "parallel": {"tp": 4, "cp": 2, "sequence_parallel": True}},
+         "holds no sequence"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_does_not_fit_says_why(sections: dict[str, Any], why: str) -> None:
+    status, told = run(config(**sections))
+    assert status == 1
+    assert re.search(why, told.splitlines()[-1]), told.splitlines()[-1]
+
+
+def test_the_search() -> None:
+    cfg = load_config("examples/recipes/qwen2.5-7b-8gpu-colocated.yaml")
+    predictor = predictor_of(cfg, Request())
+    found = search(predictor, 8)
+    assert found.seen == len(found.best) + sum(map(len, found.refused.values()))
+    speeds = [layout.step.tokens_per_second for layout in found.best if layout.step]
+    assert len(speeds) == len(found.best) and speeds == sorted(speeds, reverse=True)
+    assert any("does not divide num_query_groups=4" in why for why in found.refused)
+    for layout in found.best:  # what the search says of a layout is what it says of the config alone
+        assert layout.cfg.parallel.world_size == 8 and layout.fullest.total <= GPUS["H100"].memory
+    alone = judge(predictor_of(found.best[-1].cfg, Request()))
+    assert alone.step is not None and alone.step.seconds == found.best[-1].step.seconds
+    more = search(replace(predictor, machine=Machine(GPUS["H200"])), 8)
+    assert len(more.best) > len(found.best)
+
+
+def test_the_search_around_servers_of_others() -> None:
+    named = {"servers": 2, "server": {"tp": 2, "urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}}
+    found = search(predictor_of(config(rollout=named, parallel={"tp": 4, "sequence_parallel": True}), Request()), 8)
+    assert found.best and {placement_of(layout.cfg).gpus for layout in found.best} == {8}
+
+
+def test_a_larger_gpu_is_faster_and_longer_responses_are_slower() -> None:
+    cfg = load_config("examples/recipes/qwen3-14b-16gpu-apart.yaml")
+    seconds = [predictor_of(cfg, Request(gpu=gpu)).step().seconds for gpu in ("H100", "H200", "B200")]
+    assert seconds == sorted(seconds, reverse=True)
+    assert predictor_of(cfg, Request(response=4096)).step().seconds > predictor_of(cfg, Request(response=1024)).step().seconds
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_recipes_fit_an_h100(path: Path) -> None:
+    cfg = load_config(path)
+    gpus = int(re.search(r"(\d+)gpu", path.stem)[1])
+    assert cfg.name == path.stem and placement_of(cfg).gpus == gpus
+    layout = judge(predictor_of(cfg, Request()))
+    assert layout.why == "" and layout.fullest.total < 0.95 * GPUS["H100"].memory  # with room for what is not modelled
+    assert cfg.rollout.colocate == path.stem.endswith("colocated")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, file = "examples/recipes/qwen2.5-7b-8gpu-colocated.yaml", tmp_path / "plan.json"
+    assert main(["plan", recipe, "--gpu", "H200", "--json", str(file), "--parallel.cp", "1", "--parallel.dp", "4"]) == 0
+    out = json.loads(file.read_text())
+    assert out["gpu"] == "H200" and out["given"]["fits"] and out["best"][0]["tokens_per_second"] > 0
+    assert "tp2+sp dp4" in capsys.readouterr().out
+    assert main(["plan", recipe, "--parallel.tp", "8"]) == 1
+    for words, message in (
+        (["--gpu", "A100"], "--gpu A100: not in the table; use one of H100, H200, B200"),
+        (["--gpus", "0"], "--gpus 0: a positive number"),
+        (["--model.path", "models/nobody"], "nobody is none of the models whose sizes are known"),
+    ):
+        assert main(["plan", recipe, *words]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_no_torch_is_imported() -> None:
+    """It answers in a second or two: torch alone would take as long."""
+    code = (
+        "import sys; from tepo_megatron.cli import main; status = main(['plan', sys.argv[1]]);"
+        "assert not {'torch', 'transformers', 'megatron'} & set(sys.modules); sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(RECIPES[0])], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_page_has_the_table_of_published_figures() -> None:
+    assert "\n".join(table()) in PAGE
+
+
+def test_what_the_page_says_of_the_published_figures() -> None:
+    ratios = {row.what: predicted_seconds(row) / row.seconds for row in ROWS}
+    assert all(0.7 <= ratio <= 1.3 for ratio in ratios.values())
+    without = [predicted_seconds(row) / row.seconds / (1 + ASSUMED.beyond) for row in ROWS if row.rollout]
+    assert f"{min(without):.2f} to {max(without):.2f}" in PAGE
