@@ -44,6 +44,14 @@ def lay_out(cfg: Config, cluster: Cluster) -> Layout:
                 "them; give them machines of their own with --rollout.server.rendezvous FOLDER and "
                 "--rollout.colocate false, or use fewer ranks"
             )
+        starts = server.urls is None and cfg.rollout.replay is None
+        taken = world + cfg.rollout.servers * server.tp
+        if starts and not cfg.rollout.colocate and cfg.platform == "cuda" and taken > cluster.gpus_per_node:
+            raise ConfigError(
+                f"{world} ranks and rollout.servers={cfg.rollout.servers} of rollout.server.tp={server.tp} take {taken} GPUs, "
+                f"and a machine has {cluster.gpus_per_node}; let them take turns (--rollout.colocate true), or give servers "
+                "machines of their own with --rollout.server.rendezvous FOLDER"
+            )
         return Layout(train_nodes, ranks)
     room = None if cluster.slots is None else cluster.slots // server.tp
     if room == 0:

@@ -27,7 +27,7 @@ from tepo_megatron.rollout import record
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
 from tepo_megatron.rollout.engine import RolloutEngine
-from tepo_megatron.rollout.engines import build_engine, launch_of
+from tepo_megatron.rollout.engines import build_engine, launch_beside_ranks
 from tepo_megatron.rollout.experts import replayed_routing
 from tepo_megatron.rollout.replay import Replay
 from tepo_megatron.sinks import LOST_FILE, METRICS_FILE, RunLog, replace_file
@@ -329,7 +329,7 @@ class MainDriver(Driver):
 
 
 def _engine(cfg: Config) -> RolloutEngine:
-    return build_engine(cfg.rollout, launch_of(cfg), cfg.run_dir / SERVER_LOG)
+    return build_engine(cfg.rollout, launch_beside_ranks(cfg), cfg.run_dir / SERVER_LOG)
 
 
 def _beginning(cfg: Config) -> str:

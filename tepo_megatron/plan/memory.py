@@ -154,8 +154,6 @@ def states(cfg: Config, model: Model, gpu: Gpu, assumed: Assumptions = ASSUMED) 
     kind = placement_of(cfg).kind
     if kind == "apart":
         return [train, State("sync", stays | buckets), generate]
-    if kind == "beside":
-        return [State("train", {**train.parts, **generate.parts}), State("sync", {**stays, **buckets, **generate.parts})]
     engine = {name: generate.parts[name] for name in ("engine's weights", "engine's other")}
     mine = {"weights": stays["weights"], "context, NCCL": stays["context, NCCL"]}
     return [

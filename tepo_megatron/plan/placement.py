@@ -8,16 +8,17 @@ from typing import Literal
 from tepo_megatron.config import Config
 from tepo_megatron.plan.gpus import GPUS_PER_NODE
 
-Kind = Literal["in turns", "beside", "apart"]
+Kind = Literal["in turns", "apart"]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """in turns: rollout.colocate; beside: both at once on the same GPUs; apart: the engine has GPUs of its own."""
+    """in turns: rollout.colocate; apart: the engine has GPUs of its own. here: the run's first rank starts the servers."""
 
     kind: Kind
     trainer: int
     engine: int
+    here: bool
 
     @property
     def gpus(self) -> int:
@@ -32,13 +33,16 @@ class Placement:
     @property
     def fault(self) -> str:
         """Why the servers cannot be where the config has them; empty where they can."""
-        if self.kind != "apart" and self.trainer > GPUS_PER_NODE:
+        if self.here and self.trainer > GPUS_PER_NODE:
             return (
                 f"the run starts its servers on the first of {-(-self.trainer // GPUS_PER_NODE)} machines of ranks; set "
                 "rollout.server.rendezvous and rollout.colocate=false, which gives them machines of their own"
             )
-        if self.kind != "apart" and self.engine > GPUS_PER_NODE:
-            return f"{self.engine} GPUs of servers do not fit one machine; lower rollout.servers or rollout.server.tp"
+        if self.here and self.gpus > GPUS_PER_NODE:
+            return (
+                f"{self.gpus} GPUs of ranks and servers do not fit one machine; lower rollout.servers or rollout.server.tp, or "
+                "set rollout.server.rendezvous, which gives servers machines of their own"
+            )
         return ""
 
 
@@ -47,5 +51,5 @@ def placement_of(cfg: Config) -> Placement:
     server = cfg.rollout.server
     engine = 0 if cfg.rollout.replay is not None else cfg.rollout.servers * server.tp
     elsewhere = server.urls is not None or server.rendezvous is not None
-    kind: Kind = "in turns" if cfg.rollout.colocate else "apart" if elsewhere else "beside"
-    return Placement(kind, cfg.parallel.world_size, engine)
+    kind: Kind = "in turns" if cfg.rollout.colocate else "apart"
+    return Placement(kind, cfg.parallel.world_size, engine, here=engine > 0 and not elsewhere)

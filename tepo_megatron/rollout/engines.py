@@ -5,11 +5,15 @@ A new engine is a file with an `EngineApi` and a row here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from tepo_megatron.config import Config, RolloutConfig
+from tepo_megatron.errors import ConfigError
 from tepo_megatron.rollout.endpoint import Endpoint
 from tepo_megatron.rollout.engine import EngineApi, Launch, Server
 from tepo_megatron.rollout.fleet import Fleet
@@ -22,8 +26,8 @@ from tepo_megatron.rollout.vllm import VllmApi
 ENGINES: Mapping[str, Callable[[], EngineApi]] = {"vllm": VllmApi, "sglang": SglangApi}
 
 
-def launch_of(cfg: Config) -> Launch:
-    """What the servers of a run are started with."""
+def launch_of(cfg: Config, first_device: int = 0) -> Launch:
+    """What the servers of a run are started with; first_device: of this machine's GPUs, the first that is theirs."""
     return Launch(
         model_path=Path(cfg.model.path),
         max_model_len=cfg.served_tokens,
@@ -32,7 +36,25 @@ def launch_of(cfg: Config) -> Launch:
         seed=cfg.seed,
         sleeps=cfg.rollout.colocate,
         returns_experts=cfg.rollout.replay_experts,
+        first_device=first_device,
     )
+
+
+def launch_beside_ranks(cfg: Config) -> Launch:
+    """Of servers that a rank starts: on the GPUs of the ranks, with which they take turns, else on those after them.
+
+    Raises ConfigError where this machine has not as many.
+    """
+    first = 0 if cfg.rollout.colocate else int(os.environ.get("LOCAL_WORLD_SIZE", cfg.parallel.world_size))
+    own = cfg.rollout.server.urls is None and cfg.rollout.server.rendezvous is None
+    wanted, there = first + cfg.rollout.servers * cfg.rollout.server.tp, torch.cuda.device_count()
+    if own and cfg.platform == "cuda" and there < wanted:
+        raise ConfigError(
+            f"{first} ranks, and rollout.servers={cfg.rollout.servers} of rollout.server.tp={cfg.rollout.server.tp}, "
+            f"take {wanted} GPUs, and this machine has {there}; let them take turns (rollout.colocate=true), or give servers "
+            "machines of their own (rollout.server.rendezvous)"
+        )
+    return launch_of(cfg, first)
 
 
 def build_engine(cfg: RolloutConfig, launch: Launch, log_path: Path) -> Fleet:

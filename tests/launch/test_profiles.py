@@ -75,7 +75,8 @@ APART = {"server": {"rendezvous": "r"}}
 @pytest.mark.parametrize(
     ("parallel", "rollout", "expected"),
     [
-        ({"tp": 8}, {}, Layout(1, 8)),
+        ({"tp": 8}, {"colocate": True}, Layout(1, 8)),
+        ({"tp": 4}, {"server": {"tp": 4}}, Layout(1, 4)),
         ({"tp": 2}, {"colocate": True}, Layout(1, 2)),
         ({"tp": 8, "dp": 4}, {"servers": 4, "server": {"rendezvous": "r", "tp": 4}}, Layout(4, 8, 2, 2)),
         ({"tp": 2}, {"servers": 3, **APART}, Layout(1, 2, 1, 3)),
@@ -93,6 +94,7 @@ def test_machines_of_eight(parallel: dict[str, int], rollout: dict[str, Any], ex
     ("parallel", "rollout", "said"),
     [
         ({"tp": 8, "dp": 2}, {"colocate": True}, r"parallel has 16 ranks, on 2 machines of 8.*--rollout\.server\.rendezvous"),
+        ({"tp": 8}, {}, r"8 ranks and rollout\.servers=1 of rollout\.server\.tp=1 take 9 GPUs, and a machine has 8; let them"),
         ({"dp": 12}, {}, r"parallel has 12 ranks: on machines with room for 8 some would stay empty"),
         ({"tp": 8}, {"servers": 3, "server": {"rendezvous": "r", "tp": 4}}, r"rollout\.servers=3 of 4 GPUs: .* room for 2"),
         ({"tp": 8}, {"server": {"rendezvous": "r", "tp": 16}}, r"rollout\.server\.tp=16 exceeds the 8 GPUs of a machine"),

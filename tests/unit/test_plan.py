@@ -20,7 +20,7 @@ from tepo_megatron.plan.command import Request, plan, predictor_of
 from tepo_megatron.plan.compute import Machine, attention_operations, layer_operations
 from tepo_megatron.plan.generation import Engine, touched_weights
 from tepo_megatron.plan.gpus import ASSUMED, GIB, GPUS
-from tepo_megatron.plan.memory import Model, engine_share, kv_bytes, state_bytes, states
+from tepo_megatron.plan.memory import Model, engine_share, kv_bytes, state_bytes
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, stages, total_parameters
 from tepo_megatron.plan.placement import placement_of
@@ -132,10 +132,9 @@ def test_where_trainer_and_engine_are() -> None:
     assert (placement_of(apart).kind, placement_of(apart).gpus) == ("apart", 5)
     turns = config(rollout={"colocate": True, "servers": 2, "server": server}, parallel={"dp": 4})
     assert (placement_of(turns).kind, placement_of(turns).gpus) == ("in turns", 4)
-    beside = config(rollout={"servers": 2, "server": server})
-    model = predictor_of(beside, Request()).model
-    (train, _), (alone, _, _) = states(beside, model, GPUS["H100"]), states(turns, model, GPUS["H100"])
-    assert "KV cache" in train.parts and "KV cache" not in alone.parts
+    here = placement_of(config(rollout={"servers": 2, "server": server}))
+    assert (here.kind, here.gpus, here.fault) == ("apart", 5, "")
+    assert "9 GPUs of ranks and servers do not fit" in placement_of(config(rollout={"servers": 4, "server": server})).fault
 
 
 def test_the_share_of_the_engine() -> None:

@@ -1,0 +1,56 @@
+"""On which GPUs the servers are that a rank starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import validate
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.rollout.engines import launch_beside_ranks
+from tepo_megatron.rollout.environment import devices
+
+
+def config(**rollout: Any) -> Config:
+    tree = {
+        "name": "run",
+        "model": {"path": "m"},
+        "data": {"train": "d"},
+        "parallel": {"tp": 2, "dp": 2},
+        "sync": {"folder": "w"},
+    }
+    return validate({**tree, "rollout": rollout})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "first"),
+    [
+        ({"servers": 2, "server": {"tp": 2}}, 4),
+        ({"servers": 2, "server": {"tp": 2}, "colocate": True}, 0),
+    ],
+)
+def test_servers_follow_the_ranks_of_their_machine(
+    monkeypatch: pytest.MonkeyPatch, rollout: dict[str, Any], first: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert launch_beside_ranks(config(**rollout)).first_device == first
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # of two machines
+    assert launch_beside_ranks(config(**rollout)).first_device == first / 2
+
+
+def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(
+        ConfigError, match=r"4 ranks, and rollout\.servers=1 .* take 5 GPUs, and this machine has 4; let them take"
+    ):
+        launch_beside_ranks(config())
+    launch_beside_ranks(config(colocate=True))
+    launch_beside_ranks(config(server={"urls": ["http://a:1"]}))
+
+
+def test_devices_are_of_those_that_are_seen() -> None:
+    assert devices({}, 4, 2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert devices({"CUDA_VISIBLE_DEVICES": "2,3,6,7"}, 2, 2) == {"CUDA_VISIBLE_DEVICES": "6,7"}
