@@ -68,7 +68,7 @@ def sections(cls: type = Config, name: str = "") -> Iterator[Section]:
                 yield from sections(inner, f"{key}[]")
 
 
-def keys() -> Iterator[str]:
+def all_keys() -> Iterator[str]:
     """Every key, sections included, with dots: `rollout.server.tp`, `reward.terms[].weight`."""
     for section in sections():
         for name in _fields(section.cls):
@@ -134,7 +134,7 @@ def _section(section: Section) -> str:
 
 @functools.cache
 def _dotted() -> re.Pattern[str]:
-    return re.compile(rf"(?<![\w.])(?:{'|'.join(re.escape(key) for key in keys() if '.' in key)})(?![\w.]\w)")
+    return re.compile(rf"(?<![\w.])(?:{'|'.join(re.escape(key) for key in all_keys() if '.' in key)})(?![\w.]\w)")
 
 
 def _prose(text: str) -> str:
