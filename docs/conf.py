@@ -2,6 +2,7 @@
 links between README.md, docs/ and source files are the same here and in any viewer of the repository.
 """
 
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**", "examples/**/README.md", "benchmarks/results/*.md"]
 exclude_patterns = [".*", "build", "runs", "tests", "tepo_megatron"]  # not looked through
 suppress_warnings = [
+    "misc.highlighting_failure",  # formulas in the form of Python
     "autoapi.python_import_resolution",  # constants that modules import from each other
     "ref.python",  # `type`, a field of several sections of the config
 ]
@@ -53,11 +55,22 @@ linkcheck_workers = 4
 
 
 def docstring_as_text(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Docstrings are plain text with `code`; what reStructuredText would make of |y|, *, and names_ is not meant."""
-    parts = re.split(r"(`[^`]+`)", "\n".join(lines))
-    for i, part in enumerate(parts):
-        parts[i] = f"`{part}`" if part.startswith("`") else re.sub(r"([|*_\\])", r"\\\1", part)
-    lines[:] = "".join(parts).split("\n")
+    """Docstrings are plain text with `code` and indented blocks; what reStructuredText would make of |y|, *, and names_ is not
+    meant.
+    """
+    cleaned, written = inspect.cleandoc("\n".join(lines)).split("\n"), list[str]()
+    for before, line in zip(["", *cleaned], cleaned, strict=False):
+        if line.startswith("  ") and not before.startswith("  "):
+            written += ["", "::", ""]
+        if not line.startswith("  ") and before.startswith("  "):
+            written.append("")
+        written.append(line if line.startswith("  ") else _escaped(line))
+    lines[:] = [*written, ""]
+
+
+def _escaped(line: str) -> str:
+    parts = re.split(r"(`[^`]+`)", line)
+    return "".join(f"`{p}`" if p.startswith("`") else re.sub(r"([|*_\\])", r"\\\1", p) for p in parts)
 
 
 def imports_are_skipped(app: object, what: str, name: str, obj: object, skip: bool, options: object) -> bool | None:
