@@ -68,7 +68,8 @@ def links(page: Path) -> Iterator[str]:
             yield str(token.attrs["src"])
     for block in fences(page, "{toctree}"):
         if ":glob:" not in block:
-            yield from (f"{line}.md" for line in block.splitlines() if line and not line.startswith(":") and line != "self")
+            entries = [line for line in block.splitlines() if line and not line.startswith(":") and line != "self"]
+            yield from (re.sub(r".*<(.*)>", r"\1", entry) + ".md" for entry in entries)
 
 
 def fences(page: Path, info: str | None = None) -> list[str]:
