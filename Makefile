@@ -46,7 +46,7 @@ launch: $(LAUNCH)/.ready
 
 # warnings are errors: a link, an anchor or a page that is missing ends it
 docs: $(DOCS)/.ready
-	$(DOCS)/bin/sphinx-build --fail-on-warning --keep-going --quiet -c docs -d $(SITE)/.doctrees -b html . $(SITE)
+	$(DOCS)/bin/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet -c docs -d $(SITE)/.doctrees -b html . $(SITE)
 	@echo "written: $(SITE)/index.html"
 
 # the links to other sites, which takes a network
