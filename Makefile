@@ -7,12 +7,15 @@ SEED   ?= 0
 ENGINE ?= vllm
 SGLANG := .venv-sglang
 LAUNCH := .venv-launch
+DOCS   := .venv-docs
+SITE   := build/docs
 PEERS  := .cache/peers
 
 # torch: a wheel found through PIP_FIND_LINKS if there is one, else PyTorch's own CPU build
 UV_ENV := UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(if $(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))),,UV_TORCH_BACKEND=cpu)
 
-.PHONY: demo sglang launch ablation bench test test-fast test-full test-full-served test-full-computed test-slurm test-gpu check lint types format pins clean
+.PHONY: demo sglang launch ablation bench docs docs-links test test-fast test-full test-full-served test-full-computed test-slurm \
+  test-gpu check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
@@ -41,6 +44,15 @@ sglang: $(SGLANG)/.ready
 
 # the launcher's own environment: the training environment needs none of NeMo-Run's dependencies (docs/launch.md)
 launch: $(LAUNCH)/.ready
+
+# warnings are errors: a link, an anchor or a page that is missing ends it
+docs: $(DOCS)/.ready
+	$(DOCS)/bin/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet -c docs -d $(SITE)/.doctrees -b html . $(SITE)
+	@echo "written: $(SITE)/index.html"
+
+# the links to other sites, which takes a network
+docs-links: $(DOCS)/.ready
+	$(DOCS)/bin/sphinx-build --quiet -c docs -d $(SITE)/.doctrees -b linkcheck . $(SITE)/links
 
 test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m "not full"
@@ -114,6 +126,16 @@ $(LAUNCH)/.ready: requirements/launch.txt
 	$(LAUNCH)/bin/uv pip install --no-config --python $(LAUNCH)/bin/python --no-deps --quiet --compile-bytecode -r requirements/launch.txt; \
 	echo "$$sum" > $@
 
+$(DOCS)/.ready: requirements/docs.txt
+	@sum=$$(cat requirements/docs.txt | sha256sum); \
+	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
+	set -e; \
+	echo "setting up $(DOCS) (once; a minute if packages must be downloaded)"; \
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS); \
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.9"; \
+	$(DOCS)/bin/uv pip install --no-config --python $(DOCS)/bin/python --no-deps --quiet --compile-bytecode -r requirements/docs.txt; \
+	echo "$$sum" > $@
+
 # resolve the pins anew
 pins:
 	test -x $(BIN)/uv || ($(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet "uv>=0.9")
@@ -124,6 +146,8 @@ pins:
 	  requirements/sglang-cpu.in -o requirements/sglang-cpu.txt
 	$(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
 	  --override requirements/overrides.txt requirements/launch.in -o requirements/launch.txt
+	$(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
+	  requirements/docs.in -o requirements/docs.txt
 	for engine in vllm sglang; do \
 	  $(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-header \
 	    --no-annotate --no-emit-package tepo-megatron --extra $$engine --extra te pyproject.toml -o requirements/gpu-$$engine.txt || exit 1; \
@@ -132,4 +156,4 @@ pins:
 	sed -i 's/+cpu$$//' requirements/cpu.txt requirements/sglang-cpu.txt  # a local version would bind the pin to one source of wheels
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(LAUNCH) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) $(LAUNCH) $(DOCS) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -39,7 +39,10 @@ Benchmark = Literal["aime24", "aime25", "amc", "math500", "omni_math", "olympiad
 
 @config
 class ModelConfig:
-    """path: a Hugging Face directory (config.json, safetensors, tokenizer)."""
+    """path: a Hugging Face directory (config.json, safetensors, tokenizer).
+
+    precision: of weights and activations; the optimizer keeps fp32 copies.
+    """
 
     path: str
     reference: str | None = None  # the reference policy of objective.ref_beta, of the same architecture; None: as `path`
@@ -50,7 +53,11 @@ class ModelConfig:
 
 @config
 class ParallelConfig:
-    """Sizes of the mesh axes; their product tp*pp*cp*dp is the number of ranks."""
+    """Sizes of the mesh axes; their product tp*pp*cp*dp is the number of ranks.
+
+    tp: tensor parallel; pp: pipeline stages; cp: context parallel; ep: of the experts, inside dp x cp; dp: data parallel.
+    sequence_parallel: norms and residuals, too, are cut over tp, along the sequence.
+    """
 
     tp: Positive = 1
     pp: Positive = 1
@@ -93,7 +100,7 @@ def _check_source(key: str, source: str) -> None:
 
 @config
 class DataSet:
-    """One of the sets that are mixed. path: as `data.train`; the keys: of this set, None as in `data`.
+    """One of the sets that are mixed. path: as `data.train`; prompt_key, answer_key: of this set, None as in `data`.
 
     weight: its share of the prompts, beside those of the other sets, whatever its size; when it is through it starts again.
     """
@@ -121,7 +128,7 @@ class DataConfig:
     of sets that are mixed.
 
     prompt_key: a string, or a list of chat messages (then the chat template applies); a dot leads into an object. None, here or
-    for answer_key: found out from the columns (`data/schemas.py`).
+    for answer_key: found out from the columns (`data/schemas.py`). answer_key: the gold answer, for the grader.
     deduplicate: a prompt is taken once, and refused where it has different answers. skip_bad_rows: what cannot be used is
     counted instead of refused. check_answers: what becomes of rows whose answer the grader cannot read.
     as_chat: strings, too, are messages to the chat template. system_prompt: of chats without one. instruction: ends the last
@@ -133,7 +140,7 @@ class DataConfig:
     prompt_key: str | None = None
     answer_key: str | None = None
     max_prompt_tokens: Positive = 2048  # longer prompts are dropped and counted
-    shuffle: bool = True
+    shuffle: bool = True  # anew in each epoch
     deduplicate: bool = True
     skip_bad_rows: bool = False
     check_answers: Literal["tell", "drop", "error", "off"] = "tell"
@@ -188,8 +195,8 @@ class ServerConfig:
     rendezvous: str | None = None
     tp: Positive = 1  # tensor-parallel ranks of the engine
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: any free port
-    ready_seconds: PositiveFloat = 300.0
-    request_seconds: PositiveFloat = 1800.0
+    ready_seconds: PositiveFloat = 300.0  # from its start until it serves
+    request_seconds: PositiveFloat = 1800.0  # until it has answered one request
     silent_seconds: PositiveFloat = 60.0  # without an answer about its health: the server counts as frozen
     restarts: NonNegative = 3  # of a server that served before, one after the other, until it counts as lost
     backoff_seconds: NonNegativeFloat = 1.0  # before the first of them, doubled each time
@@ -218,8 +225,8 @@ class ServerConfig:
 class RolloutConfig:
     """What is sampled each step."""
 
-    engine: Literal["vllm", "sglang"] = "vllm"
-    servers: Positive = 1
+    engine: Literal["vllm", "sglang"] = "vllm"  # what samples
+    servers: Positive = 1  # each with a copy of the model
     min_servers: Positive = 1  # with fewer left the run fails
     attempts: Positive = 3  # to sample a prompt, on other servers where there are some
     # steps by which the weights that sampled a token may be older than those that learn from it; 0: training and sampling take
@@ -230,11 +237,11 @@ class RolloutConfig:
     in_flight: Literal["finish", "continue", "restart"] = "finish"
     # trainer and engine share the devices: while one works, the other has released what it can (`colocation.py`)
     colocate: bool = False
-    prompts_per_step: Positive = 64
+    prompts_per_step: Positive = 64  # of a rollout batch
     samples_per_prompt: Annotated[int, Field(ge=2, strict=True)] = 8  # advantages are relative to the group
     # scales actor, old and rollout log-probs alike; vLLM raises smaller ones to 0.01 without a word
     temperature: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = 1.0
-    max_response_tokens: Positive = 8192
+    max_response_tokens: Positive = 8192  # there a response is cut off
     max_sequence_tokens: Positive | None = None  # of prompt and response together: a long prompt gets a shorter response
     # path/to/file.py:name of an async function that makes each sample, in turns with tools (`rollout/conversation.py`); all it
     # adds to the prompt counts to max_response_tokens, and each turn is a request to server.concurrency
@@ -341,12 +348,12 @@ class CustomTermConfig:
 
 @config
 class HttpTermConfig:
-    """Rewards from a server, one request for each batch (`rewards/remote.py`); without an answer the run fails."""
+    """Rewards from a server at `url`, one request for each batch (`rewards/remote.py`); without an answer the run fails."""
 
     type: Literal["http"]
     url: str
-    timeout_seconds: PositiveFloat = 60.0
-    attempts: Positive = 4
+    timeout_seconds: PositiveFloat = 60.0  # of one request
+    attempts: Positive = 4  # requests for the same batch
     backoff_seconds: NonNegativeFloat = 1.0  # before the second of them, doubled each time
     key_variable: str | None = None  # the environment variable with the key that goes along as a bearer token
     weight: Weight = 1.0
@@ -375,7 +382,7 @@ class RewardConfig:
     soft_seconds: Positive = 2  # of processor time, then a worker gives an answer up
     hard_seconds: PositiveFloat = 4.0  # of wall time, then it is killed
     memory_mib: Positive = 1024  # address space of a worker
-    max_answer_chars: Positive = 512
+    max_answer_chars: Positive = 512  # a longer answer is wrong, unread
     # the last tokens before rollout.max_response_tokens, in which a response costs more and more, up to overlong_penalty;
     # 0: never; None: a fifth of rollout.max_response_tokens under objective.overlong_shaping, else 0
     overlong_buffer_tokens: NonNegative | None = None
@@ -404,7 +411,7 @@ class RewardConfig:
 class ObjectiveConfig:
     """A row of `losses.OBJECTIVES`, and replacements for its parts (None: as the row has it)."""
 
-    name: str = "tepo"
+    name: str = "tepo"  # of the row
     ratio: str | None = None
     surrogate: str | None = None
     clip_low: NonNegativeFloat | None = None
@@ -437,7 +444,10 @@ class ObjectiveConfig:
 
 @config
 class OptimizerConfig:
-    """AdamW as Megatron-Core's distributed optimizer runs it, with linear warm-up to a constant rate."""
+    """AdamW as Megatron-Core's distributed optimizer runs it, with linear warm-up to a constant rate.
+
+    lr: that rate; beta1, beta2: decay of the two moments; eps: beside the root of the second; weight_decay: decoupled.
+    """
 
     lr: PositiveFloat = 5e-7
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -450,7 +460,7 @@ class OptimizerConfig:
 
 @config
 class TrainingConfig:
-    """steps: rollout batches. Each is split into minibatches of `minibatch_prompts` groups and seen `epochs` times."""
+    """steps: rollout batches; epochs: how often each is seen; minibatch_prompts: groups that one optimizer step learns from."""
 
     steps: Positive = 72
     epochs: Positive = 2
@@ -555,13 +565,17 @@ class LoggingConfig:
 
     noise_floor_every: NonNegative = 20
     memory: bool = False
-    tensorboard: bool = False
-    wandb_project: str | None = None
+    tensorboard: bool = False  # the same metrics in its files, in the run's folder
+    wandb_project: str | None = None  # the same metrics at Weights & Biases
 
 
 @config
 class Config:
-    """One run."""
+    """One run.
+
+    name: of its folder; platform: what ranks and servers compute on; seed: of everything that is random; export_hf: the trained
+    model is written as a Hugging Face directory, `hf/` in the run's folder.
+    """
 
     name: str
     model: ModelConfig

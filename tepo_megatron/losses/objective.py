@@ -48,30 +48,30 @@ class Objective:
 
     ratio: str
     surrogate: str = "clip"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: float = 0.2  # see clip_low
     dual_clip: float | None = None  # above 1: bounds what a wrong answer that became likelier can cost
     aggregate: str = "token_mean"
     advantage: str = "std"
     kl: str = "k3"  # to the old policy
-    kl_mask: str = "none"
+    kl_mask: str = "none"  # the tokens that bear it
     kl_entropy_tolerance: float = 0.0  # nats
-    beta: float = 0.0
+    beta: float = 0.0  # of the KL to the old policy
     ref_kl: str = "k3"  # to the reference policy
     ref_beta: float = 0.0
-    ref_kl_in: str = "loss"  # or "reward": taken from each reward before advantages are
+    ref_kl_in: str = "loss"  # "loss", or "reward": taken from each reward before advantages are
     entropy_coefficient: float = 0.0  # of the mean entropy in J: above 0 raises it, below 0 lowers it
     advantage_alpha: float = 0.0  # entropy inside the advantage
-    advantage_kappa: float = 2.0
-    weighting: str = "none"
-    cov_share: float = 2e-4
-    cov_low: float = 1.0
-    cov_high: float = 5.0
-    cov_beta: float = 1.0
-    steer_lambda_min: float = 0.8
+    advantage_kappa: float = 2.0  # it adds |A| / kappa at most
+    weighting: str = "none"  # from the whole minibatch
+    cov_share: float = 2e-4  # of the tokens, picked by clip_cov or kl_cov
+    cov_low: float = 1.0  # clip_cov: the covariance of tokens that can be picked lies above it
+    cov_high: float = 5.0  # and below this
+    cov_beta: float = 1.0  # kl_cov: of the penalty on picked tokens
+    steer_lambda_min: float = 0.8  # steer: the smallest weight
     correction: str = "none"  # of the rollout/train mismatch
     correction_low: float | None = None  # None: the correction's own
-    correction_high: float | None = None
+    correction_high: float | None = None  # likewise
     dynamic_sampling: bool = False  # further prompts take the place of groups that teach nothing
     overlong_shaping: bool = False  # a response that nearly fills its room is worth less
 

@@ -1,0 +1,91 @@
+"""Sphinx builds the documentation: `make docs`. Pages are Markdown (MyST); the repository's root is the source folder, so that
+links between README.md, docs/ and source files are the same here and in any viewer of the repository.
+"""
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+project = "tepo_megatron"
+author = "the authors of tepo_megatron"
+copyright = author
+extensions = ["myst_parser", "autoapi.extension", "sphinx_copybutton"]
+
+root_doc = "docs/index"
+include_patterns = ["*.md", "docs/**", "examples/**/README.md", "benchmarks/results/*.md"]
+exclude_patterns = [".*", "build", "runs", "tests", "tepo_megatron"]  # not looked through
+suppress_warnings = [
+    "misc.highlighting_failure",  # formulas in the form of Python
+    "autoapi.python_import_resolution",  # constants that modules import from each other
+    "ref.python",  # `type`, a field of several sections of the config
+]
+
+myst_heading_anchors = 4  # as GitHub names them
+myst_enable_extensions: list[str] = []
+
+# The API is read from the syntax trees: nothing is imported, so that this environment needs none of the packages.
+autoapi_dirs = [str(ROOT / "tepo_megatron")]
+autoapi_generate_api_docs = False  # the pages in docs/api/ name what they show
+autoapi_options = ["members", "undoc-members", "show-inheritance"]
+autodoc_member_order = "bysource"
+ROOMS = ("losses", "rewards", "rollout", "weights", "data", "evaluation")
+FILES = ("config", "config_io", "types", "advantages", "errors", "method", "user_file", "metrics", "channel")
+autoapi_ignore = [
+    str(path) + ("/*" if path.is_dir() else "")
+    for path in sorted((ROOT / "tepo_megatron").iterdir())
+    if path.stem not in (*ROOMS, *FILES, "__init__")
+]
+
+html_theme = "furo"
+html_title = "tepo_megatron"
+html_show_copyright = False
+html_show_sourcelink = False
+html_additional_pages = {"index": "to-the-start.html"}
+templates_path = ["templates"]
+highlight_language = "none"  # of blocks without a name
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
+linkcheck_timeout = 20
+linkcheck_workers = 4
+
+
+def docstring_as_text(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Docstrings are plain text with `code` and indented blocks; what reStructuredText would make of |y|, *, and names_ is not
+    meant.
+    """
+    cleaned, written = inspect.cleandoc("\n".join(lines)).split("\n"), list[str]()
+    for before, line in zip(["", *cleaned], cleaned, strict=False):
+        if line.startswith("  ") and not before.startswith("  "):
+            written += ["", "::", ""]
+        if not line.startswith("  ") and before.startswith("  "):
+            written.append("")
+        written.append(line if line.startswith("  ") else _escaped(line))
+    lines[:] = [*written, ""]
+
+
+def _escaped(line: str) -> str:
+    parts = re.split(r"(`[^`]+`)", line)
+    return "".join(f"`{p}`" if p.startswith("`") else re.sub(r"([|*_\\])", r"\\\1", p) for p in parts)
+
+
+def imports_are_skipped(app: object, what: str, name: str, obj: object, skip: bool, options: object) -> bool | None:
+    """A module's page shows what is defined in it."""
+    return True if getattr(obj, "imported", False) else None
+
+
+def titled(app: object, docname: str, source: list[str]) -> None:
+    """A table that `make bench` writes has no heading."""
+    if docname == "benchmarks/results/cpu":
+        source[0] = f"# Results on a CPU\n\n{source[0]}"
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", docstring_as_text)
+    app.connect("source-read", titled)
+    app.connect("autodoc-skip-member", imports_are_skipped)

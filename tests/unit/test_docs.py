@@ -1,0 +1,348 @@
+"""What the pages say of the repository: links, anchors, commands, keys, quoted errors, examples, generated pages."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from launch.layout import lay_out
+from launch.profile import load_cluster
+from tepo_megatron.actor.layout import check_layout
+from tepo_megatron.config import Config, RewardConfig
+from tepo_megatron.config_io import load_config, validate_as
+from tepo_megatron.rollout.engine import EngineApi
+from tools import config_reference
+
+PAGES = sorted(
+    [
+        Path("README.md"),
+        Path("CONTRIBUTING.md"),
+        Path("CHANGELOG.md"),
+        *Path("docs").rglob("*.md"),
+        *Path("examples").rglob("README.md"),
+    ]
+)
+MARKDOWN = MarkdownIt("commonmark").enable("table")
+ELSEWHERE = ("http://", "https://", "mailto:")
+COMMANDS = re.findall(r'add_parser\(\s*"(\w+)"', Path("tepo_megatron/cli.py").read_text())
+# what stands for a file of the reader's own
+STAND_IN = "examples/template.yaml"
+
+
+def tokens(page: Path) -> list[Token]:
+    """Of the page, the inline ones in one list with the others."""
+    found = []
+    for token in MARKDOWN.parse(page.read_text()):
+        found += [token, *(token.children or [])]
+    return found
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and MyST name them."""
+    all_tokens, found = MARKDOWN.parse(page.read_text()), set[str]()
+    for token, following in itertools.pairwise(all_tokens):
+        if token.type == "heading_open":
+            text = "".join(child.content for child in following.children or [] if child.type in ("text", "code_inline"))
+            slug = re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
+            found.add(slug if slug not in found else f"{slug}-1")
+    return found
+
+
+def links(page: Path) -> Iterator[str]:
+    """Targets of links and images."""
+    for token in tokens(page):
+        if token.type == "link_open":
+            yield str(token.attrs["href"])
+        if token.type == "image":
+            yield str(token.attrs["src"])
+    for block in fences(page, "{toctree}"):
+        if ":glob:" not in block:
+            entries = [line for line in block.splitlines() if line and not line.startswith(":") and line != "self"]
+            yield from (re.sub(r".*<(.*)>", r"\1", entry) + ".md" for entry in entries)
+
+
+def fences(page: Path, info: str | None = None) -> list[str]:
+    """Blocks of code; info: those with that name alone."""
+    blocks = [token for token in tokens(page) if token.type == "fence"]
+    return [block.content for block in blocks if info is None or block.info.strip() == info]
+
+
+def inline_code(page: Path) -> list[str]:
+    return [token.content for token in tokens(page) if token.type == "code_inline"]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The lines of blocks in a shell's words, continued ones joined."""
+    found = []
+    for block in fences(page, ""):
+        for line in block.replace("\\\n", " ").splitlines():
+            if re.match(r"(\.venv\S*/)?(bin/)?(tepo|python|make|git|cp|hf|torchrun)\b|\.venv", line.strip()):
+                found.append(shlex.split(line, comments=True))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_lead_somewhere(page: Path) -> None:
+    wrong = []
+    for target in links(page):
+        if target.startswith(ELSEWHERE):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path) if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            wrong.append(target)
+    assert wrong == []
+
+
+def test_a_broken_link_and_a_broken_anchor_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("# One `two.three` (four)\n\n[x](b.md) [y](#one-twothree-four) [z](#one)\n")
+    with pytest.raises(AssertionError, match=r"\['b.md', '#one'\]"):
+        test_links_lead_somewhere(tmp_path / "a.md")
+
+
+def test_every_page_is_in_the_contents() -> None:
+    listed = {(page.parent / target).resolve() for page in PAGES for target in links(page) if fences(page, "{toctree}")}
+    decisions = {path.resolve() for path in Path("docs/decisions").glob("0*.md")}
+    assert {page.resolve() for page in PAGES} - listed - decisions == {Path("docs/index.md").resolve()}
+
+
+def makefile_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][\w-]*):", Path("Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_commands_exist(page: Path) -> None:
+    """`make TARGET`, `tepo COMMAND`, `python -m MODULE` and `python FILE`, in blocks and in the text."""
+    said = [*inline_code(page), *(" ".join(words) for words in commands(page))]
+    for text in said:
+        for target in re.findall(r"(?:^|&& )make ([a-z][\w-]*)", text):
+            assert target in makefile_targets(), text
+        for name in re.findall(r"(?:^|bin/)tepo ([a-z]+)", text):
+            assert name in COMMANDS, text
+        for module in re.findall(r"python -m ((?:tepo_megatron|examples|benchmarks|launch|tools|tests)[\w.]*)", text):
+            path = Path(*module.split("."))
+            assert path.with_suffix(".py").exists() or path.is_dir(), text
+        for file in re.findall(r"python ((?:tools|benchmarks|examples)/\S+\.py)", text):
+            assert Path(file).exists(), text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_keys_exist(page: Path) -> None:
+    """`section.key` and `--section.key VALUE` in the text are keys of the config."""
+    known = {key.replace("[]", "") for key in config_reference.all_keys()}
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    for text in inline_code(page):
+        for key in re.findall(r"(?:^|[\s\[`(])(?:--)?((?:[a-z_]+\.)+[a-z_]+)(?=[=:]? |[=:]?$|: )", text):
+            file_like = re.search(r"\.(py|md|yaml|jsonl?|txt|html|log|csv|png|in|parquet)$", key)
+            if key.partition(".")[0] in sections and not file_like and not key.endswith("_"):
+                assert key in known, f"{text}: {key} is no key"
+
+
+def trainings(page: Path) -> list[tuple[str, list[str]]]:
+    """(config, overrides) of what the page's blocks start."""
+    found = []
+    of_launch = {"--executor", "--cluster", "--after", "--host", "--address"}
+    for words in commands(page):
+        line = " ".join(w for w in words if w not in ("--dry-run", "--quick"))
+        start = re.match(r"(?:\S*bin/)?(?:tepo (?:train|serve|doctor)|python -m launch) (\S+\.yaml)", line)
+        if start is None and (start := re.match(r"torchrun .*? -m tepo_megatron train (\S+)", line)) is None:
+            continue
+        at = words.index(start[1])
+        rest = [w for w in words[at + 1 :] if w not in ("--dry-run", "--quick")]
+        pairs = zip(rest[::2], rest[1::2], strict=True)
+        found.append((start[1], [w for key, value in pairs if key not in of_launch for w in (key, value)]))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_what_is_started_has_a_config(page: Path) -> None:
+    for config, overrides in trainings(page):
+        assert load_config(config if Path(config).exists() else STAND_IN, overrides), (config, overrides)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_yaml_blocks_are_configs(page: Path) -> None:
+    base = yaml.safe_load(Path(STAND_IN).read_text())
+    for block in fences(page, "yaml"):
+        for name, section in yaml.safe_load(block).items():
+            merged = base.get(name, {}) | section
+            assert validate_as(Config, base | {name: merged}, str(page))
+
+
+PAPER = Path("docs/paper.md")
+# heads, key-value heads, feed-forward size, layers of the five models
+SIZES = {
+    "Qwen2.5-7B": (28, 4, 18944, 28),
+    "Qwen3-14B": (40, 8, 17408, 40),
+    "DeepSeek-R1-Distill-Llama-8B": (32, 8, 14336, 32),
+    "Mistral-7B-Instruct-v0.2": (32, 8, 14336, 32),
+    "DeepSeek-R1-Distill-Qwen-7B": (28, 4, 18944, 28),
+}
+
+
+def architecture(model: str):
+    from tests.unit.test_families import PUBLISHED, read
+
+    heads, groups, ffn, layers = SIZES[model]
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": groups, "intermediate_size": ffn}
+    return read(PUBLISHED["Llama-3.1-8B"] | sizes | {"num_hidden_layers": layers, "head_dim": 128})
+
+
+def test_the_layouts_of_the_paper_page_fit() -> None:
+    """Every row of its table, for each of its three sizes: model, ranks, servers, machines of 8."""
+    cluster = load_cluster("launch/profiles/slurm-h100.yaml")
+    rows = re.findall(
+        r"^\| (\S+) \| `table\d/.*?\| tp (\d) dp (\d), (\d) x tp (\d) \| (.*?) \| (.*?) \|$", PAPER.read_text(), re.M
+    )
+    assert {row[0] for row in rows} == set(SIZES)
+    recipes = {
+        load_config(p).model.path.removeprefix("models/"): p for p in sorted(Path("examples/paper").glob("table?/*.yaml"))
+    }
+    assert recipes.keys() == SIZES.keys()
+    for model, *shared, sixteen, sixty_four in rows:
+        others = [re.fullmatch(r"tp (\d) dp (\d) \+ (\d) x tp (\d)", cell).groups() for cell in (sixteen, sixty_four)]
+        for gpus, (tp, dp, servers, server_tp) in zip((8, 16, 64), (shared, *others), strict=True):
+            words = f"--parallel.tp {tp} --parallel.dp {dp} --rollout.servers {servers} --rollout.server.tp {server_tp}"
+            apart = " --rollout.colocate false --rollout.server.rendezvous s --sync.folder w"
+            words += " --rollout.colocate true" if gpus == 8 else apart
+            cfg = load_config(recipes[model], words.split())
+            check_layout(architecture(model), cfg.parallel)
+            assert lay_out(cfg, cluster).nodes == gpus // 8
+            used = cfg.parallel.world_size + (0 if gpus == 8 else int(servers) * int(server_tp))
+            assert used == gpus and int(servers) * int(server_tp) <= 8 * max(1, gpus // 16)
+
+
+def test_the_commands_of_the_paper_page_take_the_machines_that_it_says() -> None:
+    cluster, text = load_cluster("launch/profiles/slurm-h100.yaml"), PAPER.read_text()
+    for gpus, section in re.findall(r"^## (\d+) GPUs.*?\n(.*?)(?=^## )", text, re.M | re.S):
+        words = [shlex.split(line) for line in section.replace("\\\n", " ").splitlines() if " examples/paper/" in line]
+        assert words
+        for line in words:
+            at = next(i for i, word in enumerate(line) if word.startswith("examples/paper/"))
+            rest = [w for w in line[at + 1 :] if w != "--dry-run"]
+            keep = [w for k, v in zip(rest[::2], rest[1::2], strict=True) if "." in k for w in (k, v)]
+            assert lay_out(load_config(line[at], keep), cluster).nodes == int(gpus) // 8, line
+
+
+@functools.cache
+def templates() -> list[str]:
+    """Every text of the source, `…` for what is filled in; neighbours of a sum are joined."""
+    found = []
+    for path in [*Path("tepo_megatron").rglob("*.py"), *Path("launch").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def quoted() -> list[str]:
+    """The messages on the page of troubles: code in its block quotes."""
+    lines = Path("docs/troubleshooting.md").read_text().splitlines()
+    found = [line.removeprefix("> ").strip("`").strip() for line in lines if line.startswith("> `")]
+    assert len(found) > 30
+    return found
+
+
+@pytest.mark.parametrize("message", quoted())
+def test_quoted_messages_are_the_code_s(message: str) -> None:
+    pieces = [piece for piece in re.split("…+", message) if piece.strip()]
+    pattern = re.compile(".*".join(re.escape(piece) for piece in pieces), re.S)
+    assert any(pattern.search(template) for template in templates()), message
+
+
+def python_block(page: str) -> dict[str, object]:
+    """What the page's one example defines."""
+    (block,) = fences(Path(page), "python")
+    names: dict[str, object] = {}
+    exec(compile(block, page, "exec"), names)
+    return names
+
+
+def test_the_example_of_an_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from tepo_megatron.config import ObjectiveConfig
+    from tepo_megatron.losses import OBJECTIVES, build_objective
+    from tepo_megatron.losses.surrogate import SURROGATES
+    from tests.objective_cases import draw, inputs_of, ours
+
+    monkeypatch.setitem(SURROGATES, "spo", SURROGATES["clip"])  # given back at the end, whatever the block does
+    monkeypatch.setitem(OBJECTIVES, "spo", OBJECTIVES["grpo"])
+    python_block("docs/add_objective.md")
+    batch = draw(0)
+    out, grad, _ = ours(build_objective(ObjectiveConfig(name="spo")), batch)
+    inputs = inputs_of(batch)
+    r, a = out.ratio_R, inputs.advantage_R
+    torch.testing.assert_close(-grad, (a - a.abs() * (r - 1) / 0.2) * r / inputs.whole.tokens)
+
+
+def test_the_example_of_a_reward(tmp_path: Path) -> None:
+    from tepo_megatron.rewards import build_reward, check_reward
+    from tests.graded import decode, rollout
+
+    page = Path("docs/add_reward.md")
+    (block,), (config,) = fences(page, "python"), fences(page, "yaml")
+    (tmp_path / "my_rewards.py").write_text(block)
+    tree = yaml.safe_load(config)["reward"] | {"workers": 1}
+    tree["terms"][1]["function"] = str(tmp_path / tree["terms"][1]["function"])
+    cfg = validate_as(RewardConfig, tree, "docs")
+    check_reward(cfg)
+    with build_reward(cfg, decode) as reward:
+        first, second = reward.score([rollout("2 + 2 = 4\nso\n\\boxed{4}", "4"), rollout("\\boxed{5}", "4")])
+    assert (first.score, second.score) == (1.0, 0.0)
+    assert first.reward == pytest.approx(1 + 0.2 * 0.5) and second.reward == 0.0
+
+
+def test_the_example_of_a_family(tmp_path: Path) -> None:
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM, SeedOssConfig
+
+    from tepo_megatron.weights.families import read_config
+    from tepo_megatron.weights.families.family import Family
+
+    family = python_block("docs/add_family.md")["FAMILY"]
+    assert isinstance(family, Family)
+    sizes = {
+        "hidden_size": 24,
+        "intermediate_size": 10,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    }
+    AutoModelForCausalLM.from_config(SeedOssConfig(**sizes, head_dim=10, vocab_size=70)).save_pretrained(tmp_path)
+    arch = family.architecture(read_config(tmp_path))
+    assert arch.qkv_bias and arch.head_dim == 10
+    with safe_open(tmp_path / "model.safetensors", "pt") as f:
+        assert set(f.keys()) == family.tensor_names(arch)
+
+
+def test_the_engine_page_names_every_method_in_order() -> None:
+    named = re.findall(r"^\| `(\w+)` \|", Path("docs/add_engine.md").read_text(), re.M)
+    assert named == [name for name in vars(EngineApi) if not name.startswith("_")]
+
+
+def test_the_configuration_reference_is_that_of_the_code() -> None:
+    written = config_reference.PAGE.read_text()
+    assert written == config_reference.page(), "run `python -m tools.config_reference`"
+
+
+def test_every_key_has_a_meaning() -> None:
+    names = {section.name for section in config_reference.sections()}
+    for section in config_reference.sections():
+        intro, of_key = config_reference.meanings(section.cls)
+        for key in section.cls.__dataclass_fields__:
+            named = of_key.get(key) or re.search(rf"\b{key}\b", intro)
+            assert named or f"{section.prefix}{key}" in names, f"{section.prefix}{key}"

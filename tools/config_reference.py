@@ -1,0 +1,237 @@
+"""Write docs/configuration.md from the types of the config: `python -m tools.config_reference`.
+
+What a key means is taken from the docstring of its section ("key: meaning; ..."), the comment above it and the comment beside
+it; what is refused from the errors that the section raises.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import json
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from tepo_megatron.config import AnyTermConfig, Config, ObjectiveConfig
+from tepo_megatron.losses.objective import _TABLES, Objective
+
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+HEAD = """# Configuration reference
+
+Made by `python -m tools.config_reference` from [`tepo_megatron/config.py`](../tepo_megatron/config.py); a test compares.
+
+A config is a YAML file of sections. `rollout.server.tp` is the key `tp` in `server` in `rollout`; on the command line it is
+`--rollout.server.tp 2` or `--rollout.server.tp=2`, read as YAML, and wins over the file. `base: other.yaml` (a path relative to
+the file itself) lays a file over another one: sections are merged key by key, lists and values are replaced, `null` takes a key
+back to its default. An unknown key is an error that names the nearest known one. Below each section stands what it refuses
+(`…`: what the message fills in); what depends on the model and on the objective is refused before anything starts, too.
+"""
+NAMES = {int: "integer", float: "number", str: "text", bool: "true, false", type(None): "null", Any: "anything"}
+OF_A_TERM = {"type": "which term it is", "weight": "of its value in the reward"}
+SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
+
+
+@dataclass(frozen=True)
+class Section:
+    """name: as the heading has it, "" for the top; cls: its type."""
+
+    name: str
+    cls: type
+
+    @property
+    def prefix(self) -> str:
+        """Before a key."""
+        return f"{self.name}." if self.name else ""
+
+
+def sections(cls: type = Config, name: str = "") -> Iterator[Section]:
+    """All sections of the config, each before those in it."""
+    yield Section(name, cls)
+    for field, hint in typing.get_type_hints(cls).items():
+        key = f"{name}.{field}" if name else field
+        if dataclasses.is_dataclass(hint):
+            yield from sections(typing.cast(type, hint), key)
+        else:
+            for inner in _dataclasses_in(hint):
+                yield from sections(inner, f"{key}[]")
+
+
+def all_keys() -> Iterator[str]:
+    """Every key, sections included, with dots: `rollout.server.tp`, `reward.terms[].weight`."""
+    for section in sections():
+        for name in _fields(section.cls):
+            yield section.prefix + name
+
+
+def page() -> str:
+    """The whole reference."""
+    parts = [HEAD]
+    for section in sections():
+        parts.append(_section(section))
+    return "\n".join(parts)
+
+
+def meanings(cls: type) -> tuple[str, dict[str, str]]:
+    """What the docstring says of the section itself, and what it and the comments say of each key."""
+    intro, of_key = _from_docstring(cls)
+    for name, comment in _comments(cls).items():
+        of_key[name] = "; ".join(x for x in (of_key.get(name, ""), comment) if x)
+    if cls in typing.get_args(AnyTermConfig):
+        of_key = OF_A_TERM | of_key
+    if cls is ObjectiveConfig:
+        for name, comment in _comments(Objective).items():
+            of_key.setdefault(name, comment)
+        for name, table in _TABLES.items():
+            of_key[name] = "; ".join(filter(None, ["one of " + ", ".join(f"`{x}`" for x in table), of_key.get(name, "")]))
+    return intro, of_key
+
+
+def refusals(cls: type) -> list[str]:
+    """The messages of the errors that its checks raise, `…` for what they fill in."""
+    found = []
+    for node in ast.walk(_tree(cls)):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            message = node.exc.args[0]
+            parts = message.values if isinstance(message, ast.JoinedStr) else [message]
+            found.append("".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in parts))
+    return found
+
+
+def _section(section: Section) -> str:
+    cls = section.cls
+    intro, of_key = meanings(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
+    title = f"`{section.name}`" if section.name else "The top"
+    if section.name.endswith("[]") and "type" in hints:
+        title += f": {_type(hints['type'])}"
+    lines = [f"## {title}", ""]
+    if intro:
+        lines += [_prose(intro), ""]
+    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in _fields(cls).items():
+        key = f"`{section.prefix}{name}`"
+        if dataclasses.is_dataclass(hints[name]):
+            lines.append(f"| {key} | [section](#{(section.prefix + name).replace('.', '')}) | | |")
+            continue
+        cells = [key, _type(hints[name]), _default(field), _prose(of_key.get(name, ""))]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    if messages := refusals(cls):
+        lines += ["", "Refused:", "", *(f"* {_code(message)}" for message in messages)]
+    return "\n".join(lines) + "\n"
+
+
+@functools.cache
+def _dotted() -> re.Pattern[str]:
+    return re.compile(rf"(?<![\w.])(?:{'|'.join(re.escape(key) for key in all_keys() if '.' in key)})(?![\w.]\w)")
+
+
+def _prose(text: str) -> str:
+    """With keys as code, and nothing else of Markdown's but what is code already."""
+    parts = re.split(r"(`[^`]+`)", text)
+    for i in range(0, len(parts), 2):
+        parts[i] = _dotted().sub(lambda key: f"`{key[0]}`", re.sub(r"([*<_\\])", r"\\\1", parts[i]).replace("\\_", "_"))
+    return "".join(parts)
+
+
+def _code(text: str) -> str:
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    return {f.name: f for f in dataclasses.fields(cls)}
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    value = field.default
+    if isinstance(value, FieldInfo):
+        value = value.get_default(call_default_factory=True, validated_data={})
+    elif value is dataclasses.MISSING:
+        if field.default_factory is dataclasses.MISSING:
+            return "**required**"
+        value = field.default_factory()
+    return f"`{json.dumps(value)}`"
+
+
+def _type(hint: Any, bounds: tuple[Any, ...] = ()) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        metadata = [x for extra in args[1:] for x in (extra.metadata if isinstance(extra, FieldInfo) else (extra,))]
+        return _type(args[0], tuple(x for x in metadata if type(x) in SIGNS))
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" for value in args)
+    if origin in (typing.Union, types.UnionType):
+        plain = [a for a in args if a is not type(None)]
+        if all(dataclasses.is_dataclass(_bare(a)) for a in plain):
+            plain = plain[:1]  # they are listed as sections
+        words = [_type(a) for a in plain] + ["`null`"] * (type(None) in args)
+        return " or ".join(words)
+    if origin is list:
+        return "list of " + _type(args[0])
+    if origin is dict:
+        return "mapping"
+    if dataclasses.is_dataclass(hint):
+        return "sections"
+    limits = " and ".join(f"{SIGNS[type(b)]} {next(iter(dataclasses.astuple(b))):g}" for b in bounds)
+    return f"{NAMES[hint]} {limits}".strip()
+
+
+def _bare(hint: Any) -> Any:
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
+
+
+def _dataclasses_in(hint: Any) -> list[type]:
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return [hint]
+    return [inner for arg in typing.get_args(hint) for inner in _dataclasses_in(arg)]
+
+
+def _tree(cls: type) -> ast.Module:
+    return ast.parse(textwrap.dedent(inspect.getsource(cls)))
+
+
+def _from_docstring(cls: type) -> tuple[str, dict[str, str]]:
+    """Clauses that begin with names of keys and a colon, after a full stop, a semicolon or at a line's beginning."""
+    text = re.sub(r"\s*\n\s*", " ", inspect.cleandoc(cls.__doc__ or "").replace("\n\n", "\n"))
+    names = "|".join(_fields(cls))
+    heads = list(re.finditer(rf"(?:(?<=[.;:] )|^)((?:(?:{names}), )*(?:{names})): ", text))
+    intro = text[: heads[0].start()] if heads else text
+    found: dict[str, str] = {}
+    for head, following in itertools.zip_longest(heads, heads[1:]):
+        clause = text[head.end() : following.start() if following else len(text)].strip().rstrip(".;")
+        for name in head[1].split(", "):
+            found[name] = clause
+    return intro.strip().rstrip(";"), found
+
+
+def _comments(cls: type) -> dict[str, str]:
+    """The comment lines above each field, and the comment beside it."""
+    source = textwrap.dedent(inspect.getsource(cls))
+    lines, found = source.splitlines(), {}
+    for node in next(iter(_tree(cls).body)).body:  # type: ignore[attr-defined]
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        above, at = [], node.lineno - 2
+        while lines[at].strip().startswith("#"):
+            above.insert(0, lines[at].strip().removeprefix("#").strip())
+            at -= 1
+        beside = re.search(r"  # (.*)$", lines[(node.end_lineno or node.lineno) - 1])
+        if words := "; ".join(x for x in (" ".join(above), beside[1] if beside else "") if x):
+            found[node.target.id] = words
+    return found
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print("written:", PAGE)
