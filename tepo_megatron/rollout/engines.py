@@ -28,7 +28,7 @@ def launch_of(cfg: Config) -> Launch:
         model_path=Path(cfg.model.path),
         max_model_len=cfg.served_tokens,
         platform=cfg.platform,
-        precision=cfg.rollout.server.precision or cfg.model.precision,
+        precision=cfg.rollout.server.precision or cfg.model.dtype,
         seed=cfg.seed,
         sleeps=cfg.rollout.colocate,
         returns_experts=cfg.rollout.replay_experts,
