@@ -2,17 +2,17 @@
 
     python -m benchmarks.precision [--model .cache/demo/seed-0] [--prompts 32] [--out benchmarks/results/precision.json]
 
-The model (python -m examples.arithmetic.base_model --seed 0 --out .cache/demo/seed-0) answers problems of its own kind; the graded
-responses are one rollout batch. Then every precision does alone what a training step does: the old statistics, and the demo's
-four updates on minibatches of them, at its learning rate. After each update all tokens are compared with fp32's.
+The model (python -m examples.arithmetic.base_model --seed 0 --out .cache/demo/seed-0) answers problems of its own kind; the
+graded responses are one rollout batch. Then every precision does alone what a training step does: the old statistics, and the
+demo's four updates on minibatches of them, at its learning rate. After each update all tokens are compared with fp32's.
 
     log-prob, entropy   |difference| to fp32 under the same weights: before the first update, mean and largest, in nats
-    noise of dH         99 % of the entropies change by less when the same sequences are packed otherwise (`Actor.measure_noise`)
+    noise of dH         99 % of the entropies change by less when the sequences are packed otherwise (`Actor.measure_noise`)
     mask flips          share of response tokens whose TEPO mask (A > 0 and dH < 0) is another than in fp32, after each update
 
-bf16 is real. FP8 needs a GPU: here its forward products are emulated (inputs and weights of the layers' linear modules rounded
-to e4m3 with the preset's scales, products in bf16, gradients passed through), the kernels and e5m2 gradients are not. Prints the
-table of docs/precision.md.
+bf16 is real. FP8 needs a GPU: here its forward products are emulated (inputs and weights of the layers' linear modules are
+rounded to e4m3 with the preset's scales, products are bf16's, gradients pass through), its kernels and gradients in e5m2 are
+not. Prints the table of docs/precision.md.
 """
 
 from __future__ import annotations

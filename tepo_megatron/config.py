@@ -88,9 +88,9 @@ class ParallelConfig:
     dp: Positive = 1
     sequence_parallel: bool = False
     # gradients are reduced over dp x cp bucket by bucket while backward goes on; parameters are gathered bucket by bucket when
-    # the next forward pass comes to them
-    overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
+    # the next forward pass comes to them; None: on GPUs
+    overlap_grad_reduce: bool | None = None
+    overlap_param_gather: bool | None = None
     bucket_parameters: Positive | None = None  # of a bucket; None: Megatron's 40 million, or a million for each of dp x cp
     timeout_seconds: PositiveFloat = 600.0  # a collective of training that waits longer fails
     silent_seconds: PositiveFloat = 60.0  # a rank that gives no sign of life for so long is frozen (`watch.py`)
@@ -100,18 +100,22 @@ class ParallelConfig:
             raise ValueError("sequence_parallel=true needs tp > 1; set it to false or raise tp")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp={self.vpp} needs pp > 1; set vpp to 1 or raise pp")
-        if self.overlap_param_gather and not self.overlap_grad_reduce:
+        if self.overlap_param_gather and self.overlap_grad_reduce is False:
             raise ValueError(
-                "overlap_param_gather=true needs overlap_grad_reduce=true, which makes the buckets that it gathers; set both, or "
-                "neither"
-            )
-        if self.bucket_parameters is not None and not self.overlap_grad_reduce:
-            raise ValueError(
-                f"bucket_parameters={self.bucket_parameters}: there is one bucket while overlap_grad_reduce=false; set that to "
-                "true, or bucket_parameters to null"
+                "overlap_param_gather=true needs overlap_grad_reduce=true, which makes the buckets that it gathers; set that "
+                "to true, or this to false"
             )
         if (self.dp * self.cp) % self.ep:
             raise ValueError(f"ep={self.ep} does not divide dp*cp={self.dp * self.cp}")
+
+    def reduces_early(self, platform: str) -> bool:
+        """Whether gradients are reduced during backward."""
+        return self.overlap_grad_reduce or (self.overlap_grad_reduce is None and platform == "cuda")
+
+    def gathers_late(self, platform: str) -> bool:
+        """Whether an update leaves parameters to be gathered by the next forward pass."""
+        wanted = self.overlap_param_gather or (self.overlap_param_gather is None and platform == "cuda")
+        return wanted and self.reduces_early(platform)
 
     @property
     def world_size(self) -> int:
@@ -499,8 +503,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.offload and self.moments != "fp32":
             raise ValueError(
-                f"moments={self.moments} and offload={self.offload:g}: the optimizer of the host knows fp32 only; set moments to "
-                "fp32, or offload to 0"
+                f"moments={self.moments} and offload={self.offload:g}: the optimizer of the host knows fp32 only; set moments "
+                "to fp32, or offload to 0"
             )
 
 
@@ -715,8 +719,8 @@ class Config:
                 )
         if self.rollout.replay_experts and self.training.recompute != "none":
             raise ValueError(
-                f"rollout.replay_experts=true with training.recompute={self.training.recompute}: routers that compute again would "
-                "be told the experts of a later microbatch; set one of them to its default"
+                f"rollout.replay_experts=true with training.recompute={self.training.recompute}: routers that compute again "
+                "would be told the experts of a later microbatch; set one of them to its default"
             )
         if self.model.reference is not None and not self.objective.ref_beta:
             raise ValueError(
@@ -724,6 +728,7 @@ class Config:
             )
         if self.platform == "cpu":
             self._check_cpu()
+        self._check_overlap()
         self._check_optimizer_state()
 
     def _check_cpu(self) -> None:
@@ -738,6 +743,21 @@ class Config:
             if asked:
                 raise ValueError(f"{key} needs platform=cuda; use {instead}")
 
+    def _check_overlap(self) -> None:
+        """Buckets are there where gradients are reduced early."""
+        if self.parallel.reduces_early(self.platform):
+            return
+        found = self.parallel.overlap_grad_reduce
+        off = f"parallel.overlap_grad_reduce={'null (false on a CPU)' if found is None else 'false'}"
+        for key, asked, instead in (
+            (f"parallel.bucket_parameters={self.parallel.bucket_parameters}", self.parallel.bucket_parameters, "null"),
+            ("parallel.overlap_param_gather=true", self.parallel.overlap_param_gather, "false"),
+        ):
+            if asked:
+                raise ValueError(
+                    f"{key} speaks of buckets, and with {off} there is one; set that to true, or this to {instead}"
+                )
+
     def _check_optimizer_state(self) -> None:
         """Checkpoints know fp32 masters and moments on the device, in the places where the distributed optimizer keeps them."""
         other = [f"optimizer.moments={self.optimizer.moments}"] if self.optimizer.moments != "fp32" else []
@@ -751,8 +771,8 @@ class Config:
             )
         if self.optimizer.offload and self.rollout.colocate:
             raise ValueError(
-                f"optimizer.offload={self.optimizer.offload:g} with rollout.colocate=true: colocation moves all of the optimizer's "
-                "state to host memory while the engine works; set optimizer.offload to 0, or colocate to false"
+                f"optimizer.offload={self.optimizer.offload:g} with rollout.colocate=true: colocation moves all of the "
+                "optimizer's state to host memory while the engine works; set optimizer.offload to 0, or colocate to false"
             )
 
     @property

@@ -1,8 +1,8 @@
 """What backward needs of the forward pass waits for it in host memory.
 
 Megatron's own offloading (`fine_grained_activation_offloading`, 0.16 to 0.19) learns from the first update which tensors there
-are, and keeps a pool of buffers for each of their shapes: packed microbatches differ in number and in length. Here autograd's own
-hooks do it, for whatever an operation saves. With `training.recompute` what it saves are the inputs of what is computed again.
+are, and keeps a pool of buffers for each of their shapes: packed microbatches differ in number and in length. Here autograd's
+own hooks do it, for whatever an operation saves: with `training.recompute`, the inputs of what is computed again.
 """
 
 from __future__ import annotations

@@ -63,8 +63,10 @@ class Actor:
         load_hf(self.bindings, HfReader(cfg.model.path), self.family, self.arch, groups.tp)
         fused = cfg.training.logits_budget_mib is not None
         rows = OutputRows(chunks[-1].output_layer, keep_hidden=fused) if groups.is_last_stage else None
-        self.chunks = build.wrap_ddp(self.config, chunks, cfg.parallel)
-        self.optimizer, self.scheduler = build.build_optimizer(cfg.optimizer, cfg.model, cfg.parallel, self.chunks)
+        self.chunks = build.wrap_ddp(self.config, chunks, cfg.parallel, cfg.platform)
+        self.optimizer, self.scheduler = build.build_optimizer(
+            cfg.optimizer, cfg.model, cfg.parallel, self.chunks, cfg.platform
+        )
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         experts = None
@@ -203,7 +205,7 @@ class Actor:
                 f"or look for infinite rewards"
             )
         _, grad_norm, _ = self.optimizer.step()
-        self._gathered = not self.cfg.parallel.overlap_param_gather
+        self._gathered = not self.cfg.parallel.gathers_late(self.cfg.platform)
         if not math.isfinite(grad_norm):
             raise NumericalError(
                 f"gradient norm is {grad_norm} in step {self._step}, update {batch.update}; lower optimizer.lr"

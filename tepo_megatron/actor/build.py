@@ -153,21 +153,23 @@ def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConf
     return chunks
 
 
-def wrap_ddp(config: TransformerConfig, chunks: list[GPTModel], parallel: ParallelConfig) -> list[DistributedDataParallel]:
+def wrap_ddp(
+    config: TransformerConfig, chunks: list[GPTModel], parallel: ParallelConfig, platform: str
+) -> list[DistributedDataParallel]:
     """Megatron's data parallelism: gradients reduced in fp32, optimizer state sharded over dp x cp.
 
-    Under `parallel.overlap_grad_reduce` the schedule holds the reduction back until the last microbatch's backward pass.
+    Where they are reduced early, the schedule holds that back until the last microbatch's backward pass. platform: cpu or cuda.
     """
-    ddp = DistributedDataParallelConfig(**precision.ddp_fields(parallel))
+    ddp = DistributedDataParallelConfig(**precision.ddp_fields(parallel, platform))
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
-    if parallel.overlap_grad_reduce:
+    if parallel.reduces_early(platform):
         held = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = held if len(held) > 1 else held[0]
     return wrapped
 
 
 def build_optimizer(
-    cfg: OptimizerConfig, model: ModelConfig, parallel: ParallelConfig, chunks: list[DistributedDataParallel]
+    cfg: OptimizerConfig, model: ModelConfig, parallel: ParallelConfig, chunks: list[DistributedDataParallel], platform: str
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Distributed AdamW with fp32 masters, and its schedule: linear warm-up, then constant.
 
@@ -183,7 +185,7 @@ def build_optimizer(
             adam_beta2=cfg.beta2,
             adam_eps=cfg.eps,
             clip_grad=cfg.clip_grad,
-            **precision.optimizer_fields(model, parallel, cfg),
+            **precision.optimizer_fields(model, parallel, cfg, platform),
         ),
         chunks,
     )

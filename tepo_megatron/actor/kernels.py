@@ -24,8 +24,8 @@ _NAMES = {"te": "Transformer Engine", "apex": "Apex", "torch": "PyTorch", "host"
 
 @dataclass(frozen=True)
 class Kernels:
-    """Whose code runs. layers: linear modules and attention; gradient_accumulation: torch adds each weight's gradient to the sum
-    after its product, apex inside of it.
+    """Whose code runs. layers: linear modules and attention; gradient_accumulation: torch adds each weight's gradient to the
+    sum after its product, apex inside of it.
     """
 
     layers: Literal["te", "torch"]

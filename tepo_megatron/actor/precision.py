@@ -3,7 +3,7 @@
 The only place where `model.precision`, `parallel.overlap_*`, `training.recompute`, `optimizer.moments` and `optimizer.offload`
 become fields of Megatron's configs (0.16 to 0.19 call them alike). Checked without Megatron, before any process is started.
 
-In FP8 run the products of the layers' linear modules, forward and backward: qkv, attention output, MLP, experts. Everything else
+In FP8 run the products of the layers' linear modules, forward and backward: qkv, attention output, MLP, experts. All else
 stays out: embedding and output layer (Megatron's own, not Transformer Engine's), so log-probs and entropies; norms; the router
 (fp32); softmax and attention. Parameters are bf16, gradients are reduced in fp32, and the optimizer's masters are fp32.
 """
@@ -60,7 +60,7 @@ _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}  
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device and the software on it. capability: CUDA's, None for a CPU; transformer_engine, cuda: versions, None: not there."""
+    """A device and its software. capability: CUDA's, None for a CPU; transformer_engine, cuda: versions, None: not there."""
 
     name: str
     capability: Version | None
@@ -107,26 +107,26 @@ def recompute_fields(training: TrainingConfig, experts: bool) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"] if experts else ["mlp"]}
 
 
-def ddp_fields(parallel: ParallelConfig) -> dict[str, Any]:
-    """Of DistributedDataParallelConfig."""
+def ddp_fields(parallel: ParallelConfig, platform: str) -> dict[str, Any]:
+    """Of DistributedDataParallelConfig. platform: cpu or cuda, which `parallel.overlap_*` take their defaults from."""
     return {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": True,
         "average_in_collective": False,  # the per-token division is the only one
-        "overlap_grad_reduce": parallel.overlap_grad_reduce,
-        "overlap_param_gather": parallel.overlap_param_gather,
+        "overlap_grad_reduce": parallel.reduces_early(platform),
+        "overlap_param_gather": parallel.gathers_late(platform),
         "bucket_size": parallel.bucket_parameters,
         "fp8_param_gather": False,
     }
 
 
-def optimizer_fields(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
+def optimizer_fields(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, platform: str) -> dict[str, Any]:
     """Of Megatron's OptimizerConfig."""
     fields: dict[str, Any] = {
         "params_dtype": DTYPES[model.dtype],
         "bf16": model.dtype == "bf16",
         "use_distributed_optimizer": True,
-        "overlap_param_gather": parallel.overlap_param_gather,
+        "overlap_param_gather": parallel.gathers_late(platform),
         "main_params_dtype": torch.float32,
         "main_grads_dtype": torch.float32,
     }
@@ -192,8 +192,8 @@ def check_shapes(arch: Architecture, model: ModelConfig, parallel: ParallelConfi
     most = min(stage_layers(arch.num_layers, parallel.pp), default=0)
     if model.bf16_end_layers > most:
         raise ConfigError(
-            f"model.bf16_end_layers={model.bf16_end_layers} exceeds the {most} layers of a pipeline stage, which Megatron refuses; "
-            f"use at most {most}"
+            f"model.bf16_end_layers={model.bf16_end_layers} exceeds the {most} layers of a pipeline stage, which Megatron "
+            f"refuses; use at most {most}"
         )
 
 
@@ -227,7 +227,7 @@ def table() -> str:
     notes: list[str] = []
     for name, fp8 in PRESETS.items():
         products = name if fp8 is None else "e4m3" + (", gradients e5m2" if fp8.format == "hybrid" else "")
-        cells = [f"`{name}`", products, fp8.scale if fp8 else "–", str(fp8.tokens) if fp8 else "–"]
+        cells = [f"`{name}`", products, fp8.scale if fp8 else "-", str(fp8.tokens) if fp8 else "-"]
         for hardware in PROFILES:
             reason = refusal(name, hardware)
             if reason is not None and reason not in notes:

@@ -71,12 +71,12 @@ def test_layers_at_the_ends_that_stay_in_bf16() -> None:
 
 @pytest.mark.parametrize("name", precision.PRESETS)
 def test_a_preset_becomes_these_fields_of_data_parallelism_and_optimizer(name: str) -> None:
-    assert precision.ddp_fields(ParallelConfig()) == {
+    assert precision.ddp_fields(ParallelConfig(), "cpu") == {
         "grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "average_in_collective": False,
         "overlap_grad_reduce": False, "overlap_param_gather": False, "bucket_size": None, "fp8_param_gather": False,
     }  # fmt: skip
     in_fp32 = name == "fp32"
-    found = precision.optimizer_fields(model(name), ParallelConfig(), OptimizerConfig())
+    found = precision.optimizer_fields(model(name), ParallelConfig(), OptimizerConfig(), "cpu")
     assert found == {
         "params_dtype": torch.float32 if in_fp32 else torch.bfloat16, "bf16": not in_fp32, "use_distributed_optimizer": True,
         "overlap_param_gather": False, "main_params_dtype": torch.float32, "main_grads_dtype": torch.float32,
@@ -87,22 +87,29 @@ def test_a_preset_becomes_these_fields_of_data_parallelism_and_optimizer(name: s
 
 def test_overlap_becomes_these_fields() -> None:
     parallel = ParallelConfig(dp=2, overlap_grad_reduce=True, overlap_param_gather=True, bucket_parameters=7)
-    built = DistributedDataParallelConfig(**precision.ddp_fields(parallel))
+    built = DistributedDataParallelConfig(**precision.ddp_fields(parallel, "cpu"))
     assert (built.overlap_grad_reduce, built.overlap_param_gather, built.bucket_size) == (True, True, 7)
-    assert precision.optimizer_fields(model("bf16"), parallel, OptimizerConfig())["overlap_param_gather"]
+    assert precision.optimizer_fields(model("bf16"), parallel, OptimizerConfig(), "cpu")["overlap_param_gather"]
+    for keys, on in (
+        ({}, (True, True)),
+        ({"overlap_param_gather": False}, (True, False)),
+        ({"overlap_grad_reduce": False}, (False, False)),
+    ):
+        by_default = precision.ddp_fields(ParallelConfig(**keys), "cuda")
+        assert (by_default["overlap_grad_reduce"], by_default["overlap_param_gather"]) == on, "GPUs overlap unless told not to"
 
 
 @pytest.mark.parametrize(("moments", "dtype"), [("bf16", torch.bfloat16), ("fp8", torch.uint8)])
 def test_moments_become_these_fields(moments: Any, dtype: torch.dtype) -> None:
-    found = precision.optimizer_fields(model("bf16"), ParallelConfig(), OptimizerConfig(moments=moments))
+    found = precision.optimizer_fields(model("bf16"), ParallelConfig(), OptimizerConfig(moments=moments), "cpu")
     more = {"use_precision_aware_optimizer": True, "exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
-    assert found == precision.optimizer_fields(model("bf16"), ParallelConfig(), OptimizerConfig()) | more
+    assert found == precision.optimizer_fields(model("bf16"), ParallelConfig(), OptimizerConfig(), "cpu") | more
     assert found.keys() <= {f.name for f in dataclasses.fields(MegatronOptimizerConfig)}
 
 
 def test_an_optimizer_on_the_host_becomes_these_fields() -> None:
-    found = precision.optimizer_fields(model("bf16"), ParallelConfig(), OptimizerConfig(offload=0.25))
-    assert found == precision.optimizer_fields(model("bf16"), ParallelConfig(), OptimizerConfig()) | {
+    found = precision.optimizer_fields(model("bf16"), ParallelConfig(), OptimizerConfig(offload=0.25), "cpu")
+    assert found == precision.optimizer_fields(model("bf16"), ParallelConfig(), OptimizerConfig(), "cpu") | {
         "use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.25,
         "overlap_cpu_optimizer_d2h_h2d": True,
     }  # fmt: skip
@@ -179,20 +186,22 @@ def test_no_more_layers_in_bf16_than_a_stage_has() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model": {"path": "m", "precision": "fp8-current"}, "platform": "cpu"}, "precision=fp8-current needs platform=cuda; use bf16"),
-        ({"model": {"path": "m", "precision": "fp8-current", "attention": "sdpa"}}, "attention=sdpa builds .*attention to auto"),
+        ({"model": {"path": "m", "precision": "fp8-current"}, "platform": "cpu"}, "fp8-current needs platform=cuda; use bf16"),
+        ({"model": {"path": "m", "precision": "fp8-current", "attention": "sdpa"}}, "attention=sdpa builds .* to auto"),
         ({"model": {"path": "m", "bf16_end_layers": 1}}, "bf16_end_layers=1: precision=bf16 has no FP8 layers"),
         ({"model": {"path": "m", "precision": "fp8-delayed", "bf16_end_layers": 1}}, "fp8-delayed keeps a history of scales"),
-        ({"parallel": {"overlap_param_gather": True}}, "overlap_param_gather=true needs overlap_grad_reduce=true"),
-        ({"parallel": {"bucket_parameters": 5}}, "bucket_parameters=5: there is one bucket"),
+        ({"parallel": {"overlap_param_gather": True, "overlap_grad_reduce": False}}, "gather=true needs overlap_grad_reduce"),
+        ({"parallel": {"overlap_param_gather": True}, "platform": "cpu"}, "gather=true speaks of buckets, .* to false"),
+        ({"parallel": {"bucket_parameters": 5}, "platform": "cpu"}, "parallel.bucket_parameters=5 .* on a CPU.* this to null"),
+        ({"parallel": {"bucket_parameters": 5, "overlap_grad_reduce": False}}, "=5 .*reduce=false there is one"),
         ({"optimizer": {"moments": "bf16"}, "platform": "cpu"}, "optimizer.moments=bf16 needs platform=cuda; use fp32"),
         ({"optimizer": {"offload": 0.5}, "platform": "cpu"}, "optimizer.offload=0.5 needs platform=cuda; use 0"),
         ({"optimizer": {"offload": 0.5, "moments": "fp8"}}, "moments=fp8 and offload=0.5"),
-        ({"optimizer": {"moments": "fp8"}, "checkpoint": {"every": 2}}, "moments=fp8 with checkpoint.every=2: .*moments to fp32"),
+        ({"optimizer": {"moments": "fp8"}, "checkpoint": {"every": 2}}, "moments=fp8 with checkpoint.every=2: .* to fp32"),
         ({"optimizer": {"offload": 1}, "resume": True}, "offload=1 with resume=true: .*offload to 0"),
         ({"optimizer": {"offload": 1}, "rollout": {"colocate": True}}, "offload=1 with rollout.colocate=true"),
-        ({"rollout": {"replay_experts": True}, "training": {"recompute": "full"}}, "recompute=full: routers that compute again"),
-        ({"training": {"fuse_gradient_accumulation": True}, "platform": "cpu"}, "accumulation=true needs platform=cuda; use false"),
+        ({"rollout": {"replay_experts": True}, "training": {"recompute": "full"}}, "recompute=full: routers that compute"),
+        ({"training": {"fuse_gradient_accumulation": True}, "platform": "cpu"}, "true needs platform=cuda; use false"),
     ],
 )  # fmt: skip
 def test_contradictions_name_key_value_reason_and_mend(change: dict[str, Any], said: str) -> None:
