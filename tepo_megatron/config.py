@@ -91,6 +91,8 @@ class ParallelConfig:
     # the next forward pass comes to them; None: on GPUs
     overlap_grad_reduce: bool | None = None
     overlap_param_gather: bool | None = None
+    # of sequence parallelism: Transformer Engine communicates parts of a product's input or output while it multiplies others
+    tp_comm_overlap: bool = False
     bucket_parameters: Positive | None = None  # of a bucket; None: Megatron's 40 million, or a million for each of dp x cp
     timeout_seconds: PositiveFloat = 600.0  # a collective of training that waits longer fails
     silent_seconds: PositiveFloat = 60.0  # a rank that gives no sign of life for so long is frozen (`watch.py`)
@@ -100,6 +102,8 @@ class ParallelConfig:
             raise ValueError("sequence_parallel=true needs tp > 1; set it to false or raise tp")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp={self.vpp} needs pp > 1; set vpp to 1 or raise pp")
+        if self.tp_comm_overlap and not self.sequence_parallel:
+            raise ValueError("tp_comm_overlap=true needs sequence_parallel=true (and tp > 1); set both, or neither")
         if self.overlap_param_gather and self.overlap_grad_reduce is False:
             raise ValueError(
                 "overlap_param_gather=true needs overlap_grad_reduce=true, which makes the buckets that it gathers; set that "
@@ -518,6 +522,7 @@ class TrainingConfig:
     max_tokens_per_microbatch: Positive = 16384  # packed tokens of one forward pass, over all context-parallel ranks
     # the same of passes without gradient, which keep no activations (old, reference and noise); None: twice that
     max_tokens_without_grad: Positive | None = None
+    fixed_length: bool = False  # every microbatch is padded to max_tokens_per_microbatch, in passes without gradient too
     # of several updates on a rollout batch. actor: a pass of its own; rollout: what the engine reported, which knows no entropy
     old_logprobs: Literal["actor", "rollout"] = "actor"
     # None: all logits of a microbatch at once. Else the output layer works in chunks of rows, fused with the token statistics,
@@ -529,10 +534,17 @@ class TrainingConfig:
     offload_activations: bool = False  # what backward needs waits for it in host memory (`actor/activations.py`)
     fuse_gradient_accumulation: bool = False  # weights' gradients are added up inside of their product; needs Apex's kernel
 
+    def __post_init__(self) -> None:
+        if self.fixed_length and self.max_tokens_without_grad not in (None, self.max_tokens_per_microbatch):
+            raise ValueError(
+                f"fixed_length=true pads all to max_tokens_per_microbatch={self.max_tokens_per_microbatch}, and "
+                f"max_tokens_without_grad={self.max_tokens_without_grad} is another length; set that to null"
+            )
+
     @property
     def tokens_without_grad(self) -> int:
-        """`max_tokens_without_grad`, or its default."""
-        return self.max_tokens_without_grad or 2 * self.max_tokens_per_microbatch
+        """`max_tokens_without_grad`, or its default: that of one shape where all have one."""
+        return self.max_tokens_without_grad or (1 if self.fixed_length else 2) * self.max_tokens_per_microbatch
 
 
 @config
@@ -739,12 +751,23 @@ class Config:
             (f"optimizer.moments={self.optimizer.moments}", self.optimizer.moments != "fp32", "fp32"),
             (f"optimizer.offload={self.optimizer.offload:g}", self.optimizer.offload > 0, "0"),
             ("training.fuse_gradient_accumulation=true", self.training.fuse_gradient_accumulation, "false"),
+            ("parallel.tp_comm_overlap=true", self.parallel.tp_comm_overlap, "false"),
         ):
             if asked:
                 raise ValueError(f"{key} needs platform=cuda; use {instead}")
 
     def _check_overlap(self) -> None:
-        """Buckets are there where gradients are reduced early."""
+        """Buckets are there where gradients are reduced early; user buffers have one shape."""
+        if self.parallel.tp_comm_overlap and not self.training.fixed_length:
+            raise ValueError(
+                "parallel.tp_comm_overlap=true needs training.fixed_length=true, since Transformer Engine's buffers have one "
+                "shape and packed microbatches differ in length; set that, or tp_comm_overlap to false"
+            )
+        if self.parallel.tp_comm_overlap and self.model.attention == "sdpa":
+            raise ValueError(
+                "parallel.tp_comm_overlap=true is Transformer Engine's, and model.attention=sdpa builds the layers without it; "
+                "set model.attention to auto, or tp_comm_overlap to false"
+            )
         if self.parallel.reduces_early(self.platform):
             return
         found = self.parallel.overlap_grad_reduce

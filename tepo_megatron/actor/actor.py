@@ -15,14 +15,15 @@ from torch import Tensor
 from tepo_megatron.actor import build
 from tepo_megatron.actor.activations import HostActivations
 from tepo_megatron.actor.expert_replay import ExpertReplay
-from tepo_megatron.actor.kernels import check_optimizer, hardware, installed
+from tepo_megatron.actor.kernels import check_transformer_engine, hardware, installed
 from tepo_megatron.actor.minibatch import MinibatchInputs
 from tepo_megatron.actor.offload import PARTS, Offload, Part
 from tepo_megatron.actor.output_rows import OutputRows
-from tepo_megatron.actor.precision import check_hardware, token_multiple
+from tepo_megatron.actor.precision import alignment, check_hardware
 from tepo_megatron.actor.reference import HostWeights
 from tepo_megatron.actor.schedule import Schedule
 from tepo_megatron.actor.tally import Tally, UpdateResult
+from tepo_megatron.actor.user_buffers import open_buffers
 from tepo_megatron.actor.whole_stats import WholeStats
 from tepo_megatron.config import Config
 from tepo_megatron.errors import NumericalError
@@ -30,7 +31,7 @@ from tepo_megatron.losses.kl import ESTIMATORS
 from tepo_megatron.losses.objective import Objective
 from tepo_megatron.losses.weighting import BatchStatistics
 from tepo_megatron.ops.output_layer import output_layer_stats
-from tepo_megatron.ops.packing import Alignment, pack
+from tepo_megatron.ops.packing import pack
 from tepo_megatron.ops.pipeline_time import Pipeline
 from tepo_megatron.ops.planning import Plan, another_plan, plan_metrics, plan_microbatches
 from tepo_megatron.ops.segments import Segments
@@ -55,7 +56,11 @@ class Actor:
         self.cfg, self.groups = cfg, groups
         replays = cfg.rollout.replay_experts
         check_hardware(cfg.model, hardware(groups.device))
-        check_optimizer(cfg.optimizer, installed())
+        check_transformer_engine(cfg.optimizer, cfg.parallel, installed())
+        self._alignment = alignment(cfg.model, cfg.parallel, cfg.training)
+        if cfg.parallel.tp_comm_overlap:
+            tokens = self._alignment.padded([1])[0] // groups.cp.size
+            open_buffers(cfg.model, cfg.parallel, tokens, self.arch.hidden_size)
         self.config = build.transformer_config(self.arch, cfg.model, cfg.parallel, groups.device, cfg.training, replays)
         chunks = build.build_chunks(self.config, self.arch, cfg.model, groups)
         self.bindings = bind(chunks, self.family, self.arch)
@@ -79,7 +84,6 @@ class Actor:
         self._gathered = True
         self._reference: HostWeights | None = None
         self.noise_floor: float | None = None
-        self._alignment = Alignment(cp=groups.cp.size, total=token_multiple(cfg.model, cfg.parallel))
         self._pipeline = Pipeline(groups.pp.size, groups.vpp)
 
     def offload(self, *parts: Part) -> None:

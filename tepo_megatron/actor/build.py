@@ -65,6 +65,7 @@ def transformer_config(
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.tp,
         sequence_parallel=parallel.sequence_parallel,
+        tp_comm_overlap=parallel.tp_comm_overlap,
         # Megatron's initialisation also marks which parameters are split over tp, without which the gradient norm counts rank
         # 0's shards only (perform_initialization=False loses the marks, 0.16): so it runs, and fills nothing
         use_cpu_initialization=device.type == "cpu",

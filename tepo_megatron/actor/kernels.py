@@ -15,7 +15,7 @@ import torch
 from packaging.version import Version
 
 from tepo_megatron.actor.precision import Hardware
-from tepo_megatron.config import ModelConfig, OptimizerConfig, TrainingConfig
+from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.errors import ConfigError
 
 _MODULES = ("transformer_engine", "apex", "amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda")
@@ -80,13 +80,14 @@ def choose(model: ModelConfig, training: TrainingConfig, device_type: str, found
     )
 
 
-def check_optimizer(optimizer: OptimizerConfig, found: frozenset[str]) -> None:
-    """Raise ConfigError where the optimizer needs what is not there: Megatron has both by Transformer Engine only."""
+def check_transformer_engine(optimizer: OptimizerConfig, parallel: ParallelConfig, found: frozenset[str]) -> None:
+    """Raise ConfigError where the config asks for more that Transformer Engine alone has, and it is not there."""
     if "transformer_engine" in found:
         return
     for key, asked, instead in (
         (f"optimizer.moments={optimizer.moments}", optimizer.moments != "fp32", "fp32"),
         (f"optimizer.offload={optimizer.offload:g}", optimizer.offload > 0, "0"),
+        ("parallel.tp_comm_overlap=true", parallel.tp_comm_overlap, "false"),
     ):
         if asked:
             raise ConfigError(f"{key}, but transformer-engine is not installed; install the extra `te` or use {instead}")

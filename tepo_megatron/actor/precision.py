@@ -19,6 +19,7 @@ import torch
 from tepo_megatron.actor.layout import stage_layers
 from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, Precision, TrainingConfig
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.ops.packing import Alignment
 from tepo_megatron.weights.ops import Architecture
 
 Version = tuple[int, int]
@@ -140,12 +141,13 @@ def optimizer_fields(model: ModelConfig, parallel: ParallelConfig, optimizer: Op
     return fields
 
 
-def token_multiple(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """What the packed tokens of a context-parallel rank are padded to a multiple of: under sequence parallelism, each
-    tensor-parallel rank quantizes its part of them.
+def alignment(model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig) -> Alignment:
+    """How packed tokens are padded. In FP8 those of a rank are a multiple of 16 or 128; under sequence parallelism each
+    tensor-parallel rank quantizes its own part of them.
     """
     fp8 = PRESETS[model.precision]
-    return (fp8.tokens if fp8 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
+    total = (fp8.tokens if fp8 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
+    return Alignment(parallel.cp, total, training.max_tokens_per_microbatch if training.fixed_length else 0)
 
 
 def refusal(precision: Precision, hardware: Hardware) -> str | None:

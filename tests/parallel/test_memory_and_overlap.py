@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.actor.precision import token_multiple
+from tepo_megatron.actor.precision import alignment
 from tepo_megatron.config import Config, ModelConfig
 from tepo_megatron.config_io import plain, validate
 from tests.marks import marked
@@ -198,10 +198,20 @@ def test_what_backward_keeps_falls(case: cases.Case) -> None:
 def test_tokens_that_fp8_pads_with_change_nothing(case: cases.Case, layout: str, precision: Any) -> None:
     parallel = {"1 rank": {}, "CP2 TP2+SP": {"cp": 2, "tp": 2, "sequence_parallel": True}}[layout]
     cfg = config(case, parallel, 128)
-    multiple = token_multiple(ModelConfig(path="", precision=precision), cfg.parallel)
+    multiple = alignment(ModelConfig(path="", precision=precision), cfg.parallel, cfg.training).total
     assert multiple >= 16 * cfg.parallel.tp
     straight = run_world(cfg.parallel.world_size, trained, cfg, case)
     padded = run_world(cfg.parallel.world_size, trained, cfg, case, False, multiple)
     for a, b in zip(padded, straight, strict=True):
+        assert a["norms"] == pytest.approx(b["norms"], rel=1e-5) and a["losses"] == pytest.approx(b["losses"], rel=1e-5)
+        assert max(cases.distance(x, y) for x, y in zip(a["weights"], b["weights"], strict=True)) < 1e-6
+
+
+@pytest.mark.parametrize("layout", ["CP2", marked("TP2+SP", pytest.mark.slow), marked("PP2 VPP2", pytest.mark.slow)])
+def test_microbatches_of_one_length_train_the_same(case: cases.Case, layout: str) -> None:
+    parallel = {"CP2": {"cp": 2}, "TP2+SP": {"tp": 2, "sequence_parallel": True}, "PP2 VPP2": {"pp": 2, "vpp": 2}}[layout]
+    straight = run_world(2, trained, config(case, parallel, 96), case)
+    fixed = run_world(2, trained, config(case, parallel, 96, training={"fixed_length": True}), case)
+    for a, b in zip(fixed, straight, strict=True):
         assert a["norms"] == pytest.approx(b["norms"], rel=1e-5) and a["losses"] == pytest.approx(b["losses"], rel=1e-5)
         assert max(cases.distance(x, y) for x, y in zip(a["weights"], b["weights"], strict=True)) < 1e-6

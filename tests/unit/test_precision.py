@@ -22,6 +22,7 @@ from tests.tiny import tiny_qwen3
 from tests.worlds import run_world
 
 BASE = {"name": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
+UB = {"tp": 2, "sequence_parallel": True, "tp_comm_overlap": True}
 GPU = {"H100", "H200", "B200"}
 
 
@@ -194,6 +195,14 @@ def test_no_more_layers_in_bf16_than_a_stage_has() -> None:
         ({"parallel": {"overlap_param_gather": True}, "platform": "cpu"}, "gather=true speaks of buckets, .* to false"),
         ({"parallel": {"bucket_parameters": 5}, "platform": "cpu"}, "parallel.bucket_parameters=5 .* on a CPU.* this to null"),
         ({"parallel": {"bucket_parameters": 5, "overlap_grad_reduce": False}}, "=5 .*reduce=false there is one"),
+        ({"parallel": {"tp_comm_overlap": True}}, "tp_comm_overlap=true needs sequence_parallel=true"),
+        ({"parallel": UB}, "parallel.tp_comm_overlap=true needs training.fixed_length=true"),
+        ({"parallel": UB, "platform": "cpu"}, "parallel.tp_comm_overlap=true needs platform=cuda; use false"),
+        (
+            {"parallel": UB, "training": {"fixed_length": True}, "model": {"path": "m", "attention": "sdpa"}},
+            "tp_comm_overlap=true is Transformer Engine's, .* to auto",
+        ),
+        ({"training": {"fixed_length": True, "max_tokens_without_grad": 20000}}, "20000 is another length; set that to null"),
         ({"optimizer": {"moments": "bf16"}, "platform": "cpu"}, "optimizer.moments=bf16 needs platform=cuda; use fp32"),
         ({"optimizer": {"offload": 0.5}, "platform": "cpu"}, "optimizer.offload=0.5 needs platform=cuda; use 0"),
         ({"optimizer": {"offload": 0.5, "moments": "fp8"}}, "moments=fp8 and offload=0.5"),
@@ -226,8 +235,8 @@ def test_engines_get_bf16_from_fp8() -> None:
 )
 def test_packed_tokens_of_a_rank(name: str, parallel: dict[str, Any], multiple: int) -> None:
     mesh = ParallelConfig(**parallel)
-    assert precision.token_multiple(model(name), mesh) == multiple
-    alignment = Alignment(cp=mesh.cp, total=multiple)
+    alignment = precision.alignment(model(name), mesh, TrainingConfig())
+    assert alignment == Alignment(cp=mesh.cp, total=multiple)
     for lengths in ([1], [5, 17, 30], [512] * 3, [127, 129]):
         padded = alignment.padded(lengths)
         assert sum(padded) // mesh.cp % multiple == 0
@@ -306,9 +315,26 @@ def test_what_is_missing_is_named(keys: dict[str, Any], found: frozenset[str], s
 
 @pytest.mark.parametrize("optimizer", [OptimizerConfig(moments="bf16"), OptimizerConfig(offload=0.5)])
 def test_an_optimizer_that_needs_transformer_engine(optimizer: OptimizerConfig) -> None:
-    kernels.check_optimizer(optimizer, ALL)
+    kernels.check_transformer_engine(optimizer, ParallelConfig(), ALL)
     with pytest.raises(ConfigError, match="transformer-engine is not installed"):
-        kernels.check_optimizer(optimizer, APEX)
+        kernels.check_transformer_engine(optimizer, ParallelConfig(), APEX)
+
+
+def test_overlapped_tensor_parallelism_needs_transformer_engine() -> None:
+    parallel = ParallelConfig(tp=2, sequence_parallel=True, tp_comm_overlap=True)
+    kernels.check_transformer_engine(OptimizerConfig(), parallel, ALL)
+    with pytest.raises(ConfigError, match=r"tp_comm_overlap=true, but transformer-engine is not installed.* use false"):
+        kernels.check_transformer_engine(OptimizerConfig(), parallel, APEX)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_microbatches_of_one_length(cp: int) -> None:
+    """Whatever is in them, and also where what they are padded to is no multiple of what the mesh asks for."""
+    parallel = ParallelConfig(cp=cp, tp=2, sequence_parallel=True)
+    training = TrainingConfig(fixed_length=True, max_tokens_per_microbatch=1000)
+    alignment = precision.alignment(model("fp8-current"), parallel, training)
+    assert {sum(alignment.padded(lengths)) for lengths in ([1], [17, 400], [333] * 3, [1000])} == {1024}
+    assert training.tokens_without_grad == 1000
 
 
 def test_what_doctor_says() -> None:
