@@ -176,7 +176,7 @@ def refusal(precision: Precision, hardware: Hardware) -> str | None:
 def check_hardware(model: ModelConfig, hardware: Hardware) -> None:
     """Raise ConfigError where the preset cannot run on this device with this software."""
     if (reason := refusal(model.precision, hardware)) is not None:
-        others = [name for name in PRESETS if name != "fp32" and refusal(name, hardware) is None] or ["fp32"]
+        others: list[Precision] = [name for name in PRESETS if name != "fp32" and refusal(name, hardware) is None] or ["fp32"]
         raise ConfigError(f"model.precision={model.precision} on {hardware.name}: {reason}; use {' or '.join(others)}")
 
 
