@@ -252,6 +252,7 @@ def start(cfg: Config) -> None:
 def preflight(cfg: Config) -> None:
     """Everything that can be refused before a process is started. Raises a TepoError."""
     from tepo_megatron.actor.layout import check_layout
+    from tepo_megatron.actor.precision import check_shapes
     from tepo_megatron.evaluation.problems import check_sources
     from tepo_megatron.method import resolve
     from tepo_megatron.rewards import check_reward
@@ -269,6 +270,7 @@ def preflight(cfg: Config) -> None:
     hf_config = read_config(cfg.model.path)
     architecture = find_family(hf_config).architecture(hf_config)
     check_layout(architecture, cfg.parallel)
+    check_shapes(architecture, cfg.model, cfg.parallel)
     check_experts(cfg)
     replayed_routing(cfg)
     check_tokenizer(cfg.model.path, architecture.vocab_size)

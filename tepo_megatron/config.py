@@ -34,6 +34,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(allow_inf_nan=False)]
 _LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")  # hosts that are this machine, whichever it is
 PAPER_TOKENS = 8192  # of a response to a benchmark's problem (Section 4.1)
+Precision = Literal["fp32", "bf16", "fp8-delayed", "fp8-current", "fp8-blockwise"]
 Benchmark = Literal["aime24", "aime25", "amc", "math500", "omni_math", "olympiad_bench", "minerva"]  # the columns of Table 1
 
 
@@ -46,9 +47,36 @@ class ModelConfig:
 
     path: str
     reference: str | None = None  # the reference policy of objective.ref_beta, of the same architecture; None: as `path`
-    precision: Literal["fp32", "bf16"] = "bf16"
+    # a row of `actor/precision.py`: fp8-* keep parameters in bf16 and multiply in FP8 by Transformer Engine (docs/precision.md)
+    precision: Precision = "bf16"
+    bf16_end_layers: NonNegative = 0  # of fp8-current and fp8-blockwise: so many first and so many last layers stay in bf16
     # `auto` takes Transformer Engine where it is installed (platform cuda), else PyTorch's SDPA
     attention: Literal["auto", "te", "sdpa"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.fp8 and self.attention == "sdpa":
+            raise ValueError(
+                f"attention=sdpa builds the layers without Transformer Engine, and precision={self.precision} is its; set "
+                "attention to auto, or precision to bf16"
+            )
+        if self.bf16_end_layers and self.precision not in ("fp8-current", "fp8-blockwise"):
+            why = (
+                "has no FP8 layers" if not self.fp8 else "keeps a history of scales for all layers alike (Megatron refuses it)"
+            )
+            raise ValueError(
+                f"bf16_end_layers={self.bf16_end_layers}: precision={self.precision} {why}; set it to 0, or precision to "
+                "fp8-current or fp8-blockwise"
+            )
+
+    @property
+    def fp8(self) -> bool:
+        """Whether layers multiply in FP8."""
+        return self.precision.startswith("fp8")
+
+    @property
+    def dtype(self) -> Literal["fp32", "bf16"]:
+        """Of the parameters, and of the weights that engines and exports get."""
+        return "fp32" if self.precision == "fp32" else "bf16"
 
 
 @config
@@ -66,6 +94,13 @@ class ParallelConfig:
     ep: Positive = 1
     dp: Positive = 1
     sequence_parallel: bool = False
+    # gradients are reduced over dp x cp bucket by bucket while backward goes on; None: on GPUs
+    overlap_grad_reduce: bool | None = None
+    # parameters are gathered over dp x cp bucket by bucket when the next forward pass comes to them; None: on GPUs
+    overlap_param_gather: bool | None = None
+    # of sequence parallelism: Transformer Engine communicates parts of a product's input or output while it multiplies others
+    tp_comm_overlap: bool = False
+    bucket_parameters: Positive | None = None  # of a bucket; None: Megatron's 40 million, or a million for each of dp x cp
     timeout_seconds: PositiveFloat = 600.0  # a collective of training that waits longer fails
     silent_seconds: PositiveFloat = 60.0  # a rank that gives no sign of life for so long is frozen (`watch.py`)
 
@@ -74,8 +109,24 @@ class ParallelConfig:
             raise ValueError("sequence_parallel=true needs tp > 1; set it to false or raise tp")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp={self.vpp} needs pp > 1; set vpp to 1 or raise pp")
+        if self.tp_comm_overlap and not self.sequence_parallel:
+            raise ValueError("tp_comm_overlap=true needs sequence_parallel=true (and tp > 1); set both, or neither")
+        if self.overlap_param_gather and self.overlap_grad_reduce is False:
+            raise ValueError(
+                "overlap_param_gather=true needs overlap_grad_reduce=true, which makes the buckets that it gathers; set that "
+                "to true, or this to false"
+            )
         if (self.dp * self.cp) % self.ep:
             raise ValueError(f"ep={self.ep} does not divide dp*cp={self.dp * self.cp}")
+
+    def reduces_early(self, platform: str) -> bool:
+        """Whether gradients are reduced during backward."""
+        return self.overlap_grad_reduce or (self.overlap_grad_reduce is None and platform == "cuda")
+
+    def gathers_late(self, platform: str) -> bool:
+        """Whether an update leaves parameters to be gathered by the next forward pass."""
+        wanted = self.overlap_param_gather or (self.overlap_param_gather is None and platform == "cuda")
+        return wanted and self.reduces_early(platform)
 
     @property
     def world_size(self) -> int:
@@ -444,9 +495,11 @@ class ObjectiveConfig:
 
 @config
 class OptimizerConfig:
-    """AdamW as Megatron-Core's distributed optimizer runs it, with linear warm-up to a constant rate.
+    """AdamW as Megatron-Core's distributed optimizer runs it, with fp32 masters and linear warm-up to a constant rate.
 
     lr: that rate; beta1, beta2: decay of the two moments; eps: beside the root of the second; weight_decay: decoupled.
+    moments: what both are kept in, if not in fp32; offload: the share of masters and moments that live in host memory, where
+    PyTorch's AdamW steps them. Both need Transformer Engine.
     """
 
     lr: PositiveFloat = 5e-7
@@ -456,6 +509,15 @@ class OptimizerConfig:
     weight_decay: NonNegativeFloat = 0.0
     clip_grad: NonNegativeFloat = 1.0  # 2-norm; 0: never clipped
     warmup_steps: NonNegative = 0  # in training steps (rollout batches), not in updates
+    moments: Literal["fp32", "bf16", "fp8"] = "fp32"
+    offload: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.offload and self.moments != "fp32":
+            raise ValueError(
+                f"moments={self.moments} and offload={self.offload:g}: the optimizer of the host knows fp32 only; set moments "
+                "to fp32, or offload to 0"
+            )
 
 
 @config
@@ -468,16 +530,29 @@ class TrainingConfig:
     max_tokens_per_microbatch: Positive = 16384  # packed tokens of one forward pass, over all context-parallel ranks
     # the same of passes without gradient, which keep no activations (old, reference and noise); None: twice that
     max_tokens_without_grad: Positive | None = None
+    fixed_length: bool = False  # every microbatch is padded to max_tokens_per_microbatch, in passes without gradient too
     # of several updates on a rollout batch. actor: a pass of its own; rollout: what the engine reported, which knows no entropy
     old_logprobs: Literal["actor", "rollout"] = "actor"
     # None: all logits of a microbatch at once. Else the output layer works in chunks of rows, fused with the token statistics,
     # and logits beyond so many MiB are computed again in backward
     logits_budget_mib: NonNegative | None = None
+    # activations that backward computes again instead of keeping them; selective: those inside of the MLPs and experts; full:
+    # all but the input of each layer
+    recompute: Literal["none", "selective", "full"] = "none"
+    offload_activations: bool = False  # what backward needs waits for it in host memory (`actor/activations.py`)
+    fuse_gradient_accumulation: bool = False  # weights' gradients are added up inside of their product; needs Apex's kernel
+
+    def __post_init__(self) -> None:
+        if self.fixed_length and self.max_tokens_without_grad not in (None, self.max_tokens_per_microbatch):
+            raise ValueError(
+                f"fixed_length=true pads all to max_tokens_per_microbatch={self.max_tokens_per_microbatch}, and "
+                f"max_tokens_without_grad={self.max_tokens_without_grad} is another length; set that to null"
+            )
 
     @property
     def tokens_without_grad(self) -> int:
-        """`max_tokens_without_grad`, or its default."""
-        return self.max_tokens_without_grad or 2 * self.max_tokens_per_microbatch
+        """`max_tokens_without_grad`, or its default: that of one shape where all have one."""
+        return self.max_tokens_without_grad or (1 if self.fixed_length else 2) * self.max_tokens_per_microbatch
 
 
 @config
@@ -666,12 +741,74 @@ class Config:
                 raise ValueError(
                     f"rollout.only=true trains nothing: one rank is enough, not {self.parallel.world_size}; set parallel.* to 1"
                 )
+        if self.rollout.replay_experts and self.training.recompute != "none":
+            raise ValueError(
+                f"rollout.replay_experts=true with training.recompute={self.training.recompute}: routers that compute again "
+                "would be told the experts of a later microbatch; set one of them to its default"
+            )
         if self.model.reference is not None and not self.objective.ref_beta:
             raise ValueError(
                 f"model.reference={self.model.reference} is not used; set objective.ref_beta above 0, or remove it"
             )
-        if self.platform == "cpu" and self.model.attention == "te":
-            raise ValueError("model.attention=te needs platform=cuda; use auto or sdpa")
+        if self.platform == "cpu":
+            self._check_cpu()
+        self._check_overlap()
+        self._check_optimizer_state()
+
+    def _check_cpu(self) -> None:
+        """What only a GPU has."""
+        for key, asked, instead in (
+            ("model.attention=te", self.model.attention == "te", "auto or sdpa"),
+            (f"model.precision={self.model.precision}", self.model.fp8, "bf16 or fp32"),
+            (f"optimizer.moments={self.optimizer.moments}", self.optimizer.moments != "fp32", "fp32"),
+            (f"optimizer.offload={self.optimizer.offload:g}", self.optimizer.offload > 0, "0"),
+            ("training.fuse_gradient_accumulation=true", self.training.fuse_gradient_accumulation, "false"),
+            ("parallel.tp_comm_overlap=true", self.parallel.tp_comm_overlap, "false"),
+        ):
+            if asked:
+                raise ValueError(f"{key} needs platform=cuda; use {instead}")
+
+    def _check_overlap(self) -> None:
+        """Buckets are there where gradients are reduced early; user buffers have one shape."""
+        if self.parallel.tp_comm_overlap and not self.training.fixed_length:
+            raise ValueError(
+                "parallel.tp_comm_overlap=true needs training.fixed_length=true, since Transformer Engine's buffers have one "
+                "shape and packed microbatches differ in length; set that, or tp_comm_overlap to false"
+            )
+        if self.parallel.tp_comm_overlap and self.model.attention == "sdpa":
+            raise ValueError(
+                "parallel.tp_comm_overlap=true is Transformer Engine's, and model.attention=sdpa builds the layers without it; "
+                "set model.attention to auto, or tp_comm_overlap to false"
+            )
+        if self.parallel.reduces_early(self.platform):
+            return
+        found = self.parallel.overlap_grad_reduce
+        off = f"parallel.overlap_grad_reduce={'null (false on a CPU)' if found is None else 'false'}"
+        for key, asked, instead in (
+            (f"parallel.bucket_parameters={self.parallel.bucket_parameters}", self.parallel.bucket_parameters, "null"),
+            ("parallel.overlap_param_gather=true", self.parallel.overlap_param_gather, "false"),
+        ):
+            if asked:
+                raise ValueError(
+                    f"{key} speaks of buckets, and with {off} there is one; set that to true, or this to {instead}"
+                )
+
+    def _check_optimizer_state(self) -> None:
+        """Checkpoints know fp32 masters and moments on the device, in the places where the distributed optimizer keeps them."""
+        other = [f"optimizer.moments={self.optimizer.moments}"] if self.optimizer.moments != "fp32" else []
+        other += [f"optimizer.offload={self.optimizer.offload:g}"] if self.optimizer.offload else []
+        if other and (self.checkpoint.every or self.resume):
+            key = f"checkpoint.every={self.checkpoint.every}" if self.checkpoint.every else "resume=true"
+            default = "moments to fp32" if self.optimizer.moments != "fp32" else "offload to 0"
+            raise ValueError(
+                f"{other[0]} with {key}: checkpoints of such a state are not built; set checkpoint.every to 0 and resume to "
+                f"false, or optimizer.{default}"
+            )
+        if self.optimizer.offload and self.rollout.colocate:
+            raise ValueError(
+                f"optimizer.offload={self.optimizer.offload:g} with rollout.colocate=true: colocation moves all of the "
+                "optimizer's state to host memory while the engine works; set optimizer.offload to 0, or colocate to false"
+            )
 
     @property
     def sequence_tokens(self) -> int:

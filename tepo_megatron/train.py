@@ -92,6 +92,7 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
                         log.add(result)
                         if result.mismatch is not None:
                             _check(log.mismatch(result.mismatch), batch, step, cfg)
+                    actor.finish_step()
             schedule.give(step, clock)
             log.memory(memory.values())
             driver.log_step(step, log, clock)

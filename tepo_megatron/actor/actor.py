@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from functools import partial
@@ -12,20 +13,23 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from tepo_megatron.actor import build
+from tepo_megatron.actor.activations import HostActivations
 from tepo_megatron.actor.expert_replay import ExpertReplay
+from tepo_megatron.actor.kernels import check_transformer_engine, hardware, installed
 from tepo_megatron.actor.minibatch import MinibatchInputs
 from tepo_megatron.actor.offload import PARTS, Offload, Part
 from tepo_megatron.actor.output_rows import OutputRows
+from tepo_megatron.actor.precision import alignment, check_hardware
 from tepo_megatron.actor.reference import HostWeights
 from tepo_megatron.actor.schedule import Schedule
 from tepo_megatron.actor.tally import Tally, UpdateResult
+from tepo_megatron.actor.user_buffers import open_buffers
 from tepo_megatron.actor.whole_stats import WholeStats
 from tepo_megatron.config import Config
 from tepo_megatron.errors import NumericalError
 from tepo_megatron.losses.kl import ESTIMATORS
 from tepo_megatron.losses.objective import Objective
 from tepo_megatron.losses.weighting import BatchStatistics
-from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.output_layer import output_layer_stats
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.ops.pipeline_time import Pipeline
@@ -39,6 +43,8 @@ from tepo_megatron.weights.families import find_family, read_config
 from tepo_megatron.weights.gather import bind, export_hf, load_hf
 from tepo_megatron.weights.hf_io import HfReader
 
+UPDATE = "an update"
+
 
 class Actor:
     """The policy on this rank's part of the mesh."""
@@ -49,15 +55,23 @@ class Actor:
         self.arch = self.family.architecture(hf_config)
         self.cfg, self.groups = cfg, groups
         replays = cfg.rollout.replay_experts
-        self.config = build.transformer_config(self.arch, cfg.model, cfg.parallel, groups.device, replays)
+        check_hardware(cfg.model, hardware(groups.device))
+        check_transformer_engine(cfg.optimizer, cfg.parallel, installed())
+        self._alignment = alignment(cfg.model, cfg.parallel, cfg.training)
+        if cfg.parallel.tp_comm_overlap:
+            tokens = self._alignment.padded([1])[0] // groups.cp.size
+            open_buffers(cfg.model, cfg.parallel, tokens, self.arch.hidden_size)
+        self.config = build.transformer_config(self.arch, cfg.model, cfg.parallel, groups.device, cfg.training, replays)
         chunks = build.build_chunks(self.config, self.arch, cfg.model, groups)
         self.bindings = bind(chunks, self.family, self.arch)
         # before the optimizer, which copies its fp32 masters from the weights
         load_hf(self.bindings, HfReader(cfg.model.path), self.family, self.arch, groups.tp)
         fused = cfg.training.logits_budget_mib is not None
         rows = OutputRows(chunks[-1].output_layer, keep_hidden=fused) if groups.is_last_stage else None
-        self.chunks = build.wrap_ddp(self.config, chunks)
-        self.optimizer, self.scheduler = build.build_optimizer(cfg.optimizer, cfg.model, self.chunks)
+        self.chunks = build.wrap_ddp(self.config, chunks, cfg.parallel, cfg.platform)
+        self.optimizer, self.scheduler = build.build_optimizer(
+            cfg.optimizer, cfg.model, cfg.parallel, self.chunks, cfg.platform
+        )
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         experts = None
@@ -65,14 +79,16 @@ class Actor:
             experts = ExpertReplay(self.chunks, self.arch.sparse_layers, groups, cfg.parallel.sequence_parallel)
         self._rows, self._schedule = rows, Schedule(self.chunks, rows, groups, experts)
         self._offload = Offload(self.chunks, self.optimizer, groups.device)
+        self._activations = HostActivations(self.chunks) if cfg.training.offload_activations else None
         self._step = 0
+        self._gathered = True
         self._reference: HostWeights | None = None
         self.noise_floor: float | None = None
-        self._alignment = Alignment(cp=groups.cp.size, total=groups.tp.size if cfg.parallel.sequence_parallel else 1)
         self._pipeline = Pipeline(groups.pp.size, groups.vpp)
 
     def offload(self, *parts: Part) -> None:
         """Take these parts, or all, off the device: see `Offload`. Until `load`, what needs them raises RuntimeError."""
+        self.finish_step()
         self._offload.release(parts or PARTS)
 
     def load(self, *parts: Part) -> None:
@@ -80,8 +96,13 @@ class Actor:
         self._offload.restore(parts or PARTS)
 
     def require_loaded(self, what: str, *parts: Part) -> None:
-        """Raise RuntimeError naming `what`, which needs these parts, or all, when one is offloaded."""
+        """Raise RuntimeError naming `what`, which needs these parts, or all, when one is offloaded. All ranks call it.
+
+        Parameters that an update left to be gathered are gathered, but for the next update, whose forward pass does that.
+        """
         self._offload.require(what, parts or PARTS)
+        if what != UPDATE:
+            self.finish_step()
 
     def attach_old_stats(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the log-probs and entropies of the current weights, valid on the last pipeline stage.
@@ -159,6 +180,17 @@ class Actor:
         self._step = step
         self.scheduler.step(increment=1)
 
+    def finish_step(self) -> None:
+        """Have every parameter whole on every rank, as whatever reads one expects it (all ranks call it).
+
+        Under `parallel.overlap_param_gather` an update leaves that to the next one's forward pass. Collectives: then, one
+        all-gather over dp x cp for each bucket; else none.
+        """
+        if not self._gathered:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+            self._gathered = True
+
     def update(self, batch: TrainBatch, objective: Objective) -> UpdateResult:
         """One optimizer step on a minibatch.
 
@@ -177,6 +209,7 @@ class Actor:
                 f"or look for infinite rewards"
             )
         _, grad_norm, _ = self.optimizer.step()
+        self._gathered = not self.cfg.parallel.gathers_late(self.cfg.platform)
         if not math.isfinite(grad_norm):
             raise NumericalError(
                 f"gradient norm is {grad_norm} in step {self._step}, update {batch.update}; lower optimizer.lr"
@@ -193,7 +226,7 @@ class Actor:
 
         plan: of the microbatches, instead of the usual one.
         """
-        self.require_loaded("an update")
+        self.require_loaded(UPDATE)
         plan = plan or self._plan(batch)
         inputs = MinibatchInputs(batch, self.groups.device, self.noise_floor)
         weights = self._batch_statistics(batch, inputs, objective) if objective.needs_batch_statistics else None
@@ -208,9 +241,11 @@ class Actor:
             return out.loss
 
         for chunk in self.chunks:
-            chunk.zero_grad_buffer()
+            chunk.zero_grad_buffer()  # also has the next forward pass gather the parameters
         self.optimizer.zero_grad()
-        self._schedule.forward_backward(self._microbatches(batch, plan), loss, batch.num_tokens)
+        with self._activations or contextlib.nullcontext():
+            self._schedule.forward_backward(self._microbatches(batch, plan), loss, batch.num_tokens)
+        self._gathered = True
         return tally
 
     def _batch_statistics(self, batch: TrainBatch, inputs: MinibatchInputs, objective: Objective) -> BatchStatistics | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any
 
@@ -16,31 +15,29 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from tepo_megatron.actor import precision
 from tepo_megatron.actor.attention import SDPACoreAttention
+from tepo_megatron.actor.kernels import Kernels, choose, installed
 from tepo_megatron.actor.layout import stage_layers
-from tepo_megatron.actor.modules import RMSNorm
+from tepo_megatron.actor.modules import ApexRMSNorm, RMSNorm
 from tepo_megatron.actor.rotary import lend_to_megatron
-from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.parallel import Groups
 from tepo_megatron.weights.ops import Architecture, padded_vocab_size
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def use_transformer_engine(model: ModelConfig, device: torch.device) -> bool:
-    """Transformer Engine where it is installed and the platform has a GPU, unless the config says otherwise."""
-    installed = importlib.util.find_spec("transformer_engine") is not None
-    if model.attention == "te" and not installed:
-        raise ConfigError("model.attention=te, but transformer-engine is not installed; install the extra `te` or use auto")
-    return installed and model.attention != "sdpa" and device.type == "cuda"
+_TRAINING = TrainingConfig()
 
 
 def transformer_config(
-    arch: Architecture, model: ModelConfig, parallel: ParallelConfig, device: torch.device, replay_experts: bool = False
+    arch: Architecture,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    device: torch.device,
+    training: TrainingConfig = _TRAINING,
+    replay_experts: bool = False,
 ) -> TransformerConfig:
     """Megatron's config of this architecture on this mesh. replay_experts: its routers can be told what to choose."""
-    dtype = DTYPES[model.precision]
+    kernels = choose(model, training, device.type, installed())
     lend_to_megatron()
     return TransformerConfig(
         num_layers=arch.num_layers,
@@ -59,9 +56,8 @@ def transformer_config(
         softmax_scale=_softmax_scale(arch),
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=model.precision == "bf16",
+        **precision.transformer_fields(model),
+        **precision.recompute_fields(training, arch.experts is not None),
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
@@ -69,6 +65,7 @@ def transformer_config(
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.tp,
         sequence_parallel=parallel.sequence_parallel,
+        tp_comm_overlap=parallel.tp_comm_overlap,
         # Megatron's initialisation also marks which parameters are split over tp, without which the gradient norm counts rank
         # 0's shards only (perform_initialization=False loses the marks, 0.16): so it runs, and fills nothing
         use_cpu_initialization=device.type == "cpu",
@@ -80,7 +77,7 @@ def transformer_config(
         # packed microbatches differ in length; Megatron ties this flag to the all-to-all dispatcher, dense models included
         variable_seq_lengths=parallel.pp > 1,
         **_uneven_pipeline(arch, parallel),
-        **_mixture_of_experts(arch, use_transformer_engine(model, device)),
+        **_mixture_of_experts(arch, kernels.layers == "te"),
         moe_token_dispatcher_type="alltoall",
         moe_enable_routing_replay=replay_experts,
         # Megatron 0.16 without both of these: interleaved 1F1B over gloo gives silently wrong activations
@@ -89,7 +86,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=kernels.gradient_accumulation == "apex",
         apply_rope_fusion=True,  # Transformer Engine's, or that of rotary.py
     )
 
@@ -132,6 +129,7 @@ def _left_to_the_checkpoint(weight: torch.Tensor) -> torch.Tensor:
 
 def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConfig, groups: Groups) -> list[GPTModel]:
     """This rank's model chunks (one per virtual pipeline stage), weights uninitialised, on the device."""
+    kernels = choose(model, _TRAINING, groups.device.type, installed())
     chunks = []
     for chunk in range(groups.vpp):
         vp_stage = chunk if groups.vpp > 1 else None
@@ -139,7 +137,7 @@ def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConf
         last = groups.is_last_stage and chunk == groups.vpp - 1
         gpt = GPTModel(
             config=config,
-            transformer_layer_spec=_layer_spec(config, use_transformer_engine(model, groups.device), vp_stage),
+            transformer_layer_spec=_layer_spec(config, kernels, vp_stage),
             vocab_size=padded_vocab_size(arch.vocab_size, groups.tp.size),
             max_sequence_length=arch.max_positions,
             pre_process=first,
@@ -156,18 +154,23 @@ def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConf
     return chunks
 
 
-def wrap_ddp(config: TransformerConfig, chunks: list[GPTModel]) -> list[DistributedDataParallel]:
-    """Megatron's data parallelism: gradients reduced in fp32, optimizer state sharded over dp x cp."""
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=True,
-        average_in_collective=False,  # the per-token division is the only one
-    )
-    return [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+def wrap_ddp(
+    config: TransformerConfig, chunks: list[GPTModel], parallel: ParallelConfig, platform: str
+) -> list[DistributedDataParallel]:
+    """Megatron's data parallelism: gradients reduced in fp32, optimizer state sharded over dp x cp.
+
+    Where they are reduced early, the schedule holds that back until the last microbatch's backward pass. platform: cpu or cuda.
+    """
+    ddp = DistributedDataParallelConfig(**precision.ddp_fields(parallel, platform))
+    wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    if parallel.reduces_early(platform):
+        held = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = held if len(held) > 1 else held[0]
+    return wrapped
 
 
 def build_optimizer(
-    cfg: OptimizerConfig, model: ModelConfig, chunks: list[DistributedDataParallel]
+    cfg: OptimizerConfig, model: ModelConfig, parallel: ParallelConfig, chunks: list[DistributedDataParallel], platform: str
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Distributed AdamW with fp32 masters, and its schedule: linear warm-up, then constant.
 
@@ -183,9 +186,7 @@ def build_optimizer(
             adam_beta2=cfg.beta2,
             adam_eps=cfg.eps,
             clip_grad=cfg.clip_grad,
-            params_dtype=DTYPES[model.precision],
-            bf16=model.precision == "bf16",
-            use_distributed_optimizer=True,
+            **precision.optimizer_fields(model, parallel, cfg, platform),
         ),
         chunks,
     )
@@ -205,17 +206,18 @@ def build_optimizer(
     return optimizer, scheduler
 
 
-def _layer_spec(config: TransformerConfig, transformer_engine: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _layer_spec(config: TransformerConfig, kernels: Kernels, vp_stage: int | None) -> TransformerBlockSubmodules:
     spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
+        config, use_transformer_engine=kernels.layers == "te", normalization="RMSNorm", vp_stage=vp_stage
     )
-    if not transformer_engine:
+    if kernels.layers != "te":
+        norm = ApexRMSNorm if kernels.norms == "apex" else RMSNorm
         for layer in spec.layer_specs:
-            layer.submodules.input_layernorm = RMSNorm
-            layer.submodules.pre_mlp_layernorm = RMSNorm
+            layer.submodules.input_layernorm = norm
+            layer.submodules.pre_mlp_layernorm = norm
             attention = layer.submodules.self_attention.submodules
             attention.core_attention = SDPACoreAttention
             if config.qk_layernorm:
-                attention.q_layernorm = attention.k_layernorm = RMSNorm
-        spec.layer_norm = RMSNorm
+                attention.q_layernorm = attention.k_layernorm = norm
+        spec.layer_norm = norm
     return spec

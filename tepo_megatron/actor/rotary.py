@@ -52,12 +52,17 @@ class PackedRotary:
     def __init__(self) -> None:
         self._last: _Tables | None = None
 
-    def __call__(self, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+    def __call__(
+        self, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0, interleaved: bool = False
+    ) -> Tensor:
         """Each head vector turned by its position in its sequence: pairs (x_j, x_{j + D/2}) by position * theta_j.
 
         t: [S, heads, D], this context-parallel rank's tokens; cu_seqlens: [G + 1], over all of its ranks; freqs: [positions, 1,
         1, D] fp32, angles of each position, twice the same D / 2. Returns [S, heads, D] in the type of `t`. Gradients: to `t`.
+        interleaved (0.19 passes it): ValueError for pairs (x_2j, x_2j+1), which no model here has.
         """
+        if interleaved:
+            raise ValueError("rotary embeddings of interleaved pairs are not computed here; use model.attention=te")
         if self._last is None or not self._last.are_of(cu_seqlens, freqs, t.dtype):
             rows = zigzag_rows(cu_seqlens, cp_size, cp_rank)
             sequence = torch.searchsorted(cu_seqlens[1:].long(), rows, right=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from tepo_megatron.actor.kernels import in_use
 from tepo_megatron.config import Config
 from tepo_megatron.doctor import inputs, machine, trial
 from tepo_megatron.doctor.findings import Finding, found_by
@@ -31,6 +32,7 @@ def examine(
     for name, look in (
         ("packages", machine.packages),
         ("config", config),
+        ("kernels", lambda: [Finding("kernels", "pass", in_use(cfg.model, cfg.training, cfg.platform))]),
         ("processors", partial(machine.processors, cfg)),
         ("memory", partial(machine.memory, cfg)),
         ("disk", partial(machine.disk, cfg)),

@@ -80,7 +80,7 @@ def memory(cfg: Config) -> Iterator[Finding]:
     yield Finding("memory", "pass" if free > 4 * 2**30 else "warn", f"{free / 2**30:.1f} GiB available on this machine")
     if files and cfg.rollout.replay is None:
         rounds, room = 2 * cfg.sync.bucket_mib * 2**20, shutil.disk_usage("/dev/shm").free
-        wanted = min(rounds, _parameters(cfg) * WEIGHT_BYTES[cfg.model.precision])
+        wanted = min(rounds, _parameters(cfg) * WEIGHT_BYTES[cfg.model.dtype])
         if room < wanted:
             yield Finding(
                 "shared memory", "fail", f"{room / 2**30:.2f} GiB free in /dev/shm, and two rounds take {wanted / 2**30:.2f}",
@@ -93,7 +93,7 @@ def memory(cfg: Config) -> Iterator[Finding]:
 def disk(cfg: Config) -> Iterator[Finding]:
     """Room and speed where checkpoints and the trained model go."""
     folder = _existing(Path(cfg.output))
-    free, weight = shutil.disk_usage(folder).free, WEIGHT_BYTES[cfg.model.precision]
+    free, weight = shutil.disk_usage(folder).free, WEIGHT_BYTES[cfg.model.dtype]
     kept = cfg.checkpoint.keep_last + WRITTEN_AT_ONCE if cfg.checkpoint.every else 0
     wanted = _parameters(cfg) * (kept * (STATE_BYTES + weight) + (weight if cfg.export_hf else 0))
     said = f"{free / 1e9:.0f} GB free in {folder}; the run keeps about {wanted / 1e9:.2g} GB"

@@ -137,7 +137,7 @@ def launch_of(cfg: Config) -> Launch:
         model_path=Path(cfg.model.path),
         max_model_len=cfg.data.max_prompt_tokens + cfg.evaluation.benchmark_tokens,
         platform=cfg.platform,
-        precision=cfg.rollout.server.precision or cfg.model.precision,
+        precision=cfg.rollout.server.precision or cfg.model.dtype,
         seed=cfg.seed,
     )
 

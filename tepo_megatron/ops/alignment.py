@@ -12,16 +12,23 @@ class Alignment:
     """What the mesh asks of packed lengths.
 
     sequence: every sequence is padded to a multiple of it (2 cp: the zigzag halves); total: the tokens of a context-parallel
-    rank are a multiple of it (tp under sequence parallelism).
+    rank are a multiple of it (tp under sequence parallelism, times 16 or 128 in FP8); fixed: tokens over all context-parallel
+    ranks that a microbatch has at least, so that all have the same where none is planned with more; 0: as many as it needs.
     """
 
     cp: int = 1
     total: int = 1
+    fixed: int = 0
 
     @property
     def sequence(self) -> int:
         """Padding of one sequence, in tokens over all context-parallel ranks."""
         return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def step(self) -> int:
+        """What the tokens of a microbatch are a multiple of, over all context-parallel ranks."""
+        return math.lcm(self.sequence, self.cp * self.total)
 
     def padded_one(self, length: int) -> int:
         """A sequence's tokens with its own padding."""
@@ -29,12 +36,10 @@ class Alignment:
 
     def room(self, max_tokens: int) -> int:
         """Tokens of padded sequences that fit into a microbatch of `max_tokens`, whose total is padded too; at least 1."""
-        step = math.lcm(self.sequence, self.cp * self.total)
-        return max(1, max_tokens // step * step)
+        return max(1, max_tokens // self.step * self.step)
 
     def padded(self, lengths: Sequence[int]) -> list[int]:
         """Padded lengths over all context-parallel ranks; the last sequence takes up what the total needs."""
         out = [self.padded_one(n) for n in lengths]
-        while (sum(out) // self.cp) % self.total:
-            out[-1] += self.sequence
+        out[-1] += -(-max(sum(out), self.fixed) // self.step) * self.step - sum(out)
         return out

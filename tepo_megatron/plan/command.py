@@ -24,7 +24,8 @@ _MENDS = {
     "weights": "raise parallel.tp or parallel.pp",
     "gradients": "raise parallel.tp or parallel.pp",
     "optimizer": "raise parallel.dp, over which it is split, or parallel.tp",
-    "activations": "lower training.max_tokens_per_microbatch, or raise parallel.cp or parallel.tp with sequence_parallel",
+    "activations": "lower training.max_tokens_per_microbatch, set training.recompute, or raise parallel.cp or parallel.tp with "
+    "sequence_parallel",
     "logits and entropy": "set training.logits_budget_mib, or raise parallel.tp",
     "KV cache": "lower --gpu-memory-utilization in rollout.server.extra_args, or set rollout.colocate=true",
     "engine's weights": "raise rollout.server.tp",
@@ -48,9 +49,10 @@ def predictor_of(cfg: Config, request: Request) -> Predictor:
         raise ConfigError(f"--gpu {request.gpu}: not in the table; use one of {', '.join(GPUS)}")
     family, arch = read_model(cfg.model.path)
     kernels = ON_CPU if cfg.platform == "cpu" else Kernels("sdpa" if cfg.model.attention == "sdpa" else "te")
-    element = ELEMENT[cfg.model.precision]
-    model = Model(family, arch, element, kernels=kernels)
-    return Predictor(cfg, model, Machine(GPUS[request.gpu], element), Workload.of(cfg, request.prompt, request.response))
+    element = ELEMENT[cfg.model.dtype]
+    model = Model(family, arch, element, recompute=cfg.training.recompute, kernels=kernels)
+    matmul_size = 1 if cfg.model.precision.startswith("fp8") else element
+    return Predictor(cfg, model, Machine(GPUS[request.gpu], matmul_size), Workload.of(cfg, request.prompt, request.response))
 
 
 def plan(cfg: Config, request: Request, tell: Callable[[str], None]) -> int:

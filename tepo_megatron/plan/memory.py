@@ -71,7 +71,7 @@ def training(cfg: Config, model: Model, parallel: ParallelConfig, assumed: Assum
 def _stage(cfg: Config, model: Model, parallel: ParallelConfig, rank: int, assumed: Assumptions) -> dict[str, float]:
     arch, element = model.arch, model.element
     tokens = -(-cfg.training.max_tokens_per_microbatch // parallel.cp)
-    parts: dict[str, float] = dict(state_bytes(parameters.held(model.family.rows, arch, parallel, rank), cfg.model.precision))
+    parts: dict[str, float] = dict(state_bytes(parameters.held(model.family.rows, arch, parallel, rank), cfg.model.dtype))
     chunks = parameters.stages(arch, parallel, rank)
     layers = [layer for chunk in chunks for layer in chunk.layers]
     each = {
@@ -137,7 +137,7 @@ def engine_share(cfg: Config, assumed: Assumptions = ASSUMED) -> float:
 def generating(cfg: Config, model: Model, gpu: Gpu, assumed: Assumptions = ASSUMED) -> State:
     """The engine's part of a GPU: weights, what it computes with, and the rest of its share for the KV cache."""
     tp = cfg.rollout.server.tp
-    element = ELEMENT[cfg.rollout.server.precision or cfg.model.precision]
+    element = ELEMENT[cfg.rollout.server.precision or cfg.model.dtype]
     weights = engine_weights(model, tp, element)
     if cfg.rollout.server.kv_cache_gib is not None:
         cache = cfg.rollout.server.kv_cache_gib * GIB
@@ -166,7 +166,7 @@ def states(cfg: Config, model: Model, gpu: Gpu, assumed: Assumptions = ASSUMED) 
 def host_bytes(cfg: Config, model: Model, gpu_count: int) -> dict[str, float]:
     """Host memory that copies of one rank's state take, times the ranks of a machine (`gpu_count`)."""
     held = parameters.held(model.family.rows, model.arch, cfg.parallel, 0)
-    state = state_bytes(held, cfg.model.precision)
+    state = state_bytes(held, cfg.model.dtype)
     parts: dict[str, float] = {}
     if cfg.rollout.colocate:
         parts["weights and optimizer while the engine has the GPU"] = state["weights"] + state["optimizer"]

@@ -147,7 +147,7 @@ class Predictor:
         prompts = -(-rollout.prompts_per_step // rollout.servers)
         at_once = min(server.concurrency * rollout.samples_per_prompt, self.machine.assumed.engine_sequences)
         cache = max(generating(cfg, self.model, self.machine.gpu, self.machine.assumed).parts["KV cache"], 1.0)
-        element = ELEMENT[server.precision or cfg.model.precision]
+        element = ELEMENT[server.precision or cfg.model.dtype]
         engine = Engine(self.model, self.machine, server.tp, cache, at_once, element)
         return engine.seconds(work.prompt, prompts, work.responses(prompts * rollout.samples_per_prompt))
 

@@ -67,6 +67,7 @@ def test_a_sound_run_passes(made: Make) -> None:
         "data",
         "grading",
     }
+    assert "Adam: this package" in found["kernels"].said
     assert "40 prompts" in found["data"].said and "40 right answers" in found["grading"].said
     assert found["a step"].verdict == "skip" and "--quick" in found["a step"].said
 

@@ -1,0 +1,113 @@
+"""Which implementation does what: Transformer Engine's, else Apex's, else PyTorch's. Chosen here, and nowhere else.
+
+Megatron itself takes FusedAdam from Transformer Engine, else from Apex, else AdamW from PyTorch; it has no choice of norms with
+sequence parallelism but those of Transformer Engine, and no RMS norm of Apex's at all.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from packaging.version import Version
+
+from tepo_megatron.actor.precision import Hardware
+from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from tepo_megatron.errors import ConfigError
+
+_MODULES = ("transformer_engine", "apex", "amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda")
+_NAMES = {"te": "Transformer Engine", "apex": "Apex", "torch": "PyTorch", "host": "this package"}
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Whose code runs. layers: linear modules and attention; gradient_accumulation: torch adds each weight's gradient to the
+    sum after its product, apex inside of it.
+    """
+
+    layers: Literal["te", "torch"]
+    norms: Literal["te", "apex", "torch"]
+    adam: Literal["te", "apex", "torch", "host"]
+    gradient_accumulation: Literal["apex", "torch"]
+
+    def __str__(self) -> str:
+        return (
+            f"layers and attention: {_NAMES[self.layers]}; norms: {_NAMES[self.norms]}; Adam: {_NAMES[self.adam]}; gradient "
+            f"accumulation: {_NAMES[self.gradient_accumulation]}"
+        )
+
+
+def installed() -> frozenset[str]:
+    """Of Transformer Engine, Apex and Apex's extensions, what Python finds. Nothing is imported."""
+    return frozenset(name for name in _MODULES if importlib.util.find_spec(name) is not None)
+
+
+def choose(model: ModelConfig, training: TrainingConfig, device_type: str, found: frozenset[str]) -> Kernels:
+    """What runs for this config on a device of that type, with `found` as `installed` says it.
+
+    Raises ConfigError where what the config asks for is not there.
+    """
+    if device_type != "cuda":
+        return Kernels("torch", "torch", "host", "torch")
+    if (model.attention == "te" or model.fp8) and "transformer_engine" not in found:
+        key, other = (f"model.precision={model.precision}", "bf16") if model.fp8 else ("model.attention=te", "auto")
+        raise ConfigError(f"{key}, but transformer-engine is not installed; install the extra `te` or use {other}")
+    if training.fuse_gradient_accumulation and "fused_weight_gradient_mlp_cuda" not in found:
+        raise ConfigError(
+            "training.fuse_gradient_accumulation=true, but Apex's fused_weight_gradient_mlp_cuda is not installed (the "
+            "Dockerfile builds it); install it, or set this to false"
+        )
+    adam: Literal["te", "apex", "torch"] = "torch"
+    if "transformer_engine" in found:
+        adam = "te"
+    elif "apex" in found:
+        adam = "apex"
+    if adam == "apex" and "amp_C" not in found:
+        raise ConfigError(
+            "Apex is installed without its CUDA extensions, and Megatron would take its FusedAdam, which needs them; build it "
+            "with APEX_CPP_EXT=1 APEX_CUDA_EXT=1 as the Dockerfile does, or remove it"
+        )
+    layers: Literal["te", "torch"] = "te" if "transformer_engine" in found and model.attention != "sdpa" else "torch"
+    plain: Literal["apex", "torch"] = "apex" if {"apex", "fused_layer_norm_cuda"} <= found else "torch"
+    return Kernels(
+        layers,
+        "te" if layers == "te" else plain,
+        adam,
+        "apex" if training.fuse_gradient_accumulation else "torch",
+    )
+
+
+def check_transformer_engine(optimizer: OptimizerConfig, parallel: ParallelConfig, found: frozenset[str]) -> None:
+    """Raise ConfigError where the config asks for more that Transformer Engine alone has, and it is not there."""
+    if "transformer_engine" in found:
+        return
+    for key, asked, instead in (
+        (f"optimizer.moments={optimizer.moments}", optimizer.moments != "fp32", "fp32"),
+        (f"optimizer.offload={optimizer.offload:g}", optimizer.offload > 0, "0"),
+        ("parallel.tp_comm_overlap=true", parallel.tp_comm_overlap, "false"),
+    ):
+        if asked:
+            raise ConfigError(f"{key}, but transformer-engine is not installed; install the extra `te` or use {instead}")
+
+
+def in_use(model: ModelConfig, training: TrainingConfig, device_type: str) -> str:
+    """The choice on this machine, in words, for `tepo doctor`. Raises as `choose`."""
+    return str(choose(model, training, device_type, installed() if device_type == "cuda" else frozenset()))
+
+
+def hardware(device: torch.device) -> Hardware:
+    """This rank's device and its software."""
+    if device.type != "cuda":
+        return Hardware("a CPU", None)
+    major, minor = torch.cuda.get_device_capability(device)
+    cuda = Version(torch.version.cuda) if torch.version.cuda else None
+    engine = Version(importlib.metadata.version("transformer-engine")) if "transformer_engine" in installed() else None
+    return Hardware(
+        torch.cuda.get_device_name(device),
+        (major, minor),
+        (engine.major, engine.minor) if engine else None,
+        (cuda.major, cuda.minor) if cuda else None,
+    )

@@ -1,0 +1,240 @@
+"""Presets of precision and of what costs or saves memory: what each asks of Megatron, of the machine and of the shapes.
+
+The only place where `model.precision`, `parallel.overlap_*`, `training.recompute`, `optimizer.moments` and `optimizer.offload`
+become fields of Megatron's configs (0.16 to 0.19 call them alike). Checked without Megatron, before any process is started.
+
+In FP8 run the products of the layers' linear modules, forward and backward: qkv, attention output, MLP, experts. All else
+stays out: embedding and output layer (Megatron's own, not Transformer Engine's), so log-probs and entropies; norms; the router
+(fp32); softmax and attention. Parameters are bf16, gradients are reduced in fp32, and the optimizer's masters are fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from tepo_megatron.actor.layout import stage_layers
+from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, Precision, TrainingConfig
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.ops.alignment import Alignment
+from tepo_megatron.weights.ops import Architecture
+
+Version = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """A scaling of FP8. recipe: Megatron's `fp8_recipe`; format: hybrid has gradients in e5m2; scale: what has one of its own.
+
+    tokens, widths: what the tokens of a rank and the sizes of its weights are multiples of (16 by cuBLAS, 128 by the blocks);
+    transformer_engine, cuda: the first versions that have it; fields: further ones of TransformerConfig.
+    """
+
+    recipe: Literal["delayed", "tensorwise", "blockwise"]
+    format: Literal["hybrid", "e4m3"]
+    scale: str
+    tokens: int
+    widths: int
+    transformer_engine: Version
+    cuda: Version = (12, 1)
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+PRESETS: dict[Precision, Fp8 | None] = {
+    "fp32": None,
+    "bf16": None,
+    "fp8-delayed": Fp8(
+        "delayed", "hybrid", "a tensor, from its last 1024 maxima", 16, 16, (2, 0),
+        fields={"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"},
+    ),
+    "fp8-current": Fp8("tensorwise", "hybrid", "a tensor, from its own maximum", 16, 16, (2, 2)),
+    "fp8-blockwise": Fp8(
+        "blockwise", "e4m3", "128 channels of a token, 128 x 128 of a weight", 128, 128, (2, 3), cuda=(12, 9)
+    ),
+}  # fmt: skip
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}  # uint8: Megatron's and TE's name for FP8
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device and its software. capability: CUDA's, None for a CPU; transformer_engine, cuda: versions, None: not there."""
+
+    name: str
+    capability: Version | None
+    transformer_engine: Version | None = None
+    cuda: Version | None = None
+
+
+# with what requirements/gpu-*.txt pin
+PROFILES = (
+    Hardware("H100", (9, 0), (2, 20), (13, 0)),
+    Hardware("H200", (9, 0), (2, 20), (13, 0)),
+    Hardware("B200", (10, 0), (2, 20), (13, 0)),
+    Hardware("CPU", None),
+)
+
+
+def transformer_fields(model: ModelConfig) -> dict[str, Any]:
+    """Of TransformerConfig."""
+    dtype = DTYPES[model.dtype]
+    fields: dict[str, Any] = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": model.dtype == "bf16"}
+    fp8 = PRESETS[model.precision]
+    if fp8 is None:
+        return fields
+    return fields | {
+        "fp8": fp8.format,
+        "fp8_recipe": fp8.recipe,
+        "fp8_param": False,  # loading, sending and offloading copy parameters as bf16
+        "fp8_wgrad": True,
+        "fp8_dot_product_attention": False,
+        "fp8_multi_head_attention": False,
+        "first_last_layers_bf16": model.bf16_end_layers > 0,
+        "num_layers_at_start_in_bf16": model.bf16_end_layers,
+        "num_layers_at_end_in_bf16": model.bf16_end_layers,
+        **fp8.fields,
+    }
+
+
+def recompute_fields(training: TrainingConfig, experts: bool) -> dict[str, Any]:
+    """Of TransformerConfig."""
+    if training.recompute == "none":
+        return {}
+    if training.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"] if experts else ["mlp"]}
+
+
+def ddp_fields(parallel: ParallelConfig, platform: str) -> dict[str, Any]:
+    """Of DistributedDataParallelConfig. platform: cpu or cuda, which `parallel.overlap_*` take their defaults from."""
+    return {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": True,
+        "average_in_collective": False,  # the per-token division is the only one
+        "overlap_grad_reduce": parallel.reduces_early(platform),
+        "overlap_param_gather": parallel.gathers_late(platform),
+        "bucket_size": parallel.bucket_parameters,
+        "fp8_param_gather": False,
+    }
+
+
+def optimizer_fields(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, platform: str) -> dict[str, Any]:
+    """Of Megatron's OptimizerConfig."""
+    fields: dict[str, Any] = {
+        "params_dtype": DTYPES[model.dtype],
+        "bf16": model.dtype == "bf16",
+        "use_distributed_optimizer": True,
+        "overlap_param_gather": parallel.gathers_late(platform),
+        "main_params_dtype": torch.float32,
+        "main_grads_dtype": torch.float32,
+    }
+    if optimizer.moments != "fp32":
+        moments = _MOMENTS[optimizer.moments]
+        fields |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
+    if optimizer.offload:
+        # Megatron's hybrid optimizer is there for precision-aware ones only, whatever their precision
+        fields |= {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
+        fields |= {"optimizer_offload_fraction": optimizer.offload, "overlap_cpu_optimizer_d2h_h2d": True}
+    return fields
+
+
+def alignment(model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig) -> Alignment:
+    """How packed tokens are padded. In FP8 those of a rank are a multiple of 16 or 128; under sequence parallelism each
+    tensor-parallel rank quantizes its own part of them.
+    """
+    fp8 = PRESETS[model.precision]
+    total = (fp8.tokens if fp8 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
+    return Alignment(parallel.cp, total, training.max_tokens_per_microbatch if training.fixed_length else 0)
+
+
+def refusal(precision: Precision, hardware: Hardware) -> str | None:
+    """Why a preset cannot run there; None where it can."""
+    fp8, at = PRESETS[precision], hardware.capability
+    if at is None:
+        return None if fp8 is None else "FP8 products need a GPU"
+    if precision != "fp32" and at < (8, 0):
+        return f"bf16 needs compute capability 8.0, and this is {_dotted(at)}"
+    if fp8 is None:
+        return None
+    least = (9, 0) if fp8.recipe == "blockwise" else (8, 9)
+    if at < least:
+        return f"it needs compute capability {_dotted(least)}, and this is {_dotted(at)}"
+    if fp8.recipe == "blockwise" and at >= (10, 0):
+        return "Transformer Engine emulates it there by MXFP8, which is another format: 32 values share a scale"
+    for name, there, wanted in (
+        ("Transformer Engine", hardware.transformer_engine, fp8.transformer_engine),
+        ("CUDA", hardware.cuda, fp8.cuda),
+    ):
+        if there is None or there < wanted:
+            return f"it needs {name} {_dotted(wanted)}, and {f'this is {_dotted(there)}' if there else 'there is none'}"
+    return None
+
+
+def check_hardware(model: ModelConfig, hardware: Hardware) -> None:
+    """Raise ConfigError where the preset cannot run on this device with this software."""
+    if (reason := refusal(model.precision, hardware)) is not None:
+        others: list[Precision] = [name for name in PRESETS if name != "fp32" and refusal(name, hardware) is None] or ["fp32"]
+        raise ConfigError(f"model.precision={model.precision} on {hardware.name}: {reason}; use {' or '.join(others)}")
+
+
+def check_shapes(arch: Architecture, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError naming what of the model does not fit the preset on this mesh."""
+    fp8 = PRESETS[model.precision]
+    if fp8 is None:
+        return
+    for name, size in _widths(arch, parallel.tp).items():
+        if size % fp8.widths:
+            raise ConfigError(
+                f"model.precision={model.precision} needs weights whose sizes are multiples of {fp8.widths}, and with "
+                f"parallel.tp={parallel.tp} {name} is {size}; use a smaller tp, or {_less_strict(size)}"
+            )
+    most = min(stage_layers(arch.num_layers, parallel.pp), default=0)
+    if model.bf16_end_layers > most:
+        raise ConfigError(
+            f"model.bf16_end_layers={model.bf16_end_layers} exceeds the {most} layers of a pipeline stage, which Megatron "
+            f"refuses; use at most {most}"
+        )
+
+
+def _widths(arch: Architecture, tp: int) -> dict[str, int]:
+    """Rows and columns of the weights of a rank that are multiplied in FP8."""
+    widths = {
+        "hidden_size": arch.hidden_size,
+        "the width of its queries": arch.num_heads * arch.head_dim // tp,
+        "the width of its queries, keys and values": (arch.num_heads + 2 * arch.num_query_groups) * arch.head_dim // tp,
+    }
+    if len(arch.sparse_layers) < arch.num_layers:
+        widths["its part of ffn_size"] = arch.ffn_size // tp
+    if arch.experts is not None:
+        widths["its part of the experts' ffn_size"] = arch.experts.ffn_size // tp
+    return widths
+
+
+def _less_strict(size: int) -> str:
+    fits = [name for name, fp8 in PRESETS.items() if fp8 is not None and math.gcd(size, fp8.widths) == fp8.widths]
+    return f"model.precision={fits[-1]}" if fits else "model.precision=bf16"
+
+
+def _dotted(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+def table() -> str:
+    """The presets and where they run, in Markdown: what docs/precision.md shows."""
+    rows = [["`model.precision`", "products of layers", "one scale for", "tokens padded to", *[p.name for p in PROFILES]]]
+    rows.append(["---"] * len(rows[0]))
+    notes: list[str] = []
+    for name, fp8 in PRESETS.items():
+        products = name if fp8 is None else "e4m3" + (", gradients e5m2" if fp8.format == "hybrid" else "")
+        cells = [f"`{name}`", products, fp8.scale if fp8 else "-", str(fp8.tokens) if fp8 else "-"]
+        for hardware in PROFILES:
+            reason = refusal(name, hardware)
+            if reason is not None and reason not in notes:
+                notes.append(reason)
+            cells.append("yes" if reason is None else f"no [{notes.index(reason) + 1}]")
+        rows.append(cells)
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([*lines, "", *(f"[{i}] {note}." for i, note in enumerate(notes, 1))])

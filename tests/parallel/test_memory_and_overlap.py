@@ -1,0 +1,217 @@
+"""What saves memory or hides communication changes no bit of what is trained, and does what it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tepo_megatron.actor.precision import alignment
+from tepo_megatron.config import Config, ModelConfig
+from tepo_megatron.config_io import plain, validate
+from tests.marks import marked
+from tests.parallel import cases
+from tests.worlds import run_world
+
+UPDATES = 3
+
+
+def config(
+    case: cases.Case, parallel: dict[str, Any] | None = None, max_tokens: int = 4096, **sections: dict[str, Any]
+) -> Config:
+    """max_tokens: of a microbatch; sections: keys of the config's sections."""
+    tree = plain(cases.run_config(case.model, parallel or {}, max_tokens))
+    for name, keys in sections.items():
+        tree[name] |= keys
+    return validate(tree)
+
+
+def trained(rank: int, cfg: Config, case: cases.Case, settle: bool = False, multiple: int | None = None) -> dict[str, Any]:
+    """Some updates after another, then old statistics; settle: parameters are made whole after each update; multiple: that
+    tokens are padded to, instead of the config's.
+    """
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.losses import build_objective
+    from tepo_megatron.platform import activate
+
+    groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
+    actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
+    if actor._activations is not None:
+        actor._activations._least = 1
+    if multiple is not None:
+        actor._alignment = replace(actor._alignment, total=multiple)
+    actor.start_step(1)
+    results = []
+    for i in range(UPDATES):
+        results.append(actor.update(case.batches[i % len(case.batches)], objective))
+        if settle:
+            actor.finish_step()
+    whole = [actor._gathered]
+    old = actor.attach_old_stats(replace(case.batches[0], update=0, old_logprobs_N=None, old_entropies_N=None))
+    whole.append(actor._gathered)
+    out = {
+        "norms": [r.metrics["actor/grad_norm"][0] for r in results],
+        "losses": [r.metrics["loss/total"][0] for r in results],
+        "old": old.old_logprobs_N if groups.is_last_stage else None,
+        "weights": [b.parameter.detach().clone() for b in actor.bindings],
+        "whole": whole,
+        "buckets": [len(chunk.bucket_groups) for chunk in actor.chunks],
+        "moved": actor._activations.moved if actor._activations is not None else 0,
+    }
+    parallel.shutdown()
+    return out
+
+
+def same(here: list[dict[str, Any]], there: list[dict[str, Any]], norms: float = 0.0) -> None:
+    """norms: how far gradient norms may lie apart, relatively; all else is the same bits."""
+    for a, b in zip(here, there, strict=True):
+        assert a["norms"] == pytest.approx(b["norms"], rel=norms) and a["losses"] == b["losses"]
+        assert all(torch.equal(x, y) for x, y in zip(a["weights"], b["weights"], strict=True))
+        assert (a["old"] is None and b["old"] is None) or torch.equal(a["old"], b["old"])
+
+
+OVERLAPS: dict[str, dict[str, Any]] = {
+    "DP2": {"dp": 2},
+    "CP2": {"cp": 2},
+    "DP2 TP2+SP": {"dp": 2, "tp": 2, "sequence_parallel": True},
+    "DP2 PP2": {"dp": 2, "pp": 2},
+    "DP2 PP2 VPP2": {"dp": 2, "pp": 2, "vpp": 2},
+}
+
+
+@pytest.mark.parametrize("gather", [False, True], ids=["reduce", "reduce and gather"])
+@pytest.mark.parametrize("layout", [name if name in ("DP2", "CP2") else marked(name, pytest.mark.slow) for name in OVERLAPS])
+def test_overlapped_communication_trains_the_same_bits(case: cases.Case, layout: str, gather: bool) -> None:
+    parallel = OVERLAPS[layout]
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": gather, "bucket_parameters": 20_000}
+    # buckets change which rank adds up which part of the gradient norm: without clipping, nothing depends on that
+    plain_cfg, cfg = (config(case, axes, 96, optimizer={"clip_grad": 0}) for axes in (parallel, parallel | overlap))
+    size = cfg.parallel.world_size
+    straight = run_world(size, trained, plain_cfg, case)
+    overlapped = run_world(size, trained, cfg, case)
+    assert overlapped[0]["buckets"][0] > straight[0]["buckets"][0] + 1, "there is something to overlap"
+    assert all(rank["whole"] == [not gather, True] for rank in overlapped)
+    same(overlapped, straight, norms=1e-6)
+    if gather:
+        same(run_world(size, trained, cfg, case, True), straight, norms=1e-6)
+
+
+def _stale(rank: int, cfg: Config, case: cases.Case) -> tuple[bool, bool]:
+    """Whether parameters are the same on both ranks after an update, before and after they were made whole."""
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.losses import build_objective
+    from tepo_megatron.platform import activate
+
+    groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
+    actor = Actor(cfg, groups)
+    actor.start_step(1)
+    actor.update(case.batches[0], build_objective(cfg.objective))
+
+    def agree() -> bool:
+        mine = torch.cat([b.parameter.detach().flatten() for b in actor.bindings])
+        theirs = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(theirs, mine)
+        return torch.equal(*theirs)
+
+    before = agree()
+    actor.require_loaded("an export", "parameters")
+    after = agree()
+    parallel.shutdown()
+    return before, after
+
+
+def test_whoever_needs_parameters_finds_them_whole(case: cases.Case) -> None:
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    assert run_world(2, _stale, config(case, {"dp": 2} | overlap), case) == [(False, True)] * 2
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("layout", ["1 rank", marked("TP2+SP", pytest.mark.slow), marked("PP2", pytest.mark.slow)])
+def test_recomputed_activations_train_the_same_bits(case: cases.Case, layout: str, recompute: str) -> None:
+    parallel = {"1 rank": {}, "TP2+SP": {"tp": 2, "sequence_parallel": True}, "PP2": {"pp": 2}}[layout]
+    cfg = config(case, parallel, 96)
+    again = config(case, parallel, 96, training={"recompute": recompute})
+    same(run_world(cfg.parallel.world_size, trained, again, case), run_world(cfg.parallel.world_size, trained, cfg, case))
+
+
+def test_activations_on_the_host_train_the_same_bits(case: cases.Case) -> None:
+    cfg = config(case, {"cp": 2}, 96)
+    straight = run_world(2, trained, cfg, case)
+    moved = {}
+    for recompute in ("none", "full"):
+        away = config(case, {"cp": 2}, 96, training={"offload_activations": True, "recompute": recompute})
+        ranks = run_world(2, trained, away, case)
+        same(ranks, straight)
+        moved[recompute] = ranks[0]["moved"]
+    assert 0 < moved["full"] < 0.3 * moved["none"], "with recompute it is the layers' inputs that leave"
+
+
+def _saved_bytes(rank: int, cfg: Config, case: cases.Case) -> int:
+    """What autograd holds for backward at the end of a forward pass, parameters aside."""
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.losses import build_objective
+    from tepo_megatron.platform import activate
+
+    groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
+    actor = Actor(cfg, groups)
+    held: dict[int, int] = {}
+    stay = {p.untyped_storage().data_ptr() for chunk in actor.chunks for p in chunk.parameters()}
+    most = 0
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        storage = x.untyped_storage()
+        if not backward and storage.data_ptr() not in stay:
+            held[storage.data_ptr()] = storage.nbytes()
+            most = max(most, sum(held.values()))
+        return x
+
+    backward = False
+
+    def unpack(x: torch.Tensor) -> torch.Tensor:
+        nonlocal backward
+        backward = True
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        actor.backward(case.batches[0], build_objective(cfg.objective))
+    parallel.shutdown()
+    return most
+
+
+def test_what_backward_keeps_falls(case: cases.Case) -> None:
+    kept = {
+        recompute: run_world(1, _saved_bytes, config(case, training={"recompute": recompute}), case)[0]
+        for recompute in ("none", "selective", "full")
+    }
+    assert kept["full"] < 0.5 * kept["selective"] and kept["selective"] < 0.9 * kept["none"], kept
+
+
+@pytest.mark.parametrize("layout", ["1 rank", marked("CP2 TP2+SP", pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["fp8-current", "fp8-blockwise"])
+def test_tokens_that_fp8_pads_with_change_nothing(case: cases.Case, layout: str, precision: Any) -> None:
+    parallel = {"1 rank": {}, "CP2 TP2+SP": {"cp": 2, "tp": 2, "sequence_parallel": True}}[layout]
+    cfg = config(case, parallel, 128)
+    multiple = alignment(ModelConfig(path="", precision=precision), cfg.parallel, cfg.training).total
+    assert multiple >= 16 * cfg.parallel.tp
+    straight = run_world(cfg.parallel.world_size, trained, cfg, case)
+    padded = run_world(cfg.parallel.world_size, trained, cfg, case, False, multiple)
+    for a, b in zip(padded, straight, strict=True):
+        assert a["norms"] == pytest.approx(b["norms"], rel=1e-5) and a["losses"] == pytest.approx(b["losses"], rel=1e-5)
+        assert max(cases.distance(x, y) for x, y in zip(a["weights"], b["weights"], strict=True)) < 1e-6
+
+
+@pytest.mark.parametrize("layout", ["CP2", marked("TP2+SP", pytest.mark.slow), marked("PP2 VPP2", pytest.mark.slow)])
+def test_microbatches_of_one_length_train_the_same(case: cases.Case, layout: str) -> None:
+    parallel = {"CP2": {"cp": 2}, "TP2+SP": {"tp": 2, "sequence_parallel": True}, "PP2 VPP2": {"pp": 2, "vpp": 2}}[layout]
+    straight = run_world(2, trained, config(case, parallel, 96), case)
+    fixed = run_world(2, trained, config(case, parallel, 96, training={"fixed_length": True}), case)
+    for a, b in zip(fixed, straight, strict=True):
+        assert a["norms"] == pytest.approx(b["norms"], rel=1e-5) and a["losses"] == pytest.approx(b["losses"], rel=1e-5)
+        assert max(cases.distance(x, y) for x, y in zip(a["weights"], b["weights"], strict=True)) < 1e-6
