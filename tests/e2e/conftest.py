@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,13 +83,16 @@ class Command:
 def commands(folder: Path) -> Iterator[Callable[..., Command]]:
     """Start `tepo WORDS...`, with the engine of scripted_worker.py if one is named; what still runs at the end is killed.
 
-    folder: for their output.
+    folder: for their output; by: what starts such an engine's module, instead of this Python.
     """
     started: list[Command] = []
 
-    def start(*words: str | Path, engine: str | None = None, env: Mapping[str, str] | None = None) -> Command:
+    def start(
+        *words: str | Path, engine: str | None = None, env: Mapping[str, str] | None = None, by: Sequence[str] = ()
+    ) -> Command:
         mark = uuid.uuid4().hex
-        program = [Path(sys.executable).parent / "tepo"] if engine is None else [sys.executable, "-m", "tests.e2e.scripted_run"]
+        tepo, scripted = [Path(sys.executable).parent / "tepo"], ["-m", "tests.e2e.scripted_run"]
+        program = tepo if engine is None else [*(by or [sys.executable]), *scripted]
         log = folder / f"output-{len(started)}.txt"
         process = subprocess.Popen(
             [*program, *words],
