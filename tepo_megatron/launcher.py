@@ -118,7 +118,7 @@ def run_rank(
 
 def _end_at_once(message: str, cut_off: bool) -> NoReturn:
     """cut_off: from the store of the world. So is the agent of torchrun on this machine: it asks that store, and a connection
-    without an answer holds it, whatever its time-outs, for the quarter of an hour after which TCP gives up."""
+    without an answer holds it until TCP gives up, whatever its own time-outs say (torch 2.13)."""
     _leave_last_words(message, expected=True)
     if cut_off and _AGENT in os.environ and _LAUNCHER not in os.environ:
         end_later(os.getppid(), _AGENT_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.tiny import tiny_qwen3
 
 ROOT = Path(__file__).parents[2]
 MARK = "TEPO_TEST_MARK"
@@ -122,6 +125,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("base") / "model"
     subprocess.run([sys.executable, "-c", BUILD, out], cwd=ROOT, check=True, timeout=240, stdout=subprocess.DEVNULL)
     return out
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that knows nothing, with datasets: for what a run does around it."""
+    path = tmp_path_factory.mktemp("random") / "model"
+    tiny_qwen3(path, layers=2)
+    rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
+    for name in ("train.jsonl", "eval.jsonl"):
+        (path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
 
 
 @pytest.fixture

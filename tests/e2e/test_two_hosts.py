@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from tests.e2e.conftest import Command, commands, settings
 from tests.e2e.test_faults import SHORT
 from tests.hosts import DEVICE, Host
 from tests.parallel import resume_worlds as w
-from tests.tiny import tiny_qwen3
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e]
 PORT, SILENT = 29400, 6
@@ -37,21 +35,11 @@ def two() -> Iterator[tuple[Host, Host]]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tiny_qwen3(path, layers=2)
-    rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
-    for name in ("train.jsonl", "eval.jsonl"):
-        (path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
-def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run on one host."""
     folder = tmp_path_factory.mktemp("straight")
     with commands(folder) as tepo:
-        command = tepo(*words(model, folder), engine="slow")
+        command = tepo(*words(random_model, folder), engine="slow")
         assert command.wait(180) == 0, command.output
     return folder / "run"
 
@@ -80,8 +68,10 @@ def assert_same(run: Path, other: Path) -> None:
     assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-def test_two_hosts_train_like_one(tepo: Start, two: tuple[Host, Host], model: Path, straight: Path, tmp_path: Path) -> None:
-    both = started(tepo, two, *words(model, tmp_path))
+def test_two_hosts_train_like_one(
+    tepo: Start, two: tuple[Host, Host], random_model: Path, straight: Path, tmp_path: Path
+) -> None:
+    both = started(tepo, two, *words(random_model, tmp_path))
     for command in both:
         assert command.wait(180) == 0, command.output
         command.assert_nothing_left()
@@ -89,10 +79,10 @@ def test_two_hosts_train_like_one(tepo: Start, two: tuple[Host, Host], model: Pa
 
 
 def test_a_cut_link_ends_both_and_the_run_goes_on_from_there(
-    tepo: Start, two: tuple[Host, Host], model: Path, straight: Path, tmp_path: Path
+    tepo: Start, two: tuple[Host, Host], random_model: Path, straight: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    both = started(tepo, two, *words(model, tmp_path))
+    both = started(tepo, two, *words(random_model, tmp_path))
     both[0].until(lambda: "checkpoint of step 2" in both[0].output, timeout=120)
     two[1].link("down")
     cut = time.monotonic()
@@ -106,7 +96,7 @@ def test_a_cut_link_ends_both_and_the_run_goes_on_from_there(
     assert not (run / "hf").exists()
 
     two[1].link("up")
-    both = started(tepo, two, *words(model, tmp_path, resume="true"))
+    both = started(tepo, two, *words(random_model, tmp_path, resume="true"))
     for command in both:
         assert command.wait(180) == 0, command.output
     assert_same(run, straight)
