@@ -69,9 +69,7 @@ def stand_in(folder: Path) -> Path:
     call(["debootstrap", "--variant=minbase", f"--include={LIBRARIES}", "bookworm", root])
     python = prefix()
     assert python is not None
-    shutil.copytree(python, root / "opt" / PYTHON, symlinks=True)
-    (root / "usr/local/bin" / PYTHON).symlink_to(f"/opt/{PYTHON}/bin/{PYTHON}")
-    (root / "etc/ld.so.conf.d/python.conf").write_text(f"/opt/{PYTHON}/lib\n")
+    shutil.copytree(python, root / "usr/local", symlinks=True, dirs_exist_ok=True)
     own = Path("/usr/local/share/ca-certificates")  # of a network that has its own authority
     if own.is_dir():
         shutil.copytree(own, root / own.relative_to("/"), dirs_exist_ok=True)
