@@ -18,7 +18,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(PYTHON))
 
-.PHONY: demo sglang launch ablation bench test test-fast test-full test-slurm test-gpu test-pins test-image check lint types format pins clean
+.PHONY: demo sglang launch ablation bench test test-fast test-full test-slurm test-gpu test-pins check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
@@ -52,7 +52,7 @@ test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m "not full"
 
 test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
-	$(BIN)/python -m pytest -m "full and not slurm and not image"
+	$(BIN)/python -m pytest -m "full and not slurm"
 
 # apt-get install slurm-wlm munge; as root
 test-slurm: $(READY) $(LAUNCH)/.ready
@@ -60,10 +60,6 @@ test-slurm: $(READY) $(LAUNCH)/.ready
 
 test-fast: $(READY) $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m "not server and not e2e and not slow and not full"
-
-# apt-get install buildah debootstrap; as root; a Python 3.12 that is not the system's; the Dockerfile without its CUDA stages
-test-image: $(READY) $(LAUNCH)/.ready
-	$(BIN)/python -m pytest -m image
 
 # test-fast with the Megatron-Core that the GPU images have; ARGS: more words for pytest
 test-pins: $(PINS)/.ready $(LAUNCH)/.ready
