@@ -8,14 +8,20 @@ ENGINE ?= vllm
 SGLANG := .venv-sglang
 LAUNCH := .venv-launch
 DOCS   := .venv-docs
+PINS   := .venv-pins
 SITE   := build/docs
 PEERS  := .cache/peers
 
 # torch: a wheel found through PIP_FIND_LINKS if there is one, else PyTorch's own CPU build
 UV_ENV := UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(if $(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))),,UV_TORCH_BACKEND=cpu)
 
+# Megatron-Core of the GPU images asks for Python 3.12; it is 3.11, that guard overridden, where there is no 3.12 or no torch for it
+PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
+  && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
+  && echo python3.12 || echo $(PYTHON))
+
 .PHONY: demo sglang launch ablation bench docs docs-links test test-fast test-full test-full-served test-full-computed test-slurm \
-  test-gpu check lint types format pins clean
+  test-gpu test-pins check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
@@ -74,6 +80,10 @@ test-slurm: $(READY) $(LAUNCH)/.ready
 
 test-fast: $(READY) $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m "not server and not e2e and not slow and not full"
+
+# test-fast with the Megatron-Core that the GPU images have; ARGS: more words for pytest
+test-pins: $(PINS)/.ready $(LAUNCH)/.ready
+	$(PINS)/bin/python -m pytest -m "not server and not e2e and not slow and not full" $(ARGS)
 
 # on a machine with a GPU; apart, because the other tests hide it
 test-gpu: $(READY)
@@ -136,6 +146,21 @@ $(DOCS)/.ready: requirements/docs.txt
 	$(DOCS)/bin/uv pip install --no-config --python $(DOCS)/bin/python --no-deps --quiet --compile-bytecode -r requirements/docs.txt; \
 	echo "$$sum" > $@
 
+# the CPU's packages but for Megatron-Core, which is the GPU images'
+$(PINS)/.ready: pyproject.toml requirements/cpu.txt requirements/gpu-vllm.txt
+	@sum=$$(cat pyproject.toml requirements/cpu.txt requirements/gpu-vllm.txt | sha256sum); \
+	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
+	set -e; \
+	echo "setting up $(PINS) with $(PINS_PYTHON) (once; some minutes if packages must be downloaded)"; \
+	test -x $(PINS)/bin/python || $(PINS_PYTHON) -m venv $(PINS); \
+	$(PINS)/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.9"; \
+	grep -v '^megatron-core==' requirements/cpu.txt > $(PINS)/requirements.txt; \
+	$(UV_ENV) $(PINS)/bin/uv pip install --no-config --python $(PINS)/bin/python --no-deps --quiet --compile-bytecode -r $(PINS)/requirements.txt; \
+	$(PINS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
+	  "$$(grep '^megatron-core==' requirements/gpu-vllm.txt)"; \
+	$(PINS)/bin/uv pip install --no-config --python $(PINS)/bin/python --no-deps --quiet --editable .; \
+	echo "$$sum" > $@
+
 # resolve the pins anew
 pins:
 	test -x $(BIN)/uv || ($(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet "uv>=0.9")
@@ -156,4 +181,4 @@ pins:
 	sed -i 's/+cpu$$//' requirements/cpu.txt requirements/sglang-cpu.txt  # a local version would bind the pin to one source of wheels
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(LAUNCH) $(DOCS) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) $(LAUNCH) $(DOCS) $(PINS) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

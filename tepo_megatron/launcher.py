@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tepo_megatron.config import Config
 from tepo_megatron.errors import TepoError
-from tepo_megatron.processes import die_with_parent
+from tepo_megatron.processes import die_with_parent, end_later
 from tepo_megatron.quiet import quiet_upstream
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # Our launcher's process id, for the ranks that it starts.
 _LAUNCHER = "TEPO_LAUNCHER_PID"
+# What torchrun's agent sets for its ranks, and how long one that can end does not need.
+_AGENT, _AGENT_SECONDS = "TORCHELASTIC_RUN_ID", 30.0
 
 
 _KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
@@ -114,8 +116,12 @@ def run_rank(
     return 0
 
 
-def _end_at_once(message: str) -> NoReturn:
+def _end_at_once(message: str, cut_off: bool) -> NoReturn:
+    """cut_off: from the store of the world. So is the agent of torchrun on this machine: it asks that store, and a connection
+    without an answer holds it until TCP gives up, whatever its own time-outs say (torch 2.13)."""
     _leave_last_words(message, expected=True)
+    if cut_off and _AGENT in os.environ and _LAUNCHER not in os.environ:
+        end_later(os.getppid(), _AGENT_SECONDS)
     os._exit(1)
 
 

@@ -1,10 +1,16 @@
-"""Processes that never outlive the one that needs them (Linux). Imports nothing heavy: workers and guards start with it."""
+"""Processes that never outlive the one that needs them, or their time (Linux).
+
+Imports nothing heavy: workers and guards start with it.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
+import subprocess
+import sys
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -20,3 +26,24 @@ def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGTERM) ->
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def end_later(pid: int, seconds: float) -> None:
+    """SIGKILL for a process that lives longer than so many seconds from now, sent by a process of its own: ours may be gone."""
+    subprocess.Popen(
+        [sys.executable, "-m", __spec__.name, str(pid), str(seconds)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+
+
+def _main(pid: int, seconds: float) -> None:
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    if not select.select([process], [], [], seconds)[0]:  # readable once it has ended
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), float(sys.argv[2]))

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 # Signs of a run that got somewhere; what a start that failed left behind has none of them.
 _SIGNS = ("summary.json", "hf", "checkpoints", "metrics.lost.jsonl")
 # What the end of a run writes, and its name once the run goes on, which writes it anew.
-_OUTCOME = {"summary.json": "summary.former.json", "evaluation.jsonl": "evaluation.former.jsonl"}
+_OUTCOME = {
+    "summary.json": "summary.former.json", "evaluation.jsonl": "evaluation.former.jsonl", "hang.txt": "hang.former.txt",
+}  # fmt: skip
 # All that a run writes: `overwrite` removes these and nothing else.
 _OF_A_RUN = (
     "checkpoints", *_OUTCOME, *_OUTCOME.values(), "summary.json.partial", "config.yaml", "metrics.jsonl", "metrics.lost.jsonl",
     "metrics.lost.jsonl.partial", "rollouts", "evaluation", "log.txt", "server.log", "report.html", "report.html.partial",
-    "report.png", "report.png.tmp", "hf", "hf.partial", "hf.former", "tensorboard", "wandb", "hang.txt", "stacks",
+    "report.png", "report.png.tmp", "hf", "hf.partial", "hf.former", "tensorboard", "wandb", "stacks",
 )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def train(
     cfg: Config,
     platform: Platform,
     make_engine: EngineFactory | None = None,
-    end: Callable[[str], object] = watch.last_words,
+    end: Callable[[str, bool], object] = watch.last_words,
 ) -> None:
     """One run: `cfg.training.steps` rollout batches, each sampled, graded and learned from, with weights sent after each.
 
@@ -48,7 +48,7 @@ def train(
     parallel.shutdown()
 
 
-def _watched(cfg: ParallelConfig, groups: parallel.Groups, folder: Path, end: Callable[[str], object]) -> watch.Watch:
+def _watched(cfg: ParallelConfig, groups: parallel.Groups, folder: Path, end: Callable[[str, bool], object]) -> watch.Watch:
     seconds = {"silent_seconds": cfg.silent_seconds, "stuck_seconds": STUCK * cfg.timeout_seconds}
     return watch.Watch(parallel.world_store(), groups.rank, groups.world_size, folder, **seconds, end=end)
 

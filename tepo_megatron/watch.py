@@ -68,7 +68,7 @@ class _Seen:
 class Watch:
     """store: of the world, a connection of this object's own; folder: for the explanation (hang.txt) and the stacks;
     silent_seconds: after which a rank counts as frozen; stuck_seconds: in one place of a training phase; end: told the
-    explanation, ends this process.
+    explanation, and whether this rank is cut off from the world's store, ends this process.
 
     Time is counted in beats of the listener: a job that is suspended as a whole, and goes on, has missed none.
     """
@@ -82,7 +82,7 @@ class Watch:
         *,
         silent_seconds: float,
         stuck_seconds: float,
-        end: Callable[[str], object],
+        end: Callable[[str, bool], object],
     ) -> None:
         self._store, self._rank, self._world_size, self._folder, self._end = store, rank, world_size, folder, end
         self._silent_seconds, self._stuck_seconds = silent_seconds, stuck_seconds
@@ -121,8 +121,9 @@ class Watch:
             self._unanswered += 1
             if self._unanswered * BEAT_SECONDS > self._silent_seconds:
                 self._leave(
-                    f"the store of this world has not answered for {self._silent_seconds:g} s (parallel.silent_seconds): "
-                    f"rank 0, or whoever started it, is frozen, or its machine is gone; rank {self._rank} is at {self._place()}"
+                    f"the store of this world has not answered for {self._silent_seconds:g} s (parallel.silent_seconds): rank "
+                    f"0, or whoever started it, is frozen, or its machine is gone; rank {self._rank} is at {self._place()}",
+                    cut_off=True,
                 )
 
     def _place(self) -> str:
@@ -166,15 +167,17 @@ class Watch:
         lines = [f"  {_ranges(of)}: {place}" for place, of in ranks.items()]
         return "\n".join([*lines, f"the stacks of those that could write them: {self._folder / 'stacks'}"])
 
-    def _leave(self, explanation: str) -> None:
+    def _leave(self, explanation: str, cut_off: bool = False) -> None:
+        """cut_off: from what the others know; theirs says more, where both reach the folder."""
         with self._told:
             with contextlib.suppress(OSError):
                 (self._folder / "stacks").mkdir(parents=True, exist_ok=True)
                 with (self._folder / "stacks" / f"rank-{self._rank}.txt").open("w") as file:
                     faulthandler.dump_traceback(file)
-                (self._folder / "hang.txt").write_text(explanation + "\n")
+                with (self._folder / "hang.txt").open("x" if cut_off else "w") as file:
+                    file.write(explanation + "\n")
             time.sleep(2 * BEAT_SECONDS)  # for the others to hear of it and to write theirs
-            self._end(explanation)
+            self._end(explanation, cut_off)
 
 
 def _key(rank: int) -> str:
@@ -210,7 +213,7 @@ def _ranges(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {words}"
 
 
-def last_words(explanation: str) -> NoReturn:
+def last_words(explanation: str, _: bool) -> NoReturn:
     """On stderr, and the end of this process."""
     print(f"tepo: error: {explanation}", file=sys.stderr, flush=True)
     os._exit(1)

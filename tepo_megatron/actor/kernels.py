@@ -93,11 +93,6 @@ def check_transformer_engine(optimizer: OptimizerConfig, parallel: ParallelConfi
             raise ConfigError(f"{key}, but transformer-engine is not installed; install the extra `te` or use {instead}")
 
 
-def in_use(model: ModelConfig, training: TrainingConfig, device_type: str) -> str:
-    """The choice on this machine, in words, for `tepo doctor`. Raises as `choose`."""
-    return str(choose(model, training, device_type, installed() if device_type == "cuda" else frozenset()))
-
-
 def hardware(device: torch.device) -> Hardware:
     """This rank's device and its software."""
     if device.type != "cuda":

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from tepo_megatron.ops.context_parallel import zigzag_rows
 
+_NEVER_INTERLEAVED = "no family turns neighbours: rotary_interleaved is never set"
+
 
 def lend_to_megatron() -> None:
     """Be what `TransformerConfig.apply_rope_fusion` calls, unless Transformer Engine is."""
@@ -26,7 +28,7 @@ def lend_to_megatron() -> None:
 
 def rotate(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
     """Of sequences that are not packed: t [S, B, heads, D]; freqs [S, 1, 1, D]. Otherwise as PackedRotary."""
-    assert not interleaved, "no family turns neighbours: rotary_interleaved is never set"
+    assert not interleaved, _NEVER_INTERLEAVED
     angle = freqs[..., : freqs.size(-1) // 2]
     turned: Tensor = _Rotation.apply(t, angle.cos().to(t.dtype), angle.sin().to(t.dtype))
     return turned
@@ -58,11 +60,10 @@ class PackedRotary:
         """Each head vector turned by its position in its sequence: pairs (x_j, x_{j + D/2}) by position * theta_j.
 
         t: [S, heads, D], this context-parallel rank's tokens; cu_seqlens: [G + 1], over all of its ranks; freqs: [positions, 1,
-        1, D] fp32, angles of each position, twice the same D / 2. Returns [S, heads, D] in the type of `t`. Gradients: to `t`.
-        interleaved (0.19 passes it): ValueError for pairs (x_2j, x_2j+1), which no model here has.
+        1, D] fp32, angles of each position, twice the same D / 2; interleaved: as Megatron-Core 0.19 calls it, never true.
+        Returns [S, heads, D] in the type of `t`. Gradients: to `t`.
         """
-        if interleaved:
-            raise ValueError("rotary embeddings of interleaved pairs are not computed here; use model.attention=te")
+        assert not interleaved, _NEVER_INTERLEAVED
         if self._last is None or not self._last.are_of(cu_seqlens, freqs, t.dtype):
             rows = zigzag_rows(cu_seqlens, cp_size, cp_rank)
             sequence = torch.searchsorted(cu_seqlens[1:].long(), rows, right=True)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from tepo_megatron.actor.kernels import in_use
 from tepo_megatron.config import Config
-from tepo_megatron.doctor import inputs, machine, trial
+from tepo_megatron.doctor import inputs, machine, model, trial, versions
 from tepo_megatron.doctor.findings import Finding, found_by
 
 
@@ -31,12 +30,15 @@ def examine(
     failed = False
     for name, look in (
         ("packages", machine.packages),
+        ("versions", lambda: versions.combinations(versions.installed())),
+        ("kernels", partial(versions.kernels, cfg)),
         ("config", config),
-        ("kernels", lambda: [Finding("kernels", "pass", in_use(cfg.model, cfg.training, cfg.platform))]),
         ("processors", partial(machine.processors, cfg)),
         ("memory", partial(machine.memory, cfg)),
         ("disk", partial(machine.disk, cfg)),
         ("port", partial(machine.ports, cfg)),
+        ("conversion", partial(model.conversion, cfg)),
+        ("tokenizer", partial(model.tokenizer, cfg)),
         ("data", partial(inputs.data, cfg)),
     ):
         for finding in found_by(name, look):

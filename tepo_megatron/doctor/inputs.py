@@ -13,6 +13,7 @@ from tepo_megatron.rewards import build_reward
 from tepo_megatron.types import Prompt, Rollout
 
 GRADED = 64  # answers
+NEAR_LIMIT = 0.95  # where the 95% quantile of prompt lengths lies that near, longer ones were likely dropped
 
 
 def data(cfg: Config) -> Iterator[Finding]:
@@ -24,10 +25,21 @@ def data(cfg: Config) -> Iterator[Finding]:
     train = [prompt for prompts, _ in found.train for prompt in prompts]
     first = train[0]
     yield Finding("first prompt", "pass", f"{len(first.token_ids)} tokens: {tokenizer.decode(first.token_ids)!r:.200}")
+    yield lengths(cfg, sorted(len(prompt.token_ids) for prompt in train))
     if found.count < (wanted := cfg.rollout.prompts_per_step):
         said = f"{found.count} prompts, and a step takes rollout.prompts_per_step={wanted}"
         yield Finding("prompts", "fail", said, "lower that, or add prompts")
     yield from grading(cfg, train[:: max(1, len(train) // GRADED)][:GRADED])
+
+
+def lengths(cfg: Config, tokens: Sequence[int]) -> Finding:
+    """tokens: of the prompts that are kept, in ascending order."""
+    limit, longest = cfg.data.max_prompt_tokens, tokens[-1]
+    middle, most = tokens[len(tokens) // 2], tokens[len(tokens) * 19 // 20]
+    said = f"{middle} tokens in the median, {most} at 95%, {longest} at most; data.max_prompt_tokens={limit}"
+    if most > NEAR_LIMIT * limit:
+        return Finding("prompt lengths", "warn", said, "the limit cuts into the prompts: raise data.max_prompt_tokens")
+    return Finding("prompt lengths", "pass", said)
 
 
 def grading(cfg: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:

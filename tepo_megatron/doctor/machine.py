@@ -106,7 +106,10 @@ def disk(cfg: Config) -> Iterator[Finding]:
     except OSError as e:
         yield Finding("disk speed", "fail", f"{folder} cannot be written ({e.strerror})", "give another output")
         return
-    yield Finding("disk speed", "pass" if speed >= SLOW_DISK else "warn", f"{speed / 1e6:.0f} MB/s, written and synced")
+    said = f"{speed / 1e6:.0f} MB/s, written and synced"
+    if cfg.checkpoint.every:
+        said += f"; a checkpoint takes {_parameters(cfg) * (STATE_BYTES + weight) / speed:.2g} s at least, were it one stream"
+    yield Finding("disk speed", "pass" if speed >= SLOW_DISK else "warn", said)
 
 
 def ports(cfg: Config) -> Iterator[Finding]:

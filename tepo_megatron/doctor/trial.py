@@ -69,7 +69,8 @@ def step(cfg: Config, start: Callable[[Config], None]) -> Iterator[Finding]:
 
 def _log_probs(cfg: Config, record: Mapping[str, Any]) -> Finding:
     mean, worst = record["rollout/logprob_diff_mean"], record["rollout/logprob_diff_max"]
-    said = f"|rollout - actor|: mean {mean:.1e}, largest {worst:.1e} nats; the run stops above {cfg.sync.max_logprob_diff:g}"
+    said = f"|rollout - actor| at temperature {cfg.rollout.temperature:g}, top_p 1: mean {mean:.1e}, largest {worst:.1e} nats; "
+    said += f"the run stops above {cfg.sync.max_logprob_diff:g}"
     exact = cfg.model.precision == "fp32" and cfg.rollout.server.precision in (None, "fp32")
     if mean > (EXACT if exact else NEAR * cfg.sync.max_logprob_diff):
         return Finding("log-probs", "warn", said, "objective.correction corrects for it; in fp32 it should be rounding alone")

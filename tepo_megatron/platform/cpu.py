@@ -1,7 +1,7 @@
 """The CPU platform: unmodified Megatron-Core without a GPU, its collectives over gloo.
 
-Megatron-Core (0.16.1; the tests also pass on 0.17.1, 0.18.2 and 0.19.0) names `torch.cuda` throughout, although little of it
-needs a GPU. Each redirection is one function with its reason, in the file of what it redirects:
+Megatron-Core (0.16.1, and 0.19.2 by `make test-pins`) names `torch.cuda` throughout, although little of it needs a
+GPU. Each redirection is one function with its reason, in the file of what it redirects:
 
     tensors.py    factories and tensor methods that ask for a CUDA device
     cuda_api.py   torch.cuda: current device, streams, events, memory, random state

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.tiny import tiny_qwen3
 
 ROOT = Path(__file__).parents[2]
 MARK = "TEPO_TEST_MARK"
@@ -83,13 +86,16 @@ class Command:
 def commands(folder: Path) -> Iterator[Callable[..., Command]]:
     """Start `tepo WORDS...`, with the engine of scripted_worker.py if one is named; what still runs at the end is killed.
 
-    folder: for their output.
+    folder: for their output; by: what starts such an engine's module, instead of this Python.
     """
     started: list[Command] = []
 
-    def start(*words: str | Path, engine: str | None = None, env: Mapping[str, str] | None = None) -> Command:
+    def start(
+        *words: str | Path, engine: str | None = None, env: Mapping[str, str] | None = None, by: Sequence[str] = ()
+    ) -> Command:
         mark = uuid.uuid4().hex
-        program = [Path(sys.executable).parent / "tepo"] if engine is None else [sys.executable, "-m", "tests.e2e.scripted_run"]
+        tepo, scripted = [Path(sys.executable).parent / "tepo"], ["-m", "tests.e2e.scripted_run"]
+        program = tepo if engine is None else [*(by or [sys.executable]), *scripted]
         log = folder / f"output-{len(started)}.txt"
         process = subprocess.Popen(
             [*program, *words],
@@ -119,6 +125,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("base") / "model"
     subprocess.run([sys.executable, "-c", BUILD, out], cwd=ROOT, check=True, timeout=240, stdout=subprocess.DEVNULL)
     return out
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that knows nothing, with datasets: for what a run does around it."""
+    path = tmp_path_factory.mktemp("random") / "model"
+    tiny_qwen3(path, layers=2)
+    rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
+    for name in ("train.jsonl", "eval.jsonl"):
+        (path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def watched(rank: int, folder: Path, work: Callable[[int], Any], store: Path | N
     dist.init_process_group("gloo")
     kept = world_store() if store is None else dist.FileStore(str(store), dist.get_world_size())
 
-    def end(explanation: str) -> None:
+    def end(explanation: str, _: bool) -> None:
         (folder / f"end-{rank}.txt").write_text(explanation)
         os._exit(1)
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from tepo_megatron.cli import preflight
 from tepo_megatron.config import Config
 from tepo_megatron.config_io import validate
-from tepo_megatron.doctor import examine, machine, trial
+from tepo_megatron.doctor import examine, machine, trial, versions
 from tepo_megatron.doctor.findings import Finding
 from tests.tiny import tiny_qwen3
 
@@ -46,18 +52,26 @@ def made(model: Path, tmp_path: Path) -> Make:
     return make
 
 
-def findings(cfg: Config) -> dict[str, Finding]:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("nothing is started")
+def nothing(*_: Any, **__: Any) -> None:
+    raise AssertionError("nothing is started")
 
-    return {finding.check: finding for finding in examine(cfg, preflight, refuse, refuse, quick=True)}
+
+def findings(cfg: Config) -> dict[str, Finding]:
+    return {finding.check: finding for finding in examine(cfg, preflight, nothing, nothing, quick=True)}
 
 
 def test_a_sound_run_passes(made: Make) -> None:
     found = findings(made())
+    known_bad = (sys.version_info < (3, 12)) and version("megatron-core") >= "0.19"  # `make test-pins`
+    assert found.pop("versions").verdict == ("warn" if known_bad else "pass")
     assert {f.verdict for name, f in found.items() if name not in ("a step", "memory")} == {"pass"}, found
     assert found.keys() >= {
         "packages",
+        "kernels",
+        "conversion",
+        "vocabulary",
+        "stop tokens",
+        "prompt lengths",
         "config",
         "cores",
         "memory",
@@ -68,6 +82,7 @@ def test_a_sound_run_passes(made: Make) -> None:
         "grading",
     }
     assert "Adam: this package" in found["kernels"].said
+    assert "24 of 24 tensors" in found["conversion"].said
     assert "40 prompts" in found["data"].said and "40 right answers" in found["grading"].said
     assert found["a step"].verdict == "skip" and "--quick" in found["a step"].said
 
@@ -102,6 +117,128 @@ def test_a_full_disk_a_busy_port_and_another_package(made: Make, monkeypatch: py
     assert [found[name].verdict for name in ("disk", "shared memory", "port", "packages")] == ["fail"] * 4
     assert "checkpoint.keep_last" in found["disk"].mend and "sync.bucket_mib" in found["shared memory"].mend
     assert "is not >=99; no-such-package is not installed" in found["packages"].said and "vllm" not in found["packages"].said
+
+
+def copied(model: Path, folder: Path, **config: Any) -> Path:
+    """The model, with another config.json."""
+    shutil.copytree(model, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+def test_weights_that_are_not_those_of_the_config(made: Make, model: Path, tmp_path: Path) -> None:
+    def conversion(folder: Path) -> Finding:
+        return findings(made(model={"path": str(folder)}, parallel={"tp": 2}))["conversion"]
+
+    sound = conversion(model)
+    assert sound.verdict == "pass" and "HF -> tp=2 -> HF" in sound.said
+
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    for wrong, said in (
+        ({name: weights[name][:-1].clone()}, f"{name}, "),
+        ({name: weights[name].index_fill(0, torch.tensor([3]), torch.nan)}, "not finite"),
+        ({"model.embed_tokens.weight": weights["model.embed_tokens.weight"][:-1].clone()}, "shapes of config.json"),
+    ):
+        folder = copied(model, tmp_path / str(len(list(tmp_path.iterdir()))))
+        save_file(weights | wrong, folder / "model.safetensors", metadata={"format": "pt"})
+        found = conversion(folder)
+        assert found.verdict == "fail" and said in found.said and found.mend, found
+    folder = copied(model, tmp_path / "surplus")
+    save_file({**weights, "visual.patch.weight": torch.ones(2)}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "visual.patch.weight" in conversion(folder).said
+    folder = copied(model, tmp_path / "missing", num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    assert "model.layers.2" in conversion(folder).said
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}END{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}answer:{% if thinking %} hmm{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "data", "verdict", "said"),
+    [
+        (TEMPLATE.replace("END", "<eos>"), {}, "pass", "ends with 'answer:'"),
+        (TEMPLATE.replace("END", "<eos>"), {"as_chat": True, "template_kwargs": {"thinking": True}}, "pass", "'answer: hmm'"),
+        (TEMPLATE.replace("END", "<extra_60>"), {}, "warn", "which does not end a response here"),
+        (TEMPLATE.replace("add_generation_prompt", "false"), {}, "warn", "adds no prompt for the answer"),
+        (
+            TEMPLATE.replace("END", "<eos>").replace("if thinking", "if false and thinking"),
+            {"as_chat": True, "template_kwargs": {"thinking": True}},
+            "warn",
+            "data.template_kwargs.thinking changes nothing",
+        ),
+        (None, {"as_chat": True}, "fail", "data.as_chat=true"),
+    ],
+)
+def test_the_chat_template(
+    made: Make, model: Path, tmp_path: Path, template: str | None, data: dict[str, Any], verdict: str, said: str
+) -> None:
+    folder = copied(model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    tree = {"data": {"max_prompt_tokens": 64, **data}, "training": {"max_tokens_per_microbatch": 128}}
+    cfg = made(model={"path": str(folder)}, **tree)
+    found = [f for f in examine(cfg, preflight, nothing, nothing, quick=True) if f.check == "chat template"]
+    assert found[0].verdict == verdict and said in found[0].said, found
+    assert (found[0].mend == "") == (verdict == "pass")
+
+
+def test_tokens_that_end_nothing(made: Make, model: Path, tmp_path: Path) -> None:
+    folder = copied(model, tmp_path / "model", eos_token_id=None)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    found = findings(made(model={"path": str(folder)}))["stop tokens"]
+    assert found.verdict == "fail" and "rollout.stop_token_ids" in found.mend, found
+    found = findings(made(model={"path": str(folder)}, rollout={"stop_token_ids": [0]}))["stop tokens"]
+    assert found.verdict == "warn" and "'<pad>' (0), the pad token" in found.said, found
+    found = findings(made(model={"path": str(copied(model, tmp_path / "large", vocab_size=32))}))
+    assert found["vocabulary"].verdict == "fail" and "64 tokens, 32 rows" in found["vocabulary"].said
+
+
+def test_prompts_at_the_limit_of_their_length(made: Make, tmp_path: Path) -> None:
+    rows = [{"prompt": "1+" * i + "1?", "answer": str(i + 1)} for i in range(40)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    found = findings(made(data={"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 40}))["prompt lengths"]
+    assert found.verdict == "warn" and "40 at most; data.max_prompt_tokens=40" in found.said, found
+
+
+@pytest.mark.parametrize(
+    ("there", "verdict"),
+    [
+        ({"nemo-run": "0.11.1", "leptonai": "0.47.1"}, "fail"),
+        ({"nemo-run": "0.11.1", "leptonai": "0.46.9"}, "pass"),
+        ({"vllm": "0.32.0", "sglang": "0.5.23"}, "warn"),
+        ({"apex": "0.9.10.dev0"}, "fail"),
+        ({"apex": "0.1"}, "pass"),
+        ({"python": "3.11.7", "megatron-core": "0.19.2"}, "warn"),
+        ({"python": "3.12.1", "megatron-core": "0.19.2"}, "pass"),
+    ],
+)
+def test_versions_that_are_known_not_to_work_together(there: dict[str, str], verdict: str) -> None:
+    (found,) = versions.combinations(there)
+    assert found.verdict == verdict and all(word in found.said for name in there if verdict != "pass" for word in (name,))
+
+
+def test_what_computes_is_told(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(*installed: str, **model: str) -> tuple[str, str]:
+        monkeypatch.setattr(versions, "computing", lambda: frozenset(installed))
+        (found,) = versions.kernels(made(platform="cuda", model=model))
+        return found.verdict, found.said
+
+    verdict, said = told("transformer_engine", "apex", "amp_C")
+    assert verdict == "pass" and said.startswith(
+        "layers and attention: Transformer Engine; norms: Transformer Engine; Adam: Tr"
+    )
+    verdict, said = told("apex", "amp_C", "fused_layer_norm_cuda")
+    assert verdict == "warn" and said.startswith("layers and attention: PyTorch; norms: Apex; Adam: Apex")
+    assert told("transformer_engine", attention="sdpa")[0] == "warn"
+    assert told(attention="te")[0] == "fail"
 
 
 def test_the_trial_is_the_run_made_small(made: Make, tmp_path: Path) -> None:

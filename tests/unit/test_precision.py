@@ -338,7 +338,7 @@ def test_microbatches_of_one_length(cp: int) -> None:
 
 
 def test_what_doctor_says() -> None:
-    said = kernels.in_use(model("bf16"), TrainingConfig(), "cpu")
+    said = str(kernels.choose(model("bf16"), TrainingConfig(), "cpu", kernels.installed()))
     assert said == "layers and attention: PyTorch; norms: PyTorch; Adam: this package; gradient accumulation: PyTorch"
 
 

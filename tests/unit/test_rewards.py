@@ -132,6 +132,7 @@ def test_no_rollouts(reward: WeightedReward) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.alone
 def test_hostile_answers_end_in_time(reward: WeightedReward) -> None:
     hostile = [
         ENDLESS,

@@ -1,0 +1,142 @@
+"""The model as the run reads it: its weights through the conversion, its tokenizer, its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.config import Config
+from tepo_megatron.data import load_tokenizer, stop_tokens
+from tepo_megatron.doctor.findings import Finding
+from tepo_megatron.weights.families import find_family, read_config
+from tepo_megatron.weights.hf_io import HfReader
+from tepo_megatron.weights.ops import Architecture
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from tepo_megatron.weights.families import Row
+
+QUESTION, ANSWER = "What is 1 + 1?", "2"
+
+
+def conversion(cfg: Config) -> Iterator[Finding]:
+    """HF -> shards of parallel.tp ranks -> HF, bit by bit, one parameter in memory at a time: what belongs to no layer, and the
+    first and the last layer with the first and the last of their experts."""
+    config = read_config(cfg.model.path)
+    family = find_family(config)
+    arch, reader = family.architecture(config), HfReader(cfg.model.path)
+    expected = family.tensor_names(arch)
+    if missing := expected - reader.names():
+        said = f"{len(missing)} tensors of config.json are not in {cfg.model.path}: {min(missing)}"
+        yield Finding("conversion", "fail", said, "copy the model directory again")
+        return
+    tp = cfg.parallel.tp if arch.num_query_groups % cfg.parallel.tp == 0 else 1  # another is refused as such
+    count, nbytes = 0, 0
+    for row in family.rows:
+        for names in _ends(row, arch):
+            if not set(names) <= expected:  # the output layer of tied embeddings
+                continue
+            tensors = [reader.get(name) for name in names]
+            if wrong := _changed(row, names, tensors, arch, tp):
+                yield Finding("conversion", "fail", wrong, "the weights do not fit their config.json; copy the model again")
+                return
+            count, nbytes = count + len(names), nbytes + sum(t.nbytes for t in tensors)
+    said = f"{count} of {len(expected)} tensors ({nbytes / 1e6:.0f} MB) are what they were after HF -> tp={tp} -> HF"
+    if surplus := {n for n in reader.names() - expected if not family.ignores(n)} - {"lm_head.weight"}:
+        said += f"; {len(surplus)} more are in no row of family {family.name}: {min(surplus)}"
+        yield Finding("conversion", "warn", said, "they are not trained: see that the weights belong to this config.json")
+    else:
+        yield Finding("conversion", "pass", said)
+
+
+def _ends(row: Row, arch: Architecture) -> list[tuple[str, ...]]:
+    """Of the parameters that a row describes, the first and the last, and where there are experts, both of each such layer."""
+    instances = list(row.instances(arch))
+    of_layer = arch.experts.number if arch.experts is not None and "{expert}" in row.megatron else 1
+    kept = {0, of_layer - 1, len(instances) - of_layer, len(instances) - 1} if instances else set()
+    return [instances[i] for i in sorted(kept)]
+
+
+def _changed(row: Row, names: Sequence[str], tensors: Sequence[Tensor], arch: Architecture, tp: int) -> str:
+    """What is wrong with the round trip; empty if nothing is."""
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+        return f"{', '.join(names)} hold values that are not finite"
+    try:
+        back = row.op.unshard([row.op.shard(tensors, arch, tp, rank) for rank in range(tp)], arch)
+    except (RuntimeError, ValueError) as e:
+        return f"{', '.join(names)} do not have the shapes of config.json: {e}"
+    for name, one, other in zip(names, tensors, back, strict=True):
+        same = one.shape == other.shape and one.dtype == other.dtype
+        if not same or not torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)):
+            return f"{name} is another tensor after HF -> tp={tp} -> HF"
+    return ""
+
+
+def tokenizer(cfg: Config) -> Iterator[Finding]:
+    """Whether responses can end, and whether the chat template does what the config counts on."""
+    found, config = load_tokenizer(cfg.model.path), read_config(cfg.model.path)
+    stops = stop_tokens(cfg.model.path, found, cfg.rollout.stop_token_ids)
+    yield _vocabulary(found, int(config["vocab_size"]))
+    yield _stops(found, stops)
+    if found.chat_template is not None:
+        yield from _template(cfg, found, stops)
+    elif cfg.data.as_chat:
+        yield Finding(
+            "chat template", "fail", "data.as_chat=true, and the tokenizer has none", "use a chat model's tokenizer, or strings"
+        )
+
+
+def _vocabulary(found: PreTrainedTokenizerBase, rows: int) -> Finding:
+    said = f"{len(found)} tokens, {rows} rows of the embedding"
+    if len(found) > rows:
+        return Finding("vocabulary", "fail", said, "use the tokenizer that belongs to the model")
+    return Finding("vocabulary", "pass", said)
+
+
+def _stops(found: PreTrainedTokenizerBase, stops: Sequence[int]) -> Finding:
+    """No response is padded here, so that a pad token that also ends responses does no harm, unless it is the only one."""
+    named = ", ".join(f"{found.convert_ids_to_tokens(token)!r} ({token})" for token in stops)
+    mend = "name the tokens that end a response in rollout.stop_token_ids"
+    if not stops:
+        return Finding("stop tokens", "fail", "none: every response would be cut off at rollout.max_response_tokens", mend)
+    if unknown := [token for token in stops if found.convert_ids_to_tokens(token) is None]:
+        return Finding("stop tokens", "fail", f"{unknown} are no tokens of the tokenizer", "mend eos_token_id in config.json")
+    if set(stops) == {found.pad_token_id} and found.eos_token_id is None:
+        return Finding("stop tokens", "warn", f"{named}, the pad token, and there is no end-of-sequence token", mend)
+    return Finding("stop tokens", "pass", f"{named} end a response")
+
+
+def _template(cfg: Config, found: PreTrainedTokenizerBase, stops: Sequence[int]) -> Iterator[Finding]:
+    chat = [{"role": "user", "content": QUESTION}]
+
+    def text(messages: Sequence[dict[str, str]] = chat, prompt: bool = True, **kwargs: object) -> str:
+        return str(found.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt, **kwargs))
+
+    own = cfg.data.template_kwargs
+    asked = text(**own)
+    silent = text(prompt=False, **own)
+    if not asked.startswith(silent) or asked == silent:
+        said = "it adds no prompt for the answer: the model would go on with the user's words"
+        yield Finding("chat template", "warn", said, "use a template with add_generation_prompt")
+        return
+    by_template = list(found.apply_chat_template(list(chat), add_generation_prompt=True, return_dict=False, **own))
+    if by_template != list(found(asked, add_special_tokens=False).input_ids):
+        said = "its tokens are not those of its text"
+        yield Finding("chat template", "warn", said, "see whether its special tokens are in the tokenizer")
+        return
+    for name, value in own.items():
+        if isinstance(value, bool) and asked == text(**{**own, name: not value}):
+            said = f"data.template_kwargs.{name} changes nothing of a prompt"
+            yield Finding("chat template", "warn", said, "remove it, or use the template that knows it")
+    answered = text([*chat, {"role": "assistant", "content": ANSWER}], prompt=False, **own)
+    ending = list(found(answered.rpartition(ANSWER)[2], add_special_tokens=False).input_ids)
+    if ending and not set(ending) & set(stops):
+        token = found.convert_ids_to_tokens(ending[0])
+        said = f"it ends an answer with {token!r} ({ending[0]}), which does not end a response here"
+        yield Finding("chat template", "warn", said, f"if prompts are chats: rollout.stop_token_ids: [{ending[0]}]")
+        return
+    yield Finding("chat template", "pass", f"a question ends with {asked[len(silent) :]!r}")

@@ -1,0 +1,103 @@
+"""A run over two hosts without Slurm: torchrun on each, a real rendezvous between them, and a link that is cut in mid-run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import hosts
+from tests.e2e.conftest import Command, commands, settings
+from tests.e2e.test_faults import SHORT
+from tests.hosts import DEVICE, Host
+from tests.parallel import resume_worlds as w
+
+pytestmark = [pytest.mark.full, pytest.mark.e2e]
+PORT, SILENT = 29400, 6
+# a step waits for half a second in its engine: a cut comes in its midst
+RUN = SHORT | {
+    "training__steps": 8, "parallel__tp": 1, "parallel__dp": 2, "parallel__silent_seconds": SILENT, "checkpoint__every": 2,
+    "rollout__max_response_tokens": 16, "training__max_tokens_per_microbatch": 512,
+}  # fmt: skip
+Start = Callable[..., Command]
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Host, Host]]:
+    if why := hosts.missing():
+        pytest.skip(why)
+    with hosts.two_hosts() as two:
+        yield two
+
+
+@pytest.fixture(scope="module")
+def straight(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run on one host."""
+    folder = tmp_path_factory.mktemp("straight")
+    with commands(folder) as tepo:
+        command = tepo(*words(random_model, folder), engine="slow")
+        assert command.wait(180) == 0, command.output
+    return folder / "run"
+
+
+def words(model: Path, output: Path, **more: object) -> list[str | Path]:
+    return ["train", "examples/demo.yaml", *settings(model, **RUN, name="run", output=output, sync__folder=output, **more)]
+
+
+def started(tepo: Start, two: tuple[Host, Host], *of_run: str | Path) -> tuple[Command, Command]:
+    """On each host the command that README.md names for it. The first keeps the rendezvous, and has rank 0."""
+
+    def agent(host: Host) -> Command:
+        by = [
+            *host.enter, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=0",
+            "--rdzv-id=two-hosts", "--rdzv-backend=c10d", f"--rdzv-endpoint={two[0].address}:{PORT}",
+            f"--rdzv-conf=is_host={int(host is two[0])}", f"--local-addr={host.address}",
+        ]  # fmt: skip
+        return tepo(*of_run, engine="slow", by=by, env={"GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"})
+
+    return agent(two[0]), agent(two[1])
+
+
+def assert_same(run: Path, other: Path) -> None:
+    assert w.records(run) == w.records(other)
+    weights, others = w.weights(run), w.weights(other)
+    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_two_hosts_train_like_one(
+    tepo: Start, two: tuple[Host, Host], random_model: Path, straight: Path, tmp_path: Path
+) -> None:
+    both = started(tepo, two, *words(random_model, tmp_path))
+    for command in both:
+        assert command.wait(180) == 0, command.output
+        command.assert_nothing_left()
+    assert_same(tmp_path / "run", straight)
+
+
+def test_a_cut_link_ends_both_and_the_run_goes_on_from_there(
+    tepo: Start, two: tuple[Host, Host], random_model: Path, straight: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    both = started(tepo, two, *words(random_model, tmp_path))
+    both[0].until(lambda: "checkpoint of step 2" in both[0].output, timeout=120)
+    two[1].link("down")
+    cut = time.monotonic()
+    for command in both:
+        assert command.wait(90) != 0, command.output
+        command.assert_nothing_left()
+    assert time.monotonic() - cut < 60
+    told = (run / "hang.txt").read_text()
+    assert told.startswith(f"rank 1 has not been heard of for {SILENT} s (parallel.silent_seconds)"), told
+    assert {path.name for path in (run / "stacks").iterdir()} == {"rank-0.txt", "rank-1.txt"}
+    assert not (run / "hf").exists()
+
+    two[1].link("up")
+    both = started(tepo, two, *words(random_model, tmp_path, resume="true"))
+    for command in both:
+        assert command.wait(180) == 0, command.output
+    assert_same(run, straight)
+    assert (run / "hang.former.txt").read_text() == told and not (run / "hang.txt").exists()

@@ -1,0 +1,84 @@
+"""Two hosts that are both this machine: network namespaces joined by a veth pair, whose link can be cut.
+
+They need root, or a kernel that gives every user namespaces of their own. They last as long as the processes in them: nothing
+has to be removed, whatever happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+PROGRAMS = ("ip", "unshare", "nsenter")
+PATH = os.pathsep.join(("/usr/sbin", "/sbin", os.environ.get("PATH", "")))
+DEVICE = "veth0"  # on both
+ADDRESSES = ("10.213.77.1", "10.213.77.2")
+
+
+@dataclass(frozen=True)
+class Host:
+    """enter: words before a command that is to run there; address: its own, on the link."""
+
+    enter: tuple[str, ...]
+    address: str
+
+    def call(self, *words: str) -> str:
+        """The output of a command that runs there."""
+        done = subprocess.run([*self.enter, *words], env=_ENV, capture_output=True, text=True, timeout=30, check=False)
+        assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
+        return done.stdout
+
+    def link(self, state: str) -> None:
+        """Set this end of the link `up` or `down`; both ends lose the carrier of one that is down."""
+        self.call("ip", "link", "set", DEVICE, state)
+
+
+_ENV = {**os.environ, "PATH": PATH}
+
+
+def missing() -> str | None:
+    """Why there can be none here."""
+    lacking = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+    if lacking:
+        return f"{', '.join(lacking)} not installed (Debian: iproute2, util-linux)"
+    try:
+        with two_hosts():
+            return None
+    except AssertionError as e:
+        return f"no network namespaces: {e}"
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Raises AssertionError where the kernel or this user's rights do not allow for it."""
+    own = ["--user", "--map-root-user"] if os.geteuid() else []
+    with contextlib.ExitStack() as stack:
+        first = _held(stack, [], own)
+        of_user = ["nsenter", f"--target={first}", "--user", "--preserve-credentials"] if own else []
+        second = _held(stack, of_user, [])
+        hosts = tuple(
+            Host((*(of_user or ["nsenter"]), f"--net=/proc/{pid}/ns/net"), address)
+            for pid, address in zip((first, second), ADDRESSES, strict=True)
+        )
+        a, b = hosts
+        a.call("ip", "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", str(second))
+        for host in hosts:
+            host.call("ip", "address", "add", f"{host.address}/30", "dev", DEVICE)
+            host.call("ip", "link", "set", "lo", "up")
+            host.link("up")
+        yield a, b
+
+
+def _held(stack: contextlib.ExitStack, enter: Sequence[str], own: Sequence[str]) -> int:
+    """A process that keeps a network namespace until our end of its input is closed, by us or by our own end."""
+    command = [*enter, "unshare", *own, "--net", "sh", "-c", "echo ready; read line"]
+    pipe = subprocess.PIPE
+    holder = stack.enter_context(subprocess.Popen(command, env=_ENV, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+    assert holder.stdout is not None and holder.stderr is not None
+    if holder.stdout.readline() != "ready\n":
+        raise AssertionError(holder.stderr.read().strip())
+    return holder.pid
