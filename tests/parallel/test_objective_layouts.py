@@ -22,7 +22,8 @@ from torch import Tensor
 from tepo_megatron.losses import OBJECTIVES, Objective
 from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.losses.weighting import TokenWeights
-from tepo_megatron.ops.packing import Alignment, pack
+from tepo_megatron.ops.alignment import Alignment
+from tepo_megatron.ops.packing import pack
 from tepo_megatron.ops.planning import plan_microbatches
 from tepo_megatron.ops.segments import Segments
 from tepo_megatron.types import PackedMicrobatch, TokenStats

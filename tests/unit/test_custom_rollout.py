@@ -19,8 +19,9 @@ from examples.arithmetic.task import END, build_tokenizer, make_problem
 from examples.tools.calculator import result
 from tepo_megatron.config import RewardConfig, RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
+from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.context_parallel import shard_zigzag_packed
-from tepo_megatron.ops.packing import Alignment, pack
+from tepo_megatron.ops.packing import pack
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
 from tepo_megatron.rollout.endpoint import Endpoint

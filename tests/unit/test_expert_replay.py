@@ -19,7 +19,8 @@ from tepo_megatron.config import ServerConfig
 from tepo_megatron.config_io import validate
 from tepo_megatron.errors import ConfigError, DataError, RolloutError
 from tepo_megatron.metrics import Metrics
-from tepo_megatron.ops.packing import Alignment, pack
+from tepo_megatron.ops.alignment import Alignment
+from tepo_megatron.ops.packing import pack
 from tepo_megatron.rollout import record
 from tepo_megatron.rollout.cut import CUT, joined, rest
 from tepo_megatron.rollout.engine import Launch

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.ops.packing import Alignment, pack
+from tepo_megatron.ops.alignment import Alignment
+from tepo_megatron.ops.packing import pack
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.packing import TARGET, longest_first, measure
-from tepo_megatron.ops.packing import Alignment
+from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.pipeline_time import Pipeline, one_forward_one_backward, tapered
 from tepo_megatron.ops.planning import Plan, another_plan, plan_metrics, plan_microbatches, sequence_costs
 from tepo_megatron.step_log import KEYS
