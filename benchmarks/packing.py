@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from benchmarks.results import OURS, Measure, Target
-from tepo_megatron.ops.packing import Alignment
+from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.pipeline_time import Pipeline
 from tepo_megatron.ops.planning import Plan, plan_metrics, plan_microbatches, sequence_costs
 
