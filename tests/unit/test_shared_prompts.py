@@ -1,12 +1,16 @@
 """Shared prompts: computed once in a microbatch, seen by all their responses, planned within the limits, counted honestly."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tepo_megatron.actor import build
+from tepo_megatron.config import ModelConfig, TrainingConfig
+from tepo_megatron.errors import ConfigError
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.ops.pipeline_time import Pipeline
@@ -134,6 +138,22 @@ def test_a_family_is_kept_together_or_cut_where_that_is_faster() -> None:
     assert plan(1, 9_000) == [[1] * 16]
     ways = cut(families, lengths, Alignment(), 32_000)
     assert [sorted(map(len, way)) for way in ways[:3]] == [[16], [8, 8], [1] * 16]
+
+
+@pytest.mark.parametrize(
+    ("share", "device", "shares"),
+    [("auto", "cpu", True), ("never", "cpu", False), ("always", "cuda", True), ("auto", "cuda", False), ("auto", "te", False)],
+)
+def test_where_prompts_are_shared(monkeypatch: pytest.MonkeyPatch, share: Any, device: str, shares: bool) -> None:
+    monkeypatch.setattr(build, "use_transformer_engine", lambda model, device: device.type == "cuda" and transformer_engine)
+    transformer_engine, where = device == "te", torch.device("cpu" if device == "cpu" else "cuda")
+    assert build.shares_prompts(TrainingConfig(share_prompts=share), ModelConfig(path="m"), where) == shares
+
+
+def test_sharing_on_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "use_transformer_engine", lambda model, device: True)
+    with pytest.raises(ConfigError, match=r"model.attention=auto takes Transformer Engine.*set model.attention to sdpa"):
+        build.shares_prompts(TrainingConfig(share_prompts="always"), ModelConfig(path="m"), torch.device("cuda"))
 
 
 def test_metrics_by_hand() -> None:
