@@ -9,7 +9,8 @@ median seconds by the clock and of the processor, their ratios, and the tokens t
 
     long    16 responses of 1,024 tokens to one prompt of 8,192
     alone   16 prompts of 1,024 tokens with one response of 1,024 each: nothing to share
-    small   8 groups of 8 responses of 32 tokens to a prompt of 12 (examples/demo.yaml), `always`: what `auto` leaves alone
+    tiny    8 groups of 8 responses of 32 tokens to a prompt of 4, `always`: what `auto` leaves alone
+    small   8 groups of 8 responses of 32 tokens to a prompt of 12, about the demo's
     medium  8 groups of 8 responses of 128 tokens to a prompt of 64
 """
 
@@ -56,10 +57,11 @@ class Case:
 CASES = {
     "long": Case(1, 16, 8192, 1024),
     "alone": Case(16, 1, 1024, 1024),
-    "small": Case(8, 8, 12, 32, "always"),
+    "tiny": Case(8, 8, 4, 32, "always"),
+    "small": Case(8, 8, 12, 32),
     "medium": Case(8, 8, 64, 128),
 }
-QUICK = {"long": Case(1, 8, 512, 64), "alone": Case(8, 1, 64, 64), "small": CASES["small"], "medium": CASES["medium"]}
+QUICK = CASES | {"long": Case(1, 8, 512, 64), "alone": Case(8, 1, 64, 64)}
 
 
 def write_model(folder: Path) -> None:
