@@ -536,6 +536,9 @@ class TrainingConfig:
     # None: all logits of a microbatch at once. Else the output layer works in chunks of rows, fused with the token statistics,
     # and logits beyond so many MiB are computed again in backward
     logits_budget_mib: NonNegative | None = None
+    # responses to one prompt that are in the same microbatch compute it once, in every pass. auto: on platform cpu, where that
+    # saves enough tokens; always: wherever prompts are equal, which needs model.attention=sdpa (on GPUs: not measured)
+    share_prompts: Literal["auto", "always", "never"] = "auto"
     # activations that backward computes again instead of keeping them; selective: those inside of the MLPs and experts; full:
     # all but the input of each layer
     recompute: Literal["none", "selective", "full"] = "none"
@@ -749,6 +752,11 @@ class Config:
         if self.model.reference is not None and not self.objective.ref_beta:
             raise ValueError(
                 f"model.reference={self.model.reference} is not used; set objective.ref_beta above 0, or remove it"
+            )
+        if self.training.share_prompts == "always" and self.model.attention == "te":
+            raise ValueError(
+                "training.share_prompts=always with model.attention=te, whose packed attention cannot give several responses "
+                "the keys of one prompt; set model.attention to sdpa, or share_prompts to auto or never"
             )
         if self.platform == "cpu":
             self._check_cpu()

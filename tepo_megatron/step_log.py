@@ -25,7 +25,8 @@ KEYS = (
     "tepo/dH_down_p05", "tepo/dH_down_p50", "tepo/dH_down_p95", "tepo/ratio_p01", "tepo/ratio_p50", "tepo/ratio_p99",
     "weighting/affected_share", "correction/weight_mean", "rollout/logprob_diff_mean", "rollout/logprob_diff_max",
     "rollout/response_tokens_mean", "rollout/truncated", "rollout/staleness", "rollout/sampled_groups", "rollout/kept_groups",
-    "packing/padding_share", "packing/balance", "packing/bubble_share", "packing/microbatches",
+    "packing/computed_tokens", "packing/shared_share", "packing/padding_share", "packing/balance", "packing/bubble_share",
+    "packing/microbatches",
     *(f"grading/{status}" for status in STATUSES),
 )  # fmt: skip
 _OF_ENTROPY_CHANGE = ("tepo/kl_mask_share", "tepo/mask_below_noise")

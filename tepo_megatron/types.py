@@ -9,6 +9,7 @@ Layout suffixes of tensors:
     _S  packed tokens of one microbatch on this context-parallel rank
     _R  its response rows: the positions whose LABEL is a response token, the only ones to reach the output layer
     _G  sequences of one microbatch (whole sequences, whichever context-parallel ranks hold their tokens)
+    _P  pieces of sequences of one microbatch (as many as sequences, unless prompts are shared)
     _K  layers with experts, first to last, of the whole model
     _T  experts chosen for one token in one of them
 """
@@ -197,6 +198,22 @@ class TrainBatch:
         return [r.response_length for r in self.rollouts]
 
     @cached_property
+    def prompt_lengths(self) -> list[int]:
+        """Tokens of each sequence before the first that the policy chose; all of them where it chose none."""
+        return [int(r.response_mask_L.int().argmax()) if r.response_length else r.token_ids_L.numel() for r in self.rollouts]
+
+    @cached_property
+    def prompt_ids(self) -> list[int]:
+        """For each sequence a number: equal ones where the prompts are equal, token by token, with their experts if known."""
+        numbers: dict[tuple[bytes, bytes], int] = {}
+        out = []
+        for rollout, length in zip(self.rollouts, self.prompt_lengths, strict=True):
+            experts_LKT = rollout.experts_LKT
+            experts = b"" if experts_LKT is None else experts_LKT[:length].numpy().tobytes()
+            out.append(numbers.setdefault((rollout.token_ids_L[:length].numpy().tobytes(), experts), len(numbers)))
+        return out
+
+    @cached_property
     def first_tokens(self) -> list[int]:
         """Where each sequence's response starts in the _N tensors."""
         return [0, *itertools.accumulate(self.response_lengths)][:-1]
@@ -286,15 +303,18 @@ class TokenStats:
 
 @dataclass(frozen=True)
 class PackedMicrobatch:
-    """Sequences packed one after another (THD), as this context-parallel rank sees them.
+    """Pieces of sequences packed one after another (THD), as this context-parallel rank sees them.
 
-    tokens_S: int64 [1, S]; cu_seqlens: int32 [G + 1], padded starts of the sequences over ALL context-parallel ranks;
-    max_seqlen: the longest padded sequence; rows_R: int64, positions in [0, S) whose label is a response token;
-    labels_R: int64, that token; sequence_R: int64, its sequence, in [0, G); token_R: int64, its place in the flat _N
-    tensors of the TrainBatch (where old log-probs and the like are kept); position_R: int64, its place in its response, from 0;
-    chunk_R: int64, the zigzag chunk of its sequence in which it lies, in [0, 2 cp); lengths_G: |y| of each sequence over all
-    context-parallel ranks, at least 1; sequences_G: int64, the index of each sequence in the TrainBatch; experts_SKT: int16,
-    the experts that each token is sent to (those of padding and of tokens without any are arbitrary); None: as routers choose.
+    A piece is a whole sequence, a prompt that several sequences share, or what one of these has behind that prompt.
+    tokens_S: int64 [1, S]; cu_seqlens: int32 [P + 1], padded starts of the P pieces over ALL context-parallel ranks;
+    max_seqlen: the longest padded sequence; rows_R: int64, positions in [0, S) whose label is a response token, several times
+    where sequences share them; labels_R: int64, that token; sequence_R: int64, its sequence, in [0, G); token_R: int64, its
+    place in the flat _N tensors of the TrainBatch (where old log-probs and the like are kept); position_R: int64, its place in
+    its response, from 0; chunk_R: int64, the part of its sequence in which it lies, in [0, chunks): the zigzag chunk, a shared
+    prompt counted as one; lengths_G: |y| of each sequence over all context-parallel ranks, at least 1; sequences_G: int64, the
+    index of each sequence in the TrainBatch; starts: of each piece, its place in its sequence: above 0, the piece continues as
+    many tokens of the last piece before it that starts at 0; None: all start at 0; experts_SKT: int16, the experts that each
+    token is sent to (those of padding and of tokens without any are arbitrary); None: as routers choose.
     """
 
     tokens_S: Tensor
@@ -306,8 +326,10 @@ class PackedMicrobatch:
     token_R: Tensor
     position_R: Tensor
     chunk_R: Tensor
+    chunks: int
     lengths_G: Tensor
     sequences_G: Tensor
+    starts: tuple[int, ...] | None = None
     experts_SKT: Tensor | None = None
 
     def to(self, device: torch.device) -> PackedMicrobatch:

@@ -35,6 +35,7 @@ from tepo_megatron.ops.packing import pack
 from tepo_megatron.ops.pipeline_time import Pipeline
 from tepo_megatron.ops.planning import Plan, another_plan, plan_metrics, plan_microbatches
 from tepo_megatron.ops.segments import Segments
+from tepo_megatron.ops.shared_prompts import LEAST_SAVED, Families
 from tepo_megatron.ops.vocab_parallel import token_stats
 from tepo_megatron.parallel import Groups
 from tepo_megatron.seeding import derive_seed, hash_rows
@@ -55,13 +56,16 @@ class Actor:
         self.arch = self.family.architecture(hf_config)
         self.cfg, self.groups = cfg, groups
         replays = cfg.rollout.replay_experts
+        self._shares = build.shares_prompts(cfg.training, cfg.model, groups.device)
         check_hardware(cfg.model, hardware(groups.device))
         check_transformer_engine(cfg.optimizer, cfg.parallel, installed())
         self._alignment = alignment(cfg.model, cfg.parallel, cfg.training)
         if cfg.parallel.tp_comm_overlap:
             tokens = self._alignment.padded([1])[0] // groups.cp.size
             open_buffers(cfg.model, cfg.parallel, tokens, self.arch.hidden_size)
-        self.config = build.transformer_config(self.arch, cfg.model, cfg.parallel, groups.device, cfg.training, replays)
+        self.config = build.transformer_config(
+            self.arch, cfg.model, cfg.parallel, groups.device, cfg.training, replays, self._shares
+        )
         chunks = build.build_chunks(self.config, self.arch, cfg.model, groups)
         self.bindings = bind(chunks, self.family, self.arch)
         # before the optimizer, which copies its fp32 masters from the weights
@@ -215,7 +219,7 @@ class Actor:
                 f"gradient norm is {grad_norm} in step {self._step}, update {batch.update}; lower optimizer.lr"
             )
         result.metrics["actor/grad_norm"] = (float(grad_norm), 1.0)
-        waste = plan_metrics(plan, batch.lengths, self._alignment, self._pipeline)
+        waste = plan_metrics(plan, batch.lengths, self._alignment, self._pipeline, families=self._families(batch))
         result.metrics.update((name, (value, 1.0)) for name, value in waste.items())
         if tally.whole is None:
             return result
@@ -292,15 +296,24 @@ class Actor:
             multiple_of=self.groups.pp.size if self.groups.vpp > 1 else 1,
             longest_first=longest_first,
             pipeline=self._pipeline,
+            families=self._families(batch),
         )
+
+    def _families(self, batch: TrainBatch) -> Families | None:
+        """The sequences that share prompts."""
+        if not self._shares:
+            return None
+        least_saved = 0 if self.cfg.training.share_prompts == "always" else LEAST_SAVED
+        return Families.of(batch.prompt_ids, batch.prompt_lengths, self._alignment.sequence, least_saved)
 
     def _microbatches(self, batch: TrainBatch, plan: Plan, replays: bool = True) -> list[PackedMicrobatch]:
         """This rank's packed microbatches, with the experts that its tokens are sent to if those are replayed."""
         ids = [r.token_ids_L for r in batch.rollouts]
         masks = [r.response_mask_L for r in batch.rollouts]
         experts = batch.experts if replays and self.cfg.rollout.replay_experts else None
+        families = self._families(batch)
         return [
-            pack(ids, masks, batch.first_tokens, indices, self._alignment, self.groups.cp.rank, experts)
+            pack(ids, masks, batch.first_tokens, indices, self._alignment, self.groups.cp.rank, experts, families)
             for indices in plan[self.groups.dp.rank]
         ]
 

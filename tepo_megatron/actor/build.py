@@ -22,10 +22,21 @@ from tepo_megatron.actor.layout import stage_layers
 from tepo_megatron.actor.modules import ApexRMSNorm, RMSNorm
 from tepo_megatron.actor.rotary import lend_to_megatron
 from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from tepo_megatron.errors import ConfigError
 from tepo_megatron.parallel import Groups
 from tepo_megatron.weights.ops import Architecture, padded_vocab_size
 
 _TRAINING = TrainingConfig()
+
+
+def shares_prompts(training: TrainingConfig, model: ModelConfig, device: torch.device) -> bool:
+    """Whether sequences of a microbatch share prompts. Raises ConfigError where they should and cannot."""
+    if training.share_prompts == "always" and choose(model, training, device.type, installed()).layers == "te":
+        raise ConfigError(
+            "training.share_prompts=always, and model.attention=auto takes Transformer Engine, whose packed attention cannot "
+            "give several responses the keys of one prompt; set model.attention to sdpa, or share_prompts to auto or never"
+        )
+    return training.share_prompts == "always" or (training.share_prompts == "auto" and device.type == "cpu")
 
 
 def transformer_config(
@@ -35,10 +46,13 @@ def transformer_config(
     device: torch.device,
     training: TrainingConfig = _TRAINING,
     replay_experts: bool = False,
+    share_prompts: bool = False,
 ) -> TransformerConfig:
-    """Megatron's config of this architecture on this mesh. replay_experts: its routers can be told what to choose."""
+    """Megatron's config of this architecture on this mesh. replay_experts: its routers can be told what to choose;
+    share_prompts: its sequences may share them.
+    """
     kernels = choose(model, training, device.type, installed())
-    lend_to_megatron()
+    lend_to_megatron(share_prompts)
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,

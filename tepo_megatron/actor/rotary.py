@@ -6,6 +6,7 @@ of every layer. Here the tables are made once for a microbatch, and all its laye
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,10 @@ from tepo_megatron.ops.context_parallel import zigzag_rows
 _NEVER_INTERLEAVED = "no family turns neighbours: rotary_interleaved is never set"
 
 
-def lend_to_megatron() -> None:
-    """Be what `TransformerConfig.apply_rope_fusion` calls, unless Transformer Engine is."""
-    if rope_utils.fused_apply_rotary_pos_emb_thd is None:
-        rope_utils.fused_apply_rotary_pos_emb_thd = PackedRotary()
+def lend_to_megatron(shared_prompts: bool = False) -> None:
+    """Be what `TransformerConfig.apply_rope_fusion` calls, unless Transformer Engine is, which knows no shared prompts."""
+    if rope_utils.fused_apply_rotary_pos_emb_thd is None or shared_prompts:
+        rope_utils.fused_apply_rotary_pos_emb_thd = PACKED
     if rope_utils.fused_apply_rotary_pos_emb is None:
         rope_utils.fused_apply_rotary_pos_emb = rotate
 
@@ -53,6 +54,11 @@ class PackedRotary:
 
     def __init__(self) -> None:
         self._last: _Tables | None = None
+        self._started: tuple[Tensor, Sequence[int]] | None = None
+
+    def start(self, cu_seqlens: Tensor, starts: Sequence[int]) -> None:
+        """Positions of the pieces that this very tensor describes begin at `starts` (see PackedMicrobatch), not at 0."""
+        self._started = cu_seqlens, starts
 
     def __call__(
         self, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0, interleaved: bool = False
@@ -67,10 +73,16 @@ class PackedRotary:
         if self._last is None or not self._last.are_of(cu_seqlens, freqs, t.dtype):
             rows = zigzag_rows(cu_seqlens, cp_size, cp_rank)
             sequence = torch.searchsorted(cu_seqlens[1:].long(), rows, right=True)
-            angle = freqs[rows - cu_seqlens[sequence].long(), 0, :, : freqs.size(-1) // 2]
+            first = cu_seqlens[:-1].long()
+            if self._started is not None and self._started[0] is cu_seqlens:
+                first = first - torch.tensor(self._started[1], device=first.device)
+            angle = freqs[rows - first[sequence], 0, :, : freqs.size(-1) // 2]
             self._last = _Tables(cu_seqlens, freqs, t.dtype, angle.cos().to(t.dtype), angle.sin().to(t.dtype))
         turned: Tensor = _Rotation.apply(t, self._last.cos, self._last.sin)
         return turned
+
+
+PACKED = PackedRotary()  # the one that is lent
 
 
 class _Rotation(torch.autograd.Function):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.output_rows import OutputRows
+from tepo_megatron.actor.rotary import PACKED
 from tepo_megatron.parallel import Groups
 from tepo_megatron.types import PackedMicrobatch
 from tepo_megatron.watch import here
@@ -87,9 +88,12 @@ class Schedule:
 
 
 def packed_seq_params(microbatch: PackedMicrobatch) -> PackedSeqParams:
-    """Megatron's description of a packed (THD) microbatch; padding belongs to the sequence before it."""
+    """Megatron's description of a packed (THD) microbatch; padding belongs to the piece before it.
+
+    Where prompts are shared, attention finds the `starts` of the pieces here; rotary embedding is told of them.
+    """
     cu = microbatch.cu_seqlens
-    return PackedSeqParams(
+    params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu,
         cu_seqlens_kv=cu,
@@ -98,3 +102,7 @@ def packed_seq_params(microbatch: PackedMicrobatch) -> PackedSeqParams:
         max_seqlen_q=microbatch.max_seqlen,
         max_seqlen_kv=microbatch.max_seqlen,
     )
+    if microbatch.starts is not None:
+        params.starts = microbatch.starts
+        PACKED.start(cu, microbatch.starts)
+    return params

@@ -1,7 +1,7 @@
 """Who computes which sequence in which microbatch.
 
 Every rank holds the lengths of the whole batch and derives the same plan from them, so planning needs no collective. Costs are
-in tokens: what takes as long as so many tokens without attention.
+in tokens: what takes as long as so many tokens without attention. Sequences that share a prompt are planned as one item.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.balance import Items, assign_ranks, fill, fill_tightly
 from tepo_megatron.ops.pipeline_time import ALONE, Costs, Pipeline, small_at_the_ends, tapered
+from tepo_megatron.ops.shared_prompts import Families, cut, pieces_of
 
 # [dp rank][microbatch] = the sequences in it
 Plan = list[list[list[int]]]
@@ -37,6 +38,7 @@ def plan_microbatches(
     longest_first: bool = True,
     pipeline: Pipeline = ALONE,
     attention_tokens: float = ATTENTION_TOKENS,
+    families: Families | None = None,
 ) -> Plan:
     """Assign sequences to data-parallel ranks and microbatches: plan[dp_rank][microbatch] = indices into `lengths`.
 
@@ -44,22 +46,59 @@ def plan_microbatches(
     empty. None holds more than `max_tokens` tokens, padding included, but for the padding of a sequence that is alone in it.
     As few as hold the sequences; in a pipeline, more of them where they shorten the bubble by more than they cost.
 
+    families: their prompts are counted once in each microbatch. They are kept together, or cut into parts of at most half, a
+    quarter, ... of a microbatch, or not kept together at all: whichever takes the least time by the cost model.
+
     Depends on the arguments alone, and of equally long sequences only on their order. Shortest first: a poorer plan, with other
     neighbours. Raises ValueError for a sequence longer than `max_tokens`.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i] if longest_first else lengths[i], i))
-    too_long = next((i for i in order if lengths[i] > max_tokens), None)
-    if too_long is not None:
-        raise ValueError(f"sequence {too_long} has {lengths[too_long]} tokens; max_tokens_per_microbatch is {max_tokens}")
+    longest = max(range(len(lengths)), key=lambda i: lengths[i], default=None)
+    if longest is not None and lengths[longest] > max_tokens:
+        raise ValueError(f"sequence {longest} has {lengths[longest]} tokens; max_tokens_per_microbatch is {max_tokens}")
     room = alignment.room(max_tokens)
-    tokens = [min(room, alignment.padded_one(lengths[i])) for i in order]
-    items = Items(sequence_costs([lengths[i] for i in order], attention_tokens), tokens, room)
-    wanted = max(1, -(-sum(tokens) // (dp * room)), _count_for_bubble(items.costs, dp, pipeline))
+    costs = _Costs(sequence_costs(lengths, attention_tokens), families, attention_tokens)
+
+    def planned(groups: list[list[int]]) -> Plan:
+        order = sorted(groups, key=lambda group: (costs.of(group) * (-1 if longest_first else 1), group))
+        tokens = [min(room, sum(alignment.padded_one(p.tokens) for p in pieces_of(g, lengths, families))) for g in order]
+        items = Items([costs.of(group) for group in order], tokens, room)
+        plan = _plan_of_items(items, dp, multiple_of, pipeline, longest_first)
+        return [[sorted(i for at in m for i in order[at]) for m in rank] for rank in plan]
+
+    alone = [[i] for i in range(len(lengths))]
+    if families is None:
+        return planned(alone)
+    plans = [planned(groups) for groups in (*cut(families, lengths, alignment, room), alone)]
+    return min(plans, key=lambda p: float(pipeline.makespans(costs.of_plan(p)).max()) + MICROBATCH_TOKENS * len(p[0]))
+
+
+def _plan_of_items(items: Items, dp: int, multiple_of: int, pipeline: Pipeline, longest_first: bool) -> Plan:
+    """The same of items, which are named by their places."""
+    wanted = max(1, -(-sum(items.tokens) // (dp * items.room)), _count_for_bubble(items.costs, dp, pipeline))
     count, plan = -(-wanted // multiple_of) * multiple_of, None
-    while plan is None:  # ends at the latest when every sequence is alone
+    while plan is None:  # ends at the latest when every item is alone
         plan = _plan_of(items, dp, count, pipeline, longest_first)
         count += multiple_of
-    return [[sorted(order[i] for i in m) for m in rank] for rank in plan]
+    return plan
+
+
+class _Costs:
+    """Of sequences that are computed together: the sum of their own, less that of each prompt but once."""
+
+    def __init__(self, costs: list[float], families: Families | None, attention_tokens: float) -> None:
+        self._costs, self._families = costs, families
+        self._prompts = [] if families is None else sequence_costs(families.lengths, attention_tokens)
+
+    def of(self, indices: Sequence[int]) -> float:
+        """Of one microbatch, or of a part of it."""
+        cost = sum(self._costs[i] for i in indices)
+        if self._families is None:
+            return cost
+        return cost - sum(self._prompts[m[0]] * (len(m) - 1) for m in self._families.members(indices))
+
+    def of_plan(self, plan: Plan) -> Costs:
+        """[dp, m]."""
+        return np.array([[self.of(m) for m in rank] for rank in plan], dtype=np.float64)
 
 
 def another_plan(plan: Callable[[int, bool], Plan], lengths: Sequence[int], dp: int, max_tokens: int) -> Plan | None:
@@ -84,19 +123,25 @@ def plan_metrics(
     alignment: Alignment,
     pipeline: Pipeline = ALONE,
     attention_tokens: float = ATTENTION_TOKENS,
+    families: Families | None = None,
 ) -> dict[str, float]:
-    """What the plan wastes, by the cost model.
+    """What the plan computes and what it wastes, the latter by the cost model.
 
-    `packing/padding_share`: of the computed tokens; `packing/balance`: mean time of the ranks over that of the slowest;
-    `packing/bubble_share`: of the ranks' time, how much their stages wait for each other; `packing/microbatches`: of one rank.
-    balance (1 - bubble_share) is the work over ranks x time of the slowest.
+    `packing/computed_tokens`: of all ranks, padding included; `packing/shared_share`: of the sequences' tokens, those that need
+    not be computed since they are another sequence's prompt too; `packing/padding_share`: of the computed tokens;
+    `packing/balance`: mean time of the ranks over that of the slowest; `packing/bubble_share`: of the ranks' time, how much
+    their stages wait for each other; `packing/microbatches`: of one rank. balance (1 - bubble_share) is the work over ranks x
+    time of the slowest.
     """
-    padded = sum(sum(alignment.padded([lengths[i] for i in m] or [1])) for rank in plan for m in rank)
-    costs_Km = _costs_of(plan, sequence_costs(lengths, attention_tokens))
+    sizes = [[p.tokens for p in pieces_of(m, lengths, families)] for rank in plan for m in rank]
+    tokens, padded = sum(map(sum, sizes)), sum(sum(alignment.padded(pieces or [1])) for pieces in sizes)
+    costs_Km = _Costs(sequence_costs(lengths, attention_tokens), families, attention_tokens).of_plan(plan)
     times_K = pipeline.makespans(costs_Km)
     longest, total = float(times_K.max()), float(times_K.sum())
     return {
-        "packing/padding_share": 1 - sum(lengths) / padded,
+        "packing/computed_tokens": float(padded),
+        "packing/shared_share": 1 - tokens / sum(lengths) if lengths else 0.0,
+        "packing/padding_share": 1 - tokens / padded,
         "packing/balance": total / (len(plan) * longest) if total else 1.0,
         "packing/bubble_share": max(0.0, 1 - float(costs_Km.sum()) / total) if total else 0.0,
         "packing/microbatches": float(len(plan[0])),

@@ -21,8 +21,8 @@ class Segments:
 
     sequence_R: int64 in [0, G), the rows of a sequence together and in their order; lengths_G: |y| over all context-parallel
     ranks, at least 1; group: the context-parallel group, None for one rank (never the world). For running sums alone:
-    position_R, int64, place of the row in its response, from 0; chunk_R: int64 in [0, chunks), the zigzag chunk of the sequence
-    in which the row lies; chunks: 2 cp, or 1 without context parallelism.
+    position_R, int64, place of the row in its response, from 0; chunk_R: int64 in [0, chunks), the part of the sequence in
+    which the row lies, each part on one rank; chunks: of a sequence, 1 without context parallelism.
     """
 
     sequence_R: Tensor
@@ -41,7 +41,7 @@ class Segments:
             group,
             microbatch.position_R,
             microbatch.chunk_R,
-            2 * group.size() if group is not None and group.size() > 1 else 1,
+            microbatch.chunks,
         )
 
     def sum(self, x_R: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Segments:
     def running_mean(self, x_R: Tensor) -> Tensor:
         """[R]: the mean of x over the row's sequence from its first response token to the row itself, differentiable.
 
-        Collectives: forward one all-reduce of G x 2 cp chunk sums (fp64); backward one of the same size.
+        Collectives: forward one all-reduce of G x chunks sums (fp64); backward one of the same size.
         """
         assert self.position_R is not None and self.chunk_R is not None, "running sums need position_R and chunk_R"
         total_R = _RunningSum.apply(x_R, self)

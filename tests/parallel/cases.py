@@ -24,6 +24,7 @@ TEMPERATURE, EPS, BETA = 0.8, 0.2, 1.0
 ADAM = {"lr": 1e-3, "eps": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.01, "clip": 1.0}
 RESPONSES = (14, 1, 25, 9, 30, 1, 17, 4, 22, 11, 2, 28)  # |y|; prompts of 3 to 8 tokens
 GROUP_OF = (0, 1, 1, 2, 2, 2, 3, 4, 4, 5, 5, 5)  # groups of 1, 2 and 3 sequences
+SHARED_PROMPTS = (5, 1, 9, 4, 12, 7)  # tokens of each group's prompt, where its sequences share it
 STEPS = 2
 
 
@@ -36,8 +37,8 @@ class Case:
     steps: tuple[reference.Step, ...]
 
 
-def make_case(folder: Path, *, tied: bool, form: str = "tepo") -> Case:
-    """Model, batches and the fp64 reference's steps."""
+def make_case(folder: Path, *, tied: bool, form: str = "tepo", shared: bool = False) -> Case:
+    """Model, batches and the fp64 reference's steps. shared: the sequences of a group have the same prompt."""
     model = folder / f"tiny-{tied}"
     tiny_qwen3(model, tied=tied, layers=4, vocab_size=VOCAB)
     trainer = reference.Trainer(model, **ADAM)
@@ -48,20 +49,29 @@ def make_case(folder: Path, *, tied: bool, form: str = "tepo") -> Case:
             p.add_(0.04 * p.abs().mean() * torch.randn(p.shape, generator=generator, dtype=p.dtype))
     batches, steps = [], []
     for step in range(STEPS):
-        sequences = [_sequence(perturbed, trainer.model, i, step, generator) for i in range(len(RESPONSES))]
+        prompts = [torch.randint(1, VOCAB, (n,), generator=generator) for n in SHARED_PROMPTS] if shared else None
+        sequences = [_sequence(perturbed, trainer.model, i, step, generator, prompts) for i in range(len(RESPONSES))]
         batches.append(_batch(sequences, step + 1))  # 0 would say that the old statistics are those of the current weights
         steps.append(trainer.step(sequences, TEMPERATURE, EPS, BETA, form))
     return Case(model, tuple(batches), tuple(steps))
 
 
 def _sequence(
-    old: torch.nn.Module, current: torch.nn.Module, i: int, step: int, generator: torch.Generator
+    old: torch.nn.Module,
+    current: torch.nn.Module,
+    i: int,
+    step: int,
+    generator: torch.Generator,
+    prompts: list[Tensor] | None,
 ) -> reference.Sequence:
-    """Tokens at random; old statistics from the perturbed weights plus a drift that pushes w over the clip range for two of
-    three sequences, on the side that the sign of A clips."""
-    prompt = 3 + (5 * i + step) % 6
+    """Tokens at random, behind its group's prompt if there are `prompts`; old statistics from perturbed weights plus a drift
+    that pushes w over the clip range for two of three sequences, on the side that the sign of A clips.
+    """
+    prompt = prompts[GROUP_OF[i]].numel() if prompts else 3 + (5 * i + step) % 6
     # never id 0: transformers keeps the padding token out of the gradient (padding_idx)
     ids = torch.randint(1, VOCAB, (prompt + RESPONSES[i],), generator=generator)
+    if prompts:
+        ids[:prompt] = prompts[GROUP_OF[i]]
     response = torch.arange(ids.numel()) >= prompt
     with torch.no_grad():
         logprob, entropy = reference.statistics(old, ids, response, TEMPERATURE)

@@ -20,6 +20,8 @@ from tests.worlds import run_world
 HEADS, KV_HEADS, CHANNELS = 4, 2, 8
 # in units of 2 cp tokens, so that every context-parallel size divides them: the shortest, equal ones, and several buckets
 UNITS = (1, 1, 3, 1, 20, 4, 3, 60, 25, 7, 2)
+# (units, tokens less than that which are no padding): of a shared prompt, with the units of its responses; and alone
+FAMILIES = (((3, 1), (2, 20, 5, 2)), ((4, 0), ()), ((1, 0), (1, 7)), ((30, 2), (9, 0, 3)), ((2, 0), (0,)), ((1, 0), (1,)))
 
 
 def one_shard(x: torch.Tensor, cp: int, rank: int) -> torch.Tensor:
@@ -43,17 +45,21 @@ def inputs(rows: tuple[int, ...]) -> list[Tensor]:
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[L, H, D], [L, K, D], [L, K, D] -> [L, H D], one softmax per query."""
+    """[L, H, D], [P + L, K, D] twice -> [L, H D], one softmax per query: its token is the P + i-th."""
     key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (key, value))
     scores = torch.einsum("ihd,jhd->hij", query, key) / math.sqrt(CHANNELS)
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + key.size(0) - query.size(0))
     return torch.einsum("hij,jhd->ihd", scores.masked_fill(future, -math.inf).softmax(-1), value).flatten(1)
 
 
-def expected(tensors: list[Tensor], cu: list[int]) -> list[Tensor]:
-    """Output and the gradients of query, key, value, all packed."""
-    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
-    outputs = [plain_attention(*(x[a:b] for x in leaves)) for a, b in itertools.pairwise(cu)]
+def expected(tensors: list[Tensor], cu: list[int], starts: list[int] | None = None) -> list[Tensor]:
+    """Output and the gradients of query, key, value, all packed. starts: as of a PackedMicrobatch."""
+    query, key, value = leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+    outputs, prompt = [], 0
+    for (a, b), start in zip(itertools.pairwise(cu), starts or [0] * len(cu), strict=False):
+        prompt = prompt if start else a
+        seen = (torch.cat((x[prompt : prompt + start], x[a:b])) for x in (key, value))
+        outputs.append(plain_attention(query[a:b], *seen))
     torch.cat(outputs).backward(tensors[3].flatten(1))
     return [torch.cat(outputs).detach(), *(x.grad for x in leaves)]
 
@@ -72,13 +78,15 @@ def core_attention(cp: int, **changes: Any) -> SDPACoreAttention:
     return SDPACoreAttention(config, 1, AttnMaskType.causal, "self")
 
 
-def run_packed(rank: int, cp: int, cu: list[int]) -> dict[str, Any]:
+def run_packed(
+    rank: int, cp: int, cu: list[int], starts: list[int] | None = None, dtype: torch.dtype = torch.float64
+) -> dict[str, Any]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.tensor_parallel import mappings
 
     core = core_attention(cp)
     cu_seqlens = torch.tensor(cu, dtype=torch.int32)
-    tensors = [shard_zigzag_packed(x, cu_seqlens, cp, rank, dim=0) for x in inputs((cu[-1],))]
+    tensors = [shard_zigzag_packed(x, cu_seqlens, cp, rank, dim=0).to(dtype) for x in inputs((cu[-1],))]
     leaves = [x.clone().requires_grad_() for x in tensors[:3]]
     calls = []
     with pytest.MonkeyPatch.context() as patch:
@@ -86,6 +94,7 @@ def run_packed(rank: int, cp: int, cu: list[int]) -> dict[str, Any]:
             real = getattr(mappings, name)
             patch.setattr(mappings, name, lambda *a, r=real, n=name, **k: (calls.append(n), r(*a, **k))[1])
         params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+        params.starts = starts
         output = core(*leaves, None, packed_seq_params=params)
         output.backward(tensors[3].flatten(1))
     return {"tensors": [output.detach(), *(x.grad for x in leaves)], "calls": calls}
@@ -100,6 +109,28 @@ def test_packed_sequences_match_plain_attention(cp: int) -> None:
         for ours, whole in zip(got["tensors"], expected(inputs((cu[-1],)), cu), strict=True):
             theirs = shard_zigzag_packed(whole, torch.tensor(cu), cp, rank, dim=0)
             assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
+        assert got["calls"] == (["dist_all_gather_func", "dist_reduce_scatter_func"] if cp > 1 else [])
+
+
+@pytest.mark.parametrize(
+    ("cp", "dtype", "tolerance"),
+    [(1, torch.float64, 1e-12), (2, torch.float64, 1e-12), (4, torch.float64, 1e-12), (1, torch.float32, 1e-6),
+     (1, torch.bfloat16, 8e-3)],
+)  # fmt: skip
+def test_responses_see_the_prompt_that_they_share(cp: int, dtype: torch.dtype, tolerance: float) -> None:
+    """Several families, with padding behind the prompt, among sequences of their own; one response, and none."""
+    unit = 1 if cp == 1 else 2 * cp
+    sizes, starts = [], []
+    for (units, padding), responses in FAMILIES:
+        sizes += [units, *responses]
+        starts += [0, *[units * unit - padding] * len(responses)]
+    cu = [0, *torch.tensor(sizes).mul(unit).cumsum(0).tolist()]
+    ranks = run_world(cp, run_packed, cp, cu, starts, dtype)
+    for rank, got in enumerate(ranks):
+        for ours, whole in zip(got["tensors"], expected(inputs((cu[-1],)), cu, starts), strict=True):
+            theirs = shard_zigzag_packed(whole, torch.tensor(cu), cp, rank, dim=0)
+            assert ours.dtype == dtype
+            assert (ours - theirs).norm() <= tolerance * theirs.norm()
         assert got["calls"] == (["dist_all_gather_func", "dist_reduce_scatter_func"] if cp > 1 else [])
 
 
@@ -131,8 +162,8 @@ def run_twice(rank: int, cu: list[int]) -> int:
     cu_seqlens = torch.tensor(cu, dtype=torch.int32)
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
     with pytest.MonkeyPatch.context() as patch:
-        of = attention._Layout.of
-        patch.setattr(attention._Layout, "of", lambda *a: (built.append(1), of(*a))[1])
+        of = attention.Layout.of
+        patch.setattr(attention.Layout, "of", lambda *a: (built.append(1), of(*a))[1])
         for _ in range(3):  # three layers
             core(*inputs((cu[-1],))[:3], None, packed_seq_params=params)
     return len(built)

@@ -37,16 +37,23 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
     return cases.make_case(tmp_path_factory.mktemp("untied"), tied=False)
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
+    return cases.make_case(tmp_path_factory.mktemp("shared"), tied=True, shared=True)
+
+
 def check(
     case: cases.Case, layout: dict, batches=None, max_tokens: int = 4096, objective: dict | None = None, **training
 ) -> None:
     """Run the steps on `layout` and compare loss, gradient norm, every gradient and every weight with the reference."""
     cfg = cases.run_config(case.model, layout, max_tokens, objective, **training)
     ranks = run_world(cfg.parallel.world_size, cases.train_steps, cfg, batches or case.batches)
+    saves = cfg.training.share_prompts == "always"
     for i, expected in enumerate(case.steps):
         for rank in ranks:
             assert abs(rank[i]["loss"] - expected.loss) <= TOLERANCE * abs(expected.loss)
             assert abs(rank[i]["grad_norm"] - expected.grad_norm) <= TOLERANCE * expected.grad_norm
+            assert (rank[i]["metrics"]["packing/shared_share"][0] > 0) == saves
         for kind, reference in (("gradients", expected.gradients), ("weights", expected.weights)):
             merged = {name: t for rank in ranks for name, t in rank[i][kind].items()}
             assert merged.keys() == reference.keys()
@@ -85,6 +92,21 @@ def test_untied_embeddings(untied: cases.Case, name: str) -> None:
 def test_output_layer_in_chunks(request: pytest.FixtureRequest, name: str, embeddings: str) -> None:
     """Fused with the token statistics; in microbatches, and without room to keep logits."""
     check(request.getfixturevalue(embeddings), LAYOUTS[name], max_tokens=80, logits_budget_mib=0)
+
+
+SHARING = [
+    *((name, 4096, {}) for name in LAYOUTS), ("1 rank", 40, {}), ("CP2", 64, {}), ("PP2 VPP2", 90, {}), ("DP2 TP2", 50, {}),
+    ("TP2 PP2", 80, {"logits_budget_mib": 0}), ("CP2 TP2+SP", 80, {"logits_budget_mib": 0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "max_tokens", "training"),
+    slow_but([("1 rank", 40, {}), ("TP2 PP2", 4096, {}), ("CP2 TP2+SP", 4096, {})], SHARING),
+)
+def test_shared_prompts(shared: cases.Case, name: str, max_tokens: int, training: dict) -> None:
+    """Groups of one, two and three, prompts of one token and more, whole and cut over small microbatches."""
+    check(shared, LAYOUTS[name], max_tokens=max_tokens, share_prompts="always", **training)
 
 
 MICROBATCHES = [("1 rank", 40), ("CP2", 64), ("PP2", 90), ("PP2 VPP2", 100), ("DP2", 50)]

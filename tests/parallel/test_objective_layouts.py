@@ -26,6 +26,7 @@ from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.ops.planning import plan_microbatches
 from tepo_megatron.ops.segments import Segments
+from tepo_megatron.ops.shared_prompts import Families
 from tepo_megatron.types import PackedMicrobatch, TokenStats
 from tests.objective_cases import MARGIN, Batch, draw, expected, inputs_of, method_of
 from tests.worlds import run_world
@@ -67,7 +68,8 @@ def objectives() -> dict[str, Objective]:
 @dataclass(frozen=True)
 class Layout:
     """room: packed tokens of a microbatch; microbatches: how many that makes on each data-parallel rank, a multiple of
-    `multiple` (the last ones may then be empty). The sequences are packed in an order drawn from the seed `order`."""
+    `multiple` (the last ones may then be empty). The sequences are packed in an order drawn from the seed `order`. shared:
+    equal prompts of a microbatch are packed once."""
 
     cp: int
     dp: int
@@ -75,6 +77,7 @@ class Layout:
     microbatches: int
     order: int
     multiple: int = 1
+    shared: bool = False
 
 
 ALONE = Layout(1, 1, 400, 1, 0)
@@ -88,6 +91,9 @@ LAYOUTS = {
     "CP2 DP2, 4 microbatches": Layout(2, 2, 60, 4, 7, multiple=4),
     "CP4": Layout(4, 1, 400, 1, 8),
     "CP4, 4 microbatches": Layout(4, 1, 80, 4, 9),
+    "shared": Layout(1, 1, 400, 1, 10, shared=True),
+    "CP2, shared": Layout(2, 1, 400, 1, 11, shared=True),
+    "CP4, 2 microbatches, shared": Layout(4, 1, 160, 2, 13, shared=True),
 }
 
 
@@ -97,6 +103,8 @@ class Laid:
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.masks = [torch.arange(3 + (5 * i) % 6 + n) >= 3 + (5 * i) % 6 for i, n in enumerate(RESPONSES)]
+        prompts = [int(m.int().argmax()) if n else m.numel() for m, n in zip(self.masks, RESPONSES, strict=True)]
+        self.families = Families.of(prompts, prompts, 1, 0)
         self.masks[3] = torch.cat([self.masks[3][:9], torch.zeros(4, dtype=torch.bool), self.masks[3][9:]])
         assert int(self.masks[3].int().diff().abs().sum()) == 3
         self.ids = [torch.arange(m.numel()) + 1 for m in self.masks]
@@ -115,9 +123,13 @@ class Laid:
         plan = plan_microbatches(lengths, layout.dp, layout.room, alignment, layout.multiple)
         assert len(plan[0]) == layout.microbatches, f"{layout} gives {len(plan[0])} microbatches"
         dp_rank, cp_rank = divmod(rank, layout.cp)
-        return [
-            pack(self.ids, self.masks, self.first, [order[i] for i in indices], alignment, cp_rank) for indices in plan[dp_rank]
+        families = self.families if layout.shared else None
+        packed = [
+            pack(self.ids, self.masks, self.first, [order[i] for i in indices], alignment, cp_rank, families=families)
+            for indices in plan[dp_rank]
         ]
+        assert any(m.starts is not None for m in packed) == layout.shared
+        return packed
 
 
 def backward(laid: Laid, objective: Objective, packed: list[PackedMicrobatch], group: Any) -> tuple[Tensor, Counter, Counter]:

@@ -69,6 +69,10 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             {"platform": "cpu", "model": {"path": "m", "attention": "te"}},
             "model.attention=te needs platform=cuda",
         ),
+        (
+            {"training": {"share_prompts": "always"}, "model": {"path": "m", "attention": "te"}},
+            "training.share_prompts=always with model.attention=te.*set model.attention to sdpa",
+        ),
         ({"reward": {"soft_seconds": 5}}, "hard_seconds=4.0 must exceed soft_seconds=5"),
         (
             {"evaluation": {"samples": 4, "temperature": 0}},

@@ -45,3 +45,17 @@ def test_tables_are_those_of_the_microbatch_at_hand() -> None:
                 assert found.dtype == dtype
                 assert torch.equal(found, PackedRotary()(t.to(dtype), cu_seqlens, angles))
                 assert rotate(t.to(dtype), cu_seqlens, angles).equal(found)
+
+
+def test_pieces_behind_a_shared_prompt_start_after_it() -> None:
+    """As sequences of their own would be, of which only what comes behind the prompt is looked at; other tensors start at 0."""
+    t, half = torch.randn(14, HEADS, D), torch.rand(12, D // 2)
+    freqs = torch.cat((half, half), dim=-1)[:, None, None, :]
+    rotate, cu_seqlens = PackedRotary(), torch.tensor([0, 4, 9, 9, 14])
+    rotate.start(cu_seqlens, (0, 3, 3, 0))
+    found = rotate(t, cu_seqlens, freqs)
+    alone = torch.cat((t[:3], t[4:9]))
+    assert torch.equal(found[4:9], PackedRotary()(alone, torch.tensor([0, 8]), freqs)[3:])
+    others = torch.cat((t[:4], t[9:]))
+    assert torch.equal(torch.cat((found[:4], found[9:])), PackedRotary()(others, torch.tensor([0, 4, 9]), freqs))
+    assert torch.equal(rotate(t, cu_seqlens.clone(), freqs), PackedRotary()(t, cu_seqlens, freqs))

@@ -1,0 +1,124 @@
+"""Attention of a packed microbatch in which responses share prompts.
+
+Suffixes and dimensions as in attention_layout.py. What each token sees of its own piece is computed in the layout's buckets, as
+without sharing; what responses see of their prompt, in one call for each prompt, whose queries are those of all its responses.
+The two are merged by their log-sum-exps; backward gives each call the merged output and log-sum-exp (ops/flash_attention.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tepo_megatron.actor.attention_layout import Layout, spread
+from tepo_megatron.ops.flash_attention import Keys, flash_of, merge
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call: `sequences` x `length` queries from a row on; of each sequence's `stride` rows of keys the first `end`."""
+
+    first_query: int
+    sequences: int
+    length: int
+    first_key: int
+    stride: int
+    end: int
+    keys: Keys
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """[rows, H, ...] -> [n, H, length, ...], a view."""
+        rows = x.narrow(0, self.first_query, self.sequences * self.length)
+        return rows.unflatten(0, (self.sequences, self.length)).transpose(1, 2)
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """[rows, K, D] -> [n, K, end, D], a view."""
+        rows = x.narrow(0, self.first_key, self.sequences * self.stride)
+        return rows.unflatten(0, (self.sequences, self.stride))[:, : self.end].transpose(1, 2)
+
+
+def _own_calls(layout: Layout) -> Iterator[_Call]:
+    """Each piece over itself. Rows of queries and keys: the layout's slots."""
+    query = key = 0
+    for bucket in layout.buckets:
+        stride = bucket.total * bucket.chunk
+        for piece, mask in zip(bucket.pieces, bucket.masks, strict=True):
+            end, keys = (piece + 1) * bucket.chunk, Keys(causal=mask is None, mask=mask)
+            yield _Call(query, bucket.sequences, bucket.chunk, key, stride, end, keys)
+            query += bucket.sequences * bucket.chunk
+        key += bucket.key_rows
+
+
+def _prompt_calls(layout: Layout) -> Iterator[_Call]:
+    """Responses over their prompt. Rows of queries: the local tokens; of keys: the layout's slots."""
+    for p in layout.prompts:
+        yield _Call(p.first_query, 1, p.queries, p.first_key, p.keys, p.keys, Keys())
+
+
+def shared_attention(query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: Layout, scale: float | None) -> Tensor:
+    """[S, H, D], [T, K, D], [T, K, D] -> [S, H D]. Gradients: to all three; a second derivative is refused by autograd."""
+    output_S: Tensor = _SharedAttention.apply(query_S, key_T, value_T, layout, scale)
+    return output_S.flatten(1)
+
+
+class _SharedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: Layout, scale: float | None) -> Tensor:
+        flash = flash_of(query_S.device)
+        queries, keys, values = _in_slots(query_S, key_T, value_T, layout)
+        parts = [
+            flash.forward(call.of_queries(queries), call.of_keys(keys), call.of_keys(values), call.keys, scale)
+            for call in _own_calls(layout)
+        ]
+        output_S, lse_S = (
+            torch.cat([part.transpose(1, 2).flatten(0, 1) for part in found]).index_select(0, layout.query_slot_S)
+            for found in zip(*parts, strict=True)
+        )
+        for call in _prompt_calls(layout):
+            part = flash.forward(call.of_queries(query_S), call.of_keys(keys), call.of_keys(values), call.keys, scale)
+            output, lse = call.of_queries(output_S), call.of_queries(lse_S)
+            merged, whole = merge(output, lse, *part)
+            output.copy_(merged)
+            lse.copy_(whole)
+        ctx.save_for_backward(query_S, key_T, value_T, output_S, lse_S)
+        ctx.layout, ctx.scale = layout, scale
+        return output_S
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor | None, ...]:
+        query_S, key_T, value_T, output_S, lse_S = ctx.saved_tensors
+        layout, scale, flash = ctx.layout, ctx.scale, flash_of(query_S.device)
+        queries, keys, values = _in_slots(query_S, key_T, value_T, layout)
+        grads, outputs, lses = (spread(x, layout.query_slot_S, layout.query_rows) for x in (grad_S, output_S, lse_S))
+        grad_queries, grad_keys, grad_values = (torch.zeros_like(x) for x in (queries, keys, values))
+
+        def add(call: _Call, q: Tensor, grad_q: Tensor, grad: Tensor, output: Tensor, lse: Tensor) -> None:
+            """The gradients of one call, whose queries are rows of `q` and the like."""
+            q, grad, output, lse = (call.of_queries(x) for x in (q, grad, output, lse))
+            found = flash.backward(grad, q, call.of_keys(keys), call.of_keys(values), output, lse, call.keys, scale)
+            for total, part in zip(
+                (call.of_queries(grad_q), call.of_keys(grad_keys), call.of_keys(grad_values)), found, strict=True
+            ):
+                total.add_(part)
+
+        for call in _own_calls(layout):
+            add(call, queries, grad_queries, grads, outputs, lses)
+        grad_query_S = grad_queries.index_select(0, layout.query_slot_S)
+        for call in _prompt_calls(layout):
+            add(call, query_S, grad_query_S, grad_S, output_S, lse_S)
+        grad_key_T, grad_value_T = (x.index_select(0, layout.key_slot_T) for x in (grad_keys, grad_values))
+        return grad_query_S, grad_key_T, grad_value_T, None, None
+
+
+def _in_slots(query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        spread(query_S, layout.query_slot_S, layout.query_rows),
+        spread(key_T, layout.key_slot_T, layout.key_rows),
+        spread(value_T, layout.key_slot_T, layout.key_rows),
+    )

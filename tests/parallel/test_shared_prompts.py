@@ -1,0 +1,93 @@
+"""Passes other than updates share prompts too, and experts that are replayed keep prompts apart where they differ."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tepo_megatron.types import Rollout, TrainBatch
+from tests.marks import slow_but
+from tests.parallel import cases
+from tests.parallel.test_expert_replay import model as model_with_experts  # noqa: F401  a fixture
+from tests.parallel.test_expert_replay import old_pass_and_gradients, random_experts, replaying, with_experts
+from tests.parallel.test_families import TP_SP, rewarded_batch
+from tests.worlds import run_world
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
+    return cases.make_case(tmp_path_factory.mktemp("shared"), tied=True, shared=True)
+
+
+def other_passes(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
+    """In a forked rank: old and reference statistics and the noise floor, and how many tokens their forward passes had."""
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.platform import activate
+
+    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    tokens: list[int] = []
+    forward = actor._schedule.forward
+
+    def counted(microbatches: Any, visit: Any) -> None:
+        tokens.append(sum(m.tokens_S.numel() for m in microbatches))
+        forward(microbatches, visit)
+
+    actor._schedule.forward = counted  # type: ignore[method-assign]
+    actor.keep_reference()
+    batch = actor.attach_ref_logprobs(actor.attach_old_stats(batch))
+    out = {"noise": actor.measure_noise(batch), "tokens": tokens}
+    if actor.groups.is_last_stage:
+        out["stats"] = torch.stack((batch.old_logprobs_N, batch.old_entropies_N, batch.ref_logprobs_N))
+    parallel.shutdown()
+    return out
+
+
+@pytest.mark.parametrize("layout", slow_but([{}], [{}, {"cp": 2}, {"pp": 2}, {"dp": 2} | TP_SP]), ids=str)
+def test_passes_without_gradient(shared: cases.Case, layout: dict[str, Any]) -> None:
+    """The same numbers from fewer tokens, and repeated under another packing the same but for rounding."""
+    sides = []
+    for share in ("never", "always"):
+        cfg = cases.run_config(shared.model, layout, max_tokens=200, share_prompts=share)
+        sides.append(run_world(cfg.parallel.world_size, other_passes, cfg, shared.batches[0]))
+    for plain, ours in zip(*sides, strict=True):
+        assert len(ours["tokens"]) == 3 and all(a < b for a, b in zip(ours["tokens"][:2], plain["tokens"][:2], strict=True))
+        assert 0 <= ours["noise"] <= 1e-4
+        if "stats" in plain:
+            assert (ours["stats"] - plain["stats"]).norm() <= TOLERANCE * plain["stats"].norm()
+
+
+def of_one_prompt() -> TrainBatch:
+    """The responses of `rewarded_batch` to one prompt of 11 tokens."""
+    batch, prompt, rollouts = rewarded_batch(), torch.arange(3, 14), []
+    for r in batch.rollouts:
+        ids = torch.cat((prompt, r.token_ids_L[r.response_mask_L]))
+        mask = torch.arange(ids.numel()) >= prompt.numel()
+        rollouts.append(Rollout(0, ids, mask, torch.zeros(ids.numel()), 0, "stop"))
+    return replace(batch, rollouts=tuple(rollouts))
+
+
+@pytest.mark.parametrize("layout", slow_but([{}], [{}, TP_SP, {"pp": 2}, {"cp": 2}]), ids=str)
+def test_experts_of_a_prompt_are_replayed_once(model_with_experts: Path, layout: dict[str, Any]) -> None:  # noqa: F811
+    """Two of the sequences have other experts in their prompt: they share with each other, and the rest among themselves."""
+    batch, generator = of_one_prompt(), torch.Generator().manual_seed(3)
+    experts = [random_experts(r, generator) for r in batch.rollouts]
+    for i, first in ((1, 0), (2, 0), (4, 3)):
+        experts[i][:11] = experts[first][:11]
+    batch = with_experts(batch, experts)
+    assert batch.prompt_ids == [0, 0, 0, 1, 1] and batch.prompt_lengths == [11] * 5
+    sides = []
+    for share in ("never", "always"):
+        cfg = replaying(model_with_experts, layout)
+        cfg = replace(cfg, training=replace(cfg.training, share_prompts=share, max_tokens_per_microbatch=90))
+        sides.append(run_world(cfg.parallel.world_size, old_pass_and_gradients, cfg, batch))
+    for plain, ours in zip(*sides, strict=True):
+        assert (ours["logprobs"] - plain["logprobs"]).norm() <= TOLERANCE * plain["logprobs"].norm()
+        for name, gradient in plain["gradients"].items():
+            assert (ours["gradients"][name] - gradient).norm() <= TOLERANCE * gradient.norm(), name
