@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.results import OURS, load
 from tepo_megatron.config import Config
 from tepo_megatron.losses import OBJECTIVES
 
@@ -41,3 +42,27 @@ def test_paths_exist(page: str) -> None:
     names = [name for name in sorted(named | linked) if not name.startswith(elsewhere)]
     assert len(names) > 5 or page == "docs/comparison.md"
     assert [name for name in names if not any((root / name).exists() for root in roots)] == []
+
+
+def test_figures_are_those_of_the_results() -> None:
+    found = {x["id"]: {OURS: x["ours"], **x["peers"]} for x in load(Path("benchmarks/results/cpu.json"))}
+
+    def times(row: str, of: str, over: str = OURS) -> float:
+        return found[row][of] / found[row][over]
+
+    for shape in ("256 x 18992", "1024 x 32000"):
+        one, two = (f"2/time, {shape} bf16, {threads}" for threads in ("1 thread", "2 threads"))
+        cells = [f"{times(one, peer):.1f}x and {times(two, peer):.1f}x" for peer in ("trl", "verl", "plain")]
+        assert f"| time over ours, {shape} bf16, 1 and 2 threads | 1 | {' | '.join(cells)} |" in README
+    step = [
+        f"{times(f'7/demo, {layout}', OURS, 'plain'):.2f}" for layout in ("TP1, 1 thread", "TP1, 2 threads", "TP2, 2 threads")
+    ]
+    assert f"1 and 2 threads; TP2 | {step[0]}, {step[1]}; {step[2]} |" in README
+    shm, gloo, sglang = (
+        f"{times(f'12/{which}: gather and transport', OURS, 'copy'):.1f}"
+        for which in ("shm, vllm", "group, vllm", "group, sglang")
+    )
+    assert f"shared memory; gloo | {shm}; {gloo} (vLLM), {sglang} (SGLang) |" in README
+    ahead = "13/one step ahead, a core for each"
+    bound, turns = times(ahead, OURS, "longer phase + sync"), times(ahead, "in turn")
+    assert f"in turns over it | {bound:.2f}; {turns:.2f} |" in README
