@@ -139,7 +139,7 @@ def test_a_training_config_gives_the_settings(model: Path, tmp_path: Path) -> No
     recipe = "examples/paper/models/mistral-7b.yaml"
     alone, from_recipe = settings(request(model, tmp_path)), settings(request(model, tmp_path, config=recipe, name="x"))
     assert set(alone.evaluation.benchmarks) == set(BENCHMARKS) and "aime24" not in from_recipe.evaluation.benchmarks
-    assert (from_recipe.reward.workers, from_recipe.rollout.server.extra_args[0]) == (1, "--tensor-parallel-size")
+    assert (from_recipe.reward.workers, from_recipe.rollout.server.extra_args[0]) == (1, "--gpu-memory-utilization")
     with pytest.raises(ConfigError, match=r"command line: evaluation\.benchmark: unknown key; did you mean benchmarks\?"):
         settings(request(model, tmp_path, evaluation__benchmark="[amc]"))
     with pytest.raises(ConfigError, match=r"benchmark_prompt='solve' must hold <problem> once"):

@@ -145,13 +145,13 @@ def test_a_family_is_kept_together_or_cut_where_that_is_faster() -> None:
     [("auto", "cpu", True), ("never", "cpu", False), ("always", "cuda", True), ("auto", "cuda", False), ("auto", "te", False)],
 )
 def test_where_prompts_are_shared(monkeypatch: pytest.MonkeyPatch, share: Any, device: str, shares: bool) -> None:
-    monkeypatch.setattr(build, "use_transformer_engine", lambda model, device: device.type == "cuda" and transformer_engine)
-    transformer_engine, where = device == "te", torch.device("cpu" if device == "cpu" else "cuda")
+    monkeypatch.setattr(build, "installed", lambda: frozenset({"transformer_engine"} if device == "te" else ()))
+    where = torch.device("cpu" if device == "cpu" else "cuda")
     assert build.shares_prompts(TrainingConfig(share_prompts=share), ModelConfig(path="m"), where) == shares
 
 
 def test_sharing_on_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "use_transformer_engine", lambda model, device: True)
+    monkeypatch.setattr(build, "installed", lambda: frozenset({"transformer_engine"}))
     with pytest.raises(ConfigError, match=r"model.attention=auto takes Transformer Engine.*set model.attention to sdpa"):
         build.shares_prompts(TrainingConfig(share_prompts="always"), ModelConfig(path="m"), torch.device("cuda"))
 
