@@ -25,7 +25,7 @@ class ScriptedApi:
         self.takes_broadcasts = takes_broadcasts
 
     def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
-        command = [sys.executable, "-m", "tests.scripted_server", str(port), launch.host]
+        command = [sys.executable, "-m", "tests.scripted_server", str(port), launch.host, *cfg.extra_args]
         return [*command, str(cfg.tp), str(launch.model_path)] if self.takes_broadcasts else command
 
     def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:

@@ -183,9 +183,9 @@ def test_a_server_that_a_killed_run_left_half_way_starts_anew(serving: Callable[
 
 @pytest.mark.full
 def test_serving_ends_when_no_server_can_be_kept(serving: Callable[..., Serving], tmp_path: Path) -> None:
-    serve = serving(servers=2, ready_seconds=0.01)
+    serve = serving(servers=2, extra_args=["no number of ranks"])  # it ends at once
     assert serve.process.wait(60) == 1
-    assert "inference server 0 is lost" in serve.log.read_text() and "was not ready after 0.01 s" in serve.log.read_text()
+    assert "inference server 0 is lost" in serve.log.read_text() and "no number of ranks" in serve.log.read_text()
     assert serve.records() == []
 
 
