@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tepo_megatron.config import NonNegative, Positive, config
+from tepo_megatron.config.fields import NonNegative, Positive, config
 from tepo_megatron.config_io import read_yaml, validate_as
 
 # What NeMo-Run replaces in every script it writes, wherever it stands.

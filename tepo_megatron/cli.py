@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train",
         help="train as a config says",
         usage="tepo train CONFIG [--section.key VALUE ...]",
-        epilog="Every key can be given, as --section.key VALUE; they are listed in tepo_megatron/config.py.",
+        epilog="Every key can be given, as --section.key VALUE; they are listed in docs/configuration.md.",
     )
     run.add_argument("config", metavar="CONFIG", help="a YAML file; start from examples/template.yaml")
     report = commands.add_parser(

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from tepo_megatron.config import Config, NonNegative, config
+from tepo_megatron.config import Config
+from tepo_megatron.config.fields import NonNegative, config
 from tepo_megatron.config_io import parse_overrides, read_layers, read_yaml, set_key, validate_as
 from tepo_megatron.errors import ConfigError, TepoError
 

@@ -5,7 +5,7 @@ those of another network than the one that sampled. Given the engine's choices (
 learn as ever: the weights of the chosen experts are the softmax of this router's own logits, and their gradient reaches it.
 
 What is replayed is set before each microbatch's forward pass. Megatron's separate action for activations that are computed
-again is not needed: nothing that holds a router is computed again (config.py refuses it).
+again is not needed: nothing that holds a router is computed again (config/run.py refuses it).
 """
 
 from __future__ import annotations

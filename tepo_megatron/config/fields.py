@@ -1,0 +1,26 @@
+"""What the sections of the config are made of."""
+
+from __future__ import annotations
+
+import typing
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+T = typing.TypeVar("T")
+
+
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
+def config(cls: type[T]) -> type[T]:
+    """A section of the config: keyword-only, frozen, validated, unknown keys refused."""
+    return typing.cast(
+        type[T], dataclass(config=ConfigDict(extra="forbid", coerce_numbers_to_str=True), kw_only=True, frozen=True)(cls)
+    )
+
+
+Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: `true` is no number
+NonNegative = Annotated[int, Field(ge=0, strict=True)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(allow_inf_nan=False)]
