@@ -32,10 +32,12 @@ def write_model(case: str, folder: Path, seed: int = 0, scale: float = 4.0) -> N
     model.save_pretrained(folder)
 
 
-def config(case: str, model: Path, tp: int = 1) -> Config:
+def config(case: str, model: Path, tp: int = 1, share_prompts: str = "auto") -> Config:
     """demo: examples/demo.yaml with this model. 100m: two updates of one group each, otherwise alike."""
     if case == "demo":
-        return load_config(DEMO, ["--model.path", str(model), "--parallel.tp", str(tp)])
+        return load_config(
+            DEMO, ["--model.path", str(model), "--parallel.tp", str(tp), "--training.share_prompts", share_prompts]
+        )
     return validate({
         "name": "step", "platform": "cpu", "model": {"path": str(model), "precision": "fp32"}, "parallel": {"tp": tp},
         "data": {"train": "unused", "max_prompt_tokens": PROMPT_TOKENS},
@@ -45,7 +47,9 @@ def config(case: str, model: Path, tp: int = 1) -> Config:
         },
         "objective": {"name": "tepo", "beta": 0.01},
         "optimizer": {"lr": 3e-5, "beta2": 0.99, "warmup_steps": 5},
-        "training": {"epochs": 1, "minibatch_prompts": 1, "max_tokens_per_microbatch": 8192},
+        "training": {
+            "epochs": 1, "minibatch_prompts": 1, "max_tokens_per_microbatch": 8192, "share_prompts": share_prompts,
+        },
     })  # fmt: skip
 
 

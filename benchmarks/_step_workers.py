@@ -63,14 +63,21 @@ class OurStep:
 
 
 def serve(
-    name: str, case: str, model: Path, parent: int, environment: dict[str, str], pipe: Connection, without: str | None
+    name: str,
+    case: str,
+    model: Path,
+    parent: int,
+    environment: dict[str, str],
+    pipe: Connection,
+    without: str | None,
+    share_prompts: str,
 ) -> None:
     """A worker's process: for each number of threads that comes, one step; answers with (seconds, updates)."""
     die_with_parent(parent)
     os.environ |= environment
     disable_progress_bar()
     torch.set_num_threads(1)
-    cfg = cases.config(case, model, tp=WORKERS[name])
+    cfg = cases.config(case, model, WORKERS[name], share_prompts)
     rollouts = cases.rollouts(case, cfg)
     step: Callable[[], Updates]
     if name.startswith("plain"):
@@ -123,7 +130,7 @@ def world(port: int, rank: int = 0, size: int = 1) -> dict[str, str]:
 
 
 @contextmanager
-def started(name: str, case: str, model: Path, without: str | None = None) -> Iterator[Worker]:
+def started(name: str, case: str, model: Path, without: str | None = None, share_prompts: str = "auto") -> Iterator[Worker]:
     """The worker in processes of its own, which end with the block; without: this one of MENDS."""
     context, size, pipes, processes = multiprocessing.get_context("spawn"), WORKERS[name], [], []
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # no port is guessed
@@ -131,7 +138,7 @@ def started(name: str, case: str, model: Path, without: str | None = None) -> It
         for rank in range(size):
             ours, theirs = context.Pipe()
             environment = world(store.port, rank, size)
-            args = (name, case, model, os.getpid(), environment, theirs, without)
+            args = (name, case, model, os.getpid(), environment, theirs, without, share_prompts)
             process = context.Process(target=serve, args=args, daemon=True)
             process.start()
             theirs.close()

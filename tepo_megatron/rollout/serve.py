@@ -73,7 +73,7 @@ class _Service:
             keepers = [asyncio.create_task(member.keep()) for member in self._members]
             while not self._over.is_set():
                 for i, (record, since) in list(self._records.items()):
-                    self._attend(self._members[i], record, since)
+                    await self._attend(self._members[i], record, since)
                 try:
                     await asyncio.wait_for(self._over.wait(), LOOK_SECONDS)
                 except TimeoutError:
@@ -90,13 +90,17 @@ class _Service:
         if len(self._lost) == len(self._members):
             raise RolloutError(str(self._members[0].lost))
 
-    def _attend(self, member: Member[Connected], record: Record, since: float) -> None:
+    async def _attend(self, member: Member[Connected], record: Record, since: float) -> None:
         """What a server that is up needs."""
         why = self._rendezvous.ended(record)
         if why is not None or time.monotonic() - since > STEADY_SECONDS:
             member.delivered()  # its starts until now are not held against it
-        if why is not None and member.life is not None:
-            member.life.end(RolloutError(f"{member.endpoint.name} was given back: {why}"))
+        life = member.life
+        if why is not None and life is not None:
+            error = await member.endpoint.failure(f"was given back: {why}")
+            if member.endpoint.running:  # its log has nothing to say about it
+                error = RolloutError(f"{member.endpoint.name} was given back: {why}")
+            life.end(error)
 
     async def _changed(self) -> None:
         """A server came up, went down or was lost."""

@@ -159,6 +159,16 @@ def test_servers_are_found_killed_found_again_and_given_back(serving: Callable[.
     assert left == {KEY_FILE}
 
 
+def test_a_server_that_dies_says_so_though_the_trainer_saw_it_first(serving: Callable[..., Serving]) -> None:
+    serve = serving(servers=1)
+    until(lambda: len(serve.records()) == 1, seconds=30)
+    (record,) = serve.records()
+    serve.rendezvous.end(record, "a trainer found it ill (run)")
+    server_process(serve, record).kill()
+    until(lambda: "is started again" in serve.log.read_text(), seconds=30)
+    assert "it has ended by SIGKILL" in serve.log.read_text()
+
+
 @pytest.mark.full
 def test_a_server_that_a_killed_run_left_half_way_starts_anew(serving: Callable[..., Serving], tmp_path: Path) -> None:
     serve = serving(servers=1)
