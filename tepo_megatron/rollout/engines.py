@@ -32,6 +32,8 @@ def launch_of(cfg: Config) -> Launch:
         seed=cfg.seed,
         sleeps=cfg.rollout.colocate,
         returns_experts=cfg.rollout.replay_experts,
+        maps_memory=cfg.sync.transport == "ipc",
+        in_fp8=cfg.sync.quantize == "fp8",
     )
 
 

@@ -69,7 +69,7 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         """Forget what an earlier update gave; the model is touched by the first tensors that may be loaded."""
         assert self._inbox is not None, "the trainer calls init_transfer_engine first"
-        self._inbox.begin(self.model_config.model, self.model_config.hf_config.tie_word_embeddings)
+        self._inbox.begin(self.model_config.model, self.model_config.hf_config.tie_word_embeddings, self.device)
         self._touched = False
 
     def update_weights(self, update_info: dict[str, object]) -> None:

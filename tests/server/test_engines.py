@@ -23,7 +23,7 @@ from tepo_megatron.rollout.checksums import Checks
 from tepo_megatron.rollout.client import RequestFailed
 from tepo_megatron.rollout.engine import INITIAL_VERSION
 from tepo_megatron.types import Prompt, SamplingParams
-from tepo_megatron.weights.sync import _save
+from tepo_megatron.weights.stores import _save
 from tests.server.served import (
     EOS,
     MAX_LOGPROB_DIFF,
