@@ -111,7 +111,7 @@ class Bucket:
 
 
 def pack(tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: bool) -> tuple[Content, ...]:
-    """Copy tensors into a row (uint8, on any device) as a `Bucket` holds them; if the widest dtypes come first, without gaps."""
+    """Copy tensors into a row (uint8, on any device) as a `Bucket` holds them; the widest dtypes first, it has no gaps."""
     contents: list[Content] = []
     end = 0
     for name, tensor in tensors:

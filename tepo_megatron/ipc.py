@@ -70,8 +70,8 @@ class HostRow:
 
 
 class DeviceRow:
-    """See `Row`. PyTorch would count its users, one for each handle; here any number opens the one handle, in every other round,
-    and says when it is done. So the count is put to zero and not looked at.
+    """See `Row`. PyTorch would count its users, one for each handle; here any number opens the one handle, in many rounds, and
+    says when it is done. So the count is put to zero and not looked at.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:

@@ -162,9 +162,8 @@ class FoundServer(_Elsewhere):
         if record.model != fingerprint(model):
             faults.append(f"its model's config.json is not that of model.path={model}")
         if record.precision != precision:
-            faults.append(
-                f"it serves {record.precision}, and this run asks for {precision} (rollout.server.precision, model.precision, sync.quantize)"
-            )
+            key = "sync.quantize" if self._launch.in_fp8 else "rollout.server.precision or model.precision"
+            faults.append(f"it serves {record.precision}, and {key} is {precision}")
         if record.tp != tp:
             faults.append(f"it has {record.tp} tensor-parallel ranks, and rollout.server.tp={tp}")
         if faults:

@@ -46,8 +46,12 @@ class Store(Protocol):
         """On rank 0: the engine has read these."""
         ...
 
+    def rest(self) -> None:
+        """The engine has read everything; other ranks may have begun the next update."""
+        ...
+
     def clear(self) -> None:
-        """On every rank: the update is over, and has perhaps failed."""
+        """The update has failed."""
         ...
 
     def close(self) -> None:
@@ -84,8 +88,11 @@ class Files:
             assert isinstance(source, Path)
             source.unlink()
 
+    def rest(self) -> None:
+        """They are removed."""
+
     def clear(self) -> None:
-        """Of what is left of an update that failed."""
+        """Remove what is left."""
         if self._in_use is not None:
             for file in self.folder.iterdir():
                 file.unlink()
@@ -127,8 +134,12 @@ class Rows:
     def remove(self, sources: Sequence[Source]) -> None:
         """The next but one is written over it."""
 
-    def clear(self) -> None:
+    def rest(self) -> None:
         """Give the memory back."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Who still maps it belongs to an engine that can only be closed."""
         for row in self._rows.values():
             row.close()
         self._rows = {}

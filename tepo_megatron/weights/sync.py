@@ -103,8 +103,10 @@ class WeightSync:
                     self.receiver.finish_update()
             if self._is_due(version):
                 self._plan.verify(self.receiver, self._sent)
-        finally:
+        except BaseException:
             self.store.clear()
+            raise
+        self.store.rest()
 
     def _put(self, version: int, i: int, number: int, only: Sequence[Binding] | None) -> Source | None:
         """Have this rank's bucket of round `i` where the engine can read it. Raises CheckpointError, ConversionError."""
