@@ -154,7 +154,7 @@ def push_change(rank: int, cfg: Any, sync: SyncConfig) -> dict[str, Any]:
 
 
 def test_scales_are_left_out_with_their_weights(exported: tuple[str, Path]) -> None:
-    kind, folder = exported
+    _, folder = exported
     cfg = cases.run_config(folder / "hf", {"pp": 2})
     sync = replace(cfg.sync, bucket_mib=1, transport="ipc", quantize="fp8", delta=True)
     rank0 = run_world(2, push_change, cfg, sync)[0]
