@@ -1,4 +1,4 @@
-"""A weight-transfer backend of vLLM that takes files or broadcasts, on CPU and GPU. Runs inside the vLLM server.
+"""A weight-transfer backend of vLLM that takes what `inbox.py` takes, on CPU and GPU. Runs inside the vLLM server.
 
 vLLM finds `register` through the entry point `vllm.general_plugins`; `--weight-transfer-config '{"backend": "tepo_shm"}'`
 selects it. Of this package it imports `inbox.py` and what that needs: the server loads nothing of the trainer. Facts are of
