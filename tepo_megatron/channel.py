@@ -12,7 +12,7 @@ import math
 import socket
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tepo_megatron.ipc import Handle
 
 SENDER = 0  # its rank in its group; the servers' ranks come after it
 POLL_SECONDS = 0.0005
@@ -72,19 +74,21 @@ class Content:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that a sender broadcasts as one row of bytes, one after the other, the widest dtypes first.
+    """Tensors of a sender as one row of bytes, one after the other, each at a multiple of its dtype's size (see `pack`).
 
-    number: of the round in its update, from 0; sender: the number of its group.
+    number: of the round in its update, from 0; sender: its number, which is that of its group; handle: where the row lies;
+    None: it is broadcast.
     """
 
     number: int
     sender: int
     contents: tuple[Content, ...]
+    handle: Handle | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the row."""
-        return sum(content.nbytes for content in self.contents)
+        return _places(self.contents)[-1]
 
     def to_json(self) -> str:
         """For `from_json`; no file's path looks like it."""
@@ -95,20 +99,44 @@ class Bucket:
         """What `to_json` wrote."""
         read = json.loads(text)
         contents = tuple(Content(c["name"], tuple(c["shape"]), c["dtype"], c["crc32"]) for c in read["contents"])
-        return cls(read["number"], read["sender"], contents)
+        handle = None if read["handle"] is None else Handle(**read["handle"])
+        return cls(read["number"], read["sender"], contents, handle)
 
     def tensors(self, row: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(name, view of the uint8 row) of each tensor. Raises ValueError for one that was damaged."""
-        start = 0
-        for content in self.contents:
-            dtype = _dtype(content.dtype)
-            tensor = row[start : start + content.nbytes].view(dtype).view(content.shape)
+        for content, start in zip(self.contents, _places(self.contents), strict=False):
+            tensor = row[start : start + content.nbytes].view(_dtype(content.dtype)).view(content.shape)
             content.check(tensor)
             yield content.name, tensor
-            start += content.nbytes
 
 
-# of weights: a safetensors file that both sides see, or what a rank of the trainer broadcasts
+def pack(tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: bool) -> tuple[Content, ...]:
+    """Copy tensors into a row (uint8, on any device) as a `Bucket` holds them; the widest dtypes first, it has no gaps."""
+    contents: list[Content] = []
+    end = 0
+    for name, tensor in tensors:
+        start = _aligned(end, tensor.dtype)
+        end = start + tensor.nbytes
+        row[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        checksum = crc32(tensor) if with_checksums else None
+        contents.append(Content(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum))
+    return tuple(contents)
+
+
+def _places(contents: Sequence[Content]) -> list[int]:
+    """Where each begins in its row, and where the last one ends."""
+    places, end = [], 0
+    for content in contents:
+        places.append(_aligned(end, _dtype(content.dtype)))
+        end = places[-1] + content.nbytes
+    return [*places, end]
+
+
+def _aligned(end: int, dtype: torch.dtype) -> int:
+    return -(-end // dtype.itemsize) * dtype.itemsize
+
+
+# of weights: a safetensors file that both sides see, or what a rank of the trainer broadcasts or lends
 Source = Path | Bucket
 
 

@@ -89,24 +89,8 @@ class Config:
                     f"{sequence} tokens (data.max_prompt_tokens + rollout.max_response_tokens, or "
                     "rollout.max_sequence_tokens where that is less); raise it to at least that"
                 )
-        if self.sync.transport == "group" and self.sync.timeout_seconds >= self.rollout.server.silent_seconds:
-            raise ValueError(
-                f"sync.timeout_seconds={self.sync.timeout_seconds:g} must be below rollout.server.silent_seconds="
-                f"{self.rollout.server.silent_seconds:g}: a server that waits for weights may not answer about its health"
-            )
-        if self.sync.transport == "group" and self.sync.delta:
-            raise ValueError(
-                "sync.delta=true with sync.transport=group is not built; use sync.transport=shm, or set it to false"
-            )
         if self.resume and self.overwrite:
             raise ValueError("resume=true and overwrite=true contradict each other; set one of them to false")
-        sends = not self.rollout.only and self.rollout.replay is None
-        if sends and self.rollout.server.remote and self.sync.transport == "shm" and self.sync.folder is None:
-            raise ValueError(
-                "sync.folder is not set, and shared memory does not reach servers of other machines; set it to a folder that "
-                "the trainer shares with the servers of rollout.server.urls or rollout.server.rendezvous (/dev/shm where they "
-                "are on one machine), or use sync.transport=group"
-            )
         if self.rollout.only:
             if self.rollout.replay is not None:
                 raise ValueError("rollout.only=true samples and rollout.replay does not; remove one of them")
@@ -130,8 +114,54 @@ class Config:
             )
         if self.platform == "cpu":
             self._check_cpu()
+        self._check_sync()
+        self._check_quantize()
         self._check_overlap()
         self._check_optimizer_state()
+
+    def _check_sync(self) -> None:
+        """Whom weights reach, and in time."""
+        if self.sync.transport == "group" and self.sync.timeout_seconds >= self.rollout.server.silent_seconds:
+            raise ValueError(
+                f"sync.timeout_seconds={self.sync.timeout_seconds:g} must be below rollout.server.silent_seconds="
+                f"{self.rollout.server.silent_seconds:g}: a server that waits for weights may not answer about its health"
+            )
+        if self.sync.transport == "group" and self.sync.delta:
+            raise ValueError(
+                "sync.delta=true with sync.transport=group is not built; use sync.transport=shm or ipc, or set it to false"
+            )
+        sends = not self.rollout.only and self.rollout.replay is None
+        if sends and self.rollout.server.remote and self.sync.transport == "ipc":
+            raise ValueError(
+                "sync.transport=ipc lends memory of this machine's processes, which servers that others start (rollout.server."
+                "urls or rollout.server.rendezvous) may not see; use sync.transport=group, or shm with sync.folder"
+            )
+        if sends and self.rollout.server.remote and self.sync.transport == "shm" and self.sync.folder is None:
+            raise ValueError(
+                "sync.folder is not set, and shared memory does not reach servers of other machines; set it to a folder that "
+                "the trainer shares with the servers of rollout.server.urls or rollout.server.rendezvous (/dev/shm where they "
+                "are on one machine), or use sync.transport=group"
+            )
+
+    def _check_quantize(self) -> None:
+        """What servers of an FP8 model need."""
+        if self.sync.quantize == "none":
+            return
+        if self.platform == "cpu":
+            raise ValueError(
+                "sync.quantize=fp8 needs platform=cuda: on CPUs both engines compute blockwise FP8 with AMX alone, which was "
+                "not tried; set it to none"
+            )
+        precision = self.rollout.server.precision or self.model.dtype
+        if precision != "bf16":
+            raise ValueError(
+                f"sync.quantize=fp8 needs what is not quantized to be served in bf16, not {precision}; set "
+                "rollout.server.precision=bf16, or sync.quantize=none"
+            )
+        if self.rollout.only:
+            raise ValueError(
+                "sync.quantize=fp8 has servers wait for their first weights, and rollout.only=true sends none; set it to none"
+            )
 
     def _check_cpu(self) -> None:
         """What only a GPU has."""

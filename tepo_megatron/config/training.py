@@ -114,20 +114,25 @@ class SyncConfig:
     """How weights reach the engine, and how far its log-probs may lie from the actor's.
 
     transport: `shm`, safetensors files, one per owner of a pipeline stage; `group`, broadcasts to all servers' ranks in process
-    groups of their own (gloo on CPU, NCCL on GPUs).
-    folder: where the files lie; None: shared memory, which reaches this machine alone. One that others see is on a file system
-    which all ranks and servers share, and of this run alone: what killed runs left there is removed.
+    groups of their own (gloo on CPU, NCCL on GPUs); `ipc`, flat buckets in the owners' own memory, which servers that this run
+    starts on the same machine map (CUDA IPC on GPUs, which must reach each other's memory; an unnamed file in memory on CPU).
+    quantize: `fp8`, linear layers of the decoder leave their owner in blockwise e4m3, half the bytes of bf16, and the servers
+    hold an FP8 model (what `tools/convert.py export --fp8-blockwise` writes; servers of `rollout.server.urls` must be started
+    with that). Its log-probs differ more from the actor's: `max_logprob_diff` is then for you to choose.
+    folder: where the files of `shm` lie; None: shared memory, which reaches this machine alone. One that others see is on a
+    file system which all ranks and servers share, and of this run alone: what killed runs left there is removed.
     address: of rank 0's machine, at which the groups meet; None: the one on the way to the servers. The port that is open there
     asks for no key.
-    delta: with `shm`, only decoder layers (whole ones) and other parameters are sent whose bytes changed since the last push;
-    servers that lack it get all. The engine stops sampling before the first of it is written.
+    delta: with `shm` or `ipc`, only decoder layers (whole ones) and other parameters are sent whose bytes changed since the
+    last push; servers that lack it get all. The engine stops sampling before the first of it is written.
     verify_every: then the engine checks each tensor that arrives by its CRC-32, and all servers tell the checksums of what they
     serve: it must be the same on all, and other than before where a tensor is. On CPU vLLM has none of linear layers.
     """
 
-    transport: Literal["shm", "group"] = "shm"
+    transport: Literal["shm", "group", "ipc"] = "shm"
+    quantize: Literal["none", "fp8"] = "none"
     folder: str | None = None
-    bucket_mib: Positive = 512  # of a round, all owners together; shared memory, or the senders, hold two rounds
+    bucket_mib: Positive = 512  # of a round, all owners together; shared memory, or the senders, hold two
     address: str | None = None
     delta: bool = False
     timeout_seconds: PositiveFloat = 30.0  # of `group`: for all to meet, and for a round to arrive

@@ -195,7 +195,8 @@ class Launch:
     model_path: Hugging Face directory that it loads first; max_model_len: prompt and response tokens of a sequence at most;
     precision: of the served weights; seed: of the server (each request brings its own); first_device: of the GPUs that this
     process sees, the first one that the server takes; host: the address that it listens on; sleeps: the server will be told to
-    sleep; returns_experts: it will be asked which experts its routers chose.
+    sleep; returns_experts: it will be asked which experts its routers chose; maps_memory: its weights will lie on any of the
+    GPUs that this process sees; in_fp8: it holds an FP8 model, whose first weights are those of the first update.
     """
 
     model_path: Path
@@ -207,6 +208,13 @@ class Launch:
     host: str = LOOPBACK
     sleeps: bool = False
     returns_experts: bool = False
+    maps_memory: bool = False
+    in_fp8: bool = False
+
+    @property
+    def serves(self) -> str:
+        """What its weights are in."""
+        return "fp8" if self.in_fp8 else self.precision
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ def launch_of(cfg: Config, first_device: int = 0) -> Launch:
         sleeps=cfg.rollout.colocate,
         returns_experts=cfg.rollout.replay_experts,
         first_device=first_device,
+        maps_memory=cfg.sync.transport == "ipc",
+        in_fp8=cfg.sync.quantize == "fp8",
     )
 
 

@@ -1,9 +1,9 @@
 """What a process of an inference server knows between the trainer's messages: the update under way, and whom it comes from.
 
-Runs inside the servers, the same for each engine. Weights come in files, or broadcast: then a process takes a whole round
-before the model is touched, and says so in the trainer's store, since an engine's own answer says nothing of its single ranks,
-and some end on an error. Of a round that did not arrive nothing is kept; it is sent again, in new groups, and dropped by who
-has it.
+Runs inside the servers, the same for each engine. Weights come in files, in memory that the trainer lends, or broadcast. Then a
+process takes a whole round before the model is touched, and says so in the trainer's store, since an engine's own answer says
+nothing of its single ranks, and some end on an error. Of a round that did not arrive nothing is kept; it is sent again, in new
+groups, and dropped by who has it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.channel import BrokenChannel, Bucket, Channel, Kept, Meeting, arrived_key, join_store, joined_key
+from tepo_megatron.ipc import borrowed
 from tepo_megatron.rollout.weight_files import Update, tensors
 
 logger = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
 
 
 class Inbox:
@@ -34,11 +36,12 @@ class Inbox:
         self._store: dist.Store | None = None
         self._meeting: Meeting | None = None
         self._rank = 0
-        self._device = torch.device("cpu")
+        self._device = _CPU
         self._channels: list[Channel] = []
 
-    def begin(self, model: str | Path, tied_embeddings: bool) -> None:
-        """Forget what an earlier update gave. See `Update`."""
+    def begin(self, model: str | Path, tied_embeddings: bool, device: torch.device = _CPU) -> None:
+        """Forget what an earlier update gave. See `Update`. device: of the model."""
+        self._device = device
         self._update, self._next = Update(model, tied_embeddings), 0
         self._before, self._version, self._coming = self._version, None, None
 
@@ -90,15 +93,24 @@ class Inbox:
         if not buckets:
             self._update.add_files(sources)
             return tensors(sources)
-        number = buckets[0].number
-        rows = self._receive(buckets)
-        if rows is None or number == self._next - 1:
+        number, lent = buckets[0].number, buckets[0].handle is not None
+        rows = [] if lent else self._receive(buckets)
+        if rows is None or (number == self._next - 1 and not lent):
             return None
         if number != self._next:
             raise ValueError(f"round {number} of the update came when round {self._next} was due")
         self._update.add([(c.name, list(c.shape)) for bucket in buckets for c in bucket.contents])
         self._next += 1
+        if lent:
+            return self._borrow(buckets)
         return (item for bucket, row in zip(buckets, rows, strict=True) for item in bucket.tensors(row))
+
+    def _borrow(self, buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of one bucket after the other, each mapped while its own are read."""
+        for bucket in buckets:
+            assert bucket.handle is not None
+            with borrowed(bucket.handle, self._device) as row:
+                yield from bucket.tensors(row)
 
     def finish(self) -> None:
         """Raises ValueError if a tensor of the model was not given."""

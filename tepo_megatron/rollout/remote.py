@@ -155,14 +155,15 @@ class FoundServer(_Elsewhere):
 
     def _check(self, record: Record) -> None:
         """Raise ConfigError naming all that makes it another server than this run would start."""
-        model, precision, tp = self._launch.model_path, self._launch.precision, self._cfg.tp
+        model, precision, tp = self._launch.model_path, self._launch.serves, self._cfg.tp
         faults = []
         if record.engine != self._engine:
             faults.append(f"it is {record.engine}, and rollout.engine={self._engine}")
         if record.model != fingerprint(model):
             faults.append(f"its model's config.json is not that of model.path={model}")
         if record.precision != precision:
-            faults.append(f"it serves {record.precision}, and rollout.server.precision or model.precision is {precision}")
+            key = "sync.quantize" if self._launch.in_fp8 else "rollout.server.precision or model.precision"
+            faults.append(f"it serves {record.precision}, and {key} is {precision}")
         if record.tp != tp:
             faults.append(f"it has {record.tp} tensor-parallel ranks, and rollout.server.tp={tp}")
         if faults:

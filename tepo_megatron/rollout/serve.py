@@ -130,7 +130,7 @@ class _Service:
             tp=self._cfg.rollout.server.tp,
             model=self._model,
             max_model_len=connected.about.max_model_len,
-            precision=self._launch.precision,
+            precision=self._launch.serves,
             host=this_host(),
             pid=os.getpid(),
             start=secrets.token_hex(8),

@@ -2,24 +2,70 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
+from torch import Tensor
+
+from tepo_megatron.errors import ConversionError
+from tepo_megatron.weights import fp8
+from tepo_megatron.weights.families import find_family, read_config
+from tepo_megatron.weights.hf_io import INDEX, HfReader
+
 HIDDEN = "generation_config.json"  # sampling defaults and stop tokens of the model's author, which every server would obey
+CONFIG = "config.json"
+_FORMATS = {"float8_e4m3fn": "F8_E4M3", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of safetensors
 
 
 class ServedModel:
-    """path: links to the files of `model`, its advice on sampling left out; scratch: for the server's sockets and the like."""
+    """path: links to the files of `model`, its advice on sampling left out; scratch: for the server's sockets and the like.
 
-    def __init__(self, model: Path) -> None:
+    in_fp8: the same model, quantized, without its weights: config.json, and one file that says which tensors updates will give.
+    """
+
+    def __init__(self, model: Path, in_fp8: bool = False) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tepo-served-")
         self.path, self.scratch = Path(self._folder.name) / "model", Path(self._folder.name) / "tmp"
         self.path.mkdir()
         self.scratch.mkdir()
         for file in model.iterdir():
-            if file.name != HIDDEN:
+            if file.name != HIDDEN and not (in_fp8 and (file.suffix == ".safetensors" or file.name in (CONFIG, INDEX))):
                 (self.path / file.name).symlink_to(file.resolve())
+        if in_fp8:
+            _announce_fp8(model, self.path)
 
     def remove(self) -> None:
         """All of it, the model's own files excepted."""
         self._folder.cleanup()
+
+
+def _announce_fp8(model: Path, folder: Path) -> None:
+    hf_config = read_config(model)
+    family = find_family(hf_config)
+    arch = family.architecture(hf_config)
+    shapes = HfReader(model).shapes()
+    ops = {name: row.op for row in family.rows for names in row.instances(arch) for name in names}
+    if missing := family.tensor_names(arch) - shapes.keys():
+        raise ConversionError(f"{model}: tensor {min(missing)} is missing; the weights do not belong to this config.json")
+    announced = [part for name in family.tensor_names(arch) for part in fp8.parts(ops[name], name, shapes[name])]
+    names = {name for name, _ in announced}
+    whole = [n.removesuffix(".weight") for n in names if n.endswith(".weight") and n + fp8.SCALE_SUFFIX not in names]
+    tied = ["lm_head"] if arch.tied_embeddings else []
+    changed = hf_config | {"quantization_config": fp8.config([*sorted(whole), *tied])}
+    (folder / CONFIG).write_text(json.dumps(changed, indent=2))
+    _write_empty(dict(announced), folder / "model.safetensors")
+
+
+def _write_empty(tensors: dict[str, Tensor], path: Path) -> None:
+    """A safetensors file of zeros that takes no room: a header, and a hole."""
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        dtype = _FORMATS[str(tensor.dtype).removeprefix("torch.")]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
+        end += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + end)

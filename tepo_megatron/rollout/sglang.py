@@ -73,6 +73,8 @@ class SglangApi:
             command += ["--enable-memory-saver"]
         if launch.returns_experts:
             command += [RETURN_EXPERTS]
+        if launch.in_fp8:
+            command += ["--load-format", "dummy"]
         if launch.platform == "cpu":
             # SGLang cannot guess the size of a CPU's cache
             command += ["--device", "cpu", "--attention-backend", "torch_native"]
@@ -89,7 +91,7 @@ class SglangApi:
             "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(cfg.silent_seconds)),
         }
         if launch.platform == "cuda":
-            env |= devices(inherited, launch.first_device, cfg.tp)
+            env |= devices(inherited, launch.first_device, cfg.tp, launch.maps_memory)
         if launch.platform == "cpu":
             # One thread is ten times as fast for a small model, and leaves the trainer's ranks theirs.
             env |= {CPU_VARIABLE: "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}

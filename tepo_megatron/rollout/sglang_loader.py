@@ -34,7 +34,7 @@ def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torc
     """
     names = [name for name, _ in named_tensors]
     if names == [BEGIN]:
-        _inbox.begin(os.environ[MODEL_VARIABLE], model.config.tie_word_embeddings)
+        _inbox.begin(os.environ[MODEL_VARIABLE], model.config.tie_word_embeddings, next(model.parameters()).device)
     elif names == [FINISH]:
         _inbox.finish()
     elif names[:1] == [JOIN]:

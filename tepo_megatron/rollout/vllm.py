@@ -65,6 +65,8 @@ class VllmApi:
             command += ["--enable-sleep-mode"]
         if launch.returns_experts:
             command += [RETURN_EXPERTS]
+        if launch.in_fp8:
+            command += ["--load-format", "dummy"]
         if launch.platform == "cpu":
             # After the first chunk of a seeded prompt vLLM 0.32 turns its generator back, which a CPU cannot do: whole prompts.
             command += ["--enforce-eager", "--no-enable-chunked-prefill"]
@@ -85,7 +87,7 @@ class VllmApi:
         if launch.returns_experts:
             env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other returns none
         if launch.platform == "cuda":
-            env |= devices(inherited, launch.first_device, cfg.tp)
+            env |= devices(inherited, launch.first_device, cfg.tp, launch.maps_memory)
         if launch.platform == "cpu":
             if cfg.tp == 1:
                 env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # allows `uni`; the engine is a process of its own all the same

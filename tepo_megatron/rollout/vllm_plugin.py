@@ -1,4 +1,4 @@
-"""A weight-transfer backend of vLLM that takes files or broadcasts, on CPU and GPU. Runs inside the vLLM server.
+"""A weight-transfer backend of vLLM that takes what `inbox.py` takes, on CPU and GPU. Runs inside the vLLM server.
 
 vLLM finds `register` through the entry point `vllm.general_plugins`; `--weight-transfer-config '{"backend": "tepo_shm"}'`
 selects it. Of this package it imports `inbox.py` and what that needs: the server loads nothing of the trainer. Facts are of
@@ -69,7 +69,7 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         """Forget what an earlier update gave; the model is touched by the first tensors that may be loaded."""
         assert self._inbox is not None, "the trainer calls init_transfer_engine first"
-        self._inbox.begin(self.model_config.model, self.model_config.hf_config.tie_word_embeddings)
+        self._inbox.begin(self.model_config.model, self.model_config.hf_config.tie_word_embeddings, self.device)
         self._touched = False
 
     def update_weights(self, update_info: dict[str, object]) -> None:

@@ -26,19 +26,18 @@ from tepo_megatron.channel import (
     BrokenChannel,
     Bucket,
     Channel,
-    Content,
     Meeting,
     Source,
     Taker,
     address_towards,
     arrived_key,
-    crc32,
     join_store,
     joined_key,
     open_store,
+    pack,
 )
 from tepo_megatron.config import SyncConfig
-from tepo_megatron.errors import ConfigError, SyncError
+from tepo_megatron.errors import ConfigError, ConversionError, SyncError
 from tepo_megatron.parallel import Groups
 from tepo_megatron.weights.gather import Binding
 from tepo_megatron.weights.ops import Architecture
@@ -73,7 +72,7 @@ class GroupReceiver(Protocol):
 @dataclass
 class _Round:
     """A round on its way. bucket, row: this rank's, None if it has none; sent: there were groups to send it to; loading: the
-    servers' work, on rank 0; attempts: to send it to the same servers.
+    servers' work, on rank 0; attempts: to send it to the same servers; fault: why this rank has none.
     """
 
     number: int
@@ -82,12 +81,13 @@ class _Round:
     sent: bool = False
     loading: Future[None] | None = None
     attempts: int = 0
+    fault: ConversionError | None = None
 
 
 class BroadcastSync:
     """Pushes the weights of `bindings` to `receiver` (given on rank 0 only) through process groups.
 
-    Collectives over the host group: two all-gathers here; in a push five for each round, two for each meeting and two more.
+    Collectives over the host group: two all-gathers here; in a push three for each round, two for each meeting and two more.
     sent_bytes: what this rank has handed to broadcasts.
     """
 
@@ -100,7 +100,7 @@ class BroadcastSync:
         receiver: GroupReceiver | None,
     ) -> None:
         self.cfg, self.groups, self.receiver = cfg, groups, receiver
-        self._plan = Rounds(cfg.bucket_mib, bindings, arch, groups)
+        self._plan = Rounds(cfg, bindings, arch, groups)
         self.rounds = self._plan.count
         self.sent_bytes = 0
         senders = self._plan.senders
@@ -118,8 +118,8 @@ class BroadcastSync:
     def push(self, version: int) -> None:
         """All ranks call it; when it returns, the engine serves `version`.
 
-        Raises SyncError on every rank when the engine refuses the weights, or servers that live do not take them. The engine
-        can only be closed then.
+        Raises, on every rank, SyncError when the engine refuses the weights, or servers that live do not take them, and
+        ConversionError when a rank cannot quantize. The engine can only be closed then.
         """
         try:
             under_way: _Round | None = None
@@ -148,20 +148,16 @@ class BroadcastSync:
 
     def _gather(self, version: int, i: int) -> _Round:
         """This rank's bucket of round `i`, in one of two rows that are used in turn."""
-        with_checksums = self._is_due(version)
-        contents: list[Content] = []
-        end = 0
-        for name, tensor in self._plan.tensors(i):
-            row = self._row(i % 2)
-            row[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-            checksum = crc32(tensor) if with_checksums else None
-            if checksum is not None:
-                self._sent[name] = checksum
-            contents.append(Content(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum))
-            end += tensor.nbytes
+        row = self._row(i % 2)
+        try:
+            contents = pack(self._plan.tensors(i), row, self._is_due(version))
+        except ConversionError as e:
+            return _Round(i, fault=e)
+        self._sent |= {c.name: c.crc32 for c in contents if c.crc32 is not None}
         if self._sender is None or not contents:
             return _Round(i)
-        return _Round(i, Bucket(i, self._sender, tuple(contents)), self._row(i % 2)[:end])
+        bucket = Bucket(i, self._sender, contents)
+        return _Round(i, bucket, row[: bucket.nbytes])
 
     def _is_due(self, version: int) -> bool:
         """Whether this delivery is checked."""
@@ -174,10 +170,11 @@ class BroadcastSync:
 
     def _send(self, it: _Round) -> None:
         """Begin to send a round, in new groups if others take part than are in those that there are."""
-        invitation: Meeting | None = None
-        with self._plan.agreed():
-            invitation = self._invitation()
-        told = self._plan.from_all((it.bucket, invitation))
+        with self._plan.agreed() as said:
+            if it.fault is not None:
+                raise it.fault
+            said.mine = it.bucket, self._invitation()
+        told: list[tuple[Bucket | None, Meeting | None]] = said.all
         invitation = told[0][1]
         it.loading, it.attempts = None, it.attempts + 1
         it.sent = invitation is not None and (invitation == self._meeting or self._meet(invitation))

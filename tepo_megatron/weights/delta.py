@@ -7,7 +7,7 @@ when all its tensors are there, and one that gets a part of them (`q_proj` witho
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Set
 
 from tepo_megatron.channel import crc32
 from tepo_megatron.weights.gather import Binding
@@ -35,14 +35,6 @@ class Delta:
         known = base is not None and base == self._version
         self._known, self._version = now, version
         return [b for b in self._plan.sent if _unit(b.name) in units] if known else None
-
-
-def names_without(bindings: Sequence[Binding], sent: Sequence[Binding] | None) -> list[str]:
-    """Hugging Face names of those that are not sent; None: all are."""
-    if sent is None:
-        return []
-    there = {b.name for b in sent}
-    return [name for b in bindings if b.name not in there for name in b.hf_names]
 
 
 def _unit(name: str) -> str:

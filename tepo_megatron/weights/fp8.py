@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.errors import ConversionError
+from tepo_megatron.weights.ops import Op, Replicated, Vocabulary
 
 BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
@@ -31,8 +32,8 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = (-(-n // BLOCK) for n in weight.shape)
     if weight.is_meta:
         return weight.to(torch.float8_e4m3fn), torch.empty(rows, columns, device=weight.device)
-    quantized = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-    scales = torch.ones(rows, columns)
+    quantized = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = torch.ones(rows, columns, device=weight.device)
     for i in range(rows):  # one row of blocks at a time bounds the memory of the fp32 copy
         band = slice(i * BLOCK, (i + 1) * BLOCK)
         part = weight[band].float()
@@ -49,6 +50,21 @@ def dequantize(weight: Tensor, scale_inv: Tensor) -> Tensor:
     """fp32 [n, k]: the values that an engine computes with."""
     each = scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return weight.float() * each[: weight.size(0), : weight.size(1)]
+
+
+def is_quantized(op: Op, tensor: Tensor) -> bool:
+    """Linear layers of the decoder: not the vocabulary's matrices, not routers and norms (which no rank splits), no biases.
+
+    op, tensor: of a whole Hugging Face tensor.
+    """
+    return tensor.ndim == 2 and not isinstance(op, Vocabulary | Replicated)
+
+
+def parts(op: Op, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """What becomes of a whole Hugging Face tensor in an FP8 model: weight and scales, or as it is. Raises as `quantize`."""
+    if not is_quantized(op, tensor):
+        return [(name, tensor)]
+    return list(zip((name, name + SCALE_SUFFIX), quantize(tensor), strict=True))
 
 
 def config(whole_modules: Sequence[str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load, load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from tepo_megatron.channel import Bucket, crc32
 from tepo_megatron.errors import CheckpointError, SyncError
+from tepo_megatron.ipc import borrowed
 from tests.marks import slow_but
 from tests.parallel import cases
 from tests.tiny import tiny_model, tiny_qwen3
@@ -30,15 +32,15 @@ LAYOUTS = {
 
 
 class Recorder:
-    """The receiving side of a sync: reads the files as late as an engine may, when its answer is awaited.
+    """The receiving side of a sync: reads what is sent as late as an engine may, when its answer is awaited.
 
-    version: finished; rounds: their files' names; data: bytes of all files without their headers; largest: bytes of the largest
-    round's; peak: bytes of all files that lay in the folder at a time, the first of which have not been read.
+    version: finished; rounds: their files' names, or the numbers of who lends them; data: bytes of all tensors; largest: bytes
+    of the largest round's; peak: bytes of all files that lay in the folder at a time, the first of which have not been read.
     """
 
     def __init__(self, refuses: int | None = None) -> None:
         self.received: dict[str, torch.Tensor] = {}
-        self.rounds: list[list[str]] = []
+        self.rounds: list[list[Any]] = []
         self.version = self.data = self.largest = self.peak = 0
         self.refuses = refuses
 
@@ -46,24 +48,50 @@ class Recorder:
         self.__init__(self.refuses)  # type: ignore[misc]
         self.version = -version
 
-    def load(self, files: list[Path]) -> "Late":
-        self.rounds.append([file.name for file in files])
-        return Late(lambda: self.take(files))
+    def load(self, sources: list[Any]) -> "Late":
+        self.rounds.append([source.name if isinstance(source, Path) else source.sender for source in sources])
+        return Late(lambda: self.take(sources))
 
-    def take(self, files: list[Path]) -> None:
+    def take(self, sources: list[Any]) -> None:
         if len(self.rounds) == self.refuses:
             raise SyncError("the server does not like them")
+        if not isinstance(sources[0], Path):
+            return self.map(sources)
+        files = sources
         self.largest = max(self.largest, sum(file.stat().st_size for file in files))
         self.peak = max(self.peak, sum(map(size_of, files[0].parent.iterdir())))
         for file in files:
             content = file.read_bytes()
             self.data += len(content) - 8 - int.from_bytes(content[:8], "little")
-            for name, tensor in load(content).items():
-                assert name not in self.received, f"{name} was sent twice"
-                self.received[name] = tensor
+            self.keep_tensors(load(content).items())
+
+    def map(self, buckets: list[Bucket]) -> None:
+        assert {bucket.number for bucket in buckets} == {len(self.rounds) - 1}
+        self.largest = max(self.largest, sum(bucket.nbytes for bucket in buckets))
+        for bucket in buckets:
+            lent = Bucket.from_json(bucket.to_json())
+            assert lent == bucket and lent.handle is not None
+            with borrowed(lent.handle, torch.device("cpu")) as row:
+                self.data += lent.nbytes
+                self.keep_tensors((name, tensor.clone()) for name, tensor in lent.tensors(row))
+
+    def keep_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            assert name not in self.received, f"{name} was sent twice"
+            self.received[name] = tensor
 
     def finish_update(self) -> None:
         self.version = -self.version
+
+    def verify(self, sent: Mapping[str, int]) -> None:
+        assert sent == {name: crc32(tensor) for name, tensor in self.received.items()}
+
+
+def left_of(sync: Any) -> list[str]:
+    """What this rank still has of an update: files, or rows that it lends."""
+    if hasattr(sync.store, "folder"):
+        return [file.name for file in sync.store.folder.iterdir()]
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "tepo-weights" in line]
 
 
 def size_of(file: Path) -> int:
@@ -97,11 +125,13 @@ def export_and_push(rank: int, cfg: Any, out: Path) -> dict[str, Any]:
     receiver = Recorder() if rank == 0 else None
     sync = WeightSync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
     sync.push(version=3)
-    left = list(sync.folder.iterdir()) if rank == 0 else []
+    left = list(sync.store.folder.iterdir()) if rank == 0 else []
     sync.close()
     parallel.shutdown()
     return (
-        {"received": receiver.received, "rounds": receiver.rounds, "left": left, "folder": str(sync.folder)} if receiver else {}
+        {"received": receiver.received, "rounds": receiver.rounds, "left": left, "folder": str(sync.store.folder)}
+        if receiver
+        else {}
     )
 
 
@@ -154,7 +184,7 @@ def push_twice(rank: int, cfg: Any) -> Recorder | None:
         for version in (1, 2):
             sync.push(version)
             assert receiver is None or (receiver.version == version and len(receiver.rounds) == sync.rounds)
-        assert receiver is None or not list(sync.folder.iterdir())
+        assert receiver is None or not left_of(sync)
     return receiver
 
 
@@ -169,14 +199,15 @@ def tiny_moe(path: Path) -> None:
 ROUNDS = {"TP2": {"tp": 2}, "PP2": {"pp": 2}, "TP2 PP2": {"tp": 2, "pp": 2}, "EP2": {"ep": 2, "dp": 2}}
 
 
+@pytest.mark.parametrize("transport", ["shm", "ipc"])
 @pytest.mark.parametrize("name", slow_but(["PP2", "EP2"], ROUNDS))
-def test_rounds_bound_the_shared_memory_and_send_every_byte_once(tmp_path: Path, name: str) -> None:
+def test_rounds_bound_the_memory_and_send_every_byte_once(tmp_path: Path, name: str, transport: str) -> None:
     if name == "EP2":
         tiny_moe(tmp_path)
     else:
         tiny_qwen3(tmp_path, layers=4, vocab_size=cases.VOCAB)
     cfg = cases.run_config(tmp_path, ROUNDS[name])
-    cfg = replace(cfg, sync=replace(cfg.sync, bucket_mib=1))
+    cfg = replace(cfg, sync=replace(cfg.sync, bucket_mib=1, transport=transport, verify_every=2))
     receiver = run_world(cfg.parallel.world_size, push_twice, cfg)[0]
     model = tensors(tmp_path)
     assert receiver.received.keys() == model.keys() and all(torch.equal(receiver.received[k], model[k]) for k in model)
@@ -184,7 +215,8 @@ def test_rounds_bound_the_shared_memory_and_send_every_byte_once(tmp_path: Path,
     headers = 256 * len(model)
     assert receiver.data == model_bytes
     assert receiver.largest <= 2**20 + headers and len(receiver.rounds) > 2
-    assert receiver.largest < receiver.peak <= 2 * receiver.largest  # the next round is written while one is loaded
+    if transport == "shm":
+        assert receiver.largest < receiver.peak <= 2 * receiver.largest  # the next round is written while one is loaded
 
 
 class Keeper(Recorder):
@@ -216,18 +248,19 @@ def push_changes(rank: int, cfg: Any) -> list[dict[str, Any]]:
                     binding.parameter.data.view(-1)[0] += 1
             sync.push(version)
             if receiver is not None:
-                taken.append(vars(receiver) | {"left": [file.name for file in sync.folder.iterdir()]})
+                taken.append(vars(receiver) | {"left": left_of(sync)})
     return taken
 
 
+@pytest.mark.parametrize("transport", ["shm", "ipc"])
 @pytest.mark.parametrize("name", slow_but(["EP2", "TP2 PP2"], ROUNDS))
-def test_only_layers_that_changed_are_sent_and_the_rest_is_named(tmp_path: Path, name: str) -> None:
+def test_only_layers_that_changed_are_sent_and_the_rest_is_named(tmp_path: Path, name: str, transport: str) -> None:
     if name == "EP2":
         tiny_moe(tmp_path)
     else:
         tiny_qwen3(tmp_path, layers=4, vocab_size=cases.VOCAB)
     cfg = cases.run_config(tmp_path, ROUNDS[name])
-    cfg = replace(cfg, sync=replace(cfg.sync, bucket_mib=1, delta=True))
+    cfg = replace(cfg, sync=replace(cfg.sync, bucket_mib=1, delta=True, transport=transport))
     model = tensors(tmp_path)
     everything, nothing, layer, layers, again = run_world(cfg.parallel.world_size, push_changes, cfg)[0]
 
@@ -246,7 +279,7 @@ def test_only_layers_that_changed_are_sent_and_the_rest_is_named(tmp_path: Path,
 
 
 def push_and_fail(rank: int, cfg: Any, cannot_write: int | None, refuses: int | None) -> tuple[str, list[str]]:
-    from tepo_megatron.weights import sync as module
+    from tepo_megatron.weights import stores as module
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -266,20 +299,22 @@ def push_and_fail(rank: int, cfg: Any, cannot_write: int | None, refuses: int | 
             sync.push(1)
         except (CheckpointError, SyncError) as e:
             torch.distributed.barrier()
-            left = [file.name for file in sync.folder.iterdir()]
+            left = left_of(sync)
             torch.distributed.barrier()  # rank 0 will remove the folder
             return f"{type(e).__name__}: {e}", left
     raise AssertionError("the push went through")
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
-@pytest.mark.parametrize("fault", ["rank 0 cannot write", "rank 1 cannot write", "the engine refuses"])
+@pytest.mark.parametrize(
+    "fault", ["rank 0 cannot write", "rank 1 cannot write", "the engine refuses", "it refuses what is lent"]
+)
 def test_a_fault_in_mid_push_ends_it_on_every_rank(tmp_path: Path, fault: str, layout: dict[str, int]) -> None:
     if layout == {"tp": 2} and fault == "rank 1 cannot write":
         pytest.skip("it writes nothing")
     tiny_qwen3(tmp_path, layers=4, vocab_size=cases.VOCAB)
     cfg = cases.run_config(tmp_path, layout)
-    cfg = replace(cfg, sync=replace(cfg.sync, bucket_mib=1))
+    cfg = replace(cfg, sync=replace(cfg.sync, bucket_mib=1, transport="ipc" if "lent" in fault else "shm"))
     ranks = run_world(
         2, push_and_fail, cfg, int(fault[5]) if "write" in fault else None, 1 if "refuses" in fault else None, timeout=30
     )
@@ -292,12 +327,12 @@ def test_a_fault_in_mid_push_ends_it_on_every_rank(tmp_path: Path, fault: str, l
 
 
 def test_folders_of_killed_runs_are_removed_and_those_in_use_are_not() -> None:
-    from tepo_megatron.weights import sync
+    from tepo_megatron.weights import stores
 
-    mine, lock = sync._make_folder()
-    abandoned, abandoned_lock = sync._make_folder()
+    mine, lock = stores._make_folder()
+    abandoned, abandoned_lock = stores._make_folder()
     os.close(abandoned_lock)  # what the kernel does for a killed process
-    other, other_lock = sync._make_folder()
+    other, other_lock = stores._make_folder()
     try:
         assert mine.exists() and other.exists() and not abandoned.exists()
     finally:

@@ -16,14 +16,16 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import Qwen3ForCausalLM
 
-from tepo_megatron.channel import crc32
+from tepo_megatron.channel import Bucket, crc32, pack
 from tepo_megatron.errors import RolloutError, SyncError
+from tepo_megatron.ipc import lend
 from tepo_megatron.rollout.checksums import Checks
 from tepo_megatron.rollout.client import RequestFailed
 from tepo_megatron.rollout.engine import INITIAL_VERSION
 from tepo_megatron.types import Prompt, SamplingParams
-from tepo_megatron.weights.sync import _save
+from tepo_megatron.weights.stores import _save
 from tests.server.served import (
     EOS,
     MAX_LOGPROB_DIFF,
@@ -160,17 +162,17 @@ def test_a_refused_request_is_one_error_and_no_harm(served: Served) -> None:
     assert len(served.engine.generate(make_prompts(1, seed=0), SAMPLING, seed=0)) == SAMPLING.samples
 
 
-@pytest.mark.parametrize("version", [0, 1])
-def test_an_update_replaces_all_weights(served: Served, version: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "transport"), [(0, "shm"), (1, "ipc")])
+def test_an_update_replaces_all_weights(served: Served, version: int, transport: str, tmp_path: Path) -> None:
     prompts = make_prompts(8, seed=9)
     served.engine.generate(prompts, SAMPLING, seed=0)  # leaves the prompts in the prefix cache
     new = tiny_qwen3(tmp_path / "new", tied=True, seed=100 + version)
     started = time.monotonic()
     served.engine.begin_update(version)
-    for file in save_weights(new, tmp_path, files=3):  # the parts of each layer lie in different ones
-        served.engine.load([file]).result()
-        file.unlink()
-        assert not any(str(tmp_path) in maps(process) for process in server_processes(served.engine))  # its memory is free
+    for source in written(new, tmp_path) if transport == "shm" else lent(new):
+        served.engine.load([source]).result()
+        for process in server_processes(served.engine):  # its memory is free
+            assert str(tmp_path) not in maps(process) and "tepo-weights" not in maps(process)
     served.engine.finish_update()
     print(f"update in {1e3 * (time.monotonic() - started):.0f} ms")
     rollouts = served.engine.generate(prompts, SAMPLING, seed=0)
@@ -301,6 +303,26 @@ def other_address() -> str:
     """Of this machine, and not of its loopback interface where it has another one."""
     found = [a.address for nic in psutil.net_if_addrs().values() for a in nic if a.family == socket.AF_INET]
     return next((address for address in found if not address.startswith("127.")), "127.0.0.2")
+
+
+def written(model: Qwen3ForCausalLM, folder: Path) -> Iterator[Path]:
+    """Its weights in three files, of which each is gone once it was read; the parts of each layer lie in different ones."""
+    for file in save_weights(model, folder, files=3):
+        yield file
+        file.unlink()
+
+
+def lent(model: Qwen3ForCausalLM) -> Iterator[Bucket]:
+    """The same in two rows of memory in turn; once read they hold nothing but what is not a number."""
+    weights = [(name, weight.detach()) for name, weight in model.named_parameters()]
+    rows = [lend(sum(weight.nbytes for _, weight in weights), torch.device("cpu")) for _ in range(2)]
+    for i in range(3):
+        row = rows[i % 2]
+        contents = pack(weights[i::3], row.bytes, with_checksums=True)
+        yield Bucket(i, 0, contents, row.handle)
+        row.bytes.fill_(255)
+    for row in rows:
+        row.close()
 
 
 def maps(process: psutil.Process) -> str:

@@ -53,6 +53,19 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             r"sync.timeout_seconds=60 must be below rollout.server.silent_seconds=60",
         ),
         ({"sync": {"transport": "group", "delta": True}}, r"sync\.delta=true with sync\.transport=group is not built"),
+        (
+            {"sync": {"transport": "ipc"}, "rollout": {"server": {"rendezvous": "/shared"}}},
+            r"sync\.transport=ipc lends memory of this machine's processes.*use sync\.transport=group, or shm",
+        ),
+        ({"sync": {"quantize": "fp8"}, "platform": "cpu"}, r"sync\.quantize=fp8 needs platform=cuda"),
+        (
+            {"sync": {"quantize": "fp8"}, "platform": "cuda", "rollout": {"server": {"precision": "fp32"}}},
+            r"to be served in bf16, not fp32; set rollout\.server\.precision=bf16",
+        ),
+        (
+            {"sync": {"quantize": "fp8"}, "platform": "cuda", "rollout": {"only": True}},
+            r"sync\.quantize=fp8 has servers wait for their first weights",
+        ),
         ({"seed": -1}, "seed: .*greater than or equal to 0 .*-1"),
         ({"platform": "tpu"}, "platform: .*'cpu' or 'cuda' .*'tpu'"),
         ({"optimizer": {"lr": 0}}, "optimizer.lr: .*greater than 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,16 @@ def test_the_cache_holds_what_fits_and_no_more_than_can_be_asked_for(tmp_path: P
     assert half[half.index("--max-total-tokens") + 1] == "2000"
     ample = command(ServerConfig(python=str(python)), launch(tmp_path))
     assert ample[ample.index("--max-total-tokens") + 1] == str(256 * 64)
+
+
+def test_a_model_in_fp8_has_no_weights_yet(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.touch()
+    cfg, plain = ServerConfig(python=str(python)), launch(tmp_path)
+    assert [word for word in command(cfg, replace(plain, in_fp8=True)) if word not in command(cfg, plain)] == [
+        "--load-format",
+        "dummy",
+    ]
 
 
 def test_the_key_and_torchrun_stay_where_they_belong(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from tepo_megatron.rollout.weight_files import tensors
 from tepo_megatron.weights import broadcast
 from tepo_megatron.weights.ops import Replicated
 from tepo_megatron.weights.rounds import cut as cut_into_buckets
-from tepo_megatron.weights.sync import _make_folder, _save, check_one_host
+from tepo_megatron.weights.rounds import whole_bytes
+from tepo_megatron.weights.stores import _make_folder, _save
+from tepo_megatron.weights.sync import check_one_host
 
 SENT = {
     "a.weight": torch.arange(6.0).reshape(2, 3),
@@ -100,7 +102,7 @@ def binding(name: str, numel: int, replicated: bool = False) -> Any:
 
 def cut(bindings: list[Any], tied: bool = True) -> list[list[str]]:
     arch: Any = SimpleNamespace(tied_embeddings=tied)
-    return [[b.name for b in bucket] for bucket in cut_into_buckets(bindings, arch, tp=2, limit=80)]
+    return [[b.name for b in bucket] for bucket in cut_into_buckets(bindings, arch, lambda b: whole_bytes(b, 2), limit=80)]
 
 
 def test_buckets_hold_whole_parameters_up_to_the_limit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,16 @@ def answer() -> dict[str, Any]:
         "finish_reason": "length",
     }
     return {"choices": [second, first]}
+
+
+def test_a_model_in_fp8_has_no_weights_yet_and_lent_ones_lie_on_any_gpu() -> None:
+    plain, quantized = (VllmApi().command(ServerConfig(), replace(CUDA, in_fp8=it_is), port=1) for it_is in (False, True))
+    assert [word for word in quantized if word not in plain] == ["--load-format", "dummy"]
+    assert CUDA.serves == "bf16" and replace(CUDA, in_fp8=True).serves == "fp8"
+    seen = {"CUDA_VISIBLE_DEVICES": "0,1,2"}
+    for maps, devices in ((False, "1"), (True, "1,0,2")):
+        launch = replace(CUDA, first_device=1, maps_memory=maps)
+        assert VllmApi().environment(ServerConfig(), launch, seen, "key")["CUDA_VISIBLE_DEVICES"] == devices
 
 
 def test_an_answer_becomes_rollouts_in_the_order_of_the_samples() -> None:

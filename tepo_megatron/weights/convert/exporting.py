@@ -28,7 +28,6 @@ from tepo_megatron.weights.convert.streams import Job, work
 from tepo_megatron.weights.convert.world import world_of_one
 from tepo_megatron.weights.families import read_config
 from tepo_megatron.weights.hf_io import carry_over, set_config
-from tepo_megatron.weights.ops import Replicated, Vocabulary
 
 _LARGEST_FILE, _SMALLEST_FILE = 4 * 2**30, 512 * 2**20  # bytes
 _FILES = 8  # of a model that is neither small nor large: enough for the streams to end at about the same time
@@ -43,8 +42,8 @@ class Format:
 
     def convert(self, slot: Slot, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """What is written of one HF tensor. Raises ConversionError when it overflows."""
-        if self.fp8_blockwise and is_quantized(slot, tensor):
-            return list(zip((name, name + fp8.SCALE_SUFFIX), fp8.quantize(tensor), strict=True))
+        if self.fp8_blockwise and fp8.is_quantized(slot.binding.row.op, tensor):
+            return fp8.parts(slot.binding.row.op, name, tensor)
         cast = tensor if self.dtype is None else tensor.to(self.dtype)
         if cast.dtype != tensor.dtype and not cast.is_meta:
             check_finite(cast, f"{name} in {str(self.dtype).removeprefix('torch.')} (give another --dtype, or none) would")
@@ -167,11 +166,6 @@ def _stored(slot: Slot, reader: Reader) -> Tensor:
     """The Megatron parameter in the dtype of the checkpoint, on the meta device."""
     parameter = slot.binding.parameter.detach()
     return parameter.to(reader.tensors[slot.pieces(parameter)[0].key].properties.dtype)
-
-
-def is_quantized(slot: Slot, tensor: Tensor) -> bool:
-    """Linear layers of the decoder: not the vocabulary's matrices, not routers and norms (which no rank splits), no biases."""
-    return tensor.ndim == 2 and not isinstance(slot.binding.row.op, Vocabulary | Replicated)
 
 
 def _config_changes(plan: Plan, announced: Mapping[str, Tensor], hf_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,232 @@
+"""Where the buckets of a round lie until the engine has read them: files in shared memory or in `sync.folder`, or rows of bytes
+in the memory of who sends them.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tepo_megatron.channel import Bucket, Source, crc32, pack
+from tepo_megatron.config import SyncConfig
+from tepo_megatron.errors import CheckpointError, ConfigError
+from tepo_megatron.ipc import Row, lend
+from tepo_megatron.parallel import Groups
+from tepo_megatron.weights.rounds import Rounds
+
+# what the engine is told, and CRC-32 of tensors
+Stored = tuple[Source, dict[str, int]]
+
+
+class Store(Protocol):
+    """One rank's. A round takes the place of the one before the last."""
+
+    def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
+        """Keep this rank's bucket of the round `number` of an update; None: it is empty. Raises CheckpointError when it cannot.
+
+        checked: the engine is to compare each tensor's CRC-32.
+        """
+        ...
+
+    def remove(self, sources: Sequence[Source]) -> None:
+        """On rank 0: the engine has read these."""
+        ...
+
+    def rest(self) -> None:
+        """The engine has read everything; other ranks may have begun the next update."""
+        ...
+
+    def clear(self) -> None:
+        """The update has failed."""
+        ...
+
+    def close(self) -> None:
+        """The last. A second call does nothing."""
+        ...
+
+
+class Files:
+    """safetensors files in one folder, which rank 0 makes and empties. Collectives: one broadcast over the host group."""
+
+    def __init__(self, cfg: SyncConfig, plan: Rounds, groups: Groups) -> None:
+        self._in_use: int | None = None
+        self._owner, self._for_others = groups.owner, cfg.folder is not None
+        folder = Path()
+        if groups.is_main:
+            folder, self._in_use = _make_folder(cfg.folder)
+        name = [str(folder)]
+        dist.broadcast_object_list(name, src=0, group=groups.host, device=torch.device("cpu"))
+        self.folder = Path(name[0])
+
+    def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
+        """See `Store.put`."""
+        there = {name: _on_host(t) for name, t in tensors}
+        if not there:
+            return None
+        path = self.folder / f"v{version}-{number:05d}-{self._owner}.safetensors"
+        checksums = {name: crc32(t) for name, t in there.items()} if checked else {}
+        _save(there, path, checksums, for_others=self._for_others)
+        return path, checksums
+
+    def remove(self, sources: Sequence[Source]) -> None:
+        """Two rounds lie there at most."""
+        for source in sources:
+            assert isinstance(source, Path)
+            source.unlink()
+
+    def rest(self) -> None:
+        """They are removed."""
+
+    def clear(self) -> None:
+        """Remove what is left."""
+        if self._in_use is not None:
+            for file in self.folder.iterdir():
+                file.unlink()
+
+    def close(self) -> None:
+        """Remove the folder."""
+        if self._in_use is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self._in_use)
+            self._in_use = None
+
+
+class Rows:
+    """Two rows on the sender's device, in turn, held during an update alone; servers of this machine map them (`ipc.py`)."""
+
+    def __init__(self, cfg: SyncConfig, plan: Rounds, groups: Groups) -> None:
+        self._nbytes, self._device = plan.largest, groups.device
+        self._sender = plan.senders.index(groups.rank) if groups.rank in plan.senders else -1
+        self._rows: dict[int, Row] = {}
+
+    def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
+        """See `Store.put`."""
+        if not self._nbytes:  # its tensor-parallel group gathers with it
+            collections.deque(tensors, maxlen=0)
+            return None
+        row = self._row(number % 2)
+        contents = pack(tensors, row.bytes, checked)
+        if not contents:
+            return None
+        row.written()
+        checksums = {c.name: c.crc32 for c in contents if c.crc32 is not None}
+        return Bucket(number, self._sender, contents, row.handle), checksums
+
+    def _row(self, which: int) -> Row:
+        if which not in self._rows:
+            self._rows[which] = lend(self._nbytes, self._device)
+        return self._rows[which]
+
+    def remove(self, sources: Sequence[Source]) -> None:
+        """The next but one is written over it."""
+
+    def rest(self) -> None:
+        """Give the memory back."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Who still maps it belongs to an engine that can only be closed."""
+        for row in self._rows.values():
+            row.close()
+        self._rows = {}
+
+    def close(self) -> None:
+        """See `clear`."""
+        self.clear()
+
+
+STORES: Mapping[str, Callable[[SyncConfig, Rounds, Groups], Store]] = {"shm": Files, "ipc": Rows}
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """As a file takes it; a tensor that is like that already is not copied: it is written before training goes on."""
+    return tensor.detach().to("cpu").contiguous()
+
+
+def _save(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, int], for_others: bool = False) -> None:
+    """Write a file, with the CRC-32 of tensors in its header where there are any. Raises CheckpointError when it cannot.
+
+    for_others: on another machine, so it gets its name when all of it has left this one. `rollout/weight_files.py` reads it.
+    """
+    header = {"format": "pt"}
+    if checksums:
+        header["crc32"] = json.dumps(checksums)
+    try:
+        if for_others:
+            part = path.with_suffix(".part")
+            save_file(tensors, part, header)
+            _flush(part)
+            part.rename(path)
+            with contextlib.suppress(OSError):  # some file systems flush no folders
+                _flush(path.parent)
+        else:
+            save_file(tensors, path, header)
+    except (OSError, SafetensorError) as e:
+        wanted, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(path.parent).free
+        raise CheckpointError(
+            f"{path}: cannot be written ({e}): {wanted / 2**20:.0f} MiB wanted, {free / 2**20:.0f} MiB free; lower "
+            "sync.bucket_mib or free some space (in a container, /dev/shm grows with --shm-size)"
+        ) from None
+
+
+def _flush(path: Path) -> None:
+    """Return when a file, or what a folder lists, is where others see it. Raises OSError."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _make_folder(shared: str | None = None) -> tuple[Path, int]:
+    """A private folder in `shared`, or in shared memory, and the open lock that marks it as in use, after removing those of
+    killed runs. Raises ConfigError.
+
+    The kernel drops a lock with its process, and containers that share the memory share the locks, unlike process ids.
+    """
+    root = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    if shared is not None:
+        root = Path(shared).absolute()  # the servers have working directories of their own
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ConfigError(
+                f"sync.folder={shared}: cannot be made ({e.strerror}); give a folder that all machines share"
+            ) from None
+    for folder in root.glob("tepo-sync-*"):
+        with contextlib.suppress(OSError):  # another user's, in use, or removed meanwhile
+            lock = _lock(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+    # locked before it gets the name by which others would find and remove it; the lock stays with the folder
+    unnamed = Path(tempfile.mkdtemp(prefix=".tepo-", dir=root))
+    try:
+        lock = _lock(unnamed)
+    except OSError:  # the file system has no locks: nobody can take this folder for an abandoned one
+        lock = os.open(unnamed, os.O_RDONLY | os.O_DIRECTORY)
+    return unnamed.rename(unnamed.with_name(f"tepo-sync-{unnamed.name.removeprefix('.tepo-')}")), lock
+
+
+def _lock(folder: Path) -> int:
+    """Lock a folder without waiting; returns the file to keep open. Raises OSError."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise
+    return file

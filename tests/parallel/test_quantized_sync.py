@@ -1,0 +1,199 @@
+"""FP8 at the source: what is on its way is, bit for bit, what the FP8 export writes of the same weights, on every layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tepo_megatron.config import SyncConfig
+from tepo_megatron.errors import ConversionError
+from tepo_megatron.rollout.served_model import ServedModel
+from tepo_megatron.rollout.weight_files import Update, _shapes
+from tests.marks import marked
+from tests.parallel import cases
+from tests.parallel.test_broadcast import fleet, got
+from tests.parallel.test_weights import ROUNDS, Keeper, Recorder, tensors, tiny_moe
+from tests.tiny import tiny_qwen3
+from tests.unit.test_fleet import behave
+from tests.worlds import run_world
+
+MODELS: dict[str, Callable[[Path], Any]] = {
+    "dense": lambda path: tiny_qwen3(path, tied=True, layers=8, vocab_size=cases.VOCAB),
+    "MoE": tiny_moe,
+}
+
+
+@pytest.fixture(scope="module")
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, `hf`, and the FP8 export of it, `fp8`."""
+    folder = tmp_path_factory.mktemp("exported")
+    MODELS[request.param](folder / "hf")
+    for words in (
+        ("import", "--hf", folder / "hf", "--out", folder / "megatron"),
+        ("export", "--megatron", folder / "megatron", "--out", folder / "fp8", "--fp8-blockwise"),
+    ):
+        assert run_world(1, convert, [str(word) for word in words]) == [0]
+    return folder
+
+
+def convert(rank: int, words: list[str]) -> int:
+    from tools.convert import main
+
+    return main(words)
+
+
+def sync_of(cfg: Any, sync: SyncConfig, receiver: Any) -> tuple[Any, Any]:
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.platform import activate
+    from tepo_megatron.weights.broadcast import BroadcastSync
+    from tepo_megatron.weights.sync import WeightSync
+
+    groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
+    actor = Actor(cfg, groups)
+    made = BroadcastSync if sync.transport == "group" else WeightSync
+    return made(sync, actor.bindings, actor.arch, groups, receiver), actor  # type: ignore[arg-type]
+
+
+def plain(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, torch.Tensor]]:
+    """What can be pickled, which tensors in FP8 cannot."""
+    return {name: (t.dtype, t.shape, t.reshape(-1).view(torch.uint8)) for name, t in tensors.items()}
+
+
+def push(rank: int, cfg: Any, sync: SyncConfig) -> dict[str, Any]:
+    receiver = Recorder() if rank == 0 else None
+    pushing, _ = sync_of(cfg, sync, receiver)
+    with pushing:
+        pushing.push(1)
+    return {} if receiver is None else {"received": plain(receiver.received), "bytes": receiver.data, "rounds": pushing.rounds}
+
+
+def broadcast(rank: int, cfg: Any, sync: SyncConfig, folder: Path) -> dict[str, Any]:
+    """To a server that holds the FP8 model: its inbox refuses what does not belong to that."""
+    if rank > 0:
+        pushing, _ = sync_of(cfg, sync, None)
+        with pushing:
+            pushing.push(1)
+        return {"bytes": pushing.sent_bytes}
+    with fleet(folder, folder / "fp8", servers=1, tp=1) as servers:
+        pushing, _ = sync_of(cfg, sync, servers)
+        with pushing:
+            behave(servers, 0, save=str(folder / "got"))
+            pushing.push(1)
+    return {"received": plain(got(folder / "got")[0]), "bytes": pushing.sent_bytes, "rounds": pushing.rounds}
+
+
+CASES = [
+    (model, layout, transport)
+    for model, layout in (("dense", "TP2"), ("dense", "PP2"), ("MoE", "EP2"))
+    for transport in ("shm", "ipc", "group")
+]
+QUICK = {("dense", "TP2", "shm"), ("dense", "PP2", "ipc"), ("dense", "PP2", "group"), ("MoE", "EP2", "ipc")}
+
+
+@pytest.mark.parametrize(
+    ("exported", "layout", "transport"),
+    [case if case in QUICK else marked(case, pytest.mark.full) for case in CASES],
+    indirect=["exported"],
+)
+def test_what_is_sent_is_what_the_export_writes(exported: Path, layout: str, transport: str) -> None:
+    folder = exported
+    cfg = cases.run_config(folder / "hf", ROUNDS[layout])
+    sync = replace(cfg.sync, bucket_mib=1, transport=transport, quantize="fp8", verify_every=1, timeout_seconds=20)
+    if transport == "group":
+        (folder / "got").mkdir(exist_ok=True)
+        ranks = run_world(2, broadcast, cfg, sync, folder, timeout=60)
+    else:
+        ranks = run_world(2, push, cfg, sync)
+    expected, before = tensors(folder / "fp8"), tensors(folder / "hf")
+    received, written = ranks[0]["received"], plain(expected)
+    assert received.keys() == written.keys()
+    for name, (dtype, shape, row) in written.items():
+        assert received[name][:2] == (dtype, shape) and torch.equal(received[name][2], row), name
+    linear = {n for n in before if n + "_scale_inv" in expected}
+    assert len(linear) > 20 and all(expected[n].dtype == torch.float8_e4m3fn for n in linear)
+    nbytes = sum(t.nbytes for t in expected.values())
+    assert sum(rank.get("bytes", 0) for rank in ranks) == nbytes < 0.4 * sum(t.nbytes for t in before.values())  # of fp32
+    assert ranks[0]["rounds"] > 1
+
+
+@pytest.mark.parametrize("exported", MODELS, indirect=True)
+def test_a_server_is_told_the_model_that_the_export_writes(exported: Path) -> None:
+    """And the file that says it takes no room on the disk."""
+    folder = exported
+    served = ServedModel(folder / "hf", in_fp8=True)
+    try:
+        (weights,) = served.path.glob("*.safetensors")
+        assert _shapes(weights) == {n: shape for f in (folder / "fp8").glob("*.safetensors") for n, shape in _shapes(f).items()}
+        assert {n: t.dtype for n, t in tensors(served.path).items()} == {n: t.dtype for n, t in tensors(folder / "fp8").items()}
+        assert weights.stat().st_blocks * 512 < 65_536 < weights.stat().st_size
+        told, exports = (
+            json.loads((f / "config.json").read_text())["quantization_config"] for f in (served.path, folder / "fp8")
+        )
+        assert sorted(told.pop("modules_to_not_convert")) == sorted(exports.pop("modules_to_not_convert"))
+        assert told == exports
+        update = Update(served.path, tied_embeddings=True)
+        update.add([(name, list(t.shape)) for name, t in tensors(folder / "fp8").items()])
+        update.finish()
+    finally:
+        served.remove()
+
+
+def push_change(rank: int, cfg: Any, sync: SyncConfig) -> dict[str, Any]:
+    receiver = Keeper() if rank == 0 else None
+    pushing, _ = sync_of(cfg, sync, receiver)
+    with pushing:
+        pushing.push(1)
+        for binding in pushing._plan.sent:
+            if "layers.1.mlp" in binding.name:
+                binding.parameter.data.view(-1)[0] += 1
+        if receiver is not None:
+            receiver.base = 1
+        pushing.push(2)
+    return {} if receiver is None else {"received": [*receiver.received], "kept": receiver.kept}
+
+
+@pytest.mark.parametrize("exported", ["dense"], indirect=True)
+def test_scales_are_left_out_with_their_weights(exported: Path) -> None:
+    folder = exported
+    cfg = cases.run_config(folder / "hf", {"pp": 2})
+    sync = replace(cfg.sync, bucket_mib=1, transport="ipc", quantize="fp8", delta=True)
+    rank0 = run_world(2, push_change, cfg, sync)[0]
+    names = _shapes(next((folder / "fp8").glob("*.safetensors"))).keys()
+    assert sorted([*rank0["received"], *rank0["kept"]]) == sorted(names)
+    assert sorted(rank0["received"]) == sorted(n for n in names if ".layers.1." in n)
+    assert any(n.endswith("_scale_inv") for n in rank0["kept"]) and any(n.endswith("_scale_inv") for n in rank0["received"])
+
+
+def push_nan(rank: int, cfg: Any, sync: SyncConfig) -> str:
+    """On tensor-parallel ranks of which one alone quantizes, and the other gathers with it."""
+    pushing, actor = sync_of(cfg, sync, Nobody() if rank == 0 else None)
+    spoilt = next(b for b in actor.bindings if b.name.endswith("layers.1.mlp.linear_fc2.weight"))
+    spoilt.parameter.data.view(-1)[5] = torch.nan
+    with pushing:
+        try:
+            pushing.push(1)
+        except ConversionError as e:
+            return str(e)
+    return "pushed"
+
+
+class Nobody(Recorder):
+    """To whom nothing is broadcast."""
+
+    takers = ()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "group"])
+@pytest.mark.parametrize("exported", ["dense"], indirect=True)
+def test_a_weight_that_is_not_a_number_ends_the_push_on_every_rank(exported: Path, transport: str) -> None:
+    cfg = cases.run_config(exported / "hf", {"tp": 2})
+    sync = replace(cfg.sync, bucket_mib=1, transport=transport, quantize="fp8")
+    for told in run_world(2, push_nan, cfg, sync, timeout=30):
+        assert "model.layers.1.mlp.down_proj.weight: a weight that is infinite or not a number" in told
