@@ -12,22 +12,24 @@ from tepo_megatron.errors import ConfigError
 @dataclass(frozen=True)
 class Layout:
     """Machines of a run: the first `train_nodes` with `ranks` training ranks each, then `serve_nodes` with `servers` inference
-    servers each. No serving machines: the run's first rank starts its servers itself, beside it.
+    servers each. No serving machines: the run's first rank starts its servers itself, beside it. shared: the serving machines
+    are the training ones, in turns.
     """
 
     train_nodes: int
     ranks: int
     serve_nodes: int = 0
     servers: int = 0
+    shared: bool = False
 
     @property
     def nodes(self) -> int:
         """All of them."""
-        return self.train_nodes + self.serve_nodes
+        return self.train_nodes + (0 if self.shared else self.serve_nodes)
 
 
 def lay_out(cfg: Config, cluster: Cluster) -> Layout:
-    """Servers have machines of their own where `rollout.server.rendezvous` is set.
+    """Where `rollout.server.rendezvous` is set, servers have machines of their own, or under `rollout.colocate` the ranks'.
 
     Raises ConfigError where ranks or servers do not fill machines, and where several machines of ranks would share the servers
     of one without a way to it.
@@ -41,8 +43,8 @@ def lay_out(cfg: Config, cluster: Cluster) -> Layout:
         if train_nodes > 1 and server.urls is None and cfg.rollout.replay is None:
             raise ConfigError(
                 f"parallel has {world} ranks, on {train_nodes} machines of {cluster.slots}, and all servers would be on one of "
-                "them; give them machines of their own with --rollout.server.rendezvous FOLDER and "
-                "--rollout.colocate false, or use fewer ranks"
+                "them; with --rollout.server.rendezvous FOLDER --sync.folder FOLDER they are on each of these machines "
+                "(--rollout.colocate true) or on machines of their own (--rollout.colocate false)"
             )
         starts = server.urls is None and cfg.rollout.replay is None
         taken = world + cfg.rollout.servers * server.tp
@@ -58,6 +60,14 @@ def lay_out(cfg: Config, cluster: Cluster) -> Layout:
         raise ConfigError(
             f"rollout.server.tp={server.tp} exceeds the {cluster.slots} GPUs of a machine; lower it to that at most"
         )
+    if cfg.rollout.colocate:
+        servers, left = divmod(cfg.rollout.servers, train_nodes)
+        if left or (room is not None and servers > room):
+            raise ConfigError(
+                f"rollout.servers={cfg.rollout.servers} of {server.tp} GPUs cannot be spread evenly over the {train_nodes} "
+                f"machines of the ranks, at most {room} on each; make it a multiple of {train_nodes}"
+            )
+        return Layout(train_nodes, ranks, train_nodes, servers, shared=True)
     serve_nodes, servers = _split(
         cfg.rollout.servers, room, f"rollout.servers={cfg.rollout.servers} of {server.tp} GPUs", "rollout.servers"
     )

@@ -116,11 +116,11 @@ def _add_slurm(experiment: Any, submission: Submission, home: Path) -> None:
 
 
 def _executor(submission: Submission, task: Task, home: Path) -> Any:
-    """One allocation for all tasks; each takes its machines of it, in order."""
+    """One allocation for all tasks; each takes its machines of it."""
     cluster, slurm = submission.cluster, submission.cluster.slurm
     assert slurm is not None, "checked before"
-    before = sum(t.nodes for t in submission.tasks[: submission.tasks.index(task)])
-    srun = [f"--nodes={task.nodes}", f"--ntasks={task.nodes}", "--ntasks-per-node=1", f"--relative={before}"]
+    srun = [f"--nodes={task.nodes}", f"--ntasks={task.nodes}", "--ntasks-per-node=1", f"--relative={task.first}"]
+    srun += ["--overlap"] if task.shared else []  # else the second task waits until the first has ended
     environment = variables(cluster) | {
         "MASTER_ADDR": f"${run.SlurmExecutor.HEAD_NODE_IP_VAR}",
         "MASTER_PORT": str(cluster.network.port),
@@ -133,7 +133,7 @@ def _executor(submission: Submission, task: Task, home: Path) -> Any:
         time=slurm.time,
         mem=slurm.mem,
         exclusive=slurm.exclusive or None,
-        nodes=sum(t.nodes for t in submission.tasks),
+        nodes=max(t.first + t.nodes for t in submission.tasks),
         ntasks_per_node=1,
         gpus_per_node=cluster.gpus_per_node or None,
         signal=f"B:USR1@{slurm.warning_seconds}" if submission.requeued and slurm.restarts else None,
@@ -143,7 +143,7 @@ def _executor(submission: Submission, task: Task, home: Path) -> Any:
         container_env=sorted({*environment, *cluster.secrets}) if image else None,
         srun_args=[*srun, "--open-mode=append"],
         setup_lines=submission.setup or None,
-        env_vars=environment if before == 0 else {},  # exported once, for all tasks
+        env_vars=environment if task is submission.tasks[0] else {},  # exported once, for all tasks
         job_details=_Logs(job_name=f"{submission.name}-{task.name}", folder=str(submission.home)),
         tunnel=run.LocalTunnel(job_dir=str(home / "experiments")),
         packager=run.Packager(),

@@ -21,15 +21,17 @@ _COMMANDS = {"convert": ["tools/convert.py"], "evaluate": ["-m", "tepo_megatron"
 
 @dataclass(frozen=True)
 class Task:
-    """A script that runs once on each of `nodes` machines."""
+    """A script that runs once on each of `nodes` machines of the job, from the `first` on; shared: others run there too."""
 
     name: str
     script: str
     nodes: int = 1
+    first: int = 0
+    shared: bool = False
 
 
 def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path) -> list[Task]:
-    """The tasks of a run under Slurm, on its machines in this order; folder: the directory in which all of them start."""
+    """The tasks of a run under Slurm; folder: the directory in which all of them start."""
     words = ["train", str(cfg.run_dir / "config.yaml")]
     lines = [
         *_head(folder),
@@ -50,11 +52,12 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path) -> lis
         lines.append(f'exec {_join(start)} {meet} -m tepo_megatron "${{words[@]}}"')
     else:
         lines.append(f'exec {_join(start)} "${{words[@]}}"')
-    tasks = [Task("train", _text(lines), layout.train_nodes)]
+    tasks = [Task("train", _text(lines), layout.train_nodes, shared=layout.shared)]
     if layout.serve_nodes:
         serve = f"{_join([cluster.python, *_serve(cfg, layout)])} --host 0.0.0.0"
         lines = [*_head(folder), f"exec {serve} --rollout.server.rendezvous {_rendezvous(cfg)}"]
-        tasks.append(Task("serve", _text(lines), layout.serve_nodes))
+        first = 0 if layout.shared else layout.train_nodes
+        tasks.append(Task("serve", _text(lines), layout.serve_nodes, first, layout.shared))
     return tasks
 
 

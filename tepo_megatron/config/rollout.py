@@ -67,7 +67,8 @@ class RolloutConfig:
     # responses that are under way when new weights are there; finish: they are waited for; continue: each goes on at once under
     # the new weights, those that oversample leaves over too; restart: their groups are sampled anew
     in_flight: Literal["finish", "continue", "restart"] = "finish"
-    # trainer and engine share the devices: while one works, the other has released what it can (`colocation.py`)
+    # trainer and engine share the devices: while one works, the other has released what it can (`colocation.py`). With
+    # server.rendezvous servers are on every machine of the ranks, kept there by `tepo serve`
     colocate: bool = False
     prompts_per_step: Positive = 64  # of a rollout batch
     samples_per_prompt: Annotated[int, Field(ge=2, strict=True)] = 8  # advantages are relative to the group
@@ -122,10 +123,10 @@ class RolloutConfig:
                 f"max_staleness={self.max_staleness} samples while training goes on, and with colocate=true they take turns; "
                 "set max_staleness to 0, or colocate to false"
             )
-        if self.server.remote:
+        if self.server.urls is not None:
             raise ValueError(
-                "colocate=true shares this machine's devices, and server.urls or server.rendezvous name servers that others "
-                "started; remove one of them"
+                "colocate=true has servers stand still while the trainer works, and nobody says so to whoever starts those of "
+                "server.urls; keep them with `tepo serve` on the ranks' machines, and set server.rendezvous instead"
             )
         if self.replay is not None or self.only:
             one = "only=true trains nothing" if self.only else f"replay={self.replay} starts no engine"

@@ -143,6 +143,12 @@ class Config:
                 "are on one machine), or use sync.transport=group"
             )
 
+        if self.rollout.colocate and self.sync.transport == "group" and self.platform == "cuda":
+            raise ValueError(
+                "sync.transport=group with rollout.colocate=true: NCCL has no group of two processes on one GPU; use "
+                "sync.transport=ipc on one machine, or shm"
+            )
+
     def _check_quantize(self) -> None:
         """What servers of an FP8 model need."""
         if self.sync.quantize == "none":

@@ -172,8 +172,12 @@ class Predictor:
         return 2 * moved / (self.machine.gpu.host * self.machine.assumed.links)
 
     def sync_seconds(self) -> float:
-        """All weights once: through files that one rank of each stage writes and every server reads, or by broadcasts."""
+        """All weights once: through files that one rank of each stage writes and every server reads, in this machine's memory or
+        on a file system as fast as a network adapter, or by broadcasts.
+        """
         size = parameters.total_parameters(self.model.family.rows, self.model.arch) * self.model.element
         if self.cfg.sync.transport == "group":
             return size / self.machine.link(GPUS_PER_NODE + 1 if self.placement.machines > 1 else 2, 1)
+        if self.cfg.sync.folder is not None and self.placement.machines > 1:
+            return size / self.machine.link(GPUS_PER_NODE + 1, 1)
         return size / (self.machine.assumed.host_copy * self.cfg.parallel.pp)

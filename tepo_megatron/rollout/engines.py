@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tepo_megatron.config import Config, RolloutConfig
+from tepo_megatron.config import Config, RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.rollout.endpoint import Endpoint
 from tepo_megatron.rollout.engine import EngineApi, Launch, Server
@@ -20,7 +20,9 @@ from tepo_megatron.rollout.fleet import Fleet
 from tepo_megatron.rollout.local import LocalServer
 from tepo_megatron.rollout.remote import FoundServer, NamedServer
 from tepo_megatron.rollout.rendezvous import Rendezvous
+from tepo_megatron.rollout.server import GRACE_SECONDS
 from tepo_megatron.rollout.sglang import SglangApi
+from tepo_megatron.rollout.standstill import Standstill
 from tepo_megatron.rollout.vllm import VllmApi
 
 ENGINES: Mapping[str, Callable[[], EngineApi]] = {"vllm": VllmApi, "sglang": SglangApi}
@@ -64,15 +66,19 @@ def build_engine(cfg: RolloutConfig, launch: Launch, log_path: Path) -> Fleet:
     several have their number in the name.
     """
     apis = [ENGINES[cfg.engine]() for _ in range(cfg.servers)]
+    standstill: Standstill | None = None
     servers: list[NamedServer] | list[FoundServer] | list[LocalServer]
     if cfg.server.urls is not None:
         servers = [NamedServer(name_of(cfg, i), cfg.server, url) for i, url in enumerate(cfg.server.urls)]
     elif cfg.server.rendezvous is not None:
-        servers = _found(cfg, Path(cfg.server.rendezvous), launch, log_path.parent)
+        rendezvous, run = Rendezvous(Path(cfg.server.rendezvous)), log_path.parent
+        servers = found = _found(cfg, rendezvous, launch, run)
+        if cfg.colocate:
+            standstill = _standstill(found, rendezvous, run, cfg.server)
     else:
         servers = local_servers(cfg, apis, launch, log_path)
     pairs: list[tuple[Server, EngineApi]] = list(zip(servers, apis, strict=True))
-    return Fleet([Endpoint(server, api, cfg.server, launch.max_model_len) for server, api in pairs], cfg)
+    return Fleet([Endpoint(server, api, cfg.server, launch.max_model_len) for server, api in pairs], cfg, standstill)
 
 
 def local_servers(
@@ -89,9 +95,17 @@ def name_of(cfg: RolloutConfig, i: int) -> str:
     return "the inference server" if cfg.servers == 1 else f"inference server {i}"
 
 
-def _found(cfg: RolloutConfig, folder: Path, launch: Launch, run: Path) -> list[FoundServer]:
-    rendezvous, used = Rendezvous(folder), set[str]()
+def _found(cfg: RolloutConfig, rendezvous: Rendezvous, launch: Launch, run: Path) -> list[FoundServer]:
+    used = set[str]()
     return [
         FoundServer(name_of(cfg, i), cfg.server, launch, rendezvous, engine=cfg.engine, run=run, used=used)
         for i in range(cfg.servers)
     ]
+
+
+def _standstill(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg: ServerConfig) -> Standstill:
+    def keepers() -> list[str]:
+        return [server.keeper for server in servers if server.keeper is not None]
+
+    # a server that is on its way up comes up before it is ended
+    return Standstill(rendezvous, str(run.resolve()), keepers, cfg.ready_seconds + GRACE_SECONDS)

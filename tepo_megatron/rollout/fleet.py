@@ -27,6 +27,7 @@ from tepo_megatron.rollout.engine import INITIAL_VERSION, UNKNOWN_VERSION, Deliv
 from tepo_megatron.rollout.loop import Arrivals, LoopThread
 from tepo_megatron.rollout.member import Life, Member
 from tepo_megatron.rollout.rest import Rest
+from tepo_megatron.rollout.standstill import Standstill
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 RETRY_SECONDS = 0.2  # before a request is sent again, doubled each time
@@ -34,18 +35,18 @@ INTERRUPT_SECONDS = 0.5  # until those that an interruption did not reach, on th
 
 
 class Fleet:
-    """See `engine.RolloutEngine`. endpoints: not yet started.
+    """See `engine.RolloutEngine`. endpoints: not yet started; standstill: where others start them, and they are to sleep.
 
     cfg: attempts, in_flight, min_servers, server.concurrency, server.restarts and server.backoff_seconds of it count.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig) -> None:
-        self._cfg, self._endpoints = cfg, endpoints
+    def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig, standstill: Standstill | None = None) -> None:
+        self._cfg, self._endpoints, self._standstill = cfg, endpoints, standstill
         self._members: list[Member[Endpoint]] = []
         self._version = INITIAL_VERSION
         self._loop = LoopThread("fleet")
         self._changed = asyncio.Condition()
-        self._rest = Rest(self._changed)
+        self._rest = Rest(self._changed, standstill)
         self._keepers: list[asyncio.Task[None]] = []
         self._events: list[str] = []
         # who takes part in the update under way, and its life when that began
@@ -75,7 +76,8 @@ class Fleet:
             raise RolloutError("the inference servers were already started; close the fleet first")
         self._version, self._refused, self._changed = INITIAL_VERSION, "", asyncio.Condition()
         self._checks = Checks(same_precision=self._cfg.server.precision is None)
-        self._rest = Rest(self._changed)
+        self._rest = Rest(self._changed, self._standstill)
+        self._rest.rise()  # a run that was killed may have had its turn
         self._members = [Member(e, self._cfg.server, self._tell, self._event, self._rest.may_start) for e in self._endpoints]
         for endpoint in self._endpoints:
             endpoint.launch()
@@ -179,6 +181,7 @@ class Fleet:
             list(threads.map(lambda endpoint: endpoint.stop(), self._endpoints))
         for endpoint in self._endpoints:
             endpoint.forget()
+        self._rest.rise()
         self._keepers, self._updating = [], []
 
     def __enter__(self) -> Self:

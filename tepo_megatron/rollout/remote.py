@@ -23,7 +23,6 @@ POLL_SECONDS = 0.5
 class _Elsewhere:
     """What is known here of a process that another watches."""
 
-    running = True
     resident_bytes = 0  # it has memory of its own
 
     def forget(self) -> None:
@@ -34,6 +33,7 @@ class NamedServer(_Elsewhere):
     """See `engine.Server`: whatever answers at `url`."""
 
     again = "is waited for"
+    running = True
 
     def __init__(self, name: str, cfg: ServerConfig, url: str) -> None:
         self.name = f"{name} ({url})"
@@ -93,14 +93,26 @@ class FoundServer(_Elsewhere):
         self._cfg, self._launch, self._rendezvous = cfg, launch, rendezvous
         self._engine, self._run, self._used = engine, str(run.resolve()), used
         self._record: Record | None = None
-        self._deadline = 0.0
+        self.keeper: str | None = None  # of the start that it has or had
+        self._looking, self._deadline = False, 0.0
 
     def launch(self) -> None:
         """Begin to look."""
-        self._deadline = time.monotonic() + self._cfg.ready_seconds
+        self._looking, self._deadline = True, time.monotonic() + self._cfg.ready_seconds
+
+    @property
+    def running(self) -> bool:
+        """Whether it is there, or may be soon."""
+        return self._looking or self._record is not None
 
     async def reached(self) -> Address:
         """Raises RolloutError when none is found within `rollout.server.ready_seconds`, ConfigError for one of no use."""
+        try:
+            return await self._found()
+        finally:
+            self._looking = False
+
+    async def _found(self) -> Address:
         while True:
             key = await asyncio.to_thread(self._rendezvous.key)
             records = await asyncio.to_thread(self._rendezvous.records)
@@ -111,7 +123,7 @@ class FoundServer(_Elsewhere):
                 self._used.add(record.start)
                 self._check(record)
                 if self._take(record):
-                    self._record = record
+                    self._record, self.keeper = record, record.keeper
                     return Address(record.url, key or "")
             if time.monotonic() > self._deadline:
                 seen = ", ".join(record.where for record in records) or "none"

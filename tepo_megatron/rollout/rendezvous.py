@@ -4,6 +4,8 @@
     HOST-PORT.json            a healthy server, as a `Record`
     HOST-PORT.START.taken     the run that uses this start of it
     HOST-PORT.START.end       why this start is over, as whoever used it says: it has to be started again
+    still                     whose turn it is on the servers' devices (`standstill.py`), and a token unlike that of every other
+    HOST-PID.still            the token, once that `tepo serve` starts nothing more
 
 Every file appears under its name when it is complete, and the folder is its owner's alone: whoever could write a record would
 be sent the key.
@@ -27,6 +29,7 @@ from tepo_megatron.errors import ConfigError, RolloutError
 KEY_VARIABLE = "TEPO_SERVER_KEY"
 KEY_FILE = "key"
 SHORTEST_KEY = 16  # characters
+_STILL = "still"
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,19 @@ class Record:
         return f"{self.host}-{self.url.rpartition(':')[2]}"
 
     @property
+    def keeper(self) -> str:
+        """HOST-PID of the `tepo serve` that keeps it."""
+        return keeper_name(self.host, self.pid)
+
+    @property
     def where(self) -> str:
         """In messages."""
         return f"{self.url} (of pid {self.pid} on {self.host}, log {self.log})"
+
+
+def keeper_name(host: str, pid: int) -> str:
+    """Of a `tepo serve`."""
+    return f"{host}-{pid}"
 
 
 def fingerprint(model: Path) -> str:
@@ -152,6 +165,10 @@ class Rendezvous:
         finally:
             part.unlink()
 
+    def is_taken(self, record: Record) -> bool:
+        """Whether a run has this start."""
+        return self._path(record, "taken").exists()
+
     def end(self, record: Record, why: str) -> None:
         """Ask for another start of it, unless it is over already."""
         if record in self.records():
@@ -163,6 +180,44 @@ class Rendezvous:
             return self._path(record, "end").read_text()
         except FileNotFoundError:
             return None
+
+    def still(self, run: str) -> str:
+        """Have `run` take its turn; returns the token that everybody has to answer with."""
+        token = secrets.token_hex(8)
+        self._part(_STILL, json.dumps({"run": run, "token": token})).rename(self.folder / _STILL)
+        return token
+
+    def go_on(self, run: str) -> None:
+        """The turn of `run` is over, if it had one."""
+        if (said := self._turn()) is not None and said["run"] == run:
+            (self.folder / _STILL).unlink(missing_ok=True)
+
+    def turn(self) -> str | None:
+        """The token of the turn that a run has."""
+        said = self._turn()
+        return None if said is None else said["token"]
+
+    def _turn(self) -> dict[str, str] | None:
+        try:
+            said: dict[str, str] = json.loads((self.folder / _STILL).read_text())
+        except FileNotFoundError:
+            return None
+        return said
+
+    def give_answer(self, keeper: str, token: str) -> None:
+        """That `keeper` starts nothing more."""
+        self._part(keeper, token).rename(self.folder / f"{keeper}.{_STILL}")
+
+    def answer(self, keeper: str) -> str | None:
+        """Its last one."""
+        try:
+            return (self.folder / f"{keeper}.{_STILL}").read_text()
+        except FileNotFoundError:
+            return None
+
+    def take_back_answer(self, keeper: str) -> None:
+        """It ends."""
+        (self.folder / f"{keeper}.{_STILL}").unlink(missing_ok=True)
 
     def _path(self, record: Record, what: str) -> Path:
         return self.folder / f"{record.stem}.{record.start}.{what}"

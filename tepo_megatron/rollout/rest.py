@@ -14,16 +14,18 @@ from tepo_megatron.rollout.client import RequestFailed
 from tepo_megatron.rollout.endpoint import Endpoint
 from tepo_megatron.rollout.engine import ENGINE_PARTS, EnginePart
 from tepo_megatron.rollout.member import Member
+from tepo_megatron.rollout.standstill import Standstill
 
 
 class Rest:
-    """In the fleet's event loop, but for what only looks. changed: told when something did that others wait for.
+    """In the fleet's event loop, but for what only looks. changed: told when something did that others wait for; standstill:
+    where others start the servers.
 
     asleep: what of the engine is; may_start: set while servers may be started.
     """
 
-    def __init__(self, changed: asyncio.Condition) -> None:
-        self._changed = changed
+    def __init__(self, changed: asyncio.Condition, standstill: Standstill | None) -> None:
+        self._changed, self._standstill = changed, standstill
         self.asleep: frozenset[EnginePart] = frozenset()
         self.may_start = asyncio.Event()
         self.may_start.set()
@@ -52,8 +54,12 @@ class Rest:
         self.asleep = frozenset(ENGINE_PARTS)  # from now on nothing is asked of a server
         self.may_start.clear()
         await self._until(lambda: not any(m.between or m.endpoint.in_flight for m in members))
-        await self._tell(members, lambda endpoint: endpoint.sleep())
+        if self._standstill is not None:
+            await self._standstill.reach()
+        failed = await self._tell(members, lambda endpoint: endpoint.sleep())
         await self._until(lambda: not any(m.between for m in members))
+        if self._standstill is not None and failed:
+            await self._standstill.reach()
 
     async def wake(self, members: Sequence[Member], part: EnginePart) -> None:
         """Wake a part of all that sleep. Raises RolloutError for a part whose turn it is not."""
@@ -64,20 +70,29 @@ class Rest:
         await self._tell([m for m in members if part in m.endpoint.asleep], lambda endpoint: endpoint.wake(part))
         self.asleep -= {part}
         if not self.asleep:
-            self.may_start.set()
+            self.rise()
 
-    async def _tell(self, members: Sequence[Member], say: Callable[[Endpoint], Awaitable[None]]) -> None:
-        """Say something to all that are up; a server that does not do it is ended."""
+    def rise(self) -> None:
+        """Servers may be started."""
+        self.may_start.set()
+        if self._standstill is not None:
+            self._standstill.end()
+
+    async def _tell(self, members: Sequence[Member], say: Callable[[Endpoint], Awaitable[None]]) -> int:
+        """Say something to all that are up; a server that does not do it is ended. Returns how many did not."""
+        failed = 0
         alive = [(m, m.life) for m in members if m.life is not None]
         results = await asyncio.gather(*(say(m.endpoint) for m, _ in alive), return_exceptions=True)
         for (member, life), result in zip(alive, results, strict=True):
             if isinstance(result, RequestFailed):
                 result = RolloutError(f"{member.endpoint.name} {result.what}")
             if isinstance(result, RolloutError):
+                failed += 1
                 life.end(result)
                 await self._until(lambda m=member, over=life: m.life is not over)  # type: ignore[misc]
             elif isinstance(result, BaseException):
                 raise result
+        return failed
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         async with self._changed:

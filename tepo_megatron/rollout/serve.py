@@ -21,9 +21,10 @@ from tepo_megatron.rollout.endpoint import Connected
 from tepo_megatron.rollout.engines import ENGINES, launch_of, local_servers
 from tepo_megatron.rollout.local import LocalServer, is_loopback
 from tepo_megatron.rollout.member import Member
-from tepo_megatron.rollout.rendezvous import Record, Rendezvous, fingerprint, this_host
+from tepo_megatron.rollout.rendezvous import Record, Rendezvous, fingerprint, keeper_name, this_host
 
 LOOK_SECONDS = 1.0  # between looks at what trainers ask for
+TURN_SECONDS = 0.2  # instead, where they wait for the answer at each turn
 STEADY_SECONDS = 60.0  # a server that was up for so long is no longer one that fails again and again
 EVERYWHERE = ("0.0.0.0", "::")
 
@@ -54,8 +55,11 @@ class _Service:
         apis = [ENGINES[cfg.rollout.engine]() for _ in range(cfg.rollout.servers)]
         self._servers = local_servers(cfg.rollout, apis, launch, log, key=rendezvous.make_key())
         self._launch, self._model = launch, fingerprint(launch.model_path)
+        self._keeper = keeper_name(this_host(), os.getpid())
+        self._may_start = asyncio.Event()
+        self._may_start.set()
         self._members = [
-            Member(Connected(server, api, cfg.rollout.server), cfg.rollout.server, self._changed, tell)
+            Member(Connected(server, api, cfg.rollout.server), cfg.rollout.server, self._changed, tell, self._may_start)
             for server, api in zip(self._servers, apis, strict=True)
         ]
         self._records: dict[int, tuple[Record, float]] = {}  # by the number of the server, with the time since when
@@ -72,10 +76,11 @@ class _Service:
                 server.launch()
             keepers = [asyncio.create_task(member.keep()) for member in self._members]
             while not self._over.is_set():
+                await self._take_turns()
                 for i, (record, since) in list(self._records.items()):
                     await self._attend(self._members[i], record, since)
                 try:
-                    await asyncio.wait_for(self._over.wait(), LOOK_SECONDS)
+                    await asyncio.wait_for(self._over.wait(), TURN_SECONDS if self._launch.sleeps else LOOK_SECONDS)
                 except TimeoutError:
                     continue
         finally:
@@ -83,12 +88,35 @@ class _Service:
                 keeper.cancel()
             for i in list(self._records):
                 self._rendezvous.withdraw(self._records.pop(i)[0])
+            self._rendezvous.take_back_answer(self._keeper)
             await asyncio.gather(*(asyncio.to_thread(server.stop) for server in self._servers))
             await asyncio.gather(*keepers, return_exceptions=True)
             for server in self._servers:
                 server.forget()
         if len(self._lost) == len(self._members):
             raise RolloutError(str(self._members[0].lost))
+
+    async def _take_turns(self) -> None:
+        """While a run has the devices start nothing, and answer once nothing is there but what that run has taken."""
+        token = self._rendezvous.turn()
+        clients = [m.endpoint.client for m in self._members if m.up and m.endpoint.client is not None]
+        if token is None:
+            if not self._may_start.is_set():
+                self._may_start.set()
+                for client in clients:
+                    client.rise()
+            return
+        self._may_start.clear()
+        for client in clients:
+            await client.rest()
+        settled = not any(member.between for member in self._members)
+        for i, (record, _) in self._records.items():
+            life, taken = self._members[i].life, self._rendezvous.is_taken(record)
+            settled &= taken and self._rendezvous.ended(record) is None
+            if life is not None and not taken:
+                life.end(RolloutError(f"{self._members[i].endpoint.name} is not of the run that has the devices now"))
+        if settled and self._rendezvous.answer(self._keeper) != token:
+            self._rendezvous.give_answer(self._keeper, token)
 
     async def _attend(self, member: Member[Connected], record: Record, since: float) -> None:
         """What a server that is up needs."""

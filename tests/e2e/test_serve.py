@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.rollout import record
+from tepo_megatron.rollout.rendezvous import Rendezvous
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
 STEPS = 8
@@ -49,3 +50,29 @@ def test_a_served_engine_killed_in_mid_run_costs_no_sample(tepo, arguments, base
     assert serve.wait(30) == 0, serve.output
     serve.assert_nothing_left()
     assert list(rendezvous.glob("*.json")) == []
+
+
+def test_a_served_engine_takes_turns_and_is_killed_in_the_trainers(tepo, arguments, base: Path, tmp_path: Path) -> None:
+    rendezvous, weights, run = tmp_path / "rendezvous", tmp_path / "weights", tmp_path / "runs" / "turns"
+    settings = {"training__steps": 4, "rollout__server__rendezvous": rendezvous, "sync__folder": weights, "name": "turns"}
+    settings |= {"rollout__record": "true", "rollout__filter_uniform_groups": "false", "rollout__colocate": "true"}
+    settings |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "evaluation__max_problems": 8}
+    words = arguments(base, **settings)
+    serve = tepo("serve", words[1], "--host", "127.0.0.2", *words[2:])
+    train = tepo(*words)
+    path, folder = run / "metrics.jsonl", Rendezvous(rendezvous)
+    train.until(lambda: path.exists() and path.read_text() and rendezvous.exists() and folder.turn() is not None, timeout=240)
+    server = min(int(line.split()[0]) for line in serve.left_over() if SERVER in line and "guard" not in line)
+    os.kill(server, signal.SIGKILL)
+    assert train.wait(240) == 0, f"{train.output}\n{serve.output}"
+    train.assert_nothing_left()
+    assert "SIGKILL" in serve.output and "is started again (restart 1)" in train.output
+    for step in range(1, 5):
+        rollouts, _ = record.read(run / record.FOLDER, step)
+        assert len(rollouts) == 64 and {r.policy_version for r in rollouts} == {step - 1}
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(records) == 4 and all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records)
+    assert folder.turn() is None and list(weights.iterdir()) == []
+    os.kill(serve.process.pid, signal.SIGTERM)
+    assert serve.wait(30) == 0, serve.output
+    serve.assert_nothing_left()

@@ -80,6 +80,12 @@ APART = {"server": {"rendezvous": "r"}}
         ({"tp": 2}, {"colocate": True}, Layout(1, 2)),
         ({"tp": 8, "dp": 4}, {"servers": 4, "server": {"rendezvous": "r", "tp": 4}}, Layout(4, 8, 2, 2)),
         ({"tp": 2}, {"servers": 3, **APART}, Layout(1, 2, 1, 3)),
+        (
+            {"tp": 8, "dp": 4},
+            {"colocate": True, "servers": 8, "server": {"rendezvous": "r", "tp": 4}},
+            Layout(4, 8, 4, 2, True),
+        ),
+        ({"tp": 4}, {"colocate": True, "servers": 2, **APART}, Layout(1, 4, 1, 2, True)),
         ({"tp": 8, "pp": 2}, {"server": {"urls": ["http://a:1"]}}, Layout(2, 8)),
         ({"tp": 8, "pp": 2}, {"replay": "rollouts"}, Layout(2, 8)),
     ],
@@ -87,7 +93,7 @@ APART = {"server": {"rendezvous": "r"}}
 def test_machines_of_eight(parallel: dict[str, int], rollout: dict[str, Any], expected: Layout) -> None:
     cfg = run(parallel=parallel, rollout=rollout, sync={"folder": "w"})
     assert lay_out(cfg, cluster(gpus_per_node=8)) == expected
-    assert expected.nodes == expected.train_nodes + expected.serve_nodes
+    assert expected.nodes == expected.train_nodes + expected.serve_nodes * (not expected.shared)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +103,16 @@ def test_machines_of_eight(parallel: dict[str, int], rollout: dict[str, Any], ex
         ({"tp": 8}, {}, r"8 ranks and rollout\.servers=1 of rollout\.server\.tp=1 take 9 GPUs, and a machine has 8; let them"),
         ({"dp": 12}, {}, r"parallel has 12 ranks: on machines with room for 8 some would stay empty"),
         ({"tp": 8}, {"servers": 3, "server": {"rendezvous": "r", "tp": 4}}, r"rollout\.servers=3 of 4 GPUs: .* room for 2"),
+        (
+            {"tp": 8, "dp": 4},
+            {"colocate": True, "servers": 6, **APART},
+            r"rollout\.servers=6 of 1 GPUs cannot be spread evenly over the 4 machines of the ranks",
+        ),
+        (
+            {"tp": 8, "dp": 2},
+            {"colocate": True, "servers": 4, "server": {"rendezvous": "r", "tp": 8}},
+            r"servers=4 of 8 GPUs cannot be spread evenly over the 2 machines of the ranks, at most 1 on each",
+        ),
         ({"tp": 8}, {"server": {"rendezvous": "r", "tp": 16}}, r"rollout\.server\.tp=16 exceeds the 8 GPUs of a machine"),
     ],
 )

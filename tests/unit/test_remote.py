@@ -51,9 +51,11 @@ def launch_of(folder: Path, **change: Any) -> Launch:
 
 
 @contextmanager
-def trainer(folder: Path, run: str = "run", servers: int = 1, only: bool = False, **server: Any) -> Iterator[Fleet]:
+def trainer(
+    folder: Path, run: str = "run", servers: int = 1, only: bool = False, colocate: bool = False, **server: Any
+) -> Iterator[Fleet]:
     """A fleet of servers that others start, ready."""
-    cfg = RolloutConfig(servers=servers, only=only, server=ServerConfig(**(OWN_SETTINGS | server)))
+    cfg = RolloutConfig(servers=servers, only=only, colocate=colocate, server=ServerConfig(**(OWN_SETTINGS | server)))
     with engines.build_engine(cfg, launch_of(folder), folder / run / "server.log") as fleet:
         fleet.start()
         fleet.wait_ready()
@@ -88,14 +90,14 @@ def serving(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
     """Starts `tepo serve`, and ends it after the test."""
     started: list[Serving] = []
 
-    def start(servers: int, **server: Any) -> Serving:
+    def start(servers: int, colocate: bool = False, **server: Any) -> Serving:
         folder = tmp_path / "rendezvous"
         tree = {
             "name": "served",
             "platform": "cpu",
             "model": {"path": str(model_in(tmp_path)), "precision": "fp32"},
             "data": {"train": "t", "max_prompt_tokens": 32},
-            "rollout": {"servers": servers, "max_response_tokens": 32, "server": OWN_SETTINGS | server},
+            "rollout": {"servers": servers, "max_response_tokens": 32, "colocate": colocate, "server": OWN_SETTINGS | server},
             "sync": {"folder": str(tmp_path)},
         }
         tree["rollout"]["server"] |= {"rendezvous": str(folder)}  # type: ignore[index]

@@ -1,0 +1,150 @@
+"""Trainer and servers in turns on machines where `tepo serve` keeps the servers. Real processes behind real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.rollout.rendezvous import Rendezvous
+from tepo_megatron.rollout.standstill import Standstill
+from tests.unit.test_fleet import PROMPTS, SAMPLING, ids, until
+from tests.unit.test_remote import Serving, record_of, scripted, server_process, serving, trainer  # noqa: F401
+from tests.unit.test_sleep import told, wake
+
+BOTH_PARTS = ["weights", "kv_cache"]
+
+
+def servers_of(serve: Serving) -> int:
+    """First processes of servers that live under this `tepo serve`, on their way or up."""
+    return sum("tepo_megatron.rollout.guard" in p.cmdline() for p in serve.processes())
+
+
+def versions(fleet: Fleet) -> set[int]:
+    return {r.policy_version for r in fleet.generate(PROMPTS, SAMPLING, seed=7)}
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_in_the_trainers_turn_is_started_after_it(
+    serving: Callable[..., Serving],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    serves = [serving(servers=1, colocate=True) for _ in range(2)]
+    rendezvous = serves[0].rendezvous
+    with trainer(tmp_path, servers=2, colocate=True, rendezvous=str(rendezvous.folder)) as fleet:
+        fleet.update_weights([], version=1)
+        expected = ids(fleet.generate(PROMPTS, SAMPLING, seed=7))
+        fleet.sleep()
+        assert [told(fleet, i) for i in range(2)] == [BOTH_PARTS] * 2
+        dead = serves[0].records()[0]
+        serve = next(s for s in serves if s.process.pid == dead.pid)
+        server_process(serve, dead).kill()
+        until(lambda: not all(m.up for m in fleet._members), seconds=30)
+        until(lambda: "is started again" in serve.log.read_text(), seconds=30)  # it would be, 0.05 s later
+        time.sleep(1.0)
+        assert servers_of(serve) == 0 and len(serve.records()) == 1
+        wake(fleet, version=2)
+        assert versions(fleet) == {2}  # of the other one
+        until(lambda: fleet.needs_weights, seconds=30)
+        fleet.update_weights([], version=2)
+        fleet.sleep()
+        assert [told(fleet, i) for i in range(2)] == [BOTH_PARTS] * 2
+        wake(fleet, version=3)
+        rollouts = fleet.generate(PROMPTS, SAMPLING, seed=7)
+        assert ids(rollouts) == expected and {r.policy_version for r in rollouts} == {3}
+    assert rendezvous.turn() is None
+    for serve in serves:
+        serve.process.terminate()
+        assert serve.process.wait(20) == 0, serve.log.read_text()
+    assert {path.name for path in rendezvous.folder.iterdir() if path.suffix != ".log"} == {"key"}
+
+
+@pytest.mark.slow
+def test_what_nobody_took_is_ended_before_the_trainer_has_the_devices(
+    serving: Callable[..., Serving],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    serve = serving(servers=2, colocate=True)
+    until(lambda: len(serve.records()) == 2, seconds=30)
+    with trainer(tmp_path, servers=1, colocate=True, rendezvous=str(serve.rendezvous.folder)) as fleet:
+        fleet.sleep()
+        assert servers_of(serve) == 1 and "is not of the run that has the devices now" in serve.log.read_text()
+        wake(fleet, version=1)
+        assert versions(fleet) == {1}
+        until(lambda: len(serve.records()) == 2, seconds=30)
+
+
+@pytest.mark.full
+def test_a_server_that_fails_to_sleep_is_gone_before_the_trainer_has_the_devices(
+    serving: Callable[..., Serving],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    serve = serving(servers=1, colocate=True)
+    with trainer(tmp_path, colocate=True, rendezvous=str(serve.rendezvous.folder)) as fleet:
+        client = fleet._members[0].endpoint.client
+        assert client is not None
+        fleet._loop.run(client.send("POST", "/behave", {"refuse": True, "at": "/sleep"}))
+        fleet.sleep()
+        assert servers_of(serve) == 0
+        fleet.wake("weights")
+        fleet.update_weights([], version=4)
+        fleet.wake("kv_cache")
+        until(lambda: fleet.needs_weights, seconds=30)
+        fleet.update_weights([], version=4)
+        assert versions(fleet) == {4}
+
+
+@pytest.mark.full
+def test_a_killed_trainers_turn_ends_when_its_run_is_resumed(
+    serving: Callable[..., Serving],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    serve = serving(servers=1, colocate=True)
+    settings: dict[str, Any] = {"colocate": True, "rendezvous": str(serve.rendezvous.folder)}
+    with pytest.raises(ZeroDivisionError), trainer(tmp_path, **settings) as killed:
+        killed.sleep()
+        turn = serve.rendezvous.turn()
+        killed._standstill = killed._rest._standstill = None  # whoever is killed gives nothing back
+        for endpoint in killed._endpoints:
+            endpoint.server.stop = lambda: None  # type: ignore[method-assign]
+        _ = 1 / 0
+    assert turn is not None and serve.rendezvous.turn() == turn
+    with trainer(tmp_path, **settings) as resumed:
+        assert serve.rendezvous.turn() is None
+        resumed.update_weights([], version=1)
+        assert versions(resumed) == {1}
+        resumed.sleep()
+        assert told(resumed, 0) == BOTH_PARTS
+
+
+def test_who_does_not_answer_is_named(tmp_path: Path) -> None:
+    rendezvous = Rendezvous(tmp_path)
+    rendezvous.publish(record_of(tmp_path, "http://there:1", host="there", pid=7))
+    standstill = Standstill(rendezvous, "runs/a", lambda: ["there-7", "elsewhere-8"], seconds=0.3)
+    with pytest.raises(
+        RolloutError, match=r"the devices of elsewhere-8, there-7 \(host and pid of `tepo serve`\) are not free"
+    ):
+        asyncio.run(standstill.reach())
+
+    async def answered() -> None:
+        reached = asyncio.create_task(Standstill(rendezvous, "runs/a", lambda: [], seconds=20).reach())
+        before = rendezvous.turn()
+        while (token := rendezvous.turn()) == before:
+            await asyncio.sleep(0.01)
+        rendezvous.give_answer("there-7", "an earlier token")
+        await asyncio.sleep(0.3)
+        assert token is not None and not reached.done()
+        rendezvous.give_answer("there-7", token)
+        await reached
+
+    asyncio.run(answered())
+    Standstill(rendezvous, "runs/another", lambda: [], seconds=1).end()
+    assert rendezvous.turn() is not None, "it is not another run's to end"
+    standstill.end()
+    assert rendezvous.turn() is None
