@@ -172,7 +172,7 @@ class Predictor:
         return 2 * moved / (self.machine.gpu.host * self.machine.assumed.links)
 
     def sync_seconds(self) -> float:
-        """All weights once: through files that one rank of each stage writes and every server reads, in this machine's memory or
+        """All weights once: through files that one rank of each stage writes and every server reads, in a machine's memory or
         on a file system as fast as a network adapter, or by broadcasts.
         """
         size = parameters.total_parameters(self.model.family.rows, self.model.arch) * self.model.element
