@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from launch.nemo import Submission
 
 REFUSED = {
-    "skypilot": "NeMo-Run renders its tasks only with SkyPilot's server, so there is no dry run to check, and none was made",
+    "skypilot": "its pins contradict NeMo-Run's (bcrypt: skypilot 0.14.1 against paramiko 5.1.0), and it was never tried",
     "kuberay": "NeMo-Run makes Ray clusters with it, and this project's ranks are started by torchrun, without Ray",
 }
 USAGE = """
