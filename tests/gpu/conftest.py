@@ -4,6 +4,29 @@ The other tests' conftest hides GPUs from its process, and so nothing here is co
 Without one the kernels run in Triton's interpreter: tests/unit/test_triton_interpreter.py.
 """
 
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
 import torch
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Any]:
+    """This process as a world of one rank."""
+    from tepo_megatron import parallel
+    from tepo_megatron.config import ParallelConfig
+    from tepo_megatron.platform import activate
+
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    yield parallel.initialize(ParallelConfig(), activate("cuda"), 0)
+    parallel.shutdown()

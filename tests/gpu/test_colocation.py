@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +10,13 @@ import pytest
 import torch
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
-from tepo_megatron.platform import activate, memory
+from tepo_megatron.platform import memory
 from tepo_megatron.rollout.engine import Launch
 from tepo_megatron.rollout.engines import build_engine
 from tests.tiny import tiny_qwen3
 
 DEVICE = torch.device("cuda", 0)
 MIB = 2**20
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Any]:
-    """This process as a world of one rank."""
-    from tepo_megatron import parallel
-    from tepo_megatron.config import ParallelConfig
-
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        port = door.getsockname()[1]
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    yield parallel.initialize(ParallelConfig(), activate("cuda"), 0)
-    parallel.shutdown()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import socket
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +15,6 @@ from tepo_megatron.actor import kernels, precision
 from tepo_megatron.config import Config
 from tepo_megatron.config_io import plain, validate
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.platform import activate
 from tests.parallel import cases
 from tests.tiny import tiny_model
 
@@ -30,20 +26,6 @@ FOUND = kernels.installed()
 
 def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(package not in FOUND, reason=f"{package} is not installed")
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Any]:
-    """This process as a world of one rank."""
-    from tepo_megatron import parallel
-    from tepo_megatron.config import ParallelConfig
-
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        port = door.getsockname()[1]
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    yield parallel.initialize(ParallelConfig(), activate("cuda"), 0)
-    parallel.shutdown()
 
 
 @pytest.fixture(scope="module")
