@@ -17,13 +17,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+_NO_COUNTER = b"/tepo-counts-nothing"  # no shared memory has that name
+
 
 @dataclass(frozen=True)
 class Handle:
     """Where a row of `nbytes` lies: in the open file `file` of process `pid`, or in a GPU's memory.
 
-    gpu: its UUID, empty for the CPU; memory, counter: what CUDA and PyTorch call the memory, and PyTorch its count of users, in
-    hexadecimal digits; offset: bytes from where that memory begins; counter_offset: the number of the count.
+    gpu: its UUID, empty for the CPU; memory: what CUDA calls it, in hexadecimal digits; offset: bytes from where that begins.
     """
 
     nbytes: int
@@ -32,8 +33,6 @@ class Handle:
     gpu: str = ""
     memory: str = ""
     offset: int = 0
-    counter: str = ""
-    counter_offset: int = 0
 
 
 class Row(Protocol):
@@ -70,8 +69,8 @@ class HostRow:
 
 
 class DeviceRow:
-    """See `Row`. PyTorch would count its users, one for each handle; here any number opens the one handle, in many rounds, and
-    says when it is done. So the count is put to zero and not looked at.
+    """See `Row`. PyTorch would count its users, one for each handle, and keep the memory until the count is zero; here any
+    number opens the one handle, in many rounds, and says when it is done. So the count is zero from the start, and nobody's.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -81,7 +80,7 @@ class DeviceRow:
         _, memory, _, offset, counter, counter_offset, _, _ = storage._share_cuda_()
         torch.UntypedStorage._release_ipc_counter_cuda(counter, counter_offset)
         uuid = str(torch.cuda.get_device_properties(device).uuid)
-        self.handle = Handle(nbytes, 0, 0, uuid, memory.hex(), offset, counter.hex(), counter_offset)
+        self.handle = Handle(nbytes, 0, 0, uuid, memory.hex(), offset)
 
     def written(self) -> None:
         """Once all kernels of this device are over: readers wait for no event."""
@@ -133,9 +132,9 @@ def _device_row(handle: Handle, device: torch.device) -> Tensor:
             f"the weights lie on the GPU {handle.gpu}, which {device} does not reach (visible: {', '.join(seen) or 'none'}); "
             "use sync.transport=group"
         )
-    memory, counter = bytes.fromhex(handle.memory), bytes.fromhex(handle.counter)
     storage = torch.UntypedStorage._new_shared_cuda(
-        *(_index(device), memory, handle.nbytes, handle.offset, counter, handle.counter_offset),
+        *(_index(device), bytes.fromhex(handle.memory), handle.nbytes, handle.offset),
+        *(_NO_COUNTER, 0),  # what frees it would take one off the sender's count, which is zero
         *(b"", False),  # no event: the sender waited before it told
     )
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

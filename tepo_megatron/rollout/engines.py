@@ -104,8 +104,9 @@ def _found(cfg: RolloutConfig, rendezvous: Rendezvous, launch: Launch, run: Path
 
 
 def _standstill(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg: ServerConfig) -> Standstill:
-    def keepers() -> list[str]:
-        return [server.keeper for server in servers if server.keeper is not None]
+    def starts() -> list[str]:
+        return [server.start for server in servers if server.start is not None]
 
-    # a server that is on its way up comes up before it is ended
-    return Standstill(rendezvous, str(run.resolve()), keepers, cfg.ready_seconds + GRACE_SECONDS)
+    # a server that is on its way up comes up before it is ended, and one that is asked for its health may take its time
+    seconds = cfg.ready_seconds + cfg.silent_seconds + 5 * GRACE_SECONDS
+    return Standstill(rendezvous, str(run.resolve()), starts, seconds)

@@ -93,12 +93,16 @@ class FoundServer(_Elsewhere):
         self._cfg, self._launch, self._rendezvous = cfg, launch, rendezvous
         self._engine, self._run, self._used = engine, str(run.resolve()), used
         self._record: Record | None = None
-        self.keeper: str | None = None  # of the start that it has or had
         self._looking, self._deadline = False, 0.0
 
     def launch(self) -> None:
         """Begin to look."""
         self._looking, self._deadline = True, time.monotonic() + self._cfg.ready_seconds
+
+    @property
+    def start(self) -> str | None:
+        """That it has."""
+        return None if self._record is None else self._record.start
 
     @property
     def running(self) -> bool:
@@ -123,14 +127,17 @@ class FoundServer(_Elsewhere):
                 self._used.add(record.start)
                 self._check(record)
                 if self._take(record):
-                    self._record, self.keeper = record, record.keeper
+                    self._record = record
                     return Address(record.url, key or "")
             if time.monotonic() > self._deadline:
                 seen = ", ".join(record.where for record in records) or "none"
+                turn = await asyncio.to_thread(self._rendezvous.turn)
+                mend = "if that run was killed, remove the file `turn`"
+                whose = "" if turn is None else f". None is started in the turn of {turn.run}; {mend}"
                 raise RolloutError(
                     f"{self.name}: no free server in rollout.server.rendezvous={self._rendezvous.folder} within "
                     f"{self._cfg.ready_seconds:g} s; start `tepo serve` with this config, lower rollout.servers, or raise "
-                    f"rollout.server.ready_seconds. Servers that were there, healthy or not: {seen}"
+                    f"rollout.server.ready_seconds. Servers that were there, healthy or not: {seen}{whose}"
                 )
             await asyncio.sleep(POLL_SECONDS)
 
@@ -178,5 +185,7 @@ class FoundServer(_Elsewhere):
             faults.append(f"it serves {record.precision}, and {key} is {precision}")
         if record.tp != tp:
             faults.append(f"it has {record.tp} tensor-parallel ranks, and rollout.server.tp={tp}")
+        if self._launch.sleeps and not record.sleeps:
+            faults.append("it was not started to sleep, and rollout.colocate=true")
         if faults:
             raise ConfigError(f"{record.where}: {'; '.join(faults)}; start `tepo serve` with the config of this run")

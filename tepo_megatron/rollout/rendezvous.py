@@ -4,8 +4,9 @@
     HOST-PORT.json            a healthy server, as a `Record`
     HOST-PORT.START.taken     the run that uses this start of it
     HOST-PORT.START.end       why this start is over, as whoever used it says: it has to be started again
-    still                     whose turn it is on the servers' devices (`standstill.py`), and a token unlike that of every other
-    HOST-PID.still            the token, once that `tepo serve` starts nothing more
+    HOST-PID.keeper           a `tepo serve`, and its last answer
+    turn                      the run that has the servers' devices (`standstill.py`), the starts that may be there, and a token
+                              for the answers
 
 Every file appears under its name when it is complete, and the folder is its owner's alone: whoever could write a record would
 be sent the key.
@@ -15,11 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import secrets
 import socket
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -29,7 +32,8 @@ from tepo_megatron.errors import ConfigError, RolloutError
 KEY_VARIABLE = "TEPO_SERVER_KEY"
 KEY_FILE = "key"
 SHORTEST_KEY = 16  # characters
-_STILL = "still"
+_TURN, _KEEPER = "turn", "keeper"
+_READS = 5
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Record:
     """What a served engine says of itself, once it is healthy; a new one for each start.
 
     run: the name in its config; model: `fingerprint` of what it loaded; start: unlike that of every other start; host, pid: of
-    the `tepo serve` that keeps it; log: its path there.
+    the `tepo serve` that keeps it; log: its path there; sleeps: it was started so that it can.
     """
 
     engine: str
@@ -52,6 +56,7 @@ class Record:
     pid: int
     start: str
     log: str
+    sleeps: bool = False
 
     @property
     def stem(self) -> str:
@@ -67,6 +72,15 @@ class Record:
     def where(self) -> str:
         """In messages."""
         return f"{self.url} (of pid {self.pid} on {self.host}, log {self.log})"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """starts: of servers that `run` keeps, and has put to sleep or is about to."""
+
+    run: str
+    token: str
+    starts: tuple[str, ...]
 
 
 def keeper_name(host: str, pid: int) -> str:
@@ -165,10 +179,6 @@ class Rendezvous:
         finally:
             part.unlink()
 
-    def is_taken(self, record: Record) -> bool:
-        """Whether a run has this start."""
-        return self._path(record, "taken").exists()
-
     def end(self, record: Record, why: str) -> None:
         """Ask for another start of it, unless it is over already."""
         if record in self.records():
@@ -181,43 +191,53 @@ class Rendezvous:
         except FileNotFoundError:
             return None
 
-    def still(self, run: str) -> str:
-        """Have `run` take its turn; returns the token that everybody has to answer with."""
-        token = secrets.token_hex(8)
-        self._part(_STILL, json.dumps({"run": run, "token": token})).rename(self.folder / _STILL)
-        return token
+    def register(self, keeper: str) -> None:
+        """A `tepo serve` begins; what killed ones of this machine left behind is removed."""
+        for other, (machine, _) in self._registered().items():
+            host, _, pid = other.rpartition("-")
+            if host == this_host() and machine == _machine() and not Path("/proc", pid).exists():
+                for record in self.records():
+                    if record.keeper == other:
+                        self.withdraw(record)
+                self.deregister(other)
+        if not self._registered():
+            self._part(_TURN, "{}").rename(self.folder / _TURN)
+        self.answer(keeper, "")
 
-    def go_on(self, run: str) -> None:
-        """The turn of `run` is over, if it had one."""
-        if (said := self._turn()) is not None and said["run"] == run:
-            (self.folder / _STILL).unlink(missing_ok=True)
+    def answer(self, keeper: str, token: str) -> None:
+        """Of a `tepo serve`: it starts nothing, and nothing is there but what the turn with this token keeps."""
+        self._part(keeper, f"{_machine()} {token}").rename(self.folder / f"{keeper}.{_KEEPER}")
 
-    def turn(self) -> str | None:
-        """The token of the turn that a run has."""
-        said = self._turn()
-        return None if said is None else said["token"]
+    def deregister(self, keeper: str) -> None:
+        """It has ended, and its servers before it; with the last one a turn ends."""
+        (self.folder / f"{keeper}.{_KEEPER}").unlink(missing_ok=True)
+        if not self._registered():
+            (self.folder / _TURN).unlink(missing_ok=True)
 
-    def _turn(self) -> dict[str, str] | None:
-        try:
-            said: dict[str, str] = json.loads((self.folder / _STILL).read_text())
-        except FileNotFoundError:
-            return None
-        return said
+    def answers(self) -> dict[str, str]:
+        """The last one of every `tepo serve`; empty for one that gave none."""
+        return {keeper: token for keeper, (_, token) in self._registered().items()}
 
-    def give_answer(self, keeper: str, token: str) -> None:
-        """That `keeper` starts nothing more."""
-        self._part(keeper, token).rename(self.folder / f"{keeper}.{_STILL}")
+    def _registered(self) -> dict[str, tuple[str, str]]:
+        found = {path.stem: _read(path) for path in sorted(self.folder.glob(f"*.{_KEEPER}"))}
+        return {keeper: (text.split(" ")[0], text.split(" ")[1]) for keeper, text in found.items() if text is not None}
 
-    def answer(self, keeper: str) -> str | None:
-        """Its last one."""
-        try:
-            return (self.folder / f"{keeper}.{_STILL}").read_text()
-        except FileNotFoundError:
-            return None
+    def take_turn(self, run: str, starts: Sequence[str]) -> Turn:
+        """Have only these starts, of `run`, be there from now on."""
+        turn = Turn(run, secrets.token_hex(8), tuple(starts))
+        self._part(_TURN, json.dumps(dataclasses.asdict(turn))).rename(self.folder / _TURN)
+        return turn
 
-    def take_back_answer(self, keeper: str) -> None:
-        """It ends."""
-        (self.folder / f"{keeper}.{_STILL}").unlink(missing_ok=True)
+    def turn(self) -> Turn | None:
+        """The one that a run has."""
+        text = _read(self.folder / _TURN)
+        said = {} if text is None else json.loads(text)
+        return Turn(said["run"], said["token"], tuple(said["starts"])) if said.get("run") else None
+
+    def end_turn(self, run: str) -> None:
+        """The turn of `run` is over, if it has one. The file stays: over NFS one that comes anew is long taken for missing."""
+        if (turn := self.turn()) is not None and turn.run == run:
+            self._part(_TURN, "{}").rename(self.folder / _TURN)
 
     def _path(self, record: Record, what: str) -> Path:
         return self.folder / f"{record.stem}.{record.start}.{what}"
@@ -235,6 +255,24 @@ class Rendezvous:
             file.flush()
             os.fsync(file.fileno())
         return path
+
+
+def _machine() -> str:
+    """Where process ids mean what they mean here: this host, or a container's part of it."""
+    return os.readlink("/proc/self/ns/pid")
+
+
+def _read(path: Path) -> str | None:
+    """What a file says that others replace; None: it is not there."""
+    for _ in range(_READS):
+        try:
+            return path.read_text()
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            if e.errno != errno.ESTALE:  # replaced meanwhile, over NFS
+                raise
+    raise RolloutError(f"{path}: replaced {_READS} times while it was read; is its file system well?")
 
 
 def key_from_environment() -> str | None:

@@ -54,12 +54,12 @@ class Rest:
         self.asleep = frozenset(ENGINE_PARTS)  # from now on nothing is asked of a server
         self.may_start.clear()
         await self._until(lambda: not any(m.between or m.endpoint.in_flight for m in members))
-        if self._standstill is not None:
-            await self._standstill.reach()
-        failed = await self._tell(members, lambda endpoint: endpoint.sleep())
-        await self._until(lambda: not any(m.between for m in members))
-        if self._standstill is not None and failed:
-            await self._standstill.reach()
+        lives = None
+        while lives != (lives := [m.life for m in members]):  # what is over meanwhile has to be gone as well
+            if self._standstill is not None:
+                await self._standstill.reach()
+            await self._tell([m for m in members if not m.endpoint.asleep], lambda endpoint: endpoint.sleep())
+            await self._until(lambda: not any(m.between for m in members))
 
     async def wake(self, members: Sequence[Member], part: EnginePart) -> None:
         """Wake a part of all that sleep. Raises RolloutError for a part whose turn it is not."""
@@ -78,21 +78,18 @@ class Rest:
         if self._standstill is not None:
             self._standstill.end()
 
-    async def _tell(self, members: Sequence[Member], say: Callable[[Endpoint], Awaitable[None]]) -> int:
-        """Say something to all that are up; a server that does not do it is ended. Returns how many did not."""
-        failed = 0
+    async def _tell(self, members: Sequence[Member], say: Callable[[Endpoint], Awaitable[None]]) -> None:
+        """Say something to all that are up; a server that does not do it is ended."""
         alive = [(m, m.life) for m in members if m.life is not None]
         results = await asyncio.gather(*(say(m.endpoint) for m, _ in alive), return_exceptions=True)
         for (member, life), result in zip(alive, results, strict=True):
             if isinstance(result, RequestFailed):
                 result = RolloutError(f"{member.endpoint.name} {result.what}")
             if isinstance(result, RolloutError):
-                failed += 1
                 life.end(result)
                 await self._until(lambda m=member, over=life: m.life is not over)  # type: ignore[misc]
             elif isinstance(result, BaseException):
                 raise result
-        return failed
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         async with self._changed:

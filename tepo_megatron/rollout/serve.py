@@ -7,6 +7,7 @@ that is done with a server, or finds it ill, asks there for another start of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -55,7 +56,8 @@ class _Service:
         apis = [ENGINES[cfg.rollout.engine]() for _ in range(cfg.rollout.servers)]
         self._servers = local_servers(cfg.rollout, apis, launch, log, key=rendezvous.make_key())
         self._launch, self._model = launch, fingerprint(launch.model_path)
-        self._keeper = keeper_name(this_host(), os.getpid())
+        self._keeper, self._answered = keeper_name(this_host(), os.getpid()), ""
+        self._look_seconds = TURN_SECONDS if launch.sleeps else LOOK_SECONDS
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._members = [
@@ -72,51 +74,62 @@ class _Service:
             asyncio.get_running_loop().add_signal_handler(signum, self._over.set)
         keepers: list[asyncio.Task[None]] = []
         try:
-            for server in self._servers:
-                server.launch()
-            keepers = [asyncio.create_task(member.keep()) for member in self._members]
+            self._rendezvous.register(self._keeper)
+            await self._take_turns()
+            while not self._may_start.is_set() and not await self._over_within(self._look_seconds):
+                await self._take_turns()
+            if not self._over.is_set():
+                for server in self._servers:
+                    server.launch()
+                keepers = [asyncio.create_task(member.keep()) for member in self._members]
             while not self._over.is_set():
                 await self._take_turns()
-                for i, (record, since) in list(self._records.items()):
-                    await self._attend(self._members[i], record, since)
-                try:
-                    await asyncio.wait_for(self._over.wait(), TURN_SECONDS if self._launch.sleeps else LOOK_SECONDS)
-                except TimeoutError:
-                    continue
+                records = list(self._records.items())
+                await asyncio.gather(*(self._attend(self._members[i], record, since) for i, (record, since) in records))
+                await self._over_within(self._look_seconds)
         finally:
             for keeper in keepers:
                 keeper.cancel()
             for i in list(self._records):
                 self._rendezvous.withdraw(self._records.pop(i)[0])
-            self._rendezvous.take_back_answer(self._keeper)
             await asyncio.gather(*(asyncio.to_thread(server.stop) for server in self._servers))
             await asyncio.gather(*keepers, return_exceptions=True)
             for server in self._servers:
                 server.forget()
+            self._rendezvous.deregister(self._keeper)
         if len(self._lost) == len(self._members):
             raise RolloutError(str(self._members[0].lost))
 
+    async def _over_within(self, seconds: float) -> bool:
+        """Wait for the end so long; whether it has come."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._over.wait(), seconds)
+        return self._over.is_set()
+
     async def _take_turns(self) -> None:
-        """While a run has the devices start nothing, and answer once nothing is there but what that run has taken."""
-        token = self._rendezvous.turn()
+        """While a run has the devices start nothing, and answer once nothing is there but what that run keeps."""
+        turn = await asyncio.to_thread(self._rendezvous.turn)
         clients = [m.endpoint.client for m in self._members if m.up and m.endpoint.client is not None]
-        if token is None:
+        if turn is None:
             if not self._may_start.is_set():
                 self._may_start.set()
                 for client in clients:
                     client.rise()
             return
         self._may_start.clear()
-        for client in clients:
-            await client.rest()
+        await asyncio.gather(*(client.rest() for client in clients))
         settled = not any(member.between for member in self._members)
         for i, (record, _) in self._records.items():
-            life, taken = self._members[i].life, self._rendezvous.is_taken(record)
-            settled &= taken and self._rendezvous.ended(record) is None
-            if life is not None and not taken:
-                life.end(RolloutError(f"{self._members[i].endpoint.name} is not of the run that has the devices now"))
-        if settled and self._rendezvous.answer(self._keeper) != token:
-            self._rendezvous.give_answer(self._keeper, token)
+            member = self._members[i]
+            if record.start in turn.starts:
+                continue
+            settled = False
+            member.delivered()  # it is not ill
+            if member.life is not None:
+                member.life.end(RolloutError(f"{member.endpoint.name} is not of {turn.run}, which has the devices now"))
+        if settled and self._answered != turn.token:
+            self._rendezvous.answer(self._keeper, turn.token)
+            self._answered = turn.token
 
     async def _attend(self, member: Member[Connected], record: Record, since: float) -> None:
         """What a server that is up needs."""
@@ -163,4 +176,5 @@ class _Service:
             pid=os.getpid(),
             start=secrets.token_hex(8),
             log=str(server.log_path),
+            sleeps=self._launch.sleeps,
         )

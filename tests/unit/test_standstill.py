@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout.fleet import Fleet
-from tepo_megatron.rollout.rendezvous import Rendezvous
+from tepo_megatron.rollout.rendezvous import Rendezvous, keeper_name, this_host
 from tepo_megatron.rollout.standstill import Standstill
 from tests.unit.test_fleet import PROMPTS, SAMPLING, ids, until
 from tests.unit.test_remote import Serving, record_of, scripted, server_process, serving, trainer  # noqa: F401
@@ -74,7 +77,12 @@ def test_what_nobody_took_is_ended_before_the_trainer_has_the_devices(
     until(lambda: len(serve.records()) == 2, seconds=30)
     with trainer(tmp_path, servers=1, colocate=True, rendezvous=str(serve.rendezvous.folder)) as fleet:
         fleet.sleep()
-        assert servers_of(serve) == 1 and "is not of the run that has the devices now" in serve.log.read_text()
+        assert servers_of(serve) == 1 and f"is not of {tmp_path}/run, which has the devices now" in serve.log.read_text()
+        for version in range(1, 6):  # more often than a server that fails is started again
+            wake(fleet, version)
+            until(lambda: len(serve.records()) == 2, seconds=30)
+            fleet.sleep()
+            assert servers_of(serve) == 1
         wake(fleet, version=1)
         assert versions(fleet) == {1}
         until(lambda: len(serve.records()) == 2, seconds=30)
@@ -123,28 +131,70 @@ def test_a_killed_trainers_turn_ends_when_its_run_is_resumed(
         assert told(resumed, 0) == BOTH_PARTS
 
 
+@pytest.mark.full
+def test_a_keeper_that_comes_in_a_turn_starts_nothing_and_one_that_goes_is_not_waited_for(
+    serving: Callable[..., Serving],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    first = serving(servers=1, colocate=True)
+    with trainer(tmp_path, colocate=True, rendezvous=str(first.rendezvous.folder)) as fleet:
+        fleet.sleep()
+        second = serving(servers=1, colocate=True)
+        until(lambda: len(first.rendezvous.answers()) == 2, seconds=30)
+        time.sleep(1.0)
+        assert servers_of(second) == 0
+        wake(fleet, version=1)
+        until(lambda: len(first.records()) == 2, seconds=30)
+        second.process.terminate()
+        assert second.process.wait(30) == 0
+        fleet.sleep()
+        wake(fleet, version=2)
+        assert versions(fleet) == {2}
+
+
+def test_what_a_killed_keeper_left_behind_is_removed_by_the_next(tmp_path: Path) -> None:
+    """Of this machine; and with the last of them the turn of whatever run it was."""
+    rendezvous = Rendezvous(tmp_path)
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    gone = record_of(tmp_path, "http://here:1", host=this_host(), pid=killed.pid)
+    rendezvous.register(gone.keeper)
+    rendezvous.publish(gone)
+    rendezvous.take_turn("runs/a", [gone.start])
+    me = keeper_name(this_host(), os.getpid())
+    rendezvous.register(me)
+    assert rendezvous.answers() == {me: ""} and rendezvous.records() == [] and rendezvous.turn() is None
+    rendezvous.take_turn("runs/a", [])
+    rendezvous.register("elsewhere-1")  # a run's turn among those that live
+    assert rendezvous.turn() is not None
+    for keeper in (me, "elsewhere-1"):
+        rendezvous.deregister(keeper)
+    assert list(tmp_path.glob("*.keeper")) == [] and not (tmp_path / "turn").exists()
+
+
 def test_who_does_not_answer_is_named(tmp_path: Path) -> None:
     rendezvous = Rendezvous(tmp_path)
-    rendezvous.publish(record_of(tmp_path, "http://there:1", host="there", pid=7))
-    standstill = Standstill(rendezvous, "runs/a", lambda: ["there-7", "elsewhere-8"], seconds=0.3)
+    for keeper in ("there-7", "elsewhere-8"):
+        rendezvous.register(keeper)
+    standstill = Standstill(rendezvous, "runs/a", list, seconds=0.3)
     with pytest.raises(
-        RolloutError, match=r"the devices of elsewhere-8, there-7 \(host and pid of `tepo serve`\) are not free"
+        RolloutError, match=r"elsewhere-8, there-7 \(host .* remove elsewhere-8\.keeper, there-7\.keeper there"
     ):
         asyncio.run(standstill.reach())
+    rendezvous.deregister("elsewhere-8")
 
     async def answered() -> None:
-        reached = asyncio.create_task(Standstill(rendezvous, "runs/a", lambda: [], seconds=20).reach())
-        before = rendezvous.turn()
-        while (token := rendezvous.turn()) == before:
+        reached = asyncio.create_task(Standstill(rendezvous, "runs/a", lambda: ["s"], seconds=20).reach())
+        while (turn := rendezvous.turn()) is None or turn.starts != ("s",):
             await asyncio.sleep(0.01)
-        rendezvous.give_answer("there-7", "an earlier token")
+        rendezvous.answer("there-7", "an earlier token")
         await asyncio.sleep(0.3)
-        assert token is not None and not reached.done()
-        rendezvous.give_answer("there-7", token)
+        assert not reached.done()
+        rendezvous.answer("there-7", turn.token)
         await reached
 
     asyncio.run(answered())
-    Standstill(rendezvous, "runs/another", lambda: [], seconds=1).end()
+    Standstill(rendezvous, "runs/another", list, seconds=1).end()
     assert rendezvous.turn() is not None, "it is not another run's to end"
     standstill.end()
     assert rendezvous.turn() is None
