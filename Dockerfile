@@ -6,9 +6,13 @@
 
 # The CUDA of the base has to be that of the pinned torch, 13.0: Apex refuses to be built with another one.
 ARG BASE_IMAGE=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
+# No registry holds Apex. Where GitHub is not reached: "apex @ file:///..." with that commit in a folder of the base
+ARG APEX="apex @ git+https://github.com/NVIDIA/apex.git@6424da3b4faa6c8f062da4a48c424fff3f02d42d"
 # What Apex is compiled for: 9.0 H100 and H200, 10.0 B200
 ARG TORCH_CUDA_ARCH_LIST="9.0;10.0"
 ARG MAX_JOBS=8
+# 0 leaves Transformer Engine's part for PyTorch and Apex out: for a look at the rest of the image, not for training
+ARG COMPILE=1
 
 FROM ${BASE_IMAGE} AS system
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
@@ -37,11 +41,11 @@ RUN grep -v '^transformer-engine-torch==' /opt/requirements/gpu.txt > /opt/requi
     && uv pip install --no-deps -r /opt/requirements/wheels.txt
 ARG TORCH_CUDA_ARCH_LIST
 ARG MAX_JOBS
-RUN NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE \
-    uv pip install --no-deps --no-build-isolation "$(grep '^transformer-engine-torch==' /opt/requirements/gpu.txt)"
-COPY requirements/gpu-apex.txt /opt/requirements/
-RUN APEX_CPP_EXT=1 APEX_CUDA_EXT=1 APEX_PARALLEL_BUILD="$MAX_JOBS" \
-    uv pip install --no-deps --no-build-isolation -r /opt/requirements/gpu-apex.txt
+ARG COMPILE
+COPY requirements/gpu-compile.sh /opt/requirements/
+RUN /opt/requirements/gpu-compile.sh "$(grep '^transformer-engine-torch==' /opt/requirements/gpu.txt)"
+ARG APEX
+RUN /opt/requirements/gpu-compile.sh "$APEX"
 COPY . /opt/tepo_megatron
 RUN uv pip install --no-deps --no-build-isolation /opt/tepo_megatron
 USER 10001
@@ -52,11 +56,11 @@ RUN grep -v '^transformer-engine-torch==' /opt/requirements/gpu.txt > /opt/requi
     && uv pip install --no-deps -r /opt/requirements/wheels.txt
 ARG TORCH_CUDA_ARCH_LIST
 ARG MAX_JOBS
-RUN NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE \
-    uv pip install --no-deps --no-build-isolation "$(grep '^transformer-engine-torch==' /opt/requirements/gpu.txt)"
-COPY requirements/gpu-apex.txt /opt/requirements/
-RUN APEX_CPP_EXT=1 APEX_CUDA_EXT=1 APEX_PARALLEL_BUILD="$MAX_JOBS" \
-    uv pip install --no-deps --no-build-isolation -r /opt/requirements/gpu-apex.txt
+ARG COMPILE
+COPY requirements/gpu-compile.sh /opt/requirements/
+RUN /opt/requirements/gpu-compile.sh "$(grep '^transformer-engine-torch==' /opt/requirements/gpu.txt)"
+ARG APEX
+RUN /opt/requirements/gpu-compile.sh "$APEX"
 COPY . /opt/tepo_megatron
 RUN uv pip install --no-deps --no-build-isolation /opt/tepo_megatron
 USER 10001

@@ -1,6 +1,6 @@
 """A base for the Dockerfile, for machines that cannot fetch NVIDIA's: Debian, this machine's Python 3.12, CUDA from PyPI.
 
-Debian 12 by debootstrap with g++; the compiler, headers and libraries of CUDA and cuDNN as NVIDIA publishes them on PyPI, laid
+Debian 12 by debootstrap with g++; the compiler, headers and libraries of CUDA as NVIDIA publishes them on PyPI, laid
 out as a toolkit in /usr/local/cuda; empty packages under the names of Ubuntu's Python 3.12. No driver and no `nvidia-smi`.
 """
 
@@ -25,14 +25,8 @@ NAME = "localhost/stand-in"
 PATHS = "/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 ENVIRONMENT = {"PATH": PATHS, "SSL_CERT_FILE": CERTIFICATES, "PIP_CERT": CERTIFICATES}
-CLONES = "TEPO_IMAGE_CLONES"  # a folder of bare clones of NVIDIA's repositories, for a machine that does not reach GitHub
-GITCONFIG = """[url "file:///opt/git/"]
-	insteadOf = https://github.com/NVIDIA/
-[protocol "file"]
-	allow = always
-[safe]
-	directory = *
-"""
+APEX = "TEPO_IMAGE_APEX"  # a git repository with Apex's pinned commit, for a machine that does not reach GitHub
+APEX_FOLDER = "/opt/apex"  # where the stand-in has it then
 
 
 def missing() -> str | None:
@@ -90,8 +84,8 @@ class Store:
         shutil.rmtree(self.folder)
 
 
-def make(buildah: Store, cuda: str, cudnn: str) -> None:
-    """The image `NAME`. cuda, cudnn: the pins of cuda-toolkit and nvidia-cudnn-cu13 whose versions it has."""
+def make(buildah: Store, cuda: str) -> None:
+    """The image `NAME`. cuda: the pin of cuda-toolkit whose version it has."""
     container = buildah("from", "scratch")
     root = Path(buildah("mount", container))
     inside = ["chroot", root, "env", "-i", *(f"{key}={value}" for key, value in ENVIRONMENT.items())]
@@ -105,12 +99,11 @@ def make(buildah: Store, cuda: str, cudnn: str) -> None:
     shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")
     call([*inside, "update-ca-certificates"])
     pip = [PYTHON, "-m", "pip", "install", "--no-cache-dir", "--target", "/opt/cuda"]
-    call([*inside, *pip, cuda.replace("==", f"[{CUDA_PARTS}]=="), cudnn])
+    call([*inside, *pip, cuda.replace("==", f"[{CUDA_PARTS}]==")])
     _toolkit(root)
     _packages(root)
-    if clones := os.environ.get(CLONES):
-        shutil.copytree(clones, root / "opt/git")
-        (root / "etc/gitconfig").write_text(GITCONFIG)
+    if repository := os.environ.get(APEX):
+        _apex(root, Path(repository))
     call([*inside, "ldconfig"])
     variables = [word for key, value in ENVIRONMENT.items() for word in ("--env", f"{key}={value}")]
     buildah("config", *variables, container)
@@ -122,15 +115,22 @@ def _toolkit(root: Path) -> None:
     toolkit = root / "opt/cuda/nvidia/cu13"
     (root / "usr/local/cuda").symlink_to("/opt/cuda/nvidia/cu13")
     (toolkit / "lib64").symlink_to("lib")
-    for folder in ("include", "lib"):
-        for file in (root / "opt/cuda/nvidia/cudnn" / folder).iterdir():
-            if file.is_file():
-                (toolkit / folder / file.name).symlink_to(f"../../cudnn/{folder}/{file.name}")
     for library in (toolkit / "lib").glob("*.so.*"):
         link = library.with_name(re.sub(r"\.so\..*", ".so", library.name))
         if not link.exists() and not link.is_symlink():
             link.symlink_to(library.name)
     (root / "etc/ld.so.conf.d/cuda.conf").write_text("/usr/local/cuda/lib64\n")
+
+
+def _apex(root: Path, repository: Path) -> None:
+    found = re.search(r"apex\.git@([0-9a-f]{40})", (ROOT / "Dockerfile").read_text())
+    assert found is not None
+    folder = root / APEX_FOLDER.lstrip("/")
+    folder.mkdir()
+    archive = root / "opt/apex.tar"
+    call(["git", "-C", repository, "archive", "--output", archive, found[1]])
+    call(["tar", "-x", "-C", folder, "-f", archive])
+    archive.unlink()
 
 
 def _packages(root: Path) -> None:
