@@ -6,7 +6,7 @@ if [ "${COMPILE:-1}" = 0 ]; then
     echo "COMPILE=0: left out: $*"
     exit
 fi
-# PyTorch would take the environment's own compiler, which is newer than its CUDA
+# Transformer Engine would take the headers of the environment's wheels, which are of several releases of CUDA
 export CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
 nvidia=$(python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/nvidia
 # the headers of the libraries that are loaded when it runs
