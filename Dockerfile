@@ -47,7 +47,8 @@ RUN /opt/requirements/gpu-compile.sh "$(grep '^transformer-engine-torch==' /opt/
 ARG APEX
 RUN /opt/requirements/gpu-compile.sh "$APEX"
 COPY . /opt/tepo_megatron
-RUN uv pip install --no-deps --no-build-isolation /opt/tepo_megatron
+RUN uv pip install --no-deps --no-build-isolation /opt/tepo_megatron \
+    && rm -r /opt/tepo_megatron/build /opt/tepo_megatron/tepo_megatron.egg-info
 USER 10001
 
 FROM system AS train-sglang
@@ -62,5 +63,6 @@ RUN /opt/requirements/gpu-compile.sh "$(grep '^transformer-engine-torch==' /opt/
 ARG APEX
 RUN /opt/requirements/gpu-compile.sh "$APEX"
 COPY . /opt/tepo_megatron
-RUN uv pip install --no-deps --no-build-isolation /opt/tepo_megatron
+RUN uv pip install --no-deps --no-build-isolation /opt/tepo_megatron \
+    && rm -r /opt/tepo_megatron/build /opt/tepo_megatron/tepo_megatron.egg-info
 USER 10001

@@ -97,7 +97,8 @@ def make(buildah: Store, cuda: str) -> None:
     if own.is_dir():
         shutil.copytree(own, root / own.relative_to("/"), dirs_exist_ok=True)
     shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")
-    call([*inside, "update-ca-certificates"])
+    for command in ("ldconfig", "update-ca-certificates"):
+        call([*inside, command])
     pip = [PYTHON, "-m", "pip", "install", "--no-cache-dir", "--target", "/opt/cuda"]
     call([*inside, *pip, cuda.replace("==", f"[{CUDA_PARTS}]==")])
     _toolkit(root)
