@@ -81,7 +81,7 @@ test-slurm: $(READY) $(LAUNCH)/.ready
 test-fast: $(READY) $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m "not server and not e2e and not slow and not full"
 
-# apt-get install buildah debootstrap; as root; 60 GB of disk below TMPDIR, an hour on 2 cores (docs/launch.md). ARGS: -k vllm
+# apt-get install buildah debootstrap; as root; 48 GiB of disk below TMPDIR, hours on 2 cores (docs/launch.md). ARGS: -k vllm
 test-image: $(READY)
 	$(BIN)/python -m pytest -s -m image $(ARGS) tests/launch/test_image.py
 
