@@ -6,6 +6,13 @@
 
 # The CUDA of the base has to be that of the pinned torch, 13.0: Apex refuses to be built with another one.
 ARG BASE_IMAGE=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
+# No registry holds Apex. Where GitHub is not reached: "apex @ file:///..." with that commit in a folder of the base
+ARG APEX="apex @ git+https://github.com/NVIDIA/apex.git@6424da3b4faa6c8f062da4a48c424fff3f02d42d"
+# What Apex is compiled for: 9.0 H100 and H200, 10.0 B200
+ARG TORCH_CUDA_ARCH_LIST="9.0;10.0"
+ARG MAX_JOBS=8
+# 0 leaves Transformer Engine's part for PyTorch and Apex out: for a look at the rest of the image, not for training
+ARG COMPILE=1
 
 FROM ${BASE_IMAGE} AS system
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
@@ -15,50 +22,47 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates git ibverbs-providers libibverbs1 libnuma1 procps \
        python3.12-dev python3.12-venv \
     && rm -rf /var/lib/apt/lists/*
+RUN useradd --create-home --uid 10001 tepo && mkdir /workspace && chown tepo /workspace
 ARG UV_VERSION=0.13.9
-ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH UV_NO_CACHE=1 UV_LINK_MODE=copy PYTHONUNBUFFERED=1
+ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH UV_NO_CACHE=1 PYTHONUNBUFFERED=1
 RUN python3.12 -m venv "$VIRTUAL_ENV" && pip install --no-cache-dir "uv==$UV_VERSION"
 COPY requirements/gpu-build.txt /opt/requirements/
 RUN uv pip install --no-deps -r /opt/requirements/gpu-build.txt
-# Compiled for: 9.0 H100 and H200, 10.0 B200
-ARG CUDA_ARCHITECTURES="9.0;10.0"
-ARG BUILD_JOBS=8
-ARG APEX_COMMIT=6424da3b4faa6c8f062da4a48c424fff3f02d42d
-ENV TORCH_CUDA_ARCH_LIST=$CUDA_ARCHITECTURES MAX_JOBS=$BUILD_JOBS NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE
-RUN useradd --create-home --uid 10001 tepo && mkdir /workspace && chown tepo /workspace
+# The targets inherit what follows. Healthy: the GPUs can be used, and the project can be imported
+WORKDIR /workspace
+HEALTHCHECK --interval=60s --timeout=30s --start-period=30s \
+    CMD ["/bin/bash", "-c", "nvidia-smi --list-gpus && tepo --version"]
+CMD ["tepo", "--help"]
 
-FROM system AS packages-vllm
+# A stage takes no parameters: the steps of the two targets are the same, on other pins
+FROM system AS train-vllm
 COPY requirements/gpu-vllm.txt /opt/requirements/gpu.txt
 RUN grep -v '^transformer-engine-torch==' /opt/requirements/gpu.txt > /opt/requirements/wheels.txt \
     && uv pip install --no-deps -r /opt/requirements/wheels.txt
-RUN uv pip install --no-deps --no-build-isolation "$(grep '^transformer-engine-torch==' /opt/requirements/gpu.txt)"
-# APEX_CPP_EXT, APEX_CUDA_EXT: its --cpp_ext and --cuda_ext
-RUN APEX_CPP_EXT=1 APEX_CUDA_EXT=1 APEX_PARALLEL_BUILD="$MAX_JOBS" \
-    uv pip install --no-deps --no-build-isolation "apex @ git+https://github.com/NVIDIA/apex.git@$APEX_COMMIT"
-
-FROM packages-vllm AS train-vllm
+ARG TORCH_CUDA_ARCH_LIST
+ARG MAX_JOBS
+ARG COMPILE
+COPY requirements/gpu-compile.sh /opt/requirements/
+RUN /opt/requirements/gpu-compile.sh "$(grep '^transformer-engine-torch==' /opt/requirements/gpu.txt)"
+ARG APEX
+RUN /opt/requirements/gpu-compile.sh "$APEX"
 COPY . /opt/tepo_megatron
-RUN uv pip install --no-deps /opt/tepo_megatron
+RUN uv pip install --no-deps --no-build-isolation /opt/tepo_megatron \
+    && rm -r /opt/tepo_megatron/build /opt/tepo_megatron/tepo_megatron.egg-info
 USER 10001
-WORKDIR /workspace
-# The GPUs can be used, and the project can be imported
-HEALTHCHECK --interval=60s --timeout=30s --start-period=30s \
-    CMD ["/bin/bash", "-c", "nvidia-smi --list-gpus && tepo --version"]
-CMD ["tepo", "--help"]
 
-FROM system AS packages-sglang
+FROM system AS train-sglang
 COPY requirements/gpu-sglang.txt /opt/requirements/gpu.txt
 RUN grep -v '^transformer-engine-torch==' /opt/requirements/gpu.txt > /opt/requirements/wheels.txt \
     && uv pip install --no-deps -r /opt/requirements/wheels.txt
-RUN uv pip install --no-deps --no-build-isolation "$(grep '^transformer-engine-torch==' /opt/requirements/gpu.txt)"
-RUN APEX_CPP_EXT=1 APEX_CUDA_EXT=1 APEX_PARALLEL_BUILD="$MAX_JOBS" \
-    uv pip install --no-deps --no-build-isolation "apex @ git+https://github.com/NVIDIA/apex.git@$APEX_COMMIT"
-
-FROM packages-sglang AS train-sglang
+ARG TORCH_CUDA_ARCH_LIST
+ARG MAX_JOBS
+ARG COMPILE
+COPY requirements/gpu-compile.sh /opt/requirements/
+RUN /opt/requirements/gpu-compile.sh "$(grep '^transformer-engine-torch==' /opt/requirements/gpu.txt)"
+ARG APEX
+RUN /opt/requirements/gpu-compile.sh "$APEX"
 COPY . /opt/tepo_megatron
-RUN uv pip install --no-deps /opt/tepo_megatron
+RUN uv pip install --no-deps --no-build-isolation /opt/tepo_megatron \
+    && rm -r /opt/tepo_megatron/build /opt/tepo_megatron/tepo_megatron.egg-info
 USER 10001
-WORKDIR /workspace
-HEALTHCHECK --interval=60s --timeout=30s --start-period=30s \
-    CMD ["/bin/bash", "-c", "nvidia-smi --list-gpus && tepo --version"]
-CMD ["tepo", "--help"]

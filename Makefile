@@ -21,7 +21,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && echo python3.12 || echo $(PYTHON))
 
 .PHONY: demo sglang launch ablation bench docs docs-links test test-fast test-full test-full-served test-full-computed test-slurm \
-  test-gpu test-pins check lint types format pins clean
+  test-gpu test-pins test-image check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
@@ -69,10 +69,10 @@ test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m "full and alone"
 
 test-full-served:
-	$(BIN)/python -m pytest -m "full and not slurm and not alone and (e2e or server)"
+	$(BIN)/python -m pytest -m "full and not slurm and not image and not alone and (e2e or server)"
 
 test-full-computed:
-	$(BIN)/python -m pytest -m "full and not slurm and not alone and not (e2e or server)"
+	$(BIN)/python -m pytest -m "full and not slurm and not image and not alone and not (e2e or server)"
 
 # apt-get install slurm-wlm munge; as root
 test-slurm: $(READY) $(LAUNCH)/.ready
@@ -80,6 +80,10 @@ test-slurm: $(READY) $(LAUNCH)/.ready
 
 test-fast: $(READY) $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m "not server and not e2e and not slow and not full"
+
+# apt-get install buildah debootstrap; as root; 48 GiB of disk below TMPDIR, hours on 2 cores (docs/launch.md). ARGS: -k vllm
+test-image: $(READY)
+	$(BIN)/python -m pytest -s -m image $(ARGS) tests/launch/test_image.py
 
 # test-fast with the Megatron-Core that the GPU images have; ARGS: more words for pytest
 test-pins: $(PINS)/.ready $(LAUNCH)/.ready

@@ -177,9 +177,7 @@ def test_who_does_not_answer_is_named(tmp_path: Path) -> None:
     for keeper in ("there-7", "elsewhere-8"):
         rendezvous.register(keeper)
     standstill = Standstill(rendezvous, "runs/a", list, seconds=0.3)
-    with pytest.raises(
-        RolloutError, match=r"elsewhere-8, there-7 \(host .* remove elsewhere-8\.keeper, there-7\.keeper there"
-    ):
+    with pytest.raises(RolloutError, match=r"elsewhere-8, there-7 \(host .* remove elsewhere-8\.keeper, there-7\.keeper there"):
         asyncio.run(standstill.reach())
     rendezvous.deregister("elsewhere-8")
 
