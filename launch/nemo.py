@@ -147,7 +147,6 @@ def _executor(submission: Submission, task: Task, home: Path) -> Any:
         job_details=_Logs(job_name=f"{submission.name}-{task.name}", folder=str(submission.home)),
         tunnel=run.LocalTunnel(job_dir=str(home / "experiments")),
         packager=run.Packager(),
-        retries=slurm.error_restarts if submission.requeued else 0,
         wait_time_for_group_job=0,
         monitor_group_job_wait_time=_POLL_SECONDS,
         poll_estimated_start_time=False,

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tepo_megatron.rollout import record
 from tests import slurm
 from tests.e2e.test_faults import SHORT
 from tests.launch.cases import PYTHON, ROOT, SECRET
@@ -31,12 +37,13 @@ exec {sys.executable} -m tests.e2e.scripted_run "$@"
 """
 SLURM = {"account": "lab", "exclusive": False, "warning_seconds": 150, "time": "00:03:00"}
 PATHS = {"PYTHONPATH": str(ROOT)}
+APART_STEPS, PROMPTS = 12, 8
 STEPS = 64  # of half a second at least: more than fit before the signal, which comes within the first half minute
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
-    with slurm.running(tmp_path_factory.mktemp("slurm"), machines=3) as cluster:
+    with slurm.running(tmp_path_factory.mktemp("slurm"), machines=4) as cluster:
         cluster.environment |= {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "TEPO_SERVER_KEY": SECRET}
         cluster.environment |= {"TEPO_TEST_ENGINE": "slow"}
         yield cluster
@@ -97,28 +104,127 @@ def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slur
     assert f"long-train-{job}.log" in launch(cluster, tmp_path, "logs", "runs/long")
 
 
+@dataclass(frozen=True)
+class Apart:
+    """A job of two machines of ranks and one of servers: torchrun over two machines, a real vLLM on the third."""
+
+    cluster: slurm.Slurm
+    folder: Path
+    job: str
+    started: float
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "runs" / "apart"
+
+    @classmethod
+    def submit(cls, cluster: slurm.Slurm, base: Path, folder: Path) -> Apart:
+        tree = {"python": sys.executable, "environment": PATHS, "ranks_per_node": 1, "network": {"port": slurm.free_port()}}
+        profile = write(folder / "profile.yaml", tree | {"slurm": SLURM | {"time": "00:20:00"}})
+        settings = {
+            "name": "apart", "parallel__tp": 2, "training__steps": APART_STEPS, "checkpoint__every": 2, "model__path": base,
+            "data__train": base / "train.jsonl", "data__eval": base / "eval.jsonl", "evaluation__max_problems": 8,
+            "rollout__server__rendezvous": folder / "servers", "sync__folder": folder / "weights",
+            "rollout__prompts_per_step": PROMPTS, "training__minibatch_prompts": 4, "rollout__samples_per_prompt": 4,
+            "rollout__filter_uniform_groups": "false", "rollout__record": "true",
+        }  # fmt: skip
+        started = time.monotonic()
+        job = submitted(cluster, folder, ROOT / "examples" / "demo.yaml", "--cluster", profile, *words_of(settings))
+        return cls(cluster, folder, job, started)
+
+    def steps(self) -> int:
+        path = self.run / "metrics.jsonl"
+        return path.read_text().count("\n") if path.exists() else 0
+
+    def ends_well(self) -> None:
+        """Every step is on record once, and nothing is left of the job."""
+        assert self.cluster.ended(self.job, timeout=500) == "COMPLETED", self.logs()
+        found = records(self.run)
+        assert [r["step"] for r in found] == list(range(1, APART_STEPS + 1)), self.logs()
+        assert all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in found)
+        assert (self.run / "hf" / "config.json").exists() and list((self.folder / "weights").iterdir()) == []
+        assert no_secret_in(self.folder)
+        left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(self.folder).encode() in _bytes(path)]
+        assert left == []
+
+    def prompts(self) -> dict[int, list[int]]:
+        """Those that each step trained on."""
+        folder = self.run / record.FOLDER
+        return {step: sorted({prompt for prompt, _ in record.scores(folder, step)}) for step in record.steps(folder)}
+
+    def logs(self) -> str:
+        return launch(self.cluster, self.folder, "logs", "runs/apart")
+
+
+@pytest.fixture(scope="module")
+def straight(cluster: slurm.Slurm, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Apart:
+    """The run that nothing befalls, when it has ended."""
+    job = Apart.submit(cluster, base, tmp_path_factory.mktemp("straight"))
+    job.ends_well()
+    print(f"uninterrupted: {time.monotonic() - job.started:.0f} s")
+    return job
+
+
 @pytest.mark.server
-def test_two_machines_of_ranks_and_one_of_servers(cluster: slurm.Slurm, base: Path, tmp_path: Path) -> None:
-    """torchrun over two machines, a real vLLM on the third, which is found, sent weights, and ended with the run."""
-    slow = SLURM | {"time": "00:20:00"}
-    tree = {"python": sys.executable, "environment": PATHS, "ranks_per_node": 1, "slurm": slow}
-    profile = write(tmp_path / "profile.yaml", tree)
-    settings = {
-        "name": "apart", "parallel__tp": 2, "training__steps": 3, "checkpoint__every": 2, "model__path": base,
-        "data__train": base / "train.jsonl", "data__eval": base / "eval.jsonl", "evaluation__max_problems": 8,
-        "rollout__server__rendezvous": tmp_path / "servers", "sync__folder": tmp_path / "weights",
-        "rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "rollout__filter_uniform_groups": "false",
-    }  # fmt: skip
-    job = submitted(cluster, tmp_path, ROOT / "examples" / "demo.yaml", "--cluster", profile, *words_of(settings))
-    assert cluster.ended(job, timeout=500) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/apart")
-    run = tmp_path / "runs" / "apart"
-    found = records(run)
-    assert len(found) == 3 and all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in found)
-    assert "is ready: http://" in (run / "launch" / f"apart-serve-{job}.log").read_text()
-    assert (run / "hf" / "config.json").exists() and list((tmp_path / "weights").iterdir()) == []
-    assert no_secret_in(tmp_path)
-    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _bytes(path)]
-    assert left == []
+def test_two_machines_of_ranks_and_one_of_servers(straight: Apart) -> None:
+    """The server is found, sent weights, and ended with the run."""
+    assert "is ready: http://" in (straight.run / "launch" / f"apart-serve-{straight.job}.log").read_text()
+    assert len({prompt for step in straight.prompts().values() for prompt in step}) == APART_STEPS * PROMPTS
+
+
+def of_rank(rank: int, processes: list[slurm.Process]) -> slurm.Process:
+    found = [p for p in processes if p.environment.get("RANK") == str(rank) and "-m tepo_megatron train" in p.line]
+    assert len(found) == 1, found
+    return found[0]
+
+
+# what dies: which of all processes of the job, given that of rank 1, on the second machine
+KILLS: dict[str, Callable[[slurm.Process, slurm.Process], bool]] = {
+    "rank": lambda p, rank: p.pid == rank.pid,
+    "torchrun": lambda p, rank: p.machine == rank.machine and "-m torch.distributed.run" in p.line,
+    "server": lambda p, rank: "-m vllm.entrypoints" in p.line and "guard" not in p.line,
+    "serve": lambda p, rank: "-m tepo_megatron serve" in p.line,
+    "srun": lambda p, rank: p.line.startswith("srun") and p.line.endswith("/apart-0.sh"),
+    "batch": lambda p, rank: p.line.endswith("/slurm_script"),
+}
+STAYS = ["server"]  # what the job replaces without another start of itself
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("what", [*KILLS, "node", "first node"])
+def test_whatever_is_killed_the_run_ends_with_the_same_prompts(
+    cluster: slurm.Slurm, base: Path, straight: Apart, tmp_path: Path, what: str
+) -> None:
+    job = Apart.submit(cluster, base, tmp_path)
+    wait_for(lambda: job.steps() >= 3, job)
+    before = job.steps()
+    everything = cluster.processes()
+    if what in KILLS:
+        rank = of_rank(1, everything)
+        dying = [p.pid for p in everything if KILLS[what](p, rank)]
+        assert dying, "\n".join(p.line for p in everything)
+        for pid in dying:
+            os.kill(pid, signal.SIGKILL)
+    else:
+        machine = of_rank(int(what == "node"), everything).machine
+        cluster.kill(machine)
+    job.ends_well()
+    seconds, restarts = time.monotonic() - job.started, int(cluster.about(job.job)["Restarts"])
+    if what not in KILLS:
+        cluster.boot(machine)
+    assert restarts == (what not in STAYS), job.logs()
+    told = (job.run / "log.txt").read_text()
+    resumed = re.findall(r"resume: from the checkpoint of step (\d+)", told)
+    assert len(resumed) == restarts, told
+    assert job.prompts() == straight.prompts()
+    print(f"{what}: {seconds:.0f} s; killed after step {before}, resumed from {resumed}")
+
+
+def wait_for(condition: Callable[[], bool], job: Apart) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert job.cluster.state(job.job) in ("PENDING", "CONFIGURING", "RUNNING") and time.monotonic() < deadline, job.logs()
+        time.sleep(0.2)
 
 
 def test_a_job_waits_for_another_and_is_cancelled(cluster: slurm.Slurm, tmp_path: Path) -> None:
