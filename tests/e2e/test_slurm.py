@@ -37,7 +37,7 @@ exec {sys.executable} -m tests.e2e.scripted_run "$@"
 """
 SLURM = {"account": "lab", "exclusive": False, "warning_seconds": 150, "time": "00:03:00"}
 PATHS = {"PYTHONPATH": str(ROOT)}
-APART_STEPS, PROMPTS = 12, 8
+APART_STEPS, PROMPTS = 24, 8  # steps of a second: more than are taken until the batch script looks at its tasks
 STEPS = 64  # of half a second at least: more than fit before the signal, which comes within the first half minute
 
 
@@ -77,22 +77,27 @@ def no_secret_in(folder: Path) -> bool:
     return not any(SECRET in path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slurm.Slurm, tmp_path: Path) -> None:
-    python = tmp_path / "python"
+def scripted(cluster: slurm.Slurm, folder: Path, name: str, **more: object) -> tuple[str, Path]:
+    """A job of one machine whose engine needs no server, on 40 prompts: its number, and the run."""
+    python = folder / "python"
     python.write_text(SCRIPTED)
     python.chmod(0o755)
-    profile = write(tmp_path / "profile.yaml", {"python": str(python), "environment": PATHS, "slurm": SLURM})
-    tiny_qwen3(tmp_path / "model", layers=2)
+    profile = write(folder / "profile.yaml", {"python": str(python), "environment": PATHS, "slurm": SLURM})
+    tiny_qwen3(folder / "model", layers=2)
     rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
-    for name in ("train.jsonl", "eval.jsonl"):
-        (tmp_path / "model" / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
+    for file in ("train.jsonl", "eval.jsonl"):
+        (folder / "model" / file).write_text("".join(json.dumps(r) + "\n" for r in rows))
     settings = SHORT | {
-        "training__steps": STEPS, "checkpoint__every": 16, "parallel__tp": 1, "name": "long", "overwrite": "true",
-        "model__path": "model", "data__train": "model/train.jsonl", "data__eval": "model/eval.jsonl",
+        "parallel__tp": 1, "name": name, "overwrite": "true", "model__path": "model", "data__train": "model/train.jsonl",
+        "data__eval": "model/eval.jsonl", **more,
     }  # fmt: skip
-    job = submitted(cluster, tmp_path, ROOT / "examples" / "demo.yaml", "--cluster", profile, *words_of(settings))
+    job = submitted(cluster, folder, ROOT / "examples" / "demo.yaml", "--cluster", profile, *words_of(settings))
+    return job, folder / "runs" / name
+
+
+def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    job, run = scripted(cluster, tmp_path, "long", training__steps=STEPS, checkpoint__every=16)
     assert cluster.ended(job, timeout=900) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/long")
-    run = tmp_path / "runs" / "long"
     assert [r["step"] for r in records(run)] == list(range(1, STEPS + 1))
     batch = (run / "launch" / f"long-train-batch-{job}.log").read_text()
     restarts = batch.count("launch: queued again; newest checkpoint: step-")
@@ -104,6 +109,41 @@ def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slur
     assert f"long-train-{job}.log" in launch(cluster, tmp_path, "logs", "runs/long")
 
 
+@pytest.mark.alone  # and so in `make test-full`, which runs no other test of this file
+def test_a_killed_rank_has_the_job_queued_again_and_no_prompt_is_lost(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    more = {"training__steps": 5, "checkpoint__every": 2, "rollout__record": "true", "rollout__filter_uniform_groups": "false"}
+    job, run = scripted(cluster, tmp_path, "killed", **more)
+    wait_for(lambda: steps_of(run) == 3, cluster, job)
+    (rank,) = (p for p in cluster.processes() if "tests.e2e.scripted_worker" in p.line)
+    os.kill(rank.pid, signal.SIGKILL)
+    assert cluster.ended(job, timeout=200) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/killed")
+    assert [r["step"] for r in records(run)] == [1, 2, 3, 4, 5]
+    assert "resume: from the checkpoint of step 2" in (run / "log.txt").read_text()
+    assert cluster.about(job)["Restarts"] == "1"
+    assert sorted(prompt for step in prompts_of(run).values() for prompt in step) == list(range(40))
+
+
+def steps_of(run: Path) -> int:
+    """Those on record."""
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def prompts_of(run: Path) -> dict[int, list[int]]:
+    """Those that each step trained on."""
+    folder = run / record.FOLDER
+    return {step: sorted({prompt for prompt, _ in record.scores(folder, step)}) for step in record.steps(folder)}
+
+
+def wait_for(condition: Callable[[], bool], cluster: slurm.Slurm, job: str) -> None:
+    """While the job is to go on."""
+    deadline = time.monotonic() + 400
+    while not condition():
+        assert cluster.state(job) not in ("FAILED", "CANCELLED", "COMPLETED", "NODE_FAIL", "TIMEOUT"), cluster.logs()
+        assert time.monotonic() < deadline, cluster.logs()
+        time.sleep(0.2)
+
+
 @dataclass(frozen=True)
 class Apart:
     """A job of two machines of ranks and one of servers: torchrun over two machines, a real vLLM on the third."""
@@ -111,7 +151,6 @@ class Apart:
     cluster: slurm.Slurm
     folder: Path
     job: str
-    started: float
 
     @property
     def run(self) -> Path:
@@ -128,13 +167,8 @@ class Apart:
             "rollout__prompts_per_step": PROMPTS, "training__minibatch_prompts": 4, "rollout__samples_per_prompt": 4,
             "rollout__filter_uniform_groups": "false", "rollout__record": "true",
         }  # fmt: skip
-        started = time.monotonic()
         job = submitted(cluster, folder, ROOT / "examples" / "demo.yaml", "--cluster", profile, *words_of(settings))
-        return cls(cluster, folder, job, started)
-
-    def steps(self) -> int:
-        path = self.run / "metrics.jsonl"
-        return path.read_text().count("\n") if path.exists() else 0
+        return cls(cluster, folder, job)
 
     def ends_well(self) -> None:
         """Every step is on record once, and nothing is left of the job."""
@@ -147,10 +181,11 @@ class Apart:
         left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(self.folder).encode() in _bytes(path)]
         assert left == []
 
-    def prompts(self) -> dict[int, list[int]]:
-        """Those that each step trained on."""
-        folder = self.run / record.FOLDER
-        return {step: sorted({prompt for prompt, _ in record.scores(folder, step)}) for step in record.steps(folder)}
+    def resumed(self) -> list[int]:
+        """Of which steps the checkpoints were from which a start went on."""
+        path = self.run / "log.txt"
+        told = path.read_text() if path.exists() else ""
+        return [int(step) for step in re.findall(r"resume: from the checkpoint of step (\d+)", told)]
 
     def logs(self) -> str:
         return launch(self.cluster, self.folder, "logs", "runs/apart")
@@ -161,7 +196,6 @@ def straight(cluster: slurm.Slurm, base: Path, tmp_path_factory: pytest.TempPath
     """The run that nothing befalls, when it has ended."""
     job = Apart.submit(cluster, base, tmp_path_factory.mktemp("straight"))
     job.ends_well()
-    print(f"uninterrupted: {time.monotonic() - job.started:.0f} s")
     return job
 
 
@@ -169,7 +203,7 @@ def straight(cluster: slurm.Slurm, base: Path, tmp_path_factory: pytest.TempPath
 def test_two_machines_of_ranks_and_one_of_servers(straight: Apart) -> None:
     """The server is found, sent weights, and ended with the run."""
     assert "is ready: http://" in (straight.run / "launch" / f"apart-serve-{straight.job}.log").read_text()
-    assert len({prompt for step in straight.prompts().values() for prompt in step}) == APART_STEPS * PROMPTS
+    assert len({prompt for step in prompts_of(straight.run).values() for prompt in step}) == APART_STEPS * PROMPTS
 
 
 def of_rank(rank: int, processes: list[slurm.Process]) -> slurm.Process:
@@ -196,9 +230,8 @@ def test_whatever_is_killed_the_run_ends_with_the_same_prompts(
     cluster: slurm.Slurm, base: Path, straight: Apart, tmp_path: Path, what: str
 ) -> None:
     job = Apart.submit(cluster, base, tmp_path)
-    wait_for(lambda: job.steps() >= 3, job)
-    before = job.steps()
-    everything = cluster.processes()
+    wait_for(lambda: steps_of(job.run) >= 3, cluster, job.job)
+    before, everything, killed = steps_of(job.run), cluster.processes(), time.monotonic()
     if what in KILLS:
         rank = of_rank(1, everything)
         dying = [p.pid for p in everything if KILLS[what](p, rank)]
@@ -208,23 +241,15 @@ def test_whatever_is_killed_the_run_ends_with_the_same_prompts(
     else:
         machine = of_rank(int(what == "node"), everything).machine
         cluster.kill(machine)
+    wait_for(lambda: steps_of(job.run) > before + 1 and (what in STAYS or len(job.resumed()) > 0), cluster, job.job)
+    back = time.monotonic() - killed
     job.ends_well()
-    seconds, restarts = time.monotonic() - job.started, int(cluster.about(job.job)["Restarts"])
     if what not in KILLS:
         cluster.boot(machine)
-    assert restarts == (what not in STAYS), job.logs()
-    told = (job.run / "log.txt").read_text()
-    resumed = re.findall(r"resume: from the checkpoint of step (\d+)", told)
-    assert len(resumed) == restarts, told
-    assert job.prompts() == straight.prompts()
-    print(f"{what}: {seconds:.0f} s; killed after step {before}, resumed from {resumed}")
-
-
-def wait_for(condition: Callable[[], bool], job: Apart) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert job.cluster.state(job.job) in ("PENDING", "CONFIGURING", "RUNNING") and time.monotonic() < deadline, job.logs()
-        time.sleep(0.2)
+    restarts = int(cluster.about(job.job)["Restarts"])
+    assert restarts == len(job.resumed()) == (what not in STAYS), job.logs()
+    assert prompts_of(job.run) == prompts_of(straight.run)
+    print(f"{what}: killed after step {before}, resumed from {job.resumed()}, further than before {back:.0f} s later")
 
 
 def test_a_job_waits_for_another_and_is_cancelled(cluster: slurm.Slurm, tmp_path: Path) -> None:
