@@ -120,7 +120,9 @@ def _executor(submission: Submission, task: Task, home: Path) -> Any:
     cluster, slurm = submission.cluster, submission.cluster.slurm
     assert slurm is not None, "checked before"
     before = sum(t.nodes for t in submission.tasks[: submission.tasks.index(task)])
-    srun = [f"--nodes={task.nodes}", f"--ntasks={task.nodes}", "--ntasks-per-node=1", f"--relative={before}"]
+    # by their names: `--relative` counts only those on which no step is under way, as the script's first may still be
+    machines = f'--nodelist=$(IFS=,; echo "${{nodes[*]:{before}:{task.nodes}}}")'
+    srun = [f"--nodes={task.nodes}", f"--ntasks={task.nodes}", "--ntasks-per-node=1", machines]
     environment = variables(cluster) | {
         "MASTER_ADDR": f"${run.SlurmExecutor.HEAD_NODE_IP_VAR}",
         "MASTER_PORT": str(cluster.network.port),

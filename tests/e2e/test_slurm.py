@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -35,7 +36,7 @@ SCRIPTED = f"""#!/bin/bash
 shift 2
 exec {sys.executable} -m tests.e2e.scripted_run "$@"
 """
-SLURM = {"account": "lab", "exclusive": False, "warning_seconds": 150, "time": "00:03:00"}
+SLURM = {"account": "lab", "exclusive": False, "warning_seconds": 150}
 PATHS = {"PYTHONPATH": str(ROOT)}
 APART_STEPS, PROMPTS = 24, 8  # steps of a second: more than are taken until the batch script looks at its tasks
 STEPS = 64  # of half a second at least: more than fit before the signal, which comes within the first half minute
@@ -77,12 +78,12 @@ def no_secret_in(folder: Path) -> bool:
     return not any(SECRET in path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
 
 
-def scripted(cluster: slurm.Slurm, folder: Path, name: str, **more: object) -> tuple[str, Path]:
-    """A job of one machine whose engine needs no server, on 40 prompts: its number, and the run."""
+def scripted(cluster: slurm.Slurm, folder: Path, name: str, limit: str, **more: object) -> tuple[str, Path]:
+    """A job of one machine whose engine needs no server, on 40 prompts: its number, and the run. limit: of its time."""
     python = folder / "python"
     python.write_text(SCRIPTED)
     python.chmod(0o755)
-    profile = write(folder / "profile.yaml", {"python": str(python), "environment": PATHS, "slurm": SLURM})
+    profile = write(folder / "profile.yaml", {"python": str(python), "environment": PATHS, "slurm": SLURM | {"time": limit}})
     tiny_qwen3(folder / "model", layers=2)
     rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
     for file in ("train.jsonl", "eval.jsonl"):
@@ -96,7 +97,7 @@ def scripted(cluster: slurm.Slurm, folder: Path, name: str, **more: object) -> t
 
 
 def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slurm.Slurm, tmp_path: Path) -> None:
-    job, run = scripted(cluster, tmp_path, "long", training__steps=STEPS, checkpoint__every=16)
+    job, run = scripted(cluster, tmp_path, "long", "00:03:00", training__steps=STEPS, checkpoint__every=16)
     assert cluster.ended(job, timeout=900) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/long")
     assert [r["step"] for r in records(run)] == list(range(1, STEPS + 1))
     batch = (run / "launch" / f"long-train-batch-{job}.log").read_text()
@@ -112,7 +113,7 @@ def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slur
 @pytest.mark.alone  # and so in `make test-full`, which runs no other test of this file
 def test_a_killed_rank_has_the_job_queued_again_and_no_prompt_is_lost(cluster: slurm.Slurm, tmp_path: Path) -> None:
     more = {"training__steps": 5, "checkpoint__every": 2, "rollout__record": "true", "rollout__filter_uniform_groups": "false"}
-    job, run = scripted(cluster, tmp_path, "killed", **more)
+    job, run = scripted(cluster, tmp_path, "killed", "00:20:00", **more)
     wait_for(lambda: steps_of(run) == 3, cluster, job)
     (rank,) = (p for p in cluster.processes() if "tests.e2e.scripted_worker" in p.line)
     os.kill(rank.pid, signal.SIGKILL)
@@ -206,13 +207,14 @@ def test_two_machines_of_ranks_and_one_of_servers(straight: Apart) -> None:
     assert len({prompt for step in prompts_of(straight.run).values() for prompt in step}) == APART_STEPS * PROMPTS
 
 
-def of_rank(rank: int, processes: list[slurm.Process]) -> slurm.Process:
-    found = [p for p in processes if p.environment.get("RANK") == str(rank) and "-m tepo_megatron train" in p.line]
-    assert len(found) == 1, found
-    return found[0]
+def ranks_of(processes: list[slurm.Process]) -> list[slurm.Process]:
+    """In their order."""
+    found = [p for p in processes if "RANK" in p.environment and "-m tepo_megatron train" in p.line]
+    assert len(found) == 2, found
+    return sorted(found, key=lambda p: p.environment["RANK"])
 
 
-# what dies: which of all processes of the job, given that of rank 1, on the second machine
+# what dies: which of all processes of the job, given that of rank 1
 KILLS: dict[str, Callable[[slurm.Process, slurm.Process], bool]] = {
     "rank": lambda p, rank: p.pid == rank.pid,
     "torchrun": lambda p, rank: p.machine == rank.machine and "-m torch.distributed.run" in p.line,
@@ -227,25 +229,25 @@ STAYS = ["server"]  # what the job replaces without another start of itself
 @pytest.mark.server
 @pytest.mark.parametrize("what", [*KILLS, "node", "first node"])
 def test_whatever_is_killed_the_run_ends_with_the_same_prompts(
-    cluster: slurm.Slurm, base: Path, straight: Apart, tmp_path: Path, what: str
+    cluster: slurm.Slurm, base: Path, straight: Apart, tmp_path: Path, what: str, request: pytest.FixtureRequest
 ) -> None:
     job = Apart.submit(cluster, base, tmp_path)
     wait_for(lambda: steps_of(job.run) >= 3, cluster, job.job)
     before, everything, killed = steps_of(job.run), cluster.processes(), time.monotonic()
     if what in KILLS:
-        rank = of_rank(1, everything)
+        rank = ranks_of(everything)[1]
         dying = [p.pid for p in everything if KILLS[what](p, rank)]
         assert dying, "\n".join(p.line for p in everything)
         for pid in dying:
             os.kill(pid, signal.SIGKILL)
     else:
-        machine = of_rank(int(what == "node"), everything).machine
+        first = next(p.machine for p in everything if KILLS["batch"](p, p))
+        machine = first if what == "first node" else next(p.machine for p in ranks_of(everything) if p.machine != first)
         cluster.kill(machine)
+        request.addfinalizer(functools.partial(cluster.boot, machine))
     wait_for(lambda: steps_of(job.run) > before + 1 and (what in STAYS or len(job.resumed()) > 0), cluster, job.job)
     back = time.monotonic() - killed
     job.ends_well()
-    if what not in KILLS:
-        cluster.boot(machine)
     restarts = int(cluster.about(job.job)["Restarts"])
     assert restarts == len(job.resumed()) == (what not in STAYS), job.logs()
     assert prompts_of(job.run) == prompts_of(straight.run)
