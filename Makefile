@@ -83,7 +83,7 @@ test-fast: $(READY) $(LAUNCH)/.ready
 
 # apt-get install buildah debootstrap; as root; 48 GiB of disk below TMPDIR, hours on 2 cores (docs/launch.md). ARGS: -k vllm
 test-image: $(READY)
-	$(BIN)/python -m pytest -s -m image $(ARGS) tests/launch/test_image.py
+	TEPO_IMAGE=1 $(BIN)/python -m pytest -s -m image $(ARGS) tests/launch/test_image.py
 
 # test-fast with the Megatron-Core that the GPU images have; ARGS: more words for pytest
 test-pins: $(PINS)/.ready $(LAUNCH)/.ready

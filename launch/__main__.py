@@ -98,7 +98,7 @@ def _train(config: str, overrides: list[str], executor: str, cluster: Cluster, a
     else:
         assert cluster.slurm is not None, "checked above"
         tasks = scripts.training(cfg, cluster, layout, folder)
-        setup = scripts.batch_setup(cfg, cluster.slurm) if goes_on and cluster.slurm.restarts else ""
+        setup = scripts.batch_setup(cfg, cluster.slurm, jobs.home_of(cfg.run_dir)) if goes_on and cluster.slurm.restarts else ""
     submission = _submission(cfg.run_dir, tasks, cluster, after, setup, requeued=goes_on)
     if not dry_run:
         run_dir.prepare(cfg)

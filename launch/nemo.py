@@ -119,7 +119,9 @@ def _executor(submission: Submission, task: Task, home: Path) -> Any:
     """One allocation for all tasks; each takes its machines of it."""
     cluster, slurm = submission.cluster, submission.cluster.slurm
     assert slurm is not None, "checked before"
-    srun = [f"--nodes={task.nodes}", f"--ntasks={task.nodes}", "--ntasks-per-node=1", f"--relative={task.first}"]
+    # by their names: `--relative` counts only those on which no step is under way, as the script's first may still be
+    machines = f'--nodelist=$(IFS=,; echo "${{nodes[*]:{task.first}:{task.nodes}}}")'
+    srun = [f"--nodes={task.nodes}", f"--ntasks={task.nodes}", "--ntasks-per-node=1", machines]
     srun += ["--overlap"] if task.shared else []  # else the second task waits until the first has ended
     environment = variables(cluster) | {
         "MASTER_ADDR": f"${run.SlurmExecutor.HEAD_NODE_IP_VAR}",
@@ -147,7 +149,6 @@ def _executor(submission: Submission, task: Task, home: Path) -> Any:
         job_details=_Logs(job_name=f"{submission.name}-{task.name}", folder=str(submission.home)),
         tunnel=run.LocalTunnel(job_dir=str(home / "experiments")),
         packager=run.Packager(),
-        retries=slurm.error_restarts if submission.requeued else 0,
         wait_time_for_group_job=0,
         monitor_group_job_wait_time=_POLL_SECONDS,
         poll_estimated_start_time=False,

@@ -62,8 +62,9 @@ class SlurmConfig:
     """What sbatch is told.
 
     warning_seconds: before the time limit, when a run is told to look for its next checkpoint and to be queued again after it;
-    restarts: how often at most; 0: never. error_restarts: after how many restarts, of whatever reason, a run that ended with
-    an error is still started again; 0: an error is the end. options: further ones of sbatch, by name ("mail_type: END").
+    restarts: how often at most, for whatever reason; 0: never. error_restarts: how often a run of which a part ended with an
+    error, or was killed, is started again at one checkpoint, or before the first one; 0: that is the end. options: further ones
+    of sbatch, by name ("mail_type: END").
     """
 
     account: str
@@ -74,7 +75,7 @@ class SlurmConfig:
     exclusive: bool = True
     warning_seconds: Annotated[int, Field(ge=30, le=7200)] = 900
     restarts: NonNegative = 20
-    error_restarts: NonNegative = 0
+    error_restarts: NonNegative = 1
     options: dict[str, str] = Field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -55,7 +55,13 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path) -> lis
     tasks = [Task("train", _text(lines), layout.train_nodes, shared=layout.shared)]
     if layout.serve_nodes:
         serve = f"{_join([cluster.python, *_serve(cfg, layout)])} --host 0.0.0.0"
-        lines = [*_head(folder), f"exec {serve} --rollout.server.rendezvous {_rendezvous(cfg)}"]
+        lines = [
+            *_head(folder),
+            f"{serve} --rollout.server.rendezvous {_rendezvous(cfg)} &",
+            "trap 'kill $! 2>/dev/null || true' TERM",
+            "wait || true; wait || true",
+            "exit 1",  # it is the run's end that ends them: servers that ended by themselves have failed
+        ]
         first = 0 if layout.shared else layout.train_nodes
         tasks.append(Task("serve", _text(lines), layout.serve_nodes, first, layout.shared))
     return tasks
@@ -86,26 +92,33 @@ def command(kind: str, words: Sequence[str], cluster: Cluster, folder: Path, loc
     return Task(kind, _text([*_head(folder), *exports, f"exec {_join([cluster.python, *_COMMANDS[kind], *words])}"]))
 
 
-def batch_setup(cfg: Config, slurm: SlurmConfig) -> str:
-    """For the batch script of a run: what it does on the signal before its time limit.
+def batch_setup(cfg: Config, slurm: SlurmConfig, home: Path) -> str:
+    """For the batch script of a run: what it does on the signal before its time limit, and when a task fails.
 
-    It waits for the next checkpoint, so that few steps are taken twice, and after the last one for the end of the run, but not
-    until the limit; then it is queued again.
+    Before the limit it waits for the next checkpoint, so that few steps are taken twice, and after the last one for the end of
+    the run, but not until the limit; then it is queued again. After a failure it is queued again at once, unless the starts
+    before failed at the same checkpoint. The script may be killed too: a step of its own sees that, and does as it would have.
+
+    home: for the log of that step, and the checkpoints at which starts of a job failed.
     """
+    name = cfg.run_dir.absolute().name
+    log, failures = (shlex.quote(str(home / f"{name}-{what}")) for what in ("guard-%j.log", "failures-"))
     patience = slurm.warning_seconds - min(_MARGIN_SECONDS, slurm.warning_seconds // 2)
     return f"""
-# before the time limit: queued again after the next checkpoint, or {patience} s from now without one
+# queued again before the time limit: after the next checkpoint, or {patience} s from now without one
 set +vx
 checkpoints={shlex.quote(str((cfg.run_dir / "checkpoints").absolute()))}
+failures={failures}"$SLURM_JOB_ID"
 last=step-{cfg.training.steps:08d}
 newest() {{ ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort -V | tail -n 1; }}
 under_way() {{ kill -0 "${{pids[0]}}" 2>/dev/null; }}
+used_up() {{
+  [ "${{SLURM_RESTART_COUNT:-0}}" -ge {slurm.restarts} ] &&
+    echo "launch: $1, and slurm.restarts={slurm.restarts} were made: this is the end"
+}}
 queue_again() {{
   trap '' USR1
-  if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {slurm.restarts} ]; then
-    echo "launch: the time limit is near, and slurm.restarts={slurm.restarts} were made: this is the end"
-    return
-  fi
+  if used_up "the time limit is near"; then return; fi
   before=$(newest); end=$((SECONDS + {patience}))
   echo "launch: the time limit is near; newest checkpoint: ${{before:-none}}; waiting for the next"
   while under_way && [[ "$(newest)" = "$before" || "$(newest)" = "$last" ]] && [ "$SECONDS" -lt "$end" ]; do sleep 2; done
@@ -115,6 +128,34 @@ queue_again() {{
   fi
 }}
 trap queue_again USR1
+
+# queued again after a failure, unless {slurm.error_restarts + 1} starts failed at one checkpoint
+job_says() {{ scontrol show job --oneliner "$SLURM_JOB_ID" | grep -qE "$1"; }}
+after_failure() {{
+  if used_up "$1"; then return; fi
+  at=$(newest); at=${{at:-none}}
+  echo "$at" >> "$failures"
+  if [ "$(grep -cFx "$at" "$failures")" -gt {slurm.error_restarts} ]; then
+    echo "launch: $1; newest checkpoint: $at, where slurm.error_restarts={slurm.error_restarts} were made: this is the end"
+    return
+  fi
+  echo "launch: $1; queued again; newest checkpoint: $at"
+  scontrol requeue "$SLURM_JOB_ID"
+}}
+ended() {{  # a job that is not RUNNING any more was cancelled, or has reached its limit, or is queued again
+  status=$?
+  if [ "$status" -ne 0 ] && job_says ' JobState=RUNNING '; then after_failure "a task ended with status $status"; fi
+}}
+trap ended EXIT
+
+# the batch script's own death, which ends the job by signal 9 for a reason of Slurm's: `scancel` gives none
+killed() {{
+  if job_says ' ExitCode=0:9 ' && ! job_says ' Reason=None '; then after_failure "the batch script was killed"; fi
+  exit 0
+}}
+guard="$(declare -p checkpoints failures); $(declare -f newest used_up job_says after_failure killed)"
+srun --overlap --nodes=1 --ntasks=1 --nodelist="$head_node" --open-mode=append --output={log} \\
+  bash -c "$guard; trap killed TERM; sleep infinity & wait" &
 """
 
 

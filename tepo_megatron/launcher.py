@@ -88,12 +88,14 @@ def run_rank(
     training.
 
     SIGINT and SIGTERM end a rank at once: it may sit in a collective that no Python handler can interrupt, and everything it
-    leaves behind is written whole or not at all.
+    leaves behind is written whole or not at all. It ends with its launcher, or torchrun's agent, however that ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if _LAUNCHER in os.environ:
         die_with_parent(int(os.environ[_LAUNCHER]))
+    elif _AGENT in os.environ:
+        die_with_parent(os.getppid())
     quiet_upstream()
     # one hardware queue: kernels start in the order in which Megatron-Core's overlap of tp communication needs them
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

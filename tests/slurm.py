@@ -7,11 +7,12 @@ import functools
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tepo_megatron.processes import die_with_parent
@@ -19,6 +20,7 @@ from tepo_megatron.processes import die_with_parent
 PATH = os.pathsep.join(("/usr/sbin", "/sbin", os.environ.get("PATH", "")))
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 REQUEUE_SECONDS = 5  # no job is started again before the credentials of its former start expire: two minutes by default
+LOST_SECONDS = 10  # without an answer of its daemon, until a machine is taken for lost: five minutes by default
 
 
 def missing() -> str | None:
@@ -29,12 +31,48 @@ def missing() -> str | None:
     return None if os.geteuid() == 0 else "slurmd needs root to start tasks"
 
 
+@dataclass(frozen=True)
+class Process:
+    """machine: where its job runs it; line: the command."""
+
+    pid: int
+    parent: int
+    machine: str
+    line: str
+    environment: dict[str, str]
+
+
 @dataclass
 class Slurm:
-    """environment: with which its commands find it."""
+    """environment: with which its commands find it; stack: at whose end its daemons end."""
 
     folder: Path
     environment: dict[str, str]
+    stack: contextlib.ExitStack
+    daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, name: str, command: list[str]) -> None:
+        """A daemon."""
+        with (self.folder / f"{name}.log").open("a") as out:
+            process = self.daemons[name] = subprocess.Popen(
+                command, env=self.environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            )  # fmt: skip
+        self.stack.callback(_end, process)
+
+    def boot(self, machine: str) -> None:
+        """Its daemon, on which the controller counts once it answers."""
+        self.start(machine, ["slurmd", "-D", "-f", f"{self.folder}/slurm.conf", "-N", machine])
+
+    def kill(self, machine: str) -> None:
+        """SIGKILL for its daemon and all that it started."""
+        self.daemons[machine].kill()
+        self.daemons[machine].wait()
+        on_it = [process for process in self.processes() if process.machine == machine]
+        # first those that would tell of the others' death
+        for pid in [*(p.parent for p in on_it if _line(p.parent).startswith("slurmstepd")), *(p.pid for p in on_it)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def call(self, *words: str) -> str:
         """The output of one of its commands."""
@@ -42,10 +80,14 @@ class Slurm:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    def about(self, job: str) -> dict[str, str]:
+        """What the controller says of a job, by its names."""
+        words = self.call("scontrol", "show", "job", "--oneliner", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
     def state(self, job: str) -> str:
         """PENDING, RUNNING, ..."""
-        words = self.call("scontrol", "show", "job", "--oneliner", job).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)["JobState"]
+        return self.about(job)["JobState"]
 
     def ended(self, job: str, timeout: float) -> str:
         """Wait for the end of a job; how it ended."""
@@ -54,6 +96,21 @@ class Slurm:
             assert time.monotonic() < deadline, f"job {job} is still {state}: {self.logs()}"
             time.sleep(0.5)
         return state
+
+    def processes(self) -> list[Process]:
+        """Of its jobs, on all machines."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = [word.partition("=") for word in (folder / "environ").read_text(errors="replace").split("\0")]
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            values = {name: value for name, _, value in words}
+            if values.get("SLURM_CONF") == self.environment["SLURM_CONF"] and "SLURMD_NODENAME" in values:
+                pid = int(folder.name)
+                found.append(Process(pid, parent, values["SLURMD_NODENAME"], _line(pid), values))
+        return found
 
     def idle(self) -> int:
         """Machines that wait for work; 0 while the controller does not answer."""
@@ -69,7 +126,7 @@ class Slurm:
 @contextlib.contextmanager
 def running(folder: Path, machines: int) -> Iterator[Slurm]:
     """Until the end of the block; then nothing of it is left."""
-    host, free = socket.gethostname(), [_free_port() for _ in range(machines + 1)]
+    host, free = socket.gethostname(), [free_port() for _ in range(machines + 1)]
     names = [f"n{i + 1}" for i in range(machines)]
     for name in ("state", "spool", "munge"):
         (folder / name).mkdir(mode=0o700)
@@ -96,6 +153,7 @@ SelectType=select/cons_tres
 MpiDefault=none
 ReturnToService=2
 KillWait=5
+SlurmdTimeout={LOST_SECONDS}
 SchedulerParameters=bf_interval=1,sched_interval=2
 """
     settings += "".join(
@@ -107,17 +165,13 @@ SchedulerParameters=bf_interval=1,sched_interval=2
     environment = {**os.environ, "PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
     files = {"key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed", "socket": "socket"}
     munge = [f"--{word}={folder}/munge/{name}" for word, name in files.items()]
-    commands = [
-        ["munged", "--foreground", "--force", "--num-threads=1", *munge],
-        ["slurmctld", "-D", "-f", f"{folder}/slurm.conf"],
-        *(["slurmd", "-D", "-f", f"{folder}/slurm.conf", "-N", name] for name in names),
-    ]
     with contextlib.ExitStack() as stack:
-        for command in commands:
-            _start(stack, command, environment, folder / f"{command[0]}-{command[-1].rpartition('/')[2]}.log")
-            if command[0] == "munged":
-                _until(lambda: (folder / "munge" / "socket").exists(), "munged is not up")
-        slurm = Slurm(folder, environment)
+        slurm = Slurm(folder, environment, stack)
+        slurm.start("munged", ["munged", "--foreground", "--force", "--num-threads=1", *munge])
+        _until(lambda: (folder / "munge" / "socket").exists(), "munged is not up")
+        slurm.start("slurmctld", ["slurmctld", "-D", "-f", f"{folder}/slurm.conf"])
+        for name in names:
+            slurm.boot(name)
         _until(lambda: slurm.idle() == machines, "no machines", slurm)
         try:
             yield slurm
@@ -127,22 +181,20 @@ SchedulerParameters=bf_interval=1,sched_interval=2
             _until(lambda: not slurm.call("squeue", "--noheader"), "jobs are left", slurm)
 
 
-def _start(stack: contextlib.ExitStack, command: list[str], environment: dict[str, str], log: Path) -> None:
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),
-        )  # fmt: skip
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
-    def end() -> None:
-        process.terminate()
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
-    stack.callback(end)
+def _line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+    except OSError:
+        return ""
 
 
 def _until(condition: Callable[[], bool], what: str, slurm: Slurm | None = None, timeout: float = 60.0) -> None:
@@ -152,7 +204,8 @@ def _until(condition: Callable[[], bool], what: str, slurm: Slurm | None = None,
         time.sleep(0.2)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of this machine."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tepo_megatron.rollout import record
 from tests import slurm
 from tests.e2e.test_faults import SHORT
 from tests.launch.cases import PYTHON, ROOT, SECRET
@@ -29,14 +36,15 @@ SCRIPTED = f"""#!/bin/bash
 shift 2
 exec {sys.executable} -m tests.e2e.scripted_run "$@"
 """
-SLURM = {"account": "lab", "exclusive": False, "warning_seconds": 150, "time": "00:03:00"}
+SLURM = {"account": "lab", "exclusive": False, "warning_seconds": 150}
 PATHS = {"PYTHONPATH": str(ROOT)}
+APART_STEPS, PROMPTS = 24, 8  # steps of a second: more than are taken until the batch script looks at its tasks
 STEPS = 64  # of half a second at least: more than fit before the signal, which comes within the first half minute
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
-    with slurm.running(tmp_path_factory.mktemp("slurm"), machines=3) as cluster:
+    with slurm.running(tmp_path_factory.mktemp("slurm"), machines=4) as cluster:
         cluster.environment |= {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "TEPO_SERVER_KEY": SECRET}
         cluster.environment |= {"TEPO_TEST_ENGINE": "slow"}
         yield cluster
@@ -70,22 +78,27 @@ def no_secret_in(folder: Path) -> bool:
     return not any(SECRET in path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slurm.Slurm, tmp_path: Path) -> None:
-    python = tmp_path / "python"
+def scripted(cluster: slurm.Slurm, folder: Path, name: str, limit: str, **more: object) -> tuple[str, Path]:
+    """A job of one machine whose engine needs no server, on 40 prompts: its number, and the run. limit: of its time."""
+    python = folder / "python"
     python.write_text(SCRIPTED)
     python.chmod(0o755)
-    profile = write(tmp_path / "profile.yaml", {"python": str(python), "environment": PATHS, "slurm": SLURM})
-    tiny_qwen3(tmp_path / "model", layers=2)
+    profile = write(folder / "profile.yaml", {"python": str(python), "environment": PATHS, "slurm": SLURM | {"time": limit}})
+    tiny_qwen3(folder / "model", layers=2)
     rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
-    for name in ("train.jsonl", "eval.jsonl"):
-        (tmp_path / "model" / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
+    for file in ("train.jsonl", "eval.jsonl"):
+        (folder / "model" / file).write_text("".join(json.dumps(r) + "\n" for r in rows))
     settings = SHORT | {
-        "training__steps": STEPS, "checkpoint__every": 16, "parallel__tp": 1, "name": "long", "overwrite": "true",
-        "model__path": "model", "data__train": "model/train.jsonl", "data__eval": "model/eval.jsonl",
+        "parallel__tp": 1, "name": name, "overwrite": "true", "model__path": "model", "data__train": "model/train.jsonl",
+        "data__eval": "model/eval.jsonl", **more,
     }  # fmt: skip
-    job = submitted(cluster, tmp_path, ROOT / "examples" / "demo.yaml", "--cluster", profile, *words_of(settings))
+    job = submitted(cluster, folder, ROOT / "examples" / "demo.yaml", "--cluster", profile, *words_of(settings))
+    return job, folder / "runs" / name
+
+
+def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    job, run = scripted(cluster, tmp_path, "long", "00:03:00", training__steps=STEPS, checkpoint__every=16)
     assert cluster.ended(job, timeout=900) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/long")
-    run = tmp_path / "runs" / "long"
     assert [r["step"] for r in records(run)] == list(range(1, STEPS + 1))
     batch = (run / "launch" / f"long-train-batch-{job}.log").read_text()
     restarts = batch.count("launch: queued again; newest checkpoint: step-")
@@ -97,28 +110,148 @@ def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slur
     assert f"long-train-{job}.log" in launch(cluster, tmp_path, "logs", "runs/long")
 
 
+@pytest.mark.alone  # and so in `make test-full`, which runs no other test of this file
+def test_a_killed_rank_has_the_job_queued_again_and_no_prompt_is_lost(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    more = {"training__steps": 5, "checkpoint__every": 2, "rollout__record": "true", "rollout__filter_uniform_groups": "false"}
+    job, run = scripted(cluster, tmp_path, "killed", "00:20:00", **more)
+    wait_for(lambda: steps_of(run) == 3, cluster, job)
+    (rank,) = (p for p in cluster.processes() if "tests.e2e.scripted_worker" in p.line)
+    os.kill(rank.pid, signal.SIGKILL)
+    assert cluster.ended(job, timeout=200) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/killed")
+    assert [r["step"] for r in records(run)] == [1, 2, 3, 4, 5]
+    assert "resume: from the checkpoint of step 2" in (run / "log.txt").read_text()
+    assert cluster.about(job)["Restarts"] == "1"
+    assert sorted(prompt for step in prompts_of(run).values() for prompt in step) == list(range(40))
+
+
+def steps_of(run: Path) -> int:
+    """Those on record."""
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def prompts_of(run: Path) -> dict[int, list[int]]:
+    """Those that each step trained on."""
+    folder = run / record.FOLDER
+    return {step: sorted({prompt for prompt, _ in record.scores(folder, step)}) for step in record.steps(folder)}
+
+
+def wait_for(condition: Callable[[], bool], cluster: slurm.Slurm, job: str) -> None:
+    """While the job is to go on."""
+    deadline = time.monotonic() + 400
+    while not condition():
+        assert cluster.state(job) not in ("FAILED", "CANCELLED", "COMPLETED", "NODE_FAIL", "TIMEOUT"), cluster.logs()
+        assert time.monotonic() < deadline, cluster.logs()
+        time.sleep(0.2)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A job of two machines of ranks and one of servers: torchrun over two machines, a real vLLM on the third."""
+
+    cluster: slurm.Slurm
+    folder: Path
+    job: str
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "runs" / "apart"
+
+    @classmethod
+    def submit(cls, cluster: slurm.Slurm, base: Path, folder: Path) -> Apart:
+        tree = {"python": sys.executable, "environment": PATHS, "ranks_per_node": 1, "network": {"port": slurm.free_port()}}
+        profile = write(folder / "profile.yaml", tree | {"slurm": SLURM | {"time": "00:20:00"}})
+        settings = {
+            "name": "apart", "parallel__tp": 2, "training__steps": APART_STEPS, "checkpoint__every": 2, "model__path": base,
+            "data__train": base / "train.jsonl", "data__eval": base / "eval.jsonl", "evaluation__max_problems": 8,
+            "rollout__server__rendezvous": folder / "servers", "sync__folder": folder / "weights",
+            "rollout__prompts_per_step": PROMPTS, "training__minibatch_prompts": 4, "rollout__samples_per_prompt": 4,
+            "rollout__filter_uniform_groups": "false", "rollout__record": "true",
+        }  # fmt: skip
+        job = submitted(cluster, folder, ROOT / "examples" / "demo.yaml", "--cluster", profile, *words_of(settings))
+        return cls(cluster, folder, job)
+
+    def ends_well(self) -> None:
+        """Every step is on record once, and nothing is left of the job."""
+        assert self.cluster.ended(self.job, timeout=500) == "COMPLETED", self.logs()
+        found = records(self.run)
+        assert [r["step"] for r in found] == list(range(1, APART_STEPS + 1)), self.logs()
+        assert all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in found)
+        assert (self.run / "hf" / "config.json").exists() and list((self.folder / "weights").iterdir()) == []
+        assert no_secret_in(self.folder)
+        left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(self.folder).encode() in _bytes(path)]
+        assert left == []
+
+    def resumed(self) -> list[int]:
+        """Of which steps the checkpoints were from which a start went on."""
+        path = self.run / "log.txt"
+        told = path.read_text() if path.exists() else ""
+        return [int(step) for step in re.findall(r"resume: from the checkpoint of step (\d+)", told)]
+
+    def logs(self) -> str:
+        return launch(self.cluster, self.folder, "logs", "runs/apart")
+
+
+@pytest.fixture(scope="module")
+def straight(cluster: slurm.Slurm, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Apart:
+    """The run that nothing befalls, when it has ended."""
+    job = Apart.submit(cluster, base, tmp_path_factory.mktemp("straight"))
+    job.ends_well()
+    return job
+
+
 @pytest.mark.server
-def test_two_machines_of_ranks_and_one_of_servers(cluster: slurm.Slurm, base: Path, tmp_path: Path) -> None:
-    """torchrun over two machines, a real vLLM on the third, which is found, sent weights, and ended with the run."""
-    slow = SLURM | {"time": "00:20:00"}
-    tree = {"python": sys.executable, "environment": PATHS, "ranks_per_node": 1, "slurm": slow}
-    profile = write(tmp_path / "profile.yaml", tree)
-    settings = {
-        "name": "apart", "parallel__tp": 2, "training__steps": 3, "checkpoint__every": 2, "model__path": base,
-        "data__train": base / "train.jsonl", "data__eval": base / "eval.jsonl", "evaluation__max_problems": 8,
-        "rollout__server__rendezvous": tmp_path / "servers", "sync__folder": tmp_path / "weights",
-        "rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "rollout__filter_uniform_groups": "false",
-    }  # fmt: skip
-    job = submitted(cluster, tmp_path, ROOT / "examples" / "demo.yaml", "--cluster", profile, *words_of(settings))
-    assert cluster.ended(job, timeout=500) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/apart")
-    run = tmp_path / "runs" / "apart"
-    found = records(run)
-    assert len(found) == 3 and all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in found)
-    assert "is ready: http://" in (run / "launch" / f"apart-serve-{job}.log").read_text()
-    assert (run / "hf" / "config.json").exists() and list((tmp_path / "weights").iterdir()) == []
-    assert no_secret_in(tmp_path)
-    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _bytes(path)]
-    assert left == []
+def test_two_machines_of_ranks_and_one_of_servers(straight: Apart) -> None:
+    """The server is found, sent weights, and ended with the run."""
+    assert "is ready: http://" in (straight.run / "launch" / f"apart-serve-{straight.job}.log").read_text()
+    assert len({prompt for step in prompts_of(straight.run).values() for prompt in step}) == APART_STEPS * PROMPTS
+
+
+def ranks_of(processes: list[slurm.Process]) -> list[slurm.Process]:
+    """In their order."""
+    found = [p for p in processes if "RANK" in p.environment and "-m tepo_megatron train" in p.line]
+    assert len(found) == 2, found
+    return sorted(found, key=lambda p: p.environment["RANK"])
+
+
+# what dies: which of all processes of the job, given that of rank 1
+KILLS: dict[str, Callable[[slurm.Process, slurm.Process], bool]] = {
+    "rank": lambda p, rank: p.pid == rank.pid,
+    "torchrun": lambda p, rank: p.machine == rank.machine and "-m torch.distributed.run" in p.line,
+    "server": lambda p, rank: "-m vllm.entrypoints" in p.line and "guard" not in p.line,
+    "serve": lambda p, rank: "-m tepo_megatron serve" in p.line,
+    "srun": lambda p, rank: p.line.startswith("srun") and p.line.endswith("/apart-0.sh"),
+    "batch": lambda p, rank: p.line.endswith("/slurm_script"),
+}
+STAYS = ["server"]  # what the job replaces without another start of itself
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("what", [*KILLS, "node", "first node"])
+def test_whatever_is_killed_the_run_ends_with_the_same_prompts(
+    cluster: slurm.Slurm, base: Path, straight: Apart, tmp_path: Path, what: str, request: pytest.FixtureRequest
+) -> None:
+    job = Apart.submit(cluster, base, tmp_path)
+    wait_for(lambda: steps_of(job.run) >= 3, cluster, job.job)
+    before, everything, killed = steps_of(job.run), cluster.processes(), time.monotonic()
+    if what in KILLS:
+        rank = ranks_of(everything)[1]
+        dying = [p.pid for p in everything if KILLS[what](p, rank)]
+        assert dying, "\n".join(p.line for p in everything)
+        for pid in dying:
+            os.kill(pid, signal.SIGKILL)
+    else:
+        first = next(p.machine for p in everything if KILLS["batch"](p, p))
+        machine = first if what == "first node" else next(p.machine for p in ranks_of(everything) if p.machine != first)
+        cluster.kill(machine)
+        request.addfinalizer(functools.partial(cluster.boot, machine))
+    wait_for(lambda: steps_of(job.run) > before + 1 and (what in STAYS or len(job.resumed()) > 0), cluster, job.job)
+    back = time.monotonic() - killed
+    job.ends_well()
+    restarts = int(cluster.about(job.job)["Restarts"])
+    assert restarts == len(job.resumed()) == (what not in STAYS), job.logs()
+    assert prompts_of(job.run) == prompts_of(straight.run)
+    print(f"{what}: killed after step {before}, resumed from {job.resumed()}, further than before {back:.0f} s later")
 
 
 def test_a_job_waits_for_another_and_is_cancelled(cluster: slurm.Slurm, tmp_path: Path) -> None:

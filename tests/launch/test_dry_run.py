@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,24 +65,32 @@ def test_what_is_refused_in_one_line(told: dict[str, tuple[int, str, str]], case
     assert REFUSED[case][1] in error
 
 
+def batch_code(folder: Path, scontrol: str, srun: str) -> tuple[str, dict[str, str]]:
+    """What a run's batch script does beside its tasks, with these bodies of commands; the run has a checkpoint of step 5."""
+    tree = {"name": "a", "output": str(folder), "model": {"path": "m"}, "data": {"train": "t"}, "checkpoint": {"every": 5}}
+    slurm = validate_as(Cluster, {"slurm": {"account": "a", "warning_seconds": 30, "restarts": 9}}, "c").slurm
+    assert isinstance(slurm, SlurmConfig)
+    (folder / "a" / "checkpoints" / "step-00000005").mkdir(parents=True)
+    for name, body in (("scontrol", scontrol), ("srun", srun)):
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    return batch_setup(validate(tree), slurm, folder), environment
+
+
 @pytest.mark.parametrize("checkpoint", [True, False])
 def test_before_its_time_limit_a_job_waits_for_a_checkpoint_and_is_queued_again(tmp_path: Path, checkpoint: bool) -> None:
     """The batch script's own code, with a task that sleeps and an `scontrol` that writes down what it is told."""
-    tree = {"name": "a", "output": str(tmp_path), "model": {"path": "m"}, "data": {"train": "t"}, "checkpoint": {"every": 5}}
-    slurm = validate_as(Cluster, {"slurm": {"account": "a", "warning_seconds": 30}}, "c").slurm
-    (tmp_path / "a" / "checkpoints" / "step-00000005").mkdir(parents=True)
-    assert isinstance(slurm, SlurmConfig)
     patience = "end=$((SECONDS + 15))"  # half of the warning: Slurm has to end the job in the other half
-    setup = batch_setup(validate(tree), slurm)
+    setup, environment = batch_code(tmp_path, scontrol="echo $* >> calls", srun="")
     assert patience in setup
     if not checkpoint:
         setup = setup.replace(patience, "end=$((SECONDS + 1))")
     calls = tmp_path / "calls"
-    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho $* >> {calls}\n")
-    (tmp_path / "scontrol").chmod(0o755)
     script = f"{setup}\nsleep 60 & pids[0]=$!\necho ready\nwhile [ ! -e {calls} ]; do sleep 0.1; done\nkill $pids"
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    job = subprocess.Popen(["bash", "-c", script], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    job = subprocess.Popen(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         assert job.stdout is not None and job.stdout.readline() == "ready\n"
         job.send_signal(signal.SIGUSR1)
@@ -100,3 +109,76 @@ def test_before_its_time_limit_a_job_waits_for_a_checkpoint_and_is_queued_again(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
         job.wait()
+
+
+# a job as `scontrol` shows it, and an `srun` that does what it is told here
+SHOWN = """
+if [ $1 != show ]; then echo $* >> calls; exit; fi
+echo "JobId=7 JobState=$STATE Reason=$REASON Restarts=0 ExitCode=$EXIT Nodes=1"
+"""
+HERE = """while [ "$1" != bash ]; do shift; done; echo $$ > guard; exec "$@" > guard.log"""
+NEVER = "this is the end"
+
+
+def test_a_failure_has_the_job_queued_again_once_at_each_checkpoint(tmp_path: Path) -> None:
+    setup, environment = batch_code(tmp_path, SHOWN, srun="")
+    calls = tmp_path / "calls"
+
+    def ends(status: int, state: str = "RUNNING", restarts: int = 0) -> str:
+        """What the script says when it ends with this status."""
+        calls.unlink(missing_ok=True)
+        more = {"STATE": state, "REASON": "None", "EXIT": "0:0", "SLURM_RESTART_COUNT": str(restarts)}
+        done = subprocess.run(
+            ["bash", "-c", f"{setup}\nset -e\nexit {status}"],
+            cwd=tmp_path, env=environment | more, capture_output=True, text=True, timeout=20, check=False,
+        )  # fmt: skip
+        assert done.returncode == status and done.stderr == ""
+        assert calls.exists() == ("queued again" in done.stdout) and (not calls.exists() or calls.read_text() == "requeue 7\n")
+        return done.stdout
+
+    assert ends(0) == ends(1, state="COMPLETING") == ""
+    assert "slurm.restarts=9 were made: this is the end" in ends(1, restarts=9)
+    assert ends(1) == "launch: a task ended with status 1; queued again; newest checkpoint: step-00000005\n"
+    assert "newest checkpoint: step-00000005, where slurm.error_restarts=1 were made: this is the end" in ends(137)
+    (tmp_path / "a" / "checkpoints" / "step-00000010").mkdir()
+    assert "queued again; newest checkpoint: step-00000010" in ends(1)
+    assert NEVER in ends(1)
+
+
+@pytest.mark.parametrize(
+    ("reason", "exit_code", "again"),
+    [("JobLaunchFailure", "0:9", True), ("None", "0:9", False), ("None", "0:15", False), ("NonZeroExitCode", "1:0", False)],
+)
+def test_when_the_batch_script_was_killed_its_guard_has_the_job_queued_again(
+    tmp_path: Path, reason: str, exit_code: str, again: bool
+) -> None:
+    setup, environment = batch_code(tmp_path, SHOWN, HERE)
+    environment |= {"STATE": "COMPLETING", "REASON": reason, "EXIT": exit_code}
+    script = subprocess.Popen(["bash", "-c", f"{setup}\nsleep 60"], cwd=tmp_path, env=environment, start_new_session=True)
+    try:
+        wait_for(lambda: "sleep" in children_of(tmp_path / "guard"))
+        script.kill()
+        os.kill(int((tmp_path / "guard").read_text()), signal.SIGTERM)
+        wait_for(lambda: not children_of(tmp_path / "guard"))
+        said = "launch: the batch script was killed; queued again; newest checkpoint: step-00000005\n"
+        assert (tmp_path / "guard.log").read_text() == (said if again else "")
+        assert (tmp_path / "calls").exists() == again
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+        script.wait()
+
+
+def children_of(pid_file: Path) -> str:
+    """The commands of the processes that a process started; none once it has ended."""
+    if not pid_file.exists():
+        return ""
+    words = ["ps", "--no-headers", "-o", "comm", "--ppid", pid_file.read_text().strip() or "0"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

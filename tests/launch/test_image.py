@@ -26,6 +26,7 @@ from tests.launch.cases import ROOT
 pytestmark = [
     pytest.mark.image,
     pytest.mark.full,
+    pytest.mark.skipif("TEPO_IMAGE" not in os.environ, reason="takes hours and 48 GiB of disk: make test-image"),
     pytest.mark.skipif(stand_in.missing() is not None, reason=str(stand_in.missing())),
 ]
 CANARY = "not-for-any-image-c0ffee"

@@ -41,18 +41,20 @@ export NCCL_IB_HCA=mlx5
 export MASTER_ADDR=$head_node_ip
 export MASTER_PORT=29400
 
-# before the time limit: queued again after the next checkpoint, or 840 s from now without one
+# queued again before the time limit: after the next checkpoint, or 840 s from now without one
 set +vx
 checkpoints=/project/runs/qwen/checkpoints
+failures=/project/runs/qwen/launch/qwen-failures-"$SLURM_JOB_ID"
 last=step-00000072
 newest() { ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort -V | tail -n 1; }
 under_way() { kill -0 "${pids[0]}" 2>/dev/null; }
+used_up() {
+  [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ] &&
+    echo "launch: $1, and slurm.restarts=20 were made: this is the end"
+}
 queue_again() {
   trap '' USR1
-  if [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ]; then
-    echo "launch: the time limit is near, and slurm.restarts=20 were made: this is the end"
-    return
-  fi
+  if used_up "the time limit is near"; then return; fi
   before=$(newest); end=$((SECONDS + 840))
   echo "launch: the time limit is near; newest checkpoint: ${before:-none}; waiting for the next"
   while under_way && [[ "$(newest)" = "$before" || "$(newest)" = "$last" ]] && [ "$SECONDS" -lt "$end" ]; do sleep 2; done
@@ -63,11 +65,39 @@ queue_again() {
 }
 trap queue_again USR1
 
+# queued again after a failure, unless 2 starts failed at one checkpoint
+job_says() { scontrol show job --oneliner "$SLURM_JOB_ID" | grep -qE "$1"; }
+after_failure() {
+  if used_up "$1"; then return; fi
+  at=$(newest); at=${at:-none}
+  echo "$at" >> "$failures"
+  if [ "$(grep -cFx "$at" "$failures")" -gt 1 ]; then
+    echo "launch: $1; newest checkpoint: $at, where slurm.error_restarts=1 were made: this is the end"
+    return
+  fi
+  echo "launch: $1; queued again; newest checkpoint: $at"
+  scontrol requeue "$SLURM_JOB_ID"
+}
+ended() {  # a job that is not RUNNING any more was cancelled, or has reached its limit, or is queued again
+  status=$?
+  if [ "$status" -ne 0 ] && job_says ' JobState=RUNNING '; then after_failure "a task ended with status $status"; fi
+}
+trap ended EXIT
+
+# the batch script's own death, which ends the job by signal 9 for a reason of Slurm's: `scancel` gives none
+killed() {
+  if job_says ' ExitCode=0:9 ' && ! job_says ' Reason=None '; then after_failure "the batch script was killed"; fi
+  exit 0
+}
+guard="$(declare -p checkpoints failures); $(declare -f newest used_up job_says after_failure killed)"
+srun --overlap --nodes=1 --ntasks=1 --nodelist="$head_node" --open-mode=append --output=/project/runs/qwen/launch/qwen-guard-%j.log \
+  bash -c "$guard; trap killed TERM; sleep infinity & wait" &
+
 
 
 # Command 1
 
-srun --output /project/runs/qwen/launch/qwen-train-%j.log --container-image /shared/tepo.sqsh --container-mounts /project:/project,/shared:/shared:ro,/scratch:/scratch,/project/runs/qwen/launch/experiments/qwen/qwen_1/qwen:/nemo_run --container-workdir /nemo_run/code --container-env GLOO_SOCKET_IFNAME,MASTER_ADDR,MASTER_PORT,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,WANDB_API_KEY --wait=60 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --relative=0 --open-mode=append bash /nemo_run/scripts/qwen-0.sh & pids[0]=$!
+srun --output /project/runs/qwen/launch/qwen-train-%j.log --container-image /shared/tepo.sqsh --container-mounts /project:/project,/shared:/shared:ro,/scratch:/scratch,/project/runs/qwen/launch/experiments/qwen/qwen_1/qwen:/nemo_run --container-workdir /nemo_run/code --container-env GLOO_SOCKET_IFNAME,MASTER_ADDR,MASTER_PORT,NCCL_DEBUG,NCCL_IB_HCA,NCCL_SOCKET_IFNAME,NOTE,WANDB_API_KEY --wait=60 --kill-on-bad-exit=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=$(IFS=,; echo "${nodes[*]:0:1}") --open-mode=append bash /nemo_run/scripts/qwen-0.sh & pids[0]=$!
 
 
 # The code below monitors all SLURM jobs to ensure any failure forces them all to stop
