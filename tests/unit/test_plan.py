@@ -15,7 +15,7 @@ from benchmarks.plan import ROWS, predicted_seconds, table
 from tepo_megatron.actor.activations import LEAST_BYTES
 from tepo_megatron.actor.precision import optimizer_fields
 from tepo_megatron.cli import main
-from tepo_megatron.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
+from tepo_megatron.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.config_io import load_config, validate
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan import activations
@@ -168,14 +168,11 @@ def test_small_activations_stay() -> None:
 
 def test_shared_prompts_are_computed_once() -> None:
     """8 responses to each prompt of 1024 tokens compute it once; they attend to it as before."""
-    sections = {
-        "model": {"path": "models/Qwen2.5-7B", "attention": "sdpa"},
-        "data": {"train": "unused", "max_prompt_tokens": 1024},
-        "rollout": {"samples_per_prompt": 8},
-    }
-    request = Request(prompt=1024, response=256)
+    groups = config(data={"max_prompt_tokens": 1024}, rollout={"samples_per_prompt": 8})
+    groups = replace(groups, model=replace(groups.model, attention="sdpa"))
     never, auto, always = (
-        predictor_of(config(**sections, training={"share_prompts": share}), request) for share in ("never", "auto", "always")
+        predictor_of(replace(groups, training=TrainingConfig(share_prompts=share)), Request(prompt=1024, response=256))
+        for share in ("never", "auto", "always")
     )
     lengths = never.workload.sequences(8 * 16)
     plain, shared = (p.run(lengths, 16384, backward=True) for p in (never, always))
