@@ -39,6 +39,7 @@ ablation: $(READY)
 precision: $(READY)
 	$(BIN)/python -m examples.arithmetic.base_model --seed 0 --out .cache/demo/seed-0
 	$(BIN)/tepo ablate examples/precision.yaml
+	$(BIN)/python -m benchmarks.curves runs/precision fp32 bf16
 
 # ours beside others', which are installed apart; a quiet machine, half an hour
 bench: $(READY)
