@@ -102,7 +102,7 @@ def overlap(quick: bool) -> list[Measure]:
     return [Measure(13, name, "s", ahead["step"], peers, targets, more=found)]
 
 
-PREFIX = {"long": 1, "medium": 3, "small": 7}  # repetitions of the cases that share, after a warm-up
+PREFIX = {"medium": 3, "small": 7}  # repetitions, after a warm-up; `long` takes minutes: python -m benchmarks.prefix
 
 
 def prefix(quick: bool) -> list[Measure]:
@@ -121,7 +121,7 @@ def prefix_tokens() -> list[Measure]:
     """And the tokens that each computes, which every run of the benchmark compares with its own."""
     from benchmarks import prefix as benchmark
 
-    found = {case: benchmark.computed_tokens(benchmark.CASES[case]) for case in PREFIX}
+    found = {case: benchmark.computed_tokens(benchmark.CASES[case]) for case in ("long", *PREFIX)}
     return [
         Measure(14, f"{case}, tokens computed", "", tokens["shared"], {"not shared": tokens["plain"]}, deterministic=True)
         for case, tokens in found.items()

@@ -186,7 +186,7 @@ class Predictor:
         on_host = most.owned * self.cfg.optimizer.offload
         stepped = (most.owned - on_host) * _OPTIMIZER_BYTES / self.machine.memory_rate
         # gradients there and weights back, in fp32; between them the host's Adam
-        stepped += on_host * (2 * 4 / self._host_rate + _OPTIMIZER_BYTES / self.machine.assumed.host_copy)
+        stepped += on_host * (2 * 4 / self._host_rate + _OPTIMIZER_BYTES / self.machine.assumed.host_adam)
         return sent / link, stepped
 
     def moving_seconds(self) -> float:
