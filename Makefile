@@ -20,7 +20,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(PYTHON))
 
-.PHONY: demo sglang launch ablation bench docs docs-links test test-fast test-full test-full-served test-full-computed test-slurm \
+.PHONY: demo sglang launch ablation precision bench docs docs-links test test-fast test-full test-full-served test-full-computed test-slurm \
   test-gpu test-pins test-image check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
@@ -34,6 +34,12 @@ demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 ablation: $(READY)
 	$(BIN)/python -m examples.arithmetic.base_model --seed 0 --out .cache/demo/seed-0
 	$(BIN)/tepo ablate examples/ablation.yaml
+
+# training in bf16 beside fp32
+precision: $(READY)
+	$(BIN)/python -m examples.arithmetic.base_model --seed 0 --out .cache/demo/seed-0
+	$(BIN)/tepo ablate examples/precision.yaml
+	$(BIN)/python -m benchmarks.curves runs/precision fp32 bf16
 
 # ours beside others', which are installed apart; a quiet machine, half an hour
 bench: $(READY)

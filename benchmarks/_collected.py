@@ -1,4 +1,4 @@
-"""What the benchmarks of whole jobs find, as measures: the training step, conversion, saving, sync, overlap."""
+"""What the benchmarks of whole jobs find, as measures: the training step, conversion, saving, sync, overlap, shared prompts."""
 
 from __future__ import annotations
 
@@ -100,6 +100,32 @@ def overlap(quick: bool) -> list[Measure]:
     peers = {"longer phase + sync": benchmark.longest(ahead), "in turn": in_turn["step"]}
     targets = (Target("ours / longer phase + sync", "<=", benchmark.TARGET),)
     return [Measure(13, name, "s", ahead["step"], peers, targets, more=found)]
+
+
+PREFIX = {"medium": 3, "small": 7}  # repetitions, after a warm-up; `long` takes minutes: python -m benchmarks.prefix
+
+
+def prefix(quick: bool) -> list[Measure]:
+    """Row 14: seconds of a step whose responses share prompts, beside the same step without."""
+    out = []
+    for case, repetitions in PREFIX.items():
+        words = ["--quick", "--repetitions", "1"] if quick else ["--repetitions", str(repetitions)]
+        (found,) = _run("prefix", "--cases", case, *words)
+        seconds, keys = found["seconds"], ("cpu_seconds", "faster", "faster_cpu", "tokens", "load")
+        more = {key: found[key] for key in keys} | {"threads": 2}
+        out.append(Measure(14, f"{case}, 2 threads", "s", seconds["shared"], {"not shared": seconds["plain"]}, more=more))
+    return out + prefix_tokens()
+
+
+def prefix_tokens() -> list[Measure]:
+    """And the tokens that each computes, which every run of the benchmark compares with its own."""
+    from benchmarks import prefix as benchmark
+
+    found = {case: benchmark.computed_tokens(benchmark.CASES[case]) for case in ("long", *PREFIX)}
+    return [
+        Measure(14, f"{case}, tokens computed", "", tokens["shared"], {"not shared": tokens["plain"]}, deterministic=True)
+        for case, tokens in found.items()
+    ]
 
 
 def _run(benchmark: str, *words: str) -> Any:

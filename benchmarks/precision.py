@@ -147,9 +147,14 @@ def step(cfg: Config, name: str, groups: Groups, rollouts: list[Rollout]) -> dic
     noise = actor.measure_noise(batch)
     advantages_N = advantages_B[batch.sequence_N]
     actor.start_step(1)
-    masks, after, moved = [], [], []
+    masks: list[Tensor] = []
+    after, moved = [], []
+    still = falling = 0.0
     before = torch.cat([b.parameter.detach().flatten() for b in actor.bindings])
     for minibatch in batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, seed=1):
+        if not masks:
+            change = statistics(actor, minibatch)[1] - minibatch.old_entropies_N
+            still, falling = ((change == 0).float().mean().item(), (change < 0).float().mean().item())
         actor.update(minibatch, objective)
         now, entropies = statistics(actor, batch)
         masks.append(mask_falling_entropy(advantages_N, entropies - old_entropies, 0.0))
@@ -158,13 +163,14 @@ def step(cfg: Config, name: str, groups: Groups, rollouts: list[Rollout]) -> dic
         moved.append(changed.float().mean().item())
     return {
         "logprobs": logprobs, "entropies": old_entropies, "noise": noise, "masks": masks, "after": after,
-        "moved": moved, "change": (entropies - old_entropies).abs(),
+        "moved": moved, "still": still, "falling": falling, "change": (entropies - old_entropies).abs(),
     }  # fmt: skip
 
 
 def compared(here: dict[str, Any], fp32: dict[str, Any]) -> dict[str, Any]:
-    """The figures of one precision. moved: share of the parameters that differ from the start's after each update;
-    flips_of_large_changes: after the last update, among the half of the tokens whose |dH| in fp32 is the larger.
+    """The figures of one precision. moved: share of the parameters that differ from the start's after each update; still,
+    falling: share of the tokens with dH = 0 and dH < 0 before the first update, where dH is only what another packing makes of
+    it; flips_of_large_changes: after the last update, among the half of the tokens whose |dH| in fp32 is the larger.
     """
     logprob, entropy = ((here[k] - fp32[k]).abs() for k in ("logprobs", "entropies"))
     flips = [(a != b).float().mean().item() for a, b in zip(here["masks"], fp32["masks"], strict=True)]
@@ -174,7 +180,7 @@ def compared(here: dict[str, Any], fp32: dict[str, Any]) -> dict[str, Any]:
         "entropy_mean": entropy.mean().item(), "entropy_max": entropy.max().item(),
         "noise": here["noise"], "flips": flips, "mask_share": here["masks"][-1].float().mean().item(),
         "flips_of_large_changes": (here["masks"][-1] != fp32["masks"][-1])[large].float().mean().item(),
-        "moved": here["moved"],
+        "moved": here["moved"], "still": here["still"], "falling": here["falling"],
         "logprob_after": (here["after"][-1] - fp32["after"][-1]).abs().mean().item(),
     }  # fmt: skip
 

@@ -33,6 +33,9 @@ from benchmarks._measure import Times, interleaved, load
 from benchmarks._step_workers import world
 from tepo_megatron.config import Config
 from tepo_megatron.config_io import validate
+from tepo_megatron.ops.alignment import Alignment
+from tepo_megatron.ops.planning import plan_metrics, plan_microbatches
+from tepo_megatron.ops.shared_prompts import LEAST_SAVED, Families
 from tepo_megatron.types import Rollout, TrainBatch
 
 VOCABULARY, ROOM, AGREE = 512, 32_768, 1e-5
@@ -86,6 +89,21 @@ def config(model: Path, case: Case, share: str) -> Config:
     })  # fmt: skip
 
 
+def computed_tokens(case: Case) -> dict[str, float]:
+    """Tokens that a step computes, `plain` and `shared`, by the run's own planner."""
+    sequences, alignment = range(case.groups * case.samples), Alignment()
+    lengths = [case.length for _ in sequences]
+    prompts = [i // case.samples for i in sequences]
+    least_saved = 0 if case.share == "always" else LEAST_SAVED
+    families = Families.of(prompts, [case.prompt for _ in sequences], alignment.sequence, least_saved)
+
+    def of(families: Families | None) -> float:
+        plan = plan_microbatches(lengths, 1, ROOM, alignment, families=families)
+        return plan_metrics(plan, lengths, alignment, families=families)["packing/computed_tokens"]
+
+    return {"plain": of(None), "shared": of(families)}
+
+
 def batch_of(case: Case) -> TrainBatch:
     """Tokens at random; the second of two updates, so that old statistics are given."""
     generator = torch.Generator().manual_seed(0)
@@ -135,16 +153,17 @@ def measure(names: list[str], repetitions: int, quick: bool) -> list[dict[str, A
             sides = {"plain": lambda _: step("plain"), "shared": lambda _: step("shared")}
             for actor in actors.values():
                 actor.start_step(1)
-            found.append(_row(name, interleaved(lambda: None, sides, repetitions), metrics))
+            found.append(_row(name, case, interleaved(lambda: None, sides, repetitions), metrics))
     parallel.shutdown()
     return found
 
 
-def _row(name: str, times: dict[str, Times], metrics: dict[str, dict[str, float]]) -> dict[str, Any]:
+def _row(name: str, case: Case, times: dict[str, Times], metrics: dict[str, dict[str, float]]) -> dict[str, Any]:
     for key in ("loss/total", "actor/grad_norm"):
         plain, shared = (metrics[side][key] for side in ("plain", "shared"))
         assert abs(shared - plain) <= AGREE * abs(plain), f"{name}: {key} is {shared}, without sharing {plain}"
     tokens = {side: metrics[side]["packing/computed_tokens"] for side in metrics}
+    assert tokens == computed_tokens(case), f"{name}: {tokens} tokens, planned {computed_tokens(case)}"
     return {
         "id": f"prefix/{name}",
         "seconds": {side: t.wall for side, t in times.items()},

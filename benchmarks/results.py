@@ -29,6 +29,7 @@ ROWS = {
     11: "Saving checkpoints",
     12: "Delivery of the weights to the engine",
     13: "Rollouts one step ahead",
+    14: "Training step whose responses share prompts",
 }
 PACKAGES = ("torch", "megatron-core", "transformers", "triton", "trl", "verl", "liger-kernel")
 _SENSES = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}

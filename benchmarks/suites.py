@@ -81,6 +81,12 @@ def _overlap(options: Options) -> list[Measure]:
     return _collected.overlap(options.quick)
 
 
+def _prefix(options: Options) -> list[Measure]:
+    from benchmarks import _collected
+
+    return _collected.prefix(options.quick)
+
+
 # threads that wait for each other sleep: on a busy machine, spinning ones would time the neighbours
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KINETO_LOG_LEVEL": "99"}
 # one thread before and after a fork, as in tests/conftest.py; what verl compiles would be compiled in each rank
@@ -96,4 +102,5 @@ SUITES = {
     "checkpoint": Suite((11,), _checkpoint, {"OMP_NUM_THREADS": "1"}),
     "sync": Suite((12,), _sync, {"OMP_NUM_THREADS": "1"}),
     "overlap": Suite((13,), _overlap),
+    "prefix": Suite((14,), _prefix),
 }

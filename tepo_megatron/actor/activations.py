@@ -48,7 +48,10 @@ class HostActivations:
         self._hooks.__exit__(*exception)
 
     def _away(self, x: Tensor) -> Tensor | _Away:
-        if _in_backward() or x.nbytes < self._least or type(x) is not Tensor or x.untyped_storage().data_ptr() in self._stay:
+        storage = x.untyped_storage()
+        if _in_backward() or x.nbytes < self._least or type(x) is not Tensor or storage.data_ptr() in self._stay:
+            return x
+        if x.nbytes > storage.nbytes():  # expanded, as the indices of the experts' tokens: a copy would take more than it frees
             return x
         self.moved += x.nbytes
         if not x.is_cuda:

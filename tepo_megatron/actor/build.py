@@ -36,7 +36,7 @@ def shares_prompts(training: TrainingConfig, model: ModelConfig, device: torch.d
             "training.share_prompts=always, and model.attention=auto takes Transformer Engine, whose packed attention cannot "
             "give several responses the keys of one prompt; set model.attention to sdpa, or share_prompts to auto or never"
         )
-    return training.share_prompts == "always" or (training.share_prompts == "auto" and device.type == "cpu")
+    return training.shares_prompts(device.type)
 
 
 def transformer_config(

@@ -103,6 +103,10 @@ class TrainingConfig:
                 f"max_tokens_without_grad={self.max_tokens_without_grad} is another length; set that to null"
             )
 
+    def shares_prompts(self, platform: str) -> bool:
+        """Whether sequences of a microbatch share prompts, where attention can do that."""
+        return self.share_prompts == "always" or (self.share_prompts == "auto" and platform == "cpu")
+
     @property
     def tokens_without_grad(self) -> int:
         """`max_tokens_without_grad`, or its default: that of one shape where all have one."""

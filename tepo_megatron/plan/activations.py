@@ -3,10 +3,14 @@
 Every term is what one layer keeps for one token on one rank. A term's `module` is what would have to be computed again for it
 not to be kept. With Transformer Engine (`attention="te"`) the same tensors are taken to be kept but for copies that only the
 SDPA path makes; that was never run.
+
+With `training.offload_activations` tensors of `LEAST_OFFLOADED` bytes or more wait in host memory: one copy for each operation
+that saves a tensor, of what it saves of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,35 +18,46 @@ from tepo_megatron.config import ParallelConfig
 from tepo_megatron.weights.ops import Architecture
 
 Recompute = Literal["none", "selective", "full"]
-Attention = Literal["sdpa", "te"]
-Module = Literal["layernorm", "core_attn", "mlp", "rest"]
-# what is computed again in backward: Megatron-Core's recompute_granularity, `selective` with its default module
+Attention = Literal["sdpa", "te", "shared"]
+Module = Literal["mlp", "rest"]
+# what is computed again in backward (`training.recompute`); under `full` all but a layer's input
 RECOMPUTED: dict[Recompute, frozenset[Module]] = {
     "none": frozenset(),
-    "selective": frozenset({"core_attn"}),
-    "full": frozenset({"layernorm", "core_attn", "mlp", "rest"}),
+    "selective": frozenset({"mlp"}),
+    "full": frozenset({"mlp", "rest"}),
 }
 FP32, INT64 = 4, 8
+LEAST_OFFLOADED = 2**20  # bytes of a tensor: `actor.activations.LEAST_BYTES`
 
 
 @dataclass(frozen=True)
 class Term:
-    """elements: of `size` bytes each (None: of an activation)."""
+    """elements: of `size` bytes each (None: of an activation); saved: so many are saved for backward, each time counted (None:
+    as many).
+    """
 
     what: str
     module: Module
     elements: float
     size: int | None = None
+    saved: float | None = None
 
     def bytes(self, element_size: int) -> float:
         """For activations of `element_size` bytes."""
-        return self.elements * (element_size if self.size is None else self.size)
+        return self.elements * self._size(element_size)
+
+    def copied(self, element_size: int) -> float:
+        """Bytes of its copies in host memory."""
+        return (self.elements if self.saved is None else self.saved) * self._size(element_size)
+
+    def _size(self, element_size: int) -> int:
+        return element_size if self.size is None else self.size
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """attention: as `model.attention`; fused_norms: they keep their input and one scale a row. PyTorch's on a CPU do not: they
-    keep two vectors in fp32.
+    """attention: as `model.attention`, or `shared`, which is SDPA's where prompts are shared (`training.share_prompts`).
+    fused_norms: they keep their input and one scale a row. PyTorch's on a CPU do not: they keep two vectors in fp32.
     """
 
     attention: Attention = "te"
@@ -60,21 +75,24 @@ def layer_terms(arch: Architecture, parallel: ParallelConfig, sparse: bool, kern
     queries, keys = arch.num_heads * arch.head_dim / tp, arch.num_query_groups * arch.head_dim / tp
     terms = [
         *_norm("the first norm", hidden, hidden / arch.hidden_size, kernels),
-        Term("input of q, k, v", "layernorm", hidden),
+        Term("input of q, k, v", "rest", hidden),
         Term("queries, turned", "rest", queries),
-        # values are a view of all three, which so stay; gathered over cp they are a copy
-        *(_one("keys, turned", keys) + _one("q, k, v", queries + 2 * keys) if cp == 1 else _one("k, v of all", 2 * keys * cp)),
-        Term("output of attention", "core_attn" if kernels.attention == "sdpa" else "rest", queries),
-        Term("log-sum-exp of its scores", "core_attn", arch.num_heads / tp, FP32),
+        Term("output of attention", "rest", queries),
+        Term("log-sum-exp of its scores", "rest", arch.num_heads / tp, FP32),
         *_norm("the second norm", hidden, hidden / arch.hidden_size, kernels),
-        Term("input of the feed-forward block", "layernorm", hidden),
+        Term("input of the feed-forward block", "rest", hidden),
     ]
+    if cp == 1:
+        # values are a view of all three, which so stay
+        terms += [Term("keys, turned", "rest", keys), Term("q, k, v", "rest", queries + 2 * keys, saved=keys)]
+    else:
+        terms.append(Term("k, v of all", "rest", 2 * keys * cp))
     if kernels.attention == "sdpa":
-        terms.append(Term("queries in buckets", "core_attn", queries))
-        terms.append(Term("keys and values in buckets", "core_attn", 2 * keys * cp))
+        terms.append(Term("queries in buckets", "rest", queries))
+        terms.append(Term("keys and values in buckets", "rest", 2 * keys * cp))
         terms.append(Term("input of the output projection", "rest", queries))
         if cp > 1:
-            terms.append(Term("which keys a query sees", "core_attn", sequence / 2))
+            terms.append(Term("which keys a query sees", "rest", sequence / 2))
     if arch.qk_norm:
         if cp > 1 or not kernels.fused_norms:
             terms += _norm(
@@ -88,21 +106,21 @@ def layer_terms(arch: Architecture, parallel: ParallelConfig, sparse: bool, kern
     return [*terms, *_swiglu(ffn)]
 
 
-def _one(what: str, elements: float) -> list[Term]:
-    return [Term(what, "rest", elements)]
-
-
 def _norm(what: str, size: float, rows: float, kernels: Kernels) -> list[Term]:
     """An RMS norm of vectors of together `size` elements, `rows` of them."""
     scale = Term(f"scale of {what}", "rest", rows, FP32)
     if kernels.fused_norms:
         return [Term(f"input of {what}", "rest", size), scale]
-    return [Term(f"{what}, in fp32", "rest", 2 * size, FP32), scale]
+    return [
+        Term(f"input of {what}, in fp32", "rest", size, FP32, saved=2 * size),
+        Term(f"{what}, in fp32", "rest", size, FP32),
+        scale,
+    ]
 
 
 def _swiglu(ffn: float) -> list[Term]:
     return [
-        Term("gate and up projections", "mlp", 2 * ffn),
+        Term("gate and up projections", "mlp", 2 * ffn, saved=ffn),
         Term("the gate's activation", "mlp", ffn),
         Term("up, offset by 0", "mlp", ffn),  # Megatron-Core 0.16: glu_linear_offset
         Term("their product", "mlp", ffn),
@@ -123,28 +141,41 @@ def _expert_terms(arch: Architecture, parallel: ParallelConfig, hidden: float) -
     ]
 
 
-def layer_bytes(
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that wait for backward: on the device, and in host memory."""
+
+    device: float
+    host: float = 0.0
+
+
+def kept(terms: Sequence[Term], element_size: int, tokens: float = 1, *, offloaded: bool = False) -> Kept:
+    """Of `tokens` tokens of a rank. offloaded: `training.offload_activations`."""
+    away = [t for t in terms if offloaded and t.bytes(element_size) * tokens >= LEAST_OFFLOADED]
+    stay = sum(t.bytes(element_size) for t in terms if t not in away)
+    return Kept(stay * tokens, sum(t.copied(element_size) for t in away) * tokens)
+
+
+def kept_terms(
     arch: Architecture,
     parallel: ParallelConfig,
-    element_size: int,
     recompute: Recompute = "none",
     kernels: Kernels = ON_CUDA,
     *,
     sparse: bool = False,
     sequence: int = 0,
-) -> float:
-    """Bytes that one layer keeps for one token, of sequences of `sequence` tokens; under `full` its input alone."""
-    hidden = arch.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
+) -> list[Term]:
+    """What one layer keeps for one token, of sequences of `sequence` tokens; under `full` its input alone."""
     if recompute == "full":
-        return hidden * element_size
+        return [Term("input of the layer", "rest", arch.hidden_size / (parallel.tp if parallel.sequence_parallel else 1))]
     terms = layer_terms(arch, parallel, sparse, kernels, sequence)
-    return sum(t.bytes(element_size) for t in terms if t.module not in RECOMPUTED[recompute])
+    return [t for t in terms if t.module not in RECOMPUTED[recompute]]
 
 
-def final_norm_bytes(arch: Architecture, parallel: ParallelConfig, element_size: int, kernels: Kernels = ON_CUDA) -> float:
-    """Of one token, on the last stage."""
+def final_norm_terms(arch: Architecture, parallel: ParallelConfig, kernels: Kernels = ON_CUDA) -> list[Term]:
+    """On the last stage."""
     hidden = arch.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
-    return sum(t.bytes(element_size) for t in _norm("the last norm", hidden, hidden / arch.hidden_size, kernels))
+    return _norm("the last norm", hidden, hidden / arch.hidden_size, kernels)
 
 
 def output_bytes(

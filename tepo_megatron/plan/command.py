@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.plan.activations import ON_CPU, Kernels
 from tepo_megatron.plan.compute import Machine
 from tepo_megatron.plan.gpus import GIB, GPUS
@@ -17,15 +18,15 @@ from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.search import Layout, judge, search
 from tepo_megatron.plan.step import Predictor
 from tepo_megatron.plan.tables import as_json, memory_lines, search_lines, time_lines
-from tepo_megatron.plan.workload import Workload
+from tepo_megatron.plan.workload import Workload, families_of
 
 # what to do about a state that does not fit, by its greatest component
 _MENDS = {
     "weights": "raise parallel.tp or parallel.pp",
     "gradients": "raise parallel.tp or parallel.pp",
-    "optimizer": "raise parallel.dp, over which it is split, or parallel.tp",
-    "activations": "lower training.max_tokens_per_microbatch, set training.recompute, or raise parallel.cp or parallel.tp with "
-    "sequence_parallel",
+    "optimizer": "raise parallel.dp, over which it is split, or parallel.tp, or set optimizer.moments or optimizer.offload",
+    "activations": "lower training.max_tokens_per_microbatch, set training.recompute or training.offload_activations, or raise "
+    "parallel.cp or parallel.tp with sequence_parallel",
     "logits and entropy": "set training.logits_budget_mib, or raise parallel.tp",
     "KV cache": "lower --gpu-memory-utilization in rollout.server.extra_args, or set rollout.colocate=true",
     "engine's weights": "raise rollout.server.tp",
@@ -48,11 +49,14 @@ def predictor_of(cfg: Config, request: Request) -> Predictor:
     if request.gpu not in GPUS:
         raise ConfigError(f"--gpu {request.gpu}: not in the table; use one of {', '.join(GPUS)}")
     family, arch = read_model(cfg.model.path)
+    work = Workload.of(cfg, request.prompt, request.response)
     kernels = ON_CPU if cfg.platform == "cpu" else Kernels("sdpa" if cfg.model.attention == "sdpa" else "te")
+    if families_of(cfg, work.prompt, cfg.rollout.samples_per_prompt, Alignment(cfg.parallel.cp)) is not None:
+        kernels = replace(kernels, attention="shared")
     element = ELEMENT[cfg.model.dtype]
     model = Model(family, arch, element, recompute=cfg.training.recompute, kernels=kernels)
     matmul_size = 1 if cfg.model.precision.startswith("fp8") else element
-    return Predictor(cfg, model, Machine(GPUS[request.gpu], matmul_size), Workload.of(cfg, request.prompt, request.response))
+    return Predictor(cfg, model, Machine(GPUS[request.gpu], matmul_size), work)
 
 
 def plan(cfg: Config, request: Request, tell: Callable[[str], None]) -> int:

@@ -86,13 +86,16 @@ class Machine:
 
 def layer_operations(arch: Architecture, sparse: bool) -> float:
     """Of the matrix products of one layer for one token in forward: two for each weight that it meets."""
-    width, hidden = arch.head_dim, arch.hidden_size
-    attention = hidden * width * (2 * arch.num_heads + 2 * arch.num_query_groups)
+    return 2.0 * arch.hidden_size * arch.head_dim * (2 * arch.num_heads + 2 * arch.num_query_groups) + feed_forward_operations(
+        arch, sparse
+    )
+
+
+def feed_forward_operations(arch: Architecture, sparse: bool) -> float:
+    """The part of its feed-forward block."""
     if sparse and arch.experts is not None:
-        feed_forward = hidden * (3 * arch.experts.ffn_size * arch.experts.per_token + arch.experts.number)
-    else:
-        feed_forward = hidden * 3 * arch.ffn_size
-    return 2.0 * (attention + feed_forward)
+        return 2.0 * arch.hidden_size * (3 * arch.experts.ffn_size * arch.experts.per_token + arch.experts.number)
+    return 2.0 * arch.hidden_size * 3 * arch.ffn_size
 
 
 def attention_operations(arch: Architecture, lengths_squared: float) -> float:
@@ -108,31 +111,46 @@ def forward_layer(
     mine = tokens / cp
     hidden = arch.hidden_size / (tp if parallel.sequence_parallel else 1)
     heads = (arch.num_heads + 2 * arch.num_query_groups) * arch.head_dim / tp
-    ffn = arch.ffn_size if not sparse or arch.experts is None else arch.experts.ffn_size * arch.experts.per_token
-    # norms read and write twice, residual sums read two and write one, rotation reads and writes, the activation 8 x ffn
-    moved = mine * model.element * (10 * hidden + 2 * heads + 8 * ffn / tp)
-    activation = mine * arch.hidden_size * model.element
-    links = 0.0
-    if tp > 1:  # two all-reduces, or two pairs of gather and scatter
-        links += 4 * activation * (tp - 1) / tp / machine.link(tp, 1)
+    links = _between_tensor_ranks(model, parallel, machine, mine)
     if cp > 1:
         both = 2 * arch.num_query_groups * arch.head_dim / tp * model.element
         links += tokens * both * (cp - 1) / cp / machine.link(cp, tp)
-    if sparse and arch.experts is not None and parallel.ep > 1:
-        sent = 2 * arch.experts.per_token * activation / (tp if parallel.sequence_parallel else 1)
-        links += sent * (parallel.ep - 1) / parallel.ep / machine.link(parallel.ep, tp)
-    operations, rate_of_experts = layer_operations(arch, sparse), machine.gpu.peak[2] * machine.assumed.experts
-    products = operations / machine.matmul_rate
-    if sparse and arch.experts is not None:
-        of_experts = 6.0 * arch.hidden_size * arch.experts.ffn_size * arch.experts.per_token
-        products += of_experts * (1 / rate_of_experts - 1 / machine.matmul_rate)
-        moved += 6 * mine * model.element * arch.experts.per_token * hidden  # sorted by expert, sent, and back
-    return Cost(
-        products=mine * products / tp,
+    operations = layer_operations(arch, sparse) - feed_forward_operations(arch, sparse)
+    return forward_feed_forward(model, parallel, machine, tokens, sparse) + Cost(
+        products=mine * operations / machine.matmul_rate / tp,
         attention=attention_operations(arch, lengths_squared) / (tp * cp) / machine.attention_rate,
-        elementwise=moved / machine.memory_rate,
+        # norms read and write twice, residual sums read two and write one, rotation reads and writes
+        elementwise=mine * model.element * (10 * hidden + 2 * heads) / machine.memory_rate,
         links=links,
     )
+
+
+def forward_feed_forward(model: Model, parallel: ParallelConfig, machine: Machine, tokens: float, sparse: bool) -> Cost:
+    """Of the feed-forward block of one layer."""
+    arch, tp, mine = model.arch, parallel.tp, tokens / parallel.cp
+    hidden = arch.hidden_size / (tp if parallel.sequence_parallel else 1)
+    ffn = arch.ffn_size if not sparse or arch.experts is None else arch.experts.ffn_size * arch.experts.per_token
+    moved = mine * model.element * 8 * ffn / tp  # the activation
+    links = _between_tensor_ranks(model, parallel, machine, mine)
+    if sparse and arch.experts is not None and parallel.ep > 1:
+        sent = 2 * arch.experts.per_token * mine * arch.hidden_size * model.element
+        sent /= tp if parallel.sequence_parallel else 1
+        links += sent * (parallel.ep - 1) / parallel.ep / machine.link(parallel.ep, tp)
+    products = feed_forward_operations(arch, sparse) / machine.matmul_rate
+    if sparse and arch.experts is not None:
+        of_experts = 6.0 * arch.hidden_size * arch.experts.ffn_size * arch.experts.per_token
+        rate_of_experts = machine.gpu.peak[2] * machine.assumed.experts
+        products += of_experts * (1 / rate_of_experts - 1 / machine.matmul_rate)
+        moved += 6 * mine * model.element * arch.experts.per_token * hidden  # sorted by expert, sent, and back
+    return Cost(products=mine * products / tp, elementwise=moved / machine.memory_rate, links=links)
+
+
+def _between_tensor_ranks(model: Model, parallel: ParallelConfig, machine: Machine, mine: float) -> float:
+    """Seconds of an all-reduce, or of a gather and a scatter, of the tokens of a rank."""
+    if parallel.tp == 1:
+        return 0.0
+    activation = mine * model.arch.hidden_size * model.element
+    return 2 * activation * (parallel.tp - 1) / parallel.tp / machine.link(parallel.tp, 1)
 
 
 def forward_output(model: Model, parallel: ParallelConfig, machine: Machine, rows: float) -> Cost:
@@ -160,15 +178,15 @@ def stage_seconds(
     slowest = Cost()
     for rank in range(parallel.pp):
         layers = [layer for chunk in parameters.stages(model.arch, parallel, rank) for layer in chunk.layers]
-        cost = Cost()
+        cost, again = Cost(), Cost()
         for sparse in (False, True):
             count = sum((layer in model.arch.sparse_layers) == sparse for layer in layers)
             if count:
                 one = forward_layer(model, parallel, machine, tokens, lengths_squared, sparse)
                 cost += one.times(count)
-        again = cost if model.recompute == "full" else Cost()
-        if model.recompute == "selective":
-            again = Cost(attention=cost.attention)
+                if model.recompute == "selective":
+                    again += forward_feed_forward(model, parallel, machine, tokens, sparse).times(count)
+        again = cost if model.recompute == "full" else again
         if backward:
             cost = cost + cost.times(2, ATTENTION_BACKWARD) + again
         if rank == parallel.pp - 1:

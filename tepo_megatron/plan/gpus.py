@@ -55,6 +55,7 @@ class Assumptions:
     decode_collective_seconds: float = 12e-6  # a small all-reduce
     beyond: float = 0.55  # of a step's phases: what NeMo-RL's published steps take beyond them (grading, stragglers, restarts)
     host_copy: float = 5e9  # bytes per second of a process that writes to shared memory or reads from it
+    host_adam: float = 20e9  # bytes per second of one rank's Adam in host memory
     reserved: int = 3 * GIB
     fragmentation: float = 0.05
     engine_share: float = 0.92  # vLLM's default of --gpu-memory-utilization

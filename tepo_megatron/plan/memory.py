@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tepo_megatron.config import Config, ParallelConfig
+from tepo_megatron.config import Config, OptimizerConfig, ParallelConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan import activations, parameters
-from tepo_megatron.plan.activations import Kernels, Recompute
+from tepo_megatron.plan.activations import Kept, Kernels, Recompute
 from tepo_megatron.plan.gpus import ASSUMED, GIB, Assumptions, Gpu
 from tepo_megatron.plan.parameters import Held
 from tepo_megatron.plan.placement import placement_of
@@ -17,7 +17,10 @@ from tepo_megatron.weights.families import Family
 from tepo_megatron.weights.ops import Architecture
 
 ELEMENT: Mapping[str, int] = {"fp32": 4, "bf16": 2}
+MOMENT: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp8": 1}
+HOST_OPTIMIZER = 16  # of an element that Megatron's hybrid optimizer steps there: master, gradient and two moments in fp32
 MIB = 2**20
+_OPTIMIZER = OptimizerConfig()
 
 
 @dataclass(frozen=True)
@@ -49,16 +52,20 @@ class State:
         return max(self.parts, key=lambda part: self.parts[part])
 
 
-def state_bytes(held: Held, precision: str) -> dict[str, int]:
-    """Weights, gradients (fp32) and the optimizer's state of one rank.
+def state_bytes(held: Held, precision: str, optimizer: OptimizerConfig = _OPTIMIZER) -> dict[str, float]:
+    """Weights, gradients (fp32) and the optimizer's state of one rank, on its device.
 
-    bf16: a master and two moments in fp32 of what the rank owns. fp32: the masters are the weights themselves.
+    bf16: a master and two moments in fp32 of what the rank owns. fp32: the masters are the weights themselves. With smaller
+    moments FusedAdam keeps the masters: of bf16 weights the 16 bits that these lack, of fp32 ones a copy.
     """
-    element = ELEMENT[precision]
+    element, moments = ELEMENT[precision], 2 * MOMENT[optimizer.moments]
+    master = 4 if element < 4 else 0
+    if optimizer.moments != "fp32":
+        master = 4 if element == 4 else 2
     return {
         "weights": held.buffer * element,
         "gradients": held.buffer * 4,
-        "optimizer": held.owned * (12 if element < 4 else 8),
+        "optimizer": held.owned * (master + moments) * (1 - optimizer.offload),
     }
 
 
@@ -69,35 +76,70 @@ def training(cfg: Config, model: Model, parallel: ParallelConfig, assumed: Assum
 
 
 def _stage(cfg: Config, model: Model, parallel: ParallelConfig, rank: int, assumed: Assumptions) -> dict[str, float]:
-    arch, element = model.arch, model.element
     tokens = -(-cfg.training.max_tokens_per_microbatch // parallel.cp)
-    parts: dict[str, float] = dict(state_bytes(parameters.held(model.family.rows, arch, parallel, rank), cfg.model.dtype))
-    chunks = parameters.stages(arch, parallel, rank)
-    layers = [layer for chunk in chunks for layer in chunk.layers]
-    each = {
-        sparse: activations.layer_bytes(
-            arch, parallel, element, model.recompute, model.kernels, sparse=sparse, sequence=cfg.sequence_tokens
-        )
-        for sparse in {layer in arch.sparse_layers for layer in layers}
-    }
-    in_flight = activations.microbatches_in_flight(parallel, rank)
-    kept = sum(each[layer in arch.sparse_layers] for layer in layers) * tokens * in_flight
-    if model.recompute == "full":  # one layer at a time is there in full
-        kept += tokens * max(
-            activations.layer_bytes(arch, parallel, element, "none", model.kernels, sparse=s, sequence=cfg.sequence_tokens)
-            for s in each
-        )
-    parts["activations"] = kept
+    held = parameters.held(model.family.rows, model.arch, parallel, rank)
+    parts: dict[str, float] = dict(state_bytes(held, cfg.model.dtype, cfg.optimizer))
+    parts["activations"] = kept(cfg, model, parallel, rank).device + _there_for_a_while(cfg, model, parallel, rank)
     parts["gradients in passing"] = _in_passing(model, parallel, tokens)
     if rank == parallel.pp - 1:
-        budget = cfg.training.logits_budget_mib
-        held_rows, passing = activations.output_bytes(arch, parallel, tokens, element, None if budget is None else budget * MIB)
-        parts["activations"] += tokens * activations.final_norm_bytes(arch, parallel, element, model.kernels)
-        parts["logits and entropy"] = held_rows + passing
+        parts["logits and entropy"] = sum(_output(cfg, model, parallel, tokens))
     passing_parts = ("activations", "gradients in passing", "logits and entropy")
     parts["fragmentation"] = assumed.fragmentation * sum(parts.get(name, 0) for name in passing_parts)
     parts["context, NCCL"] = assumed.reserved
     return parts
+
+
+def kept(cfg: Config, model: Model, parallel: ParallelConfig, rank: int) -> Kept:
+    """What pipeline rank `rank` keeps for backward, of full microbatches, at most at once; of the output layer only the copy in
+    host memory, since its tensors are on the device when backward begins.
+    """
+    arch, element, offloaded = model.arch, model.element, cfg.training.offload_activations
+    tokens = -(-cfg.training.max_tokens_per_microbatch // parallel.cp)
+    in_flight = activations.microbatches_in_flight(parallel, rank)
+    device = host = 0.0
+    for sparse, layers in _layers(arch, parallel, rank).items():
+        one = activations.kept(_terms(cfg, model, parallel, sparse), element, tokens, offloaded=offloaded)
+        device, host = device + layers * in_flight * one.device, host + layers * in_flight * one.host
+    if rank == parallel.pp - 1:
+        norm = activations.final_norm_terms(arch, parallel, model.kernels)
+        one = activations.kept(norm, element, tokens, offloaded=offloaded)
+        device, host = device + one.device, host + one.host
+        host += _output(cfg, model, parallel, tokens)[0] if offloaded else 0.0
+    return Kept(device, host)
+
+
+def _there_for_a_while(cfg: Config, model: Model, parallel: ParallelConfig, rank: int) -> float:
+    """Bytes of activations of one layer that are not kept, or not there: those that backward computes again, and what is being
+    copied to the host or back while the next layer computes.
+    """
+    tokens = -(-cfg.training.max_tokens_per_microbatch // parallel.cp)
+    most = 0.0
+    for sparse in _layers(model.arch, parallel, rank):
+        terms = _terms(cfg, model, parallel, sparse)
+        mine = activations.kept(terms, model.element, tokens).device
+        every = activations.kept(_terms(cfg, model, parallel, sparse, again=True), model.element, tokens).device
+        again = every if model.recompute == "full" else every - mine
+        stays = activations.kept(terms, model.element, tokens, offloaded=cfg.training.offload_activations).device
+        most = max(most, again + 2 * (mine - stays))
+    return most
+
+
+def _layers(arch: Architecture, parallel: ParallelConfig, rank: int) -> dict[bool, int]:
+    """How many of a rank's layers have experts, and how many have not."""
+    layers = [layer for chunk in parameters.stages(arch, parallel, rank) for layer in chunk.layers]
+    sparse = sum(layer in arch.sparse_layers for layer in layers)
+    return {kind: count for kind, count in ((False, len(layers) - sparse), (True, sparse)) if count}
+
+
+def _terms(cfg: Config, model: Model, parallel: ParallelConfig, sparse: bool, *, again: bool = False) -> list[activations.Term]:
+    """Of a layer. again: all of them, though they are computed again."""
+    recompute: Recompute = "none" if again else model.recompute
+    return activations.kept_terms(model.arch, parallel, recompute, model.kernels, sparse=sparse, sequence=cfg.sequence_tokens)
+
+
+def _output(cfg: Config, model: Model, parallel: ParallelConfig, tokens: int) -> tuple[float, float]:
+    budget = cfg.training.logits_budget_mib
+    return activations.output_bytes(model.arch, parallel, tokens, model.element, None if budget is None else budget * MIB)
 
 
 def _in_passing(model: Model, parallel: ParallelConfig, tokens: int) -> float:
@@ -166,8 +208,13 @@ def states(cfg: Config, model: Model, gpu: Gpu, assumed: Assumptions = ASSUMED) 
 def host_bytes(cfg: Config, model: Model, gpu_count: int) -> dict[str, float]:
     """Host memory that copies of one rank's state take, times the ranks of a machine (`gpu_count`)."""
     held = parameters.held(model.family.rows, model.arch, cfg.parallel, 0)
-    state = state_bytes(held, cfg.model.dtype)
+    state = state_bytes(held, cfg.model.dtype, cfg.optimizer)
     parts: dict[str, float] = {}
+    if cfg.optimizer.offload:
+        parts["optimizer's share of the host"] = held.owned * HOST_OPTIMIZER * cfg.optimizer.offload
+    if cfg.training.offload_activations:
+        stages = range(cfg.parallel.pp)
+        parts["activations that wait for backward"] = max(kept(cfg, model, cfg.parallel, rank).host for rank in stages)
     if cfg.rollout.colocate:
         parts["weights and optimizer while the engine has the GPU"] = state["weights"] + state["optimizer"]
     if cfg.checkpoint.every and cfg.checkpoint.asynchronous:

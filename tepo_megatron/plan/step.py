@@ -12,14 +12,17 @@ from tepo_megatron.config import Config
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.pipeline_time import Pipeline
 from tepo_megatron.ops.planning import plan_metrics, plan_microbatches
+from tepo_megatron.ops.shared_prompts import pieces_of
 from tepo_megatron.plan import parameters
+from tepo_megatron.plan.activations import microbatches_in_flight
 from tepo_megatron.plan.compute import Cost, Machine, stage_seconds
 from tepo_megatron.plan.generation import Engine
 from tepo_megatron.plan.gpus import GPUS_PER_NODE
-from tepo_megatron.plan.memory import ELEMENT, Model, generating
+from tepo_megatron.plan.memory import ELEMENT, Model, generating, kept, state_bytes
 from tepo_megatron.plan.placement import Placement, placement_of
-from tepo_megatron.plan.workload import Workload
+from tepo_megatron.plan.workload import Workload, families_of
 
+_LAUNCHED_AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}  # of a layer's forward pass
 _OPTIMIZER_BYTES = 34  # of an owned element: gradient, master and two moments read; these and the weight written
 
 
@@ -84,7 +87,7 @@ class Predictor:
         return max(stage_layers(self.model.arch.num_layers, self.cfg.parallel.pp))
 
     def run(self, sequences: Sequence[int], max_tokens: int, *, backward: bool) -> Pass:
-        """One pass over sequences of these lengths, all with the mean prompt."""
+        """One pass over sequences of these lengths, all with the mean prompt, which those of a group share."""
         key = (self.cfg.parallel, len(sequences), max_tokens, backward)
         if key not in self.known:
             self.known[key] = self._run(sequences, max_tokens, backward)
@@ -96,18 +99,37 @@ class Predictor:
         alignment = Alignment(parallel.cp, parallel.tp if parallel.sequence_parallel else 1)
         pipeline = Pipeline(parallel.pp, parallel.vpp)
         multiple = parallel.pp if parallel.vpp > 1 else 1
-        plan = plan_microbatches(sequences, parallel.dp, max_tokens, alignment, multiple, pipeline=pipeline)
-        packing = plan_metrics(plan, sequences, alignment, pipeline)
-        tokens = sum(sequences) / (1 - packing["packing/padding_share"]) / parallel.dp
-        squares = sum(n * n for n in sequences) / parallel.dp
+        families = families_of(self.cfg, self.workload.prompt, len(sequences), alignment)
+        plan = plan_microbatches(sequences, parallel.dp, max_tokens, alignment, multiple, pipeline=pipeline, families=families)
+        packing = plan_metrics(plan, sequences, alignment, pipeline, families=families)
+        tokens = packing["packing/computed_tokens"] / parallel.dp
+        pieces = [piece for rank in plan for m in rank for piece in pieces_of(m, sequences, families)]
+        squares = sum(piece.stop**2 - piece.start**2 for piece in pieces) / parallel.dp
         rows = (sum(sequences) - len(sequences) * self.workload.prompt) / parallel.dp
         fused = self.cfg.training.logits_budget_mib is not None
         cost = stage_seconds(self.model, parallel, self.machine, tokens, squares, rows, backward=backward, fused_output=fused)
+        if backward:
+            cost += Cost(links=self._offload_seconds(tokens))
         waiting = packing["packing/balance"] * (1 - packing["packing/bubble_share"])
         count = packing["packing/microbatches"] + pipeline.bubble
-        launches = (3 + (self.model.recompute == "full")) if backward else 1
+        launches = 3 + _LAUNCHED_AGAIN[self.model.recompute] if backward else 1
         host = count * self._launches * launches * self.machine.assumed.layer_seconds
         return Pass(max(cost.total / waiting, host), cost, packing)
+
+    def _offload_seconds(self, tokens: float) -> float:
+        """Activations of `tokens` tokens to the host and back."""
+        cfg, parallel = self.cfg, self.cfg.parallel
+        if not cfg.training.offload_activations:
+            return 0.0
+        of_a_microbatch = max(
+            kept(cfg, self.model, parallel, rank).host / microbatches_in_flight(parallel, rank) for rank in range(parallel.pp)
+        )
+        return 2 * of_a_microbatch * tokens / cfg.training.max_tokens_per_microbatch / self._host_rate
+
+    @property
+    def _host_rate(self) -> float:
+        """Bytes per second between a GPU and its host, in one direction."""
+        return self.machine.gpu.host * self.machine.assumed.links
 
     def step(self) -> Step:
         """A whole training step."""
@@ -161,15 +183,19 @@ class Predictor:
         )
         sent = most.buffer * (4 + self.model.element) * (ranks - 1) / ranks
         link = self.machine.link(ranks, parallel.tp)
-        return sent / link, most.owned * _OPTIMIZER_BYTES / self.machine.memory_rate
+        on_host = most.owned * self.cfg.optimizer.offload
+        stepped = (most.owned - on_host) * _OPTIMIZER_BYTES / self.machine.memory_rate
+        # gradients there and weights back, in fp32; between them the host's Adam
+        stepped += on_host * (2 * 4 / self._host_rate + _OPTIMIZER_BYTES / self.machine.assumed.host_adam)
+        return sent / link, stepped
 
     def moving_seconds(self) -> float:
         """Under rollout.colocate: weights and optimizer to the host and back."""
         if not self.cfg.rollout.colocate:
             return 0.0
         held = parameters.held(self.model.family.rows, self.model.arch, self.cfg.parallel, 0)
-        moved = held.buffer * self.model.element + held.owned * 12
-        return 2 * moved / (self.machine.gpu.host * self.machine.assumed.links)
+        state = state_bytes(held, self.cfg.model.dtype, self.cfg.optimizer)
+        return 2 * (state["weights"] + state["optimizer"]) / self._host_rate
 
     def sync_seconds(self) -> float:
         """All weights once: through files that one rank of each stage writes and every server reads, in a machine's memory or

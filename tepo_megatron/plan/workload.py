@@ -9,6 +9,8 @@ from functools import lru_cache
 from statistics import NormalDist
 
 from tepo_megatron.config import Config
+from tepo_megatron.ops.alignment import Alignment
+from tepo_megatron.ops.shared_prompts import LEAST_SAVED, Families
 
 _SIGMA = 0.7  # of the logarithm of a response's length
 _PROMPT_SHARE, _RESPONSE_SHARE = 1 / 8, 1 / 4  # of the most that the config allows
@@ -40,6 +42,15 @@ class Workload:
         lengths = self.responses(count)
         step = next(n for n in range(max(1, int(count * 0.618)), count + 1) if math.gcd(n, count) == 1)
         return [self.prompt + lengths[i * step % count] for i in range(count)]
+
+
+def families_of(cfg: Config, prompt: int, count: int, alignment: Alignment) -> Families | None:
+    """Of `count` sequences, group after group, whose prompts have `prompt` tokens; None where the run shares none."""
+    if not cfg.training.shares_prompts(cfg.platform):
+        return None
+    groups = [i // cfg.rollout.samples_per_prompt for i in range(count)]
+    least_saved = 0 if cfg.training.share_prompts == "always" else LEAST_SAVED
+    return Families.of(groups, [prompt] * count, alignment.sequence, least_saved)
 
 
 @lru_cache(maxsize=64)

@@ -105,3 +105,11 @@ def test_the_example_is_valid() -> None:
     assert list(plan.runs) == ["tepo", "tepo_no_kl", "grpo", "kl_undifferentiated"]
     assert plan.baseline == "grpo" and plan.seeds == (0, 1)
     assert {cfg.objective.beta for name in ("tepo", "kl_undifferentiated") for cfg in plan.runs[name].values()} == {0.01}
+
+
+def test_the_example_of_precisions_is_valid() -> None:
+    """Nothing but the precision differs; what the engine may differ from the trainer is that of bf16."""
+    plan = read_plan(ROOT / "examples" / "precision.yaml", [], check)
+    assert plan.baseline == "fp32" and plan.seeds == (0, 1, 2)
+    for name, by_seed in plan.runs.items():
+        assert {(cfg.model.precision, cfg.sync.max_logprob_diff) for cfg in by_seed.values()} == {(name, 0.05)}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import layouts, packing, token_stats
+from benchmarks._collected import prefix_tokens
 from benchmarks.gpu.__main__ import main as gpu_command
 from benchmarks.results import OURS, ROWS, Measure, Object, Target, load, merged, save, table
 
@@ -69,6 +70,10 @@ def test_memory_and_bytes_moved() -> None:
 
 def test_packing_and_padding() -> None:
     check(packing.measures(planners=[OURS]), {6})
+
+
+def test_tokens_where_prompts_are_shared() -> None:
+    check(prefix_tokens(), {14})
 
 
 @pytest.mark.full

@@ -9,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.plan import ROWS, predicted_seconds, table
+from tepo_megatron.actor.activations import LEAST_BYTES
+from tepo_megatron.actor.precision import optimizer_fields
 from tepo_megatron.cli import main
-from tepo_megatron.config import Config, ParallelConfig
+from tepo_megatron.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.config_io import load_config, validate
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan import activations
 from tepo_megatron.plan.command import Request, plan, predictor_of
-from tepo_megatron.plan.compute import Machine, attention_operations, layer_operations
+from tepo_megatron.plan.compute import Machine, attention_operations, feed_forward_operations, layer_operations, stage_seconds
 from tepo_megatron.plan.generation import Engine, touched_weights
 from tepo_megatron.plan.gpus import ASSUMED, GIB, GPUS
-from tepo_megatron.plan.memory import Model, engine_share, kv_bytes, state_bytes
+from tepo_megatron.plan.memory import MOMENT, Model, engine_share, host_bytes, kv_bytes, state_bytes, training
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, stages, total_parameters
 from tepo_megatron.plan.placement import placement_of
@@ -86,8 +89,102 @@ def test_bytes_of_a_parameter() -> None:
 
 def test_recomputation_keeps_less() -> None:
     _, arch = read_model("Qwen3-14B")
-    kept = [activations.layer_bytes(arch, ParallelConfig(), 2, mode, activations.ON_CPU) for mode in activations.RECOMPUTED]
+    terms = [activations.kept_terms(arch, ParallelConfig(), mode, activations.ON_CPU) for mode in activations.RECOMPUTED]
+    kept = [activations.kept(each, 2).device for each in terms]
     assert kept[0] > kept[1] > kept[2] == 2 * arch.hidden_size
+
+
+def test_recomputed_blocks_take_time() -> None:
+    """`selective` computes the feed-forward blocks again, `full` all of the layers."""
+    family, arch = read_model("Qwen3-14B")
+    seconds = {
+        mode: stage_seconds(
+            Model(family, arch, recompute=mode), ParallelConfig(), Machine(GPUS["H100"]), 8192, 8192**2, 8192, backward=True
+        ).products
+        for mode in activations.RECOMPUTED
+    }
+    layer, block = layer_operations(arch, False), feed_forward_operations(arch, False)
+    added = (seconds["selective"] - seconds["none"]) / (seconds["full"] - seconds["none"])
+    assert added == pytest.approx(block / layer)
+
+
+@pytest.mark.parametrize(
+    ("precision", "keys", "element"),
+    [
+        ("bf16", {}, 12),
+        ("bf16", {"moments": "bf16"}, 6),  # of the masters the 16 bits that the weights lack
+        ("bf16", {"moments": "fp8"}, 4),
+        ("bf16", {"offload": 0.75}, 3),
+        ("fp32", {}, 8),
+        ("fp32", {"moments": "bf16"}, 8),
+        ("fp32", {"offload": 1.0}, 0),
+    ],
+)
+def test_the_optimizers_bytes_of_an_element(precision: str, keys: dict[str, Any], element: float) -> None:
+    family, arch = read_model("Qwen2.5-7B")
+    mine = held(family.rows, arch, ParallelConfig(dp=4), 0)
+    optimizer = OptimizerConfig(**keys)
+    found = state_bytes(mine, precision, optimizer)
+    assert found["optimizer"] == pytest.approx(element * mine.owned)
+    assert found | {"optimizer": 0} == state_bytes(mine, precision) | {"optimizer": 0}
+    moments = optimizer_fields(ModelConfig(path="m"), ParallelConfig(), optimizer, "cuda")
+    assert MOMENT[optimizer.moments] == moments.get("exp_avg_dtype", torch.float32).itemsize
+
+
+def test_an_optimizer_on_the_host() -> None:
+    """What leaves the GPU is there, with gradients, for each rank of a machine; and the update waits for it."""
+    here, there = (
+        predictor_of(config(optimizer={"offload": share}, checkpoint={"every": 0}, parallel={"dp": 4}), Request())
+        for share in (0.0, 1.0)
+    )
+    mine = held(here.model.family.rows, here.model.arch, here.cfg.parallel, 0)
+    parts = host_bytes(there.cfg, there.model, 4)
+    assert parts["optimizer's share of the host"] == 4 * 16 * mine.owned
+    assert parts.keys() - host_bytes(here.cfg, here.model, 4).keys() == {"optimizer's share of the host"}
+    assert there.optimizer_seconds()[1] > 5 * here.optimizer_seconds()[1]
+
+
+def test_activations_on_the_host() -> None:
+    """Nearly all of them leave the GPU, wait on the host, and take their time on the way."""
+    here, there = (predictor_of(config(training={"offload_activations": on}), Request()) for on in (False, True))
+    before, after = (training(p.cfg, p.model, p.cfg.parallel).parts["activations"] for p in (here, there))
+    layers = here.model.arch.num_layers
+    assert after == pytest.approx(before * 2 / layers, rel=0.05)  # of two layers, whose copies are under way
+    waiting = host_bytes(there.cfg, there.model, 1)["activations that wait for backward"]
+    assert waiting > 0.5 * before and "activations that wait for backward" not in host_bytes(here.cfg, here.model, 1)
+    lengths = [2048] * 64
+    slower = there.run(lengths, 16384, backward=True).cost.links - here.run(lengths, 16384, backward=True).cost.links
+    share = sum(lengths) / there.cfg.training.max_tokens_per_microbatch
+    assert slower == pytest.approx(2 * waiting * share / (GPUS["H100"].host * ASSUMED.links), rel=0.01)
+    assert there.run(lengths, 16384, backward=False).cost == here.run(lengths, 16384, backward=False).cost
+
+
+def test_small_activations_stay() -> None:
+    assert activations.LEAST_OFFLOADED == LEAST_BYTES
+    terms = [activations.Term("small", "rest", 1), activations.Term("large", "rest", 4, saved=8)]
+    found = activations.kept(terms, 2, 2**17, offloaded=True)
+    assert found == activations.Kept(device=2 * 2**17, host=16 * 2**17)
+
+
+def test_shared_prompts_are_computed_once() -> None:
+    """8 responses to each prompt of 1024 tokens compute it once; they attend to it as before."""
+    groups = config(data={"max_prompt_tokens": 1024}, rollout={"samples_per_prompt": 8})
+    groups = replace(groups, model=replace(groups.model, attention="sdpa"))
+    never, auto, always = (
+        predictor_of(replace(groups, training=TrainingConfig(share_prompts=share)), Request(prompt=1024, response=256))
+        for share in ("never", "auto", "always")
+    )
+    lengths = never.workload.sequences(8 * 16)
+    plain, shared = (p.run(lengths, 16384, backward=True) for p in (never, always))
+    assert auto.run(lengths, 16384, backward=True) == plain, "auto shares on a CPU only"
+    tokens, fewer = (p.packing["packing/computed_tokens"] for p in (plain, shared))
+    assert tokens == sum(lengths) and fewer == tokens - 7 * 16 * 1024
+    assert shared.cost.elementwise < 0.5 * plain.cost.elementwise
+    squares = sum(n * n for n in lengths)
+    assert shared.cost.attention / plain.cost.attention == pytest.approx((squares - 7 * 16 * 1024**2) / squares)
+    assert [p.model.kernels.attention for p in (never, auto, always)] == ["sdpa", "sdpa", "shared"]
+    before, after = (training(p.cfg, p.model, p.cfg.parallel).parts["activations"] for p in (never, always))
+    assert after < before, "no copies of queries and keys in buckets"
 
 
 def test_operations_by_hand() -> None:

@@ -66,3 +66,7 @@ def test_figures_are_those_of_the_results() -> None:
     ahead = "13/one step ahead, a core for each"
     bound, turns = times(ahead, OURS, "longer phase + sync"), times(ahead, "in turn")
     assert f"in turns over it | {bound:.2f}; {turns:.2f} |" in README
+    fewer = "; ".join(f"{times(f'14/{case}, tokens computed', 'not shared'):.1f}x" for case in ("long", "medium", "small"))
+    assert f"of 32 to 12: tokens without sharing over ours | {fewer} |" in README
+    longer = "; ".join(f"{times(f'14/{case}, 2 threads', 'not shared'):.1f}x" for case in ("medium", "small"))
+    assert f"the second and third of these: time without sharing over ours | {longer} |" in README
