@@ -173,7 +173,9 @@ def main() -> None:
     args = parser.parse_args()
     disable_progress_bar()
     found = measure(args.model, args.steps, args.threads)
-    print(f"{args.model}: one step, {found['threads']} threads, mean of {found['steps']}; {found['load']}")
+    print(
+        f"{args.model}: one step, {found['threads']} thread{'s' * (found['threads'] > 1)}, mean of {found['steps']}; {found['load']}"
+    )
     print(table(found))
     print(f"the step {found['milliseconds']:.2f} ms, {found['without_timers']:.2f} ms without timers")
     if args.json:

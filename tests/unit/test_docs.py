@@ -226,10 +226,11 @@ def test_the_layouts_of_the_paper_page_fit() -> None:
 def test_the_commands_of_the_paper_page_take_the_machines_that_it_says() -> None:
     cluster, text = load_cluster("launch/profiles/slurm-h100.yaml"), PAPER.read_text()
     for gpus, section in re.findall(r"^## (\d+) GPUs.*?\n(.*?)(?=^## )", text, re.M | re.S):
-        words = [shlex.split(line) for line in section.replace("\\\n", " ").splitlines() if " examples/paper/" in line]
+        lines = section.replace("\\\n", " ").splitlines()
+        words = [shlex.split(line) for line in lines if " examples/paper/" in line or " examples/recipes/" in line]
         assert words
         for line in words:
-            at = next(i for i, word in enumerate(line) if word.startswith("examples/paper/"))
+            at = next(i for i, word in enumerate(line) if word.startswith("examples/"))
             rest = [w for w in line[at + 1 :] if w != "--dry-run"]
             keep = [w for k, v in zip(rest[::2], rest[1::2], strict=True) if "." in k for w in (k, v)]
             assert lay_out(load_config(line[at], keep), cluster).nodes == int(gpus) // 8, line

@@ -50,6 +50,22 @@ def test_figures_are_those_of_the_results() -> None:
     def times(row: str, of: str, over: str = OURS) -> float:
         return found[row][of] / found[row][over]
 
+    memory = [f"{found[f'1/extra memory, 8192 x 18992 bf16, {threads}'][OURS]:.3f} U" for threads in ("1 thread", "2 threads")]
+    others = [found["1/extra memory, 8192 x 18992 bf16, 1 thread"][peer] for peer in ("trl", "verl", "plain")]
+    assert f"1 and 2 threads | {' and '.join(memory)} | {' | '.join(f'{x:.3g} U' for x in others)} |" in README
+    moved = [found["1/bytes moved, 8192 x 18992 bf16"][who] for who in (OURS, "trl", "verl", "plain")]
+    assert f"| bytes moved by the same | {' | '.join(f'{x:.3g} U' for x in moved)} |" in README
+    wrong = [found["3/entropy of logits shifted by 100, 64 x 32000 fp32"][who] for who in (OURS, "trl", "verl", "plain")]
+    assert f"shifted by 100, nats | {' | '.join(f'{x:.1e}' for x in wrong)} |" in README
+    counts = [[found[f"4/log-prob + entropy, TP2, {way}"][who] for way in ("forward", "backward")] for who in (OURS, "verl")]
+    assert "| TP collectives, forward / backward | {:g} / {:g} | | {:g} / {:g} | |".format(*counts[0], *counts[1]) in README
+    of = "6/efficiency of training, {}, DP16 PP2"
+    plans = [
+        [found[of.format(what)][who] for what in ("mean of the seeds", "worst seed")]
+        for who in (OURS, "slime", "longest first")
+    ]
+    ours, slime, longest = (f"{mean:.3f}, {worst:.3f}" for mean, worst in plans)
+    assert f"of 16 seeds | {ours} | slime's algorithm: {slime} | | longest first: {longest} |" in README
     for shape in ("256 x 18992", "1024 x 32000"):
         one, two = (f"2/time, {shape} bf16, {threads}" for threads in ("1 thread", "2 threads"))
         cells = [f"{times(one, peer):.1f}x and {times(two, peer):.1f}x" for peer in ("trl", "verl", "plain")]
