@@ -173,9 +173,8 @@ def main() -> None:
     args = parser.parse_args()
     disable_progress_bar()
     found = measure(args.model, args.steps, args.threads)
-    print(
-        f"{args.model}: one step, {found['threads']} thread{'s' * (found['threads'] > 1)}, mean of {found['steps']}; {found['load']}"
-    )
+    threads = "1 thread" if found["threads"] == 1 else f"{found['threads']} threads"
+    print(f"{args.model}: one step, {threads}, mean of {found['steps']}; {found['load']}")
     print(table(found))
     print(f"the step {found['milliseconds']:.2f} ms, {found['without_timers']:.2f} ms without timers")
     if args.json:

@@ -30,7 +30,7 @@ from tepo_megatron.losses.objective import _TABLES, Objective
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration reference
 
-Made by `python -m tools.config_reference` from [`tepo_megatron/config/`](../tepo_megatron/config/); a test compares.
+Made by `python -m tools.config_reference` from `tepo_megatron/config/`; a test compares.
 
 A config is a YAML file of sections. `rollout.server.tp` is the key `tp` in `server` in `rollout`; on the command line it is
 `--rollout.server.tp 2` or `--rollout.server.tp=2`, read as YAML, and wins over the file. `base: other.yaml` (a path relative to

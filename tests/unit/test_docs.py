@@ -100,14 +100,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         path, _, anchor = target.partition("#")
         file = (page.parent / path) if path else page
-        if not file.exists() or (anchor and anchor not in anchors(file)):
+        if not file.is_file() or (anchor and anchor not in anchors(file)):
             wrong.append(target)
     assert wrong == []
 
 
 def test_a_broken_link_and_a_broken_anchor_are_seen(tmp_path: Path) -> None:
-    (tmp_path / "a.md").write_text("# One `two.three` (four)\n\n[x](b.md) [y](#one-twothree-four) [z](#one)\n")
-    with pytest.raises(AssertionError, match=r"\['b.md', '#one'\]"):
+    (tmp_path / "folder").mkdir()  # of which the site has no page
+    (tmp_path / "a.md").write_text("# One `two.three` (four)\n\n[x](b.md) [y](#one-twothree-four) [z](#one) [f](folder)\n")
+    with pytest.raises(AssertionError, match=r"\['b.md', '#one', 'folder'\]"):
         test_links_lead_somewhere(tmp_path / "a.md")
 
 
