@@ -28,8 +28,8 @@ PR_SET_CHILD_SUBREAPER = 36
 OWNER_CHECK_SECONDS = 0.5
 KILLED_SECONDS = 5.0  # for the kernel to take back what got SIGKILL
 
-AT_ONCE = signal.SIGHUP  # to the guard: the server is ill, and no grace would help
-_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
+AT_ONCE = signal.SIGUSR1  # to the guard: the server is ill, and no grace would help. `nohup` has SIGHUP ignored
+_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, AT_ONCE, signal.SIGCHLD}
 
 
 def main(owner: int, grace_seconds: float, command: list[str]) -> int:
