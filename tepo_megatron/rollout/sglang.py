@@ -76,8 +76,8 @@ class SglangApi:
         if launch.in_fp8:
             command += ["--load-format", "dummy"]
         if launch.platform == "cpu":
-            # SGLang cannot guess the size of a CPU's cache
-            command += ["--device", "cpu", "--attention-backend", "torch_native"]
+            # SGLang cannot guess the size of a CPU's cache; with nothing to do it would keep a core of the trainer's busy
+            command += ["--device", "cpu", "--attention-backend", "torch_native", "--sleep-on-idle"]
             command += ["--max-total-tokens", str(_cache_tokens(cfg, launch)), "--enable-deterministic-inference"]
         return [*command, *cfg.extra_args]
 

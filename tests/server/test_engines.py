@@ -115,6 +115,16 @@ def test_logprobs_are_those_of_transformers_after_temperature(served: Served, te
     assert logprob_diff(served.model, rollouts, 2.0) > 0.1  # the comparison can fail
 
 
+def test_a_server_with_nothing_to_do_leaves_the_cores_to_the_trainer(served: Served) -> None:
+    served.engine.generate(make_prompts(2, seed=1), SAMPLING, seed=0)  # what is set up at the first request is
+    time.sleep(1.0)
+    processes, start = server_processes(served.engine), time.monotonic()
+    before = sum(sum(process.cpu_times()[:2]) for process in processes)
+    time.sleep(3.0)
+    used = sum(sum(process.cpu_times()[:2]) for process in processes) - before
+    assert used / (time.monotonic() - start) < 0.2, "of a core"
+
+
 def test_samples_depend_on_the_seed_and_not_on_the_batch(served: Served) -> None:
     prompts = make_prompts(16, seed=4)
     first = responses(served.engine.generate(prompts, SAMPLING, seed=5))
