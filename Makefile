@@ -11,6 +11,8 @@ DOCS   := .venv-docs
 PINS   := .venv-pins
 SITE   := build/docs
 PEERS  := .cache/peers
+FAST   := not server and not e2e and not slow and not full
+WORKERS ?= 2
 
 # torch: a wheel found through PIP_FIND_LINKS if there is one, else PyTorch's own CPU build
 UV_ENV := UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(if $(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))),,UV_TORCH_BACKEND=cpu)
@@ -67,7 +69,8 @@ docs-links: $(DOCS)/.ready
 	$(DOCS)/bin/sphinx-build --quiet -c docs -d $(SITE)/.doctrees -b linkcheck . $(SITE)/links
 
 test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "$(FAST)"
+	$(BIN)/python -m pytest -m "not full and (server or e2e or slow)"
 
 # in two at once, of which one waits for servers while the other computes; what is printed appears when either has ended
 test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
@@ -85,7 +88,7 @@ test-slurm: $(READY) $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m slurm
 
 test-fast: $(READY) $(LAUNCH)/.ready
-	$(BIN)/python -m pytest -m "not server and not e2e and not slow and not full"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "$(FAST)"
 
 # apt-get install buildah debootstrap; as root; 48 GiB of disk below TMPDIR, hours on 2 cores (docs/launch.md). ARGS: -k vllm
 test-image: $(READY)
@@ -93,7 +96,7 @@ test-image: $(READY)
 
 # test-fast with the Megatron-Core that the GPU images have; ARGS: more words for pytest
 test-pins: $(PINS)/.ready $(LAUNCH)/.ready
-	$(PINS)/bin/python -m pytest -m "not server and not e2e and not slow and not full" $(ARGS)
+	$(PINS)/bin/python -m pytest -n $(WORKERS) -m "$(FAST)" $(ARGS)
 
 # on a machine with a GPU; apart, because the other tests hide it
 test-gpu: $(READY)

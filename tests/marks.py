@@ -14,6 +14,12 @@ def slow_but(fast: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
     return [case if case in fast else marked(case, pytest.mark.slow) for case in cases]
 
 
+def full_but(fast: Iterable[Any], slow: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """The cases, all marked full but those named in `fast`, and in `slow`, which are marked slow."""
+    fast, slow = list(fast), list(slow)
+    return [case if case in fast else marked(case, pytest.mark.slow if case in slow else pytest.mark.full) for case in cases]
+
+
 def marked(case: Any, mark: Any) -> Any:
     """One case, a tuple for several arguments, with a mark."""
     return pytest.param(*case, marks=mark) if isinstance(case, tuple) else pytest.param(case, marks=mark)

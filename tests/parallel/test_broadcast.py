@@ -93,7 +93,7 @@ def push_twice(rank: int, cfg: Any, folder: Path) -> dict[str, Any]:
         return {"sent": sync.sent_bytes, "rounds": sync.rounds, "meetings": sync._meetings, "received": received}
 
 
-@pytest.mark.parametrize("name", [name if name == "PP2" else marked(name, pytest.mark.full) for name in ROUNDS])
+@pytest.mark.parametrize("name", [marked(name, pytest.mark.slow if name == "PP2" else pytest.mark.full) for name in ROUNDS])
 def test_every_rank_of_every_server_gets_the_model_and_every_byte_is_broadcast_once(tmp_path: Path, name: str) -> None:
     model = tmp_path / "model"
     if name == "EP2":

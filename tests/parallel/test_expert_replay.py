@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 
 from tepo_megatron.types import NO_EXPERT, Rollout, TrainBatch
-from tests.marks import marked
+from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.test_families import (
     EIGHT_HEADS,
@@ -120,7 +120,7 @@ def old_pass_and_gradients(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, 
     return out
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *(marked(layout, pytest.mark.full) for layout in FULL)], ids=str)
+@pytest.mark.parametrize("layout", full_but([{}, EP2], LAYOUTS, LAYOUTS + FULL), ids=str)
 def test_given_experts_on_every_layout(
     model: Path, given: TrainBatch, expected: tuple[Tensor, dict[str, Tensor]], layout: dict[str, Any]
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.parallel import cases
 from tests.parallel.test_broadcast import config_of, fleet, got, is_model
 from tests.parallel.test_quantized_sync import sync_of
@@ -40,6 +42,7 @@ def push_and_lose(rank: int, cfg: Any, folder: Path) -> dict[str, Any]:
             return {"received": received, "left": left_of(pushing), "rounds": pushing.rounds}
 
 
+@pytest.mark.slow
 def test_every_rank_of_every_server_that_lives_gets_the_model(tmp_path: Path) -> None:
     model = tmp_path / "model"
     tiny_qwen3(model, layers=4, vocab_size=cases.VOCAB)

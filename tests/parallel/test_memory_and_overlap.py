@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tepo_megatron.actor.precision import alignment
 from tepo_megatron.config import Config, ModelConfig
 from tepo_megatron.config_io import plain, validate
-from tests.marks import marked
+from tests.marks import marked, slow_but
 from tests.parallel import cases
 from tests.worlds import run_world
 
@@ -84,7 +84,7 @@ OVERLAPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("gather", [False, True], ids=["reduce", "reduce and gather"])
-@pytest.mark.parametrize("layout", [name if name in ("DP2", "CP2") else marked(name, pytest.mark.slow) for name in OVERLAPS])
+@pytest.mark.parametrize("layout", slow_but(["DP2"], OVERLAPS))
 def test_overlapped_communication_trains_the_same_bits(case: cases.Case, layout: str, gather: bool) -> None:
     parallel = OVERLAPS[layout]
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": gather, "bucket_parameters": 20_000}
@@ -139,6 +139,7 @@ def test_recomputed_activations_train_the_same_bits(case: cases.Case, layout: st
     same(run_world(cfg.parallel.world_size, trained, again, case), run_world(cfg.parallel.world_size, trained, cfg, case))
 
 
+@pytest.mark.slow
 def test_activations_on_the_host_train_the_same_bits(case: cases.Case) -> None:
     cfg = config(case, {"cp": 2}, 96)
     straight = run_world(2, trained, cfg, case)
@@ -207,7 +208,8 @@ def test_tokens_that_fp8_pads_with_change_nothing(case: cases.Case, layout: str,
         assert max(cases.distance(x, y) for x, y in zip(a["weights"], b["weights"], strict=True)) < 1e-6
 
 
-@pytest.mark.parametrize("layout", ["CP2", marked("TP2+SP", pytest.mark.slow), marked("PP2 VPP2", pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["CP2", "TP2+SP", "PP2 VPP2"])
 def test_microbatches_of_one_length_train_the_same(case: cases.Case, layout: str) -> None:
     parallel = {"CP2": {"cp": 2}, "TP2+SP": {"tp": 2, "sequence_parallel": True}, "PP2 VPP2": {"pp": 2, "vpp": 2}}[layout]
     straight = run_world(2, trained, config(case, parallel, 96), case)

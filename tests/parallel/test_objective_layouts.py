@@ -31,6 +31,7 @@ from tepo_megatron.types import PackedMicrobatch, TokenStats
 from tests.objective_cases import MARGIN, Batch, draw, expected, inputs_of, method_of
 from tests.worlds import run_world
 
+pytestmark = pytest.mark.slow
 RANKS, TOLERANCE = 4, 1e-5
 RESPONSES = (14, 1, 25, 9, 0, 30, 1, 17, 4, 22, 11, 2)  # |y|; prompts of 3 to 8 tokens
 # coefficients and shares at which no part drowns in another

@@ -14,6 +14,7 @@ from torch import Tensor
 from tepo_megatron import parallel
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.platform import activate
+from tests.marks import slow_but
 from tests.worlds import run_world
 
 VOCAB, LENGTH, MICROBATCHES = 64, 16, 2
@@ -251,7 +252,7 @@ def train_twice(rank: int, changes: dict[str, Any]) -> list[tuple[float, float]]
     return [trainer.step(), trainer.step()]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", slow_but([0.1], [0.0, 0.1]))
 def test_recomputation_changes_nothing(dropout: float) -> None:
     """With dropout, the second forward must draw the numbers of the first: random states are saved and restored."""
     kept = run_world(2, train_twice, {"hidden_dropout": dropout})

@@ -15,7 +15,7 @@ from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.rollout.served_model import ServedModel
 from tepo_megatron.rollout.weight_files import Update, _shapes
-from tests.marks import marked
+from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.test_broadcast import fleet, got
 from tests.parallel.test_weights import ROUNDS, Keeper, Recorder, tensors, tiny_moe
@@ -94,12 +94,13 @@ CASES = [
     for model, layout in (("dense", "TP2"), ("dense", "PP2"), ("MoE", "EP2"))
     for transport in ("shm", "ipc", "group")
 ]
-QUICK = {("dense", "TP2", "shm"), ("dense", "PP2", "ipc"), ("dense", "PP2", "group"), ("MoE", "EP2", "ipc")}
+FAST = [("dense", "TP2", "shm"), ("MoE", "EP2", "ipc")]
+SLOW = [("dense", "PP2", "ipc"), ("dense", "PP2", "group")]
 
 
 @pytest.mark.parametrize(
     ("exported", "layout", "transport"),
-    [case if case in QUICK else marked(case, pytest.mark.full) for case in CASES],
+    full_but(FAST, SLOW, CASES),
     indirect=["exported"],
 )
 def test_what_is_sent_is_what_the_export_writes(exported: Path, layout: str, transport: str) -> None:

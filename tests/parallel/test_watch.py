@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tepo_megatron.parallel import world_store
 from tepo_megatron.timing import Clock
 from tepo_megatron.watch import Watch, here
+from tests.marks import full_but
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill
 from tests.worlds import run_world
@@ -62,7 +63,7 @@ def frozen(who: int) -> Callable[[int], None]:
     return work
 
 
-@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("who", full_but([], [1], range(3)))
 def test_a_frozen_rank_is_named(tmp_path: Path, who: int) -> None:
     told = explained(tmp_path, 3, frozen(who), tmp_path / "store")
     assert told.startswith(f"rank {who} has not been heard of for 4 s (parallel.silent_seconds)")
@@ -125,7 +126,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param("tepo_megatron.rollout.collector:Collector.collect", 0, marks=pytest.mark.full),
         pytest.param("tepo_megatron.actor.actor:Actor.attach_old_stats", 1, marks=pytest.mark.full),
-        ("tepo_megatron.actor.actor:Actor.update", 1),
+        pytest.param("tepo_megatron.actor.actor:Actor.update", 1, marks=pytest.mark.slow),
         pytest.param("tepo_megatron.platform.adam:HostAdam._update", 0, marks=pytest.mark.full),
         pytest.param("tepo_megatron.weights.sync:WeightSync.push", 1, marks=pytest.mark.full),
         pytest.param("tepo_megatron.checkpoint.checkpoints:Checkpoints.save", 1, marks=pytest.mark.full),

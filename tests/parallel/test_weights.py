@@ -140,7 +140,7 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", slow_but(["1 rank", "TP2 PP2"], LAYOUTS))
+@pytest.mark.parametrize("name", slow_but(["1 rank"], LAYOUTS))
 def test_round_trip_is_bitwise(tmp_path: Path, name: str, tied: bool) -> None:
     model = tiny_qwen3(tmp_path / "base", tied=tied, layers=4, vocab_size=cases.VOCAB)
     cfg = cases.run_config(tmp_path / "base", LAYOUTS[name])
@@ -200,7 +200,7 @@ ROUNDS = {"TP2": {"tp": 2}, "PP2": {"pp": 2}, "TP2 PP2": {"tp": 2, "pp": 2}, "EP
 
 
 @pytest.mark.parametrize("transport", ["shm", "ipc"])
-@pytest.mark.parametrize("name", slow_but(["PP2", "EP2"], ROUNDS))
+@pytest.mark.parametrize("name", slow_but(["PP2"], ROUNDS))
 def test_rounds_bound_the_memory_and_send_every_byte_once(tmp_path: Path, name: str, transport: str) -> None:
     if name == "EP2":
         tiny_moe(tmp_path)
@@ -253,7 +253,7 @@ def push_changes(rank: int, cfg: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "ipc"])
-@pytest.mark.parametrize("name", slow_but(["EP2", "TP2 PP2"], ROUNDS))
+@pytest.mark.parametrize("name", slow_but(["TP2 PP2"], ROUNDS))
 def test_only_layers_that_changed_are_sent_and_the_rest_is_named(tmp_path: Path, name: str, transport: str) -> None:
     if name == "EP2":
         tiny_moe(tmp_path)
@@ -309,6 +309,7 @@ def push_and_fail(rank: int, cfg: Any, cannot_write: int | None, refuses: int | 
 @pytest.mark.parametrize(
     "fault", ["rank 0 cannot write", "rank 1 cannot write", "the engine refuses", "it refuses what is lent"]
 )
+@pytest.mark.slow
 def test_a_fault_in_mid_push_ends_it_on_every_rank(tmp_path: Path, fault: str, layout: dict[str, int]) -> None:
     if layout == {"tp": 2} and fault == "rank 1 cannot write":
         pytest.skip("it writes nothing")
@@ -462,6 +463,7 @@ def test_a_tied_model_may_carry_a_copy_of_its_embedding(tmp_path: Path) -> None:
         ("architecture", "ConversionError: config.json: architecture GPT2LMHeadModel is not supported"),
     ],
 )
+@pytest.mark.slow
 def test_damaged_checkpoints_are_refused_by_file_and_tensor(tmp_path: Path, how: str, message: str) -> None:
     tiny_qwen3(tmp_path, layers=4, vocab_size=cases.VOCAB)
     damage(tmp_path, how)

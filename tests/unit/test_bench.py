@@ -63,6 +63,7 @@ def check(measured: list[Measure], rows: set[int]) -> None:
     assert [(i, x["ours"], x["target"]) for i, x in fresh.items() if x["met"] is False] == []
 
 
+@pytest.mark.slow
 def test_memory_and_bytes_moved() -> None:
     assert torch.get_num_threads() == 1
     check(token_stats.gates(), {1})

@@ -50,6 +50,7 @@ def test_the_interval_of_an_accuracy_covers_the_truth_in_95_of_100_evaluations(n
     assert found.standard_error == pytest.approx(errors[0]) and found.mean == pytest.approx(evaluations[0].mean())
 
 
+@pytest.mark.slow
 def test_the_bootstrap_covers_the_truth_too() -> None:
     truth, _, evaluations = simulated("aime")
     intervals = [bootstrap_interval(means, resamples=400) for means in evaluations]
