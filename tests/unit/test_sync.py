@@ -20,7 +20,7 @@ from tepo_megatron.weights import broadcast
 from tepo_megatron.weights.ops import Replicated
 from tepo_megatron.weights.rounds import cut as cut_into_buckets
 from tepo_megatron.weights.rounds import whole_bytes
-from tepo_megatron.weights.stores import _make_folder, _save
+from tepo_megatron.weights.stores import _make_folder, write_file
 from tepo_megatron.weights.sync import check_one_host
 
 SENT = {
@@ -31,7 +31,7 @@ SENT = {
 
 
 def sent(path: Path, with_checksums: bool) -> Path:
-    _save(SENT, path, {name: crc32(t) for name, t in SENT.items()} if with_checksums else {})
+    write_file(SENT, path, {name: crc32(t) for name, t in SENT.items()} if with_checksums else {})
     return path
 
 
@@ -48,7 +48,7 @@ def test_a_file_for_another_machine_has_its_name_once_it_is_complete(tmp_path: P
         seen.append((os.fstat(file).st_size, path.exists()))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    _save(SENT, path, {name: crc32(t) for name, t in SENT.items()}, for_others=True)
+    write_file(SENT, path, {name: crc32(t) for name, t in SENT.items()}, for_others=True)
     assert seen[0] == (path.stat().st_size, False) and seen[1][1]
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert dict(tensors([str(path)])).keys() == SENT.keys()
