@@ -42,8 +42,9 @@ class Update:
             given = [item for path in paths for item in _shapes(path).items()]
         except FileNotFoundError as e:
             raise ValueError(
-                f"{e.filename} is not on {socket.gethostname()}: in shared memory weights reach servers that are on the "
-                "machines of the ranks and see the same /dev/shm; for others set sync.folder, or use sync.transport=group"
+                f"{e.filename} is not seen on {socket.gethostname()}: shared memory reaches servers on the machines of the "
+                "ranks, in containers with the same /dev/shm; for others set sync.folder to a folder that all of them see, or "
+                "use sync.transport=group"
             ) from None
         self.add(given)
 
