@@ -7,6 +7,7 @@ SEED   ?= 0
 ENGINE ?= vllm
 SGLANG := .venv-sglang
 LAUNCH := .venv-launch
+SKY    := .venv-sky
 DOCS   := .venv-docs
 PINS   := .venv-pins
 SITE   := build/docs
@@ -20,7 +21,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(PYTHON))
 
-.PHONY: demo sglang launch ablation precision bench docs docs-links test test-fast test-full test-full-served test-full-computed test-slurm \
+.PHONY: demo sglang launch launch-sky ablation precision bench docs docs-links test test-fast test-full test-full-served test-full-computed test-slurm \
   test-gpu test-pins test-image check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
@@ -56,6 +57,9 @@ sglang: $(SGLANG)/.ready
 
 # the launcher's own environment: the training environment needs none of NeMo-Run's dependencies (docs/launch.md)
 launch: $(LAUNCH)/.ready
+
+# the launcher's with SkyPilot beside NeMo-Run, apart because it is three times as large
+launch-sky: $(SKY)/.ready
 
 # warnings are errors: a link, an anchor or a page that is missing ends it
 docs: $(DOCS)/.ready
@@ -146,6 +150,16 @@ $(LAUNCH)/.ready: requirements/launch.txt
 	$(LAUNCH)/bin/uv pip install --no-config --python $(LAUNCH)/bin/python --no-deps --quiet --compile-bytecode -r requirements/launch.txt; \
 	echo "$$sum" > $@
 
+$(SKY)/.ready: requirements/launch-sky.txt
+	@sum=$$(cat requirements/launch-sky.txt | sha256sum); \
+	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
+	set -e; \
+	echo "setting up $(SKY) (once; a minute if packages must be downloaded)"; \
+	test -x $(SKY)/bin/python || $(PYTHON) -m venv $(SKY); \
+	$(SKY)/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.9"; \
+	$(SKY)/bin/uv pip install --no-config --python $(SKY)/bin/python --no-deps --quiet --compile-bytecode -r requirements/launch-sky.txt; \
+	echo "$$sum" > $@
+
 $(DOCS)/.ready: requirements/docs.txt
 	@sum=$$(cat requirements/docs.txt | sha256sum); \
 	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
@@ -182,6 +196,8 @@ pins:
 	$(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
 	  --override requirements/overrides.txt requirements/launch.in -o requirements/launch.txt
 	$(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
+	  --override requirements/overrides.txt requirements/launch-sky.in -o requirements/launch-sky.txt
+	$(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
 	  requirements/docs.in -o requirements/docs.txt
 	for engine in vllm sglang; do \
 	  $(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-header \
@@ -191,4 +207,4 @@ pins:
 	sed -i 's/+cpu$$//' requirements/cpu.txt requirements/sglang-cpu.txt  # a local version would bind the pin to one source of wheels
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(LAUNCH) $(DOCS) $(PINS) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) $(LAUNCH) $(SKY) $(DOCS) $(PINS) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
