@@ -58,7 +58,7 @@ sglang: $(SGLANG)/.ready
 # the launcher's own environment: the training environment needs none of NeMo-Run's dependencies (docs/launch.md)
 launch: $(LAUNCH)/.ready
 
-# the launcher's with SkyPilot beside NeMo-Run, apart because it is three times as large
+# the launcher's with SkyPilot beside NeMo-Run, apart because it is 0.4 GB larger, and its pins differ
 launch-sky: $(SKY)/.ready
 
 # warnings are errors: a link, an anchor or a page that is missing ends it
@@ -74,7 +74,7 @@ test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m "not full"
 
 # in two at once, of which one waits for servers while the other computes; what is printed appears when either has ended
-test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
+test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready $(SKY)/.ready
 	@$(MAKE) --no-print-directory -j2 --output-sync=target --keep-going test-full-served test-full-computed
 	$(BIN)/python -m pytest -m "full and alone"
 
