@@ -7,6 +7,7 @@ SEED   ?= 0
 ENGINE ?= vllm
 SGLANG := .venv-sglang
 LAUNCH := .venv-launch
+SKY    := .venv-sky
 DOCS   := .venv-docs
 PINS   := .venv-pins
 SITE   := build/docs
@@ -22,7 +23,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(PYTHON))
 
-.PHONY: demo sglang launch ablation precision bench docs docs-links test test-fast test-full test-full-served test-full-computed test-slurm \
+.PHONY: demo sglang launch launch-sky ablation precision bench docs docs-links test test-fast test-full test-full-served test-full-computed test-slurm \
   test-gpu test-pins test-image check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
@@ -59,6 +60,9 @@ sglang: $(SGLANG)/.ready
 # the launcher's own environment: the training environment needs none of NeMo-Run's dependencies (docs/launch.md)
 launch: $(LAUNCH)/.ready
 
+# the launcher's with SkyPilot beside NeMo-Run, apart because it is 0.4 GB larger, and its pins differ
+launch-sky: $(SKY)/.ready
+
 # warnings are errors: a link, an anchor or a page that is missing ends it
 docs: $(DOCS)/.ready
 	$(DOCS)/bin/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet -c docs -d $(SITE)/.doctrees -b html . $(SITE)
@@ -73,7 +77,7 @@ test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -m "not full and (server or e2e or slow)"
 
 # in two at once, of which one waits for servers while the other computes; what is printed appears when either has ended
-test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
+test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready $(SKY)/.ready
 	@$(MAKE) --no-print-directory -j2 --output-sync=target --keep-going test-full-served test-full-computed
 	$(BIN)/python -m pytest -m "full and alone"
 
@@ -149,6 +153,16 @@ $(LAUNCH)/.ready: requirements/launch.txt
 	$(LAUNCH)/bin/uv pip install --no-config --python $(LAUNCH)/bin/python --no-deps --quiet --compile-bytecode -r requirements/launch.txt; \
 	echo "$$sum" > $@
 
+$(SKY)/.ready: requirements/launch-sky.txt
+	@sum=$$(cat requirements/launch-sky.txt | sha256sum); \
+	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
+	set -e; \
+	echo "setting up $(SKY) (once; a minute if packages must be downloaded)"; \
+	test -x $(SKY)/bin/python || $(PYTHON) -m venv $(SKY); \
+	$(SKY)/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.9"; \
+	$(SKY)/bin/uv pip install --no-config --python $(SKY)/bin/python --no-deps --quiet --compile-bytecode -r requirements/launch-sky.txt; \
+	echo "$$sum" > $@
+
 $(DOCS)/.ready: requirements/docs.txt
 	@sum=$$(cat requirements/docs.txt | sha256sum); \
 	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \
@@ -185,6 +199,8 @@ pins:
 	$(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
 	  --override requirements/overrides.txt requirements/launch.in -o requirements/launch.txt
 	$(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
+	  --override requirements/overrides.txt requirements/launch-sky.in -o requirements/launch-sky.txt
+	$(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.11 --no-header --no-annotate \
 	  requirements/docs.in -o requirements/docs.txt
 	for engine in vllm sglang; do \
 	  $(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-header \
@@ -194,4 +210,4 @@ pins:
 	sed -i 's/+cpu$$//' requirements/cpu.txt requirements/sglang-cpu.txt  # a local version would bind the pin to one source of wheels
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(LAUNCH) $(DOCS) $(PINS) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) $(LAUNCH) $(SKY) $(DOCS) $(PINS) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

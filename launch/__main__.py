@@ -10,23 +10,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch import jobs, scripts
+from launch import jobs, scripts, skypilot
 from launch.checks import check_paths, check_run, check_secrets
-from launch.layout import lay_out
+from launch.layout import Layout, lay_out
 from launch.profile import Cluster, load_cluster
 from tepo_megatron import run_dir
-from tepo_megatron.config_io import load_config
+from tepo_megatron.config_io import load_config, to_yaml
 from tepo_megatron.errors import ConfigError, TepoError
 
 if TYPE_CHECKING:
     from launch.nemo import Submission
+    from tepo_megatron.config import Config
 
 REFUSED = {
-    "skypilot": "its pins contradict NeMo-Run's (bcrypt: skypilot 0.14.1 against paramiko 5.1.0), and it was never tried",
     "kuberay": "NeMo-Run makes Ray clusters with it, and this project's ranks are started by torchrun, without Ray",
 }
 USAGE = """
   python -m launch CONFIG --executor slurm --cluster PROFILE [--dry-run] [--after FOLDER] [--section.key VALUE ...]
+  python -m launch CONFIG --executor skypilot --cluster PROFILE [--dry-run] [--section.key VALUE ...]
   python -m launch convert FOLDER --executor slurm --cluster PROFILE [--dry-run] [--after FOLDER] -- WORDS...
   python -m launch evaluate FOLDER ... -- WORDS...
   python -m launch status|logs|cancel FOLDER"""
@@ -61,7 +62,9 @@ def _launch(words: list[str]) -> int:
     words, rest = _cut(words) if kind != "train" else (words, [])
     parser = argparse.ArgumentParser(prog="launch", usage=USAGE, allow_abbrev=False)
     parser.add_argument("target", metavar="CONFIG" if kind == "train" else "FOLDER")
-    parser.add_argument("--executor", choices=["local", "slurm", *REFUSED], default="local", help="(default: %(default)s)")
+    parser.add_argument(
+        "--executor", choices=["local", "slurm", "skypilot", *REFUSED], default="local", help="(default: %(default)s)"
+    )
     parser.add_argument("--cluster", metavar="PROFILE", help="a YAML file; start from launch/profiles/")
     parser.add_argument("--dry-run", action="store_true", help="print the scripts that would run, and leave nothing behind")
     parser.add_argument("--after", type=Path, metavar="FOLDER", help="start when the newest job of that folder has succeeded")
@@ -74,6 +77,8 @@ def _launch(words: list[str]) -> int:
         return _train(args.target, overrides, args.executor, cluster, after, args.dry_run)
     if overrides:
         raise ConfigError(f"{overrides[0]}: words of `{kind}` come after --")
+    if args.executor == "skypilot":
+        raise ConfigError(f"--executor skypilot runs a CONFIG, and no `{kind}`; use slurm or local")
     _check_executor(args.executor, cluster)
     folder = Path(args.target)
     check_paths([Path.cwd(), folder])
@@ -85,6 +90,8 @@ def _train(config: str, overrides: list[str], executor: str, cluster: Cluster, a
     cfg = load_config(config, overrides)
     _check_executor(executor, cluster)
     layout = lay_out(cfg, cluster)
+    if executor == "skypilot":
+        return _train_with_skypilot(cfg, cluster, layout, dry_run)
     check_run(cfg, cluster)
     if run_dir.finished(cfg):
         print(f"{cfg.run_dir}: this run is finished; only a higher training.steps makes it go on")
@@ -105,9 +112,32 @@ def _train(config: str, overrides: list[str], executor: str, cluster: Cluster, a
     return _start(submission, cfg.run_dir, executor, dry_run)
 
 
+def _train_with_skypilot(cfg: Config, cluster: Cluster, layout: Layout, dry_run: bool) -> int:
+    check_paths([Path.cwd(), cfg.run_dir])
+    skypilot.check_run(cfg, cluster, layout)
+    from launch import nemo_sky
+
+    home, name = jobs.home_of(cfg.run_dir), cfg.run_dir.name
+    scripts_of = skypilot.setup(cluster), skypilot.run(cfg, cluster, layout)
+    job = nemo_sky.ManagedJob(name, home, jobs.next_number(home, name), layout.nodes, cluster, *scripts_of, to_yaml(cfg))
+    stays = skypilot.check_code(Path.cwd())
+    if dry_run:
+        print(*(f"launch: warning: {what}" for what in stays), sep="\n", end="\n" if stays else "", file=sys.stderr)
+        print(nemo_sky.render(job), end="")
+        return 0
+    if stays:
+        raise ConfigError(stays[0])
+    number = nemo_sky.submit(job)
+    jobs.write(cfg.run_dir, "skypilot", number)
+    print(f"managed job {number}; python -m launch status|logs|cancel {cfg.run_dir}")
+    return 0
+
+
 def _check_executor(executor: str, cluster: Cluster) -> None:
-    if executor == "slurm" and cluster.slurm is None:
-        raise ConfigError("--executor slurm: the cluster's profile has no slurm section; give one with --cluster PROFILE")
+    if executor in ("slurm", "skypilot") and getattr(cluster, executor) is None:
+        raise ConfigError(
+            f"--executor {executor}: the cluster's profile has no {executor} section; give one with --cluster PROFILE"
+        )
     if executor == "local" and cluster.container is not None:
         raise ConfigError("--executor local starts no container; remove `container` from the cluster's profile")
     check_secrets(cluster)
@@ -149,6 +179,8 @@ def _after(folder: Path | None, executor: str) -> str | None:
         return None
     if executor == "local":
         raise ConfigError("--after: a local run is waited for anyway; start the next one when it has ended")
+    if executor == "skypilot":
+        raise ConfigError("--after: SkyPilot's managed jobs do not wait for each other; start the next one when it has ended")
     job = jobs.read(folder)
     if job.executor != "slurm":
         raise ConfigError(f"--after {folder}: that ran with --executor {job.executor}, and Slurm waits for its own jobs alone")

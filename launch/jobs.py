@@ -10,6 +10,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 from tepo_megatron.errors import ConfigError
@@ -19,9 +20,9 @@ _RECORD = "job.json"
 
 @dataclass(frozen=True)
 class Job:
-    """id: Slurm's number of the job, or the process of `launch` on `host`."""
+    """id: Slurm's number of the job, that of SkyPilot's managed job, or the process of `launch` on `host`."""
 
-    executor: Literal["local", "slurm"]
+    executor: Literal["local", "slurm", "skypilot"]
     id: str
     host: str
     submitted: str
@@ -32,7 +33,7 @@ def home_of(folder: Path) -> Path:
     return folder.absolute() / "launch"
 
 
-def write(folder: Path, executor: Literal["local", "slurm"], job_id: str) -> None:
+def write(folder: Path, executor: Literal["local", "slurm", "skypilot"], job_id: str) -> None:
     """Remember a job as the newest of its folder."""
     home = home_of(folder)
     home.mkdir(parents=True, exist_ok=True)
@@ -78,6 +79,8 @@ def logs(folder: Path, lines: int) -> str:
     """The ends of the newest job's logs, and of the run's own."""
     job = read(folder)
     home = home_of(folder)
+    if job.executor == "skypilot":
+        return _skypilot().logs(job.id, lines) or f"job {job.id} has no logs yet"
     if job.executor == "slurm":
         paths = sorted(home.glob(f"*-{job.id}.log"))
     else:
@@ -97,6 +100,9 @@ def cancel(folder: Path) -> str:
         if ended.returncode:
             raise ConfigError(f"scancel {job.id}: {' '.join(ended.stderr.split())}")
         return f"job {job.id} is cancelled"
+    if job.executor == "skypilot":
+        _skypilot().cancel(job.id)
+        return f"managed job {job.id} is cancelled"
     if job.host != os.uname().nodename:
         raise ConfigError(f"this job runs on {job.host}; call cancel there")
     if not _is_launch(int(job.id)):
@@ -110,6 +116,8 @@ def _state(job: Job) -> str:
         if job.host != os.uname().nodename:
             return f"on {job.host}"
         return "under way" if _is_launch(int(job.id)) else "ended"
+    if job.executor == "skypilot":
+        return _skypilot().status(job.id)
     shown = _call("scontrol", "show", "job", "--oneliner", job.id)  # knows jobs until minutes after their end
     if shown.returncode == 0:
         words = dict(word.split("=", 1) for word in shown.stdout.split() if "=" in word)
@@ -119,6 +127,13 @@ def _state(job: Job) -> str:
     if counted.returncode == 0 and counted.stdout.strip():
         return ", ".join(counted.stdout.split("\n")[0].split("|"))
     return "unknown to scontrol and sacct"
+
+
+def _skypilot() -> ModuleType:
+    """What asks SkyPilot, imported where it is needed."""
+    from launch import nemo_sky
+
+    return nemo_sky
 
 
 def _call(*words: str) -> subprocess.CompletedProcess[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -98,6 +98,76 @@ class SlurmConfig:
 
 
 @config
+class BucketConfig:
+    """Of an object store, at a path of the machines.
+
+    name: of a bucket, made where there is none; source: one that is there, with a folder of it ("s3://bucket/folder"), instead;
+    store: s3, gcs, azure, r2, ...; None: that of the source, or of the cloud; mode: MOUNT_CACHED keeps what is written on the
+    machine's disk and sends it to the bucket by and by; MOUNT sends it at once, and neither renames nor appends; COPY is a copy
+    made at each start, which the bucket never sees again.
+    """
+
+    name: str | None = None
+    source: str | None = None
+    store: str | None = None
+    mode: Literal["MOUNT_CACHED", "MOUNT", "COPY"] = "MOUNT"
+
+    def __post_init__(self) -> None:
+        if (self.name is None) == (self.source is None):
+            raise ValueError("give name, a bucket's, or source, the URL of one with a folder; not both")
+
+
+@config
+class SkypilotConfig:
+    """What SkyPilot is told of each machine, all alike.
+
+    infra: where they are: "k8s/CONTEXT", "aws/us-east-1", ...; gpu: as SkyPilot calls it (`sky gpus list`); cpus, memory (GB):
+    exactly so much, or with a "+" at least; disk_size: GB; network_tier: "best" asks for the fastest between machines.
+
+    workdir: where the run's relative paths begin, below a path of volumes or storage; volumes: of SkyPilot (`sky volumes`), by
+    the path where the machines see them, which share them; storage: buckets by path; setup: lines of bash that each machine
+    runs at each start before the run; error_restarts: how often a run that ended with an error is started again. When machines
+    are lost it always is.
+    """
+
+    infra: str
+    workdir: str
+    gpu: str | None = None
+    cpus: str | None = None
+    memory: str | None = None
+    disk_size: Positive | None = None
+    use_spot: bool = False
+    network_tier: Literal["standard", "best"] | None = None
+    volumes: dict[str, str] = Field(default_factory=dict)
+    storage: dict[str, BucketConfig] = Field(default_factory=dict)
+    setup: list[str] = Field(default_factory=list)
+    error_restarts: NonNegative = 1
+
+    def __post_init__(self) -> None:
+        for path in (*self.volumes, *self.storage, self.workdir):
+            if not re.fullmatch(r"(/[\w.-]+)+", path) or ".." in path or reserved(Path(path)):
+                raise ValueError(f"{path!r} is no path for volumes, storage or workdir: absolute, of letters, digits, _ . -")
+        if twice := sorted(set(self.volumes) & set(self.storage)):
+            raise ValueError(f"{twice[0]} is given twice, by volumes and storage; remove one of them")
+        if (kind := self.kind_of(self.workdir)) not in ("volume", "MOUNT_CACHED"):
+            where = "on the machine's own disk, which is lost with it" if kind is None else f"on a bucket of mode {kind}"
+            raise ValueError(
+                f"workdir={self.workdir} is {where}, and holds the runs; put it below a path of volumes, or of storage with "
+                "mode: MOUNT_CACHED"
+            )
+
+    def kind_of(self, path: str | Path) -> Literal["volume", "MOUNT_CACHED", "MOUNT", "COPY"] | None:
+        """What a path of the machines lies on, of the paths above it the nearest; None: their own disk. Relative to workdir."""
+        found = Path(self.workdir, path)
+        for above in (str(found), *map(str, found.parents)):
+            if above in self.volumes:
+                return "volume"
+            if above in self.storage:
+                return self.storage[above].mode
+        return None
+
+
+@config
 class Cluster:
     """Where runs go.
 
@@ -115,6 +185,7 @@ class Cluster:
     network: NetworkConfig = Field(default_factory=NetworkConfig)
     container: ContainerConfig | None = None
     slurm: SlurmConfig | None = None
+    skypilot: SkypilotConfig | None = None
 
     def __post_init__(self) -> None:
         for name in (*self.environment, *self.secrets):
@@ -130,6 +201,11 @@ class Cluster:
                 raise ValueError(f"environment.{name} has several lines; a script's `export` takes one")
         if twice := sorted(set(self.environment) & (set(self.network.variables) | set(self.secrets))):
             raise ValueError(f"environment.{twice[0]} is given twice, by network or secrets too; remove one of them")
+        if self.skypilot is not None and (self.skypilot.gpu is None) != (self.gpus_per_node == 0):
+            raise ValueError(
+                f"skypilot.gpu={self.skypilot.gpu} and gpus_per_node={self.gpus_per_node} say different things; give both, or "
+                "neither"
+            )
 
     @property
     def slots(self) -> int | None:

@@ -15,7 +15,6 @@ from launch.profile import Cluster, SlurmConfig
 from tepo_megatron.config import Config
 
 _MARGIN_SECONDS = 60  # of the warning, for Slurm to end the job before its limit
-_START = '"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"'  # unlike that of every other start of every other job
 _COMMANDS = {"convert": ["tools/convert.py"], "evaluate": ["-m", "tepo_megatron", "evaluate"]}
 
 
@@ -30,51 +29,73 @@ class Task:
     shared: bool = False
 
 
+@dataclass(frozen=True)
+class Starts:
+    """What a scheduler says of a start of a job, in words of the shell.
+
+    count: how often it was started before; id: unlike that of every other start of every other job; meet: where the machines of
+    the ranks meet, as options of torchrun; address: options of `tepo serve`; config: the run's.
+    """
+
+    count: str
+    id: str
+    meet: str
+    address: str
+    config: str
+
+
 def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path) -> list[Task]:
     """The tasks of a run under Slurm; folder: the directory in which all of them start."""
-    words = ["train", str(cfg.run_dir / "config.yaml")]
-    lines = [
-        *_head(folder),
-        f"words=({_join(words)})",
-        'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then words+=(--resume true --overwrite false); fi',
-    ]
+    starts = Starts(
+        count="${SLURM_RESTART_COUNT:-0}",
+        id='"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"',
+        meet='--rdzv-endpoint "${MASTER_ADDR%% *}:$MASTER_PORT"',  # of several addresses of the first machine the first
+        address="--host 0.0.0.0",
+        config=str(cfg.run_dir / "config.yaml"),
+    )
+    *words, train = train_lines(cfg, cluster, layout, starts)
+    tasks = [Task("train", text([*head(folder), *words, f"exec {train}"]), layout.train_nodes, shared=layout.shared)]
     if layout.serve_nodes:
-        lines.append(f"words+=(--rollout.server.rendezvous {_rendezvous(cfg)})")
-    start = [cluster.python, "-m", "tepo_megatron"]
-    if layout.train_nodes > 1:
-        start = [
-            *(cluster.python, "-m", "torch.distributed.run"),
-            *("--nnodes", str(layout.train_nodes), "--nproc-per-node", str(layout.ranks)),
-            *("--rdzv-backend", "c10d", "--max-restarts", "0"),
-        ]
-        # of several addresses of the first machine the first
-        meet = f'--rdzv-endpoint "${{MASTER_ADDR%% *}}:$MASTER_PORT" --rdzv-id {_START}'
-        lines.append(f'exec {_join(start)} {meet} -m tepo_megatron "${{words[@]}}"')
-    else:
-        lines.append(f'exec {_join(start)} "${{words[@]}}"')
-    tasks = [Task("train", _text(lines), layout.train_nodes, shared=layout.shared)]
-    if layout.serve_nodes:
-        serve = f"{_join([cluster.python, *_serve(cfg, layout)])} --host 0.0.0.0"
         lines = [
-            *_head(folder),
-            f"{serve} --rollout.server.rendezvous {_rendezvous(cfg)} &",
+            *head(folder),
+            f"{serve_line(cfg, cluster, layout, starts)} &",
             "trap 'kill $! 2>/dev/null || true' TERM",
             "wait || true; wait || true",
             "exit 1",  # it is the run's end that ends them: servers that ended by themselves have failed
         ]
         first = 0 if layout.shared else layout.train_nodes
-        tasks.append(Task("serve", _text(lines), layout.serve_nodes, first, layout.shared))
+        tasks.append(Task("serve", text(lines), layout.serve_nodes, first, layout.shared))
     return tasks
 
 
-def local_training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path) -> Task:
-    """The same on this machine; servers apart are kept beside the ranks, and end with them."""
-    train = _join([cluster.python, "-m", "tepo_megatron", "train", str(cfg.run_dir / "config.yaml")])
-    lines = [*_head(folder), *_exports(cluster)]
-    if not layout.serve_nodes:
-        return Task("train", _text([*lines, f"exec {train}"]))
-    lines += [
-        f"{_join([cluster.python, *_serve(cfg, layout)])} & serve=$!",
+def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -> list[str]:
+    """Of a machine of the ranks; the last is the command."""
+    lines = [
+        f"words=(train {shlex.quote(starts.config)})",
+        f'if [ "{starts.count}" -gt 0 ]; then words+=(--resume true --overwrite false); fi',
+    ]
+    if layout.serve_nodes:
+        lines.append(f"words+=(--rollout.server.rendezvous {_rendezvous(cfg, starts)})")
+    if layout.train_nodes == 1:
+        return [*lines, f'{joined([cluster.python, "-m", "tepo_megatron"])} "${{words[@]}}"']
+    start = [
+        *(cluster.python, "-m", "torch.distributed.run"),
+        *("--nnodes", str(layout.train_nodes), "--nproc-per-node", str(layout.ranks)),
+        *("--rdzv-backend", "c10d", "--max-restarts", "0"),
+    ]
+    return [*lines, f'{joined(start)} {starts.meet} --rdzv-id {starts.id} -m tepo_megatron "${{words[@]}}"']
+
+
+def serve_line(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -> str:
+    """The command of a machine that serves."""
+    serve = joined([cluster.python, *_serve(starts.config, layout)])
+    return f"{serve} {starts.address} --rollout.server.rendezvous {_rendezvous(cfg, starts)}"
+
+
+def side_by_side(serve: str, train: str) -> list[str]:
+    """Two commands of one machine that end with the first of them; the status is that of training."""
+    return [
+        f"{serve} & serve=$!",
         f"{train} & train=$!",
         "trap 'kill $train $serve 2>/dev/null' TERM INT",
         "ended=0; wait -n $train $serve || ended=$?",
@@ -83,13 +104,22 @@ def local_training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path) 
         "wait",
         "exit $ended",
     ]
-    return Task("train", _text(lines))
+
+
+def local_training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path) -> Task:
+    """The same on this machine; servers apart are kept beside the ranks, and end with them."""
+    train = joined([cluster.python, "-m", "tepo_megatron", "train", str(cfg.run_dir / "config.yaml")])
+    lines = [*head(folder), *_exports(cluster)]
+    if not layout.serve_nodes:
+        return Task("train", text([*lines, f"exec {train}"]))
+    serve = joined([cluster.python, *_serve(str(cfg.run_dir / "config.yaml"), layout)])
+    return Task("train", text([*lines, *side_by_side(serve, train)]))
 
 
 def command(kind: str, words: Sequence[str], cluster: Cluster, folder: Path, local: bool) -> Task:
     """`tools/convert.py WORDS` or `tepo evaluate WORDS`, on one machine."""
     exports = _exports(cluster) if local else []
-    return Task(kind, _text([*_head(folder), *exports, f"exec {_join([cluster.python, *_COMMANDS[kind], *words])}"]))
+    return Task(kind, text([*head(folder), *exports, f"exec {joined([cluster.python, *_COMMANDS[kind], *words])}"]))
 
 
 def batch_setup(cfg: Config, slurm: SlurmConfig, home: Path) -> str:
@@ -164,7 +194,8 @@ def variables(cluster: Cluster) -> dict[str, str]:
     return {name: shlex.quote(value) for name, value in (cluster.environment | cluster.network.variables).items()}
 
 
-def _head(folder: Path) -> list[str]:
+def head(folder: Path) -> list[str]:
+    """Of every script."""
     return ["set -euo pipefail", f"cd {shlex.quote(str(folder))}"]
 
 
@@ -172,20 +203,22 @@ def _exports(cluster: Cluster) -> list[str]:
     return [f"export {name}={value}" for name, value in variables(cluster).items()]
 
 
-def _serve(cfg: Config, layout: Layout) -> list[str]:
+def _serve(config: str, layout: Layout) -> list[str]:
     """`tepo serve` for one machine's servers."""
-    words = ["-m", "tepo_megatron", "serve", str(cfg.run_dir / "config.yaml")]
+    words = ["-m", "tepo_megatron", "serve", config]
     return [*words, "--rollout.servers", str(layout.servers), "--rollout.min_servers", "1"]
 
 
-def _rendezvous(cfg: Config) -> str:
+def _rendezvous(cfg: Config, starts: Starts) -> str:
     """A folder of each start: what a killed one left behind is never found."""
-    return f"{shlex.quote(str(cfg.rollout.server.rendezvous))}/{_START}"
+    return f"{shlex.quote(str(cfg.rollout.server.rendezvous))}/{starts.id}"
 
 
-def _join(words: Sequence[str]) -> str:
+def joined(words: Sequence[str]) -> str:
+    """Words of a command."""
     return " ".join(shlex.quote(word) for word in words)
 
 
-def _text(lines: Sequence[str]) -> str:
+def text(lines: Sequence[str]) -> str:
+    """Of a script."""
     return "\n".join(lines) + "\n"

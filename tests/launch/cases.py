@@ -57,11 +57,11 @@ print(json.dumps({name: call(words) for name, words in json.loads(sys.argv[1]).i
 """
 
 
-def call(folder: Path, calls: dict[str, list[str]]) -> dict[str, tuple[int, str, str]]:
+def call(folder: Path, calls: dict[str, list[str]], python: Path = PYTHON) -> dict[str, tuple[int, str, str]]:
     """`python -m launch WORDS` in `folder`, several of them: exit status, stdout and stderr by name."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "WANDB_API_KEY": SECRET}
     environment["TEPO_SERVER_KEY"] = SECRET
-    words = [PYTHON, "-c", PROGRAM, json.dumps(calls)]
+    words = [python, "-c", PROGRAM, json.dumps(calls)]
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return {name: tuple(result) for name, result in json.loads(done.stdout.splitlines()[-1]).items()}

@@ -21,7 +21,7 @@ SLURM = ["run.yaml", "--executor", "slurm"]
 REFUSED = {
     "no slurm": (SLURM, "the cluster's profile has no slurm section"),
     "kuberay": (["run.yaml", "--executor", "kuberay"], "--executor kuberay: NeMo-Run makes Ray clusters with it"),
-    "skypilot": (["run.yaml", "--executor", "skypilot"], "--executor skypilot: its pins contradict NeMo-Run's"),
+    "no skypilot": (["run.yaml", "--executor", "skypilot"], "the cluster's profile has no skypilot section"),
     "no such key": (["run.yaml", "--optimiser.lr", "1"], "optimiser: unknown key; did you mean optimizer?"),
     "nothing launched": (["status", "nowhere"], "nowhere: nothing was launched there"),
     "wait for nothing": ([*SLURM, "--cluster", "bare.yaml", "--after", "nowhere"], "nowhere: nothing was launched there"),

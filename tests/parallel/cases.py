@@ -26,6 +26,23 @@ RESPONSES = (14, 1, 25, 9, 30, 1, 17, 4, 22, 11, 2, 28)  # |y|; prompts of 3 to 
 GROUP_OF = (0, 1, 1, 2, 2, 2, 3, 4, 4, 5, 5, 5)  # groups of 1, 2 and 3 sequences
 SHARED_PROMPTS = (5, 1, 9, 4, 12, 7)  # tokens of each group's prompt, where its sequences share it
 STEPS = 2
+TOLERANCE = 1e-5  # per tensor, ||a - b|| / ||b||
+
+LAYOUTS = {
+    "1 rank": {},
+    "TP2": {"tp": 2},
+    "TP2+SP": {"tp": 2, "sequence_parallel": True},
+    "PP2": {"pp": 2},
+    "PP2 VPP2": {"pp": 2, "vpp": 2},
+    "CP2": {"cp": 2},
+    "CP4": {"cp": 4},
+    "DP2": {"dp": 2},
+    "TP2 PP2": {"tp": 2, "pp": 2},
+    "CP2 TP2": {"cp": 2, "tp": 2},
+    "CP2 TP2+SP": {"cp": 2, "tp": 2, "sequence_parallel": True},
+    "CP2 PP2": {"cp": 2, "pp": 2},
+    "DP2 TP2": {"dp": 2, "tp": 2},
+}
 
 
 @dataclass(frozen=True)
@@ -144,7 +161,7 @@ def train_steps(rank: int, cfg: Config, batches: tuple[TrainBatch, ...]) -> list
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 
-    groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
+    groups = parallel.initialize(cfg.parallel, activate(cfg.platform), cfg.seed)
     actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
     actor.start_step(1)
     out = []
@@ -165,10 +182,24 @@ def train_steps(rank: int, cfg: Config, batches: tuple[TrainBatch, ...]) -> list
             "grad_norm": result.metrics["actor/grad_norm"][0],
             "gradients": captured,
             "weights": owned_tensors(actor, [b.parameter for b in actor.bindings]),
-            "ratio_B": result.ratio_B,
+            "ratio_B": result.ratio_B.cpu(),
         })  # fmt: skip
     parallel.shutdown()
     return out
+
+
+def compare(ranks: list[list[dict[str, Any]]], steps: tuple[reference.Step, ...], tolerance: float = TOLERANCE) -> None:
+    """What `train_steps` returned on each rank with the reference: loss, gradient norm, every gradient and every weight."""
+    for i, expected in enumerate(steps):
+        for rank in ranks:
+            assert abs(rank[i]["loss"] - expected.loss) <= tolerance * abs(expected.loss)
+            assert abs(rank[i]["grad_norm"] - expected.grad_norm) <= tolerance * expected.grad_norm
+        for kind, tensors in (("gradients", expected.gradients), ("weights", expected.weights)):
+            merged = {name: t for rank in ranks for name, t in rank[i][kind].items()}
+            assert merged.keys() == tensors.keys()
+            apart = {name: distance(merged[name], t) for name, t in tensors.items()}
+            worst = max(apart, key=apart.__getitem__)
+            assert apart[worst] <= tolerance, f"step {i}: {kind} of {worst} differ by {apart[worst]:.1e}"
 
 
 def full_gradients(actor: Any) -> dict[str, Tensor]:
@@ -197,7 +228,7 @@ def owned_tensors(actor: Any, tensors: list[Tensor]) -> dict[str, Tensor]:
     bindings = [replace(b, parameter=t) for b, t in zip(actor.bindings, tensors, strict=True)]
     if not actor.groups.is_first_replica:
         return {}
-    return {name: t.clone() for name, t in iterate_hf(bindings, actor.arch, actor.groups.tp)}
+    return {name: t.cpu() if t.is_cuda else t.clone() for name, t in iterate_hf(bindings, actor.arch, actor.groups.tp)}
 
 
 def distance(a: Tensor, b: Tensor) -> float:

@@ -1,0 +1,128 @@
+"""One rank of `benchmarks.gpu.step`, for torchrun: the steps of one config, timed."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import load_config
+from tepo_megatron.plan.models import read_model
+from tepo_megatron.plan.workload import Workload
+from tepo_megatron.platform import activate
+from tepo_megatron.types import Rollout, TrainBatch
+
+OLD, UPDATES = "old log-probs", "updates"
+
+
+def rollouts(cfg: Config, work: Workload) -> list[Rollout]:
+    """Random tokens, of the lengths that the plan takes, in groups of which every other sample is right."""
+    rng, (_, arch) = random.Random(cfg.seed), read_model(cfg.model.path)
+    samples = cfg.rollout.samples_per_prompt
+    lengths = work.sequences(cfg.rollout.prompts_per_step * samples)
+    out: list[Rollout] = []
+    for i, length in enumerate(lengths):
+        if i % samples == 0:
+            prompt = [rng.randrange(arch.vocab_size) for _ in range(work.prompt)]
+        ids = torch.tensor(prompt + [rng.randrange(arch.vocab_size) for _ in range(length - work.prompt)])
+        mask = torch.arange(length) >= work.prompt
+        right = float(i % 2)
+        out.append(Rollout(i // samples, ids, mask, torch.zeros(length), 0, "stop", reward=right, score=right))
+    return out
+
+
+class Steps:
+    """Training steps on the same rollouts, as `train.py` takes them. Rank 0 has what they took."""
+
+    def __init__(self, cfg: Config, work: Workload) -> None:
+        platform = activate(cfg.platform)
+        from tepo_megatron import parallel
+        from tepo_megatron.actor.actor import Actor
+        from tepo_megatron.losses import build_objective
+
+        self.cfg, self.rollouts = cfg, rollouts(cfg, work)
+        self.groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
+        self.actor, self.objective = Actor(cfg, self.groups), build_objective(cfg.objective)
+        self.on_gpu = cfg.platform == "cuda"
+        self.seconds: dict[str, list[float]] = {OLD: [], UPDATES: []}
+
+    def begin(self, step: int) -> TrainBatch:
+        """The first half of a step: its batch with the old statistics."""
+        from tepo_megatron.advantages import group_advantages
+
+        self.actor.start_step(step)
+        batch = TrainBatch.build(self.rollouts, group_advantages(self.rollouts, self.objective.advantage))
+        known: TrainBatch = self._timed(OLD, lambda: self.actor.attach_old_stats(batch))
+        return known
+
+    def finish(self, step: int, batch: TrainBatch) -> None:
+        """The second: all updates."""
+
+        def updates() -> None:
+            for minibatch in batch.epochs(self.cfg.training.epochs, self.cfg.training.minibatch_prompts, step):
+                self.actor.update(minibatch, self.objective)
+            self.actor.finish_step()
+
+        self._timed(UPDATES, updates)
+
+    def _timed(self, name: str, call: Callable[[], Any]) -> Any:
+        """From when all ranks are ready until all are done."""
+        self._meet()
+        start = time.perf_counter()
+        found = call()
+        self._meet()
+        self.seconds[name].append(time.perf_counter() - start)
+        return found
+
+    def _meet(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        dist.barrier(group=self.groups.host)
+
+    def peak_gib(self) -> float | None:
+        """Of the rank that held most at a time, since the start; None without a GPU."""
+        mine = torch.cuda.max_memory_allocated() / 2**30 if self.on_gpu else 0.0
+        everybody = [mine] * self.groups.world_size
+        dist.all_gather_object(everybody, mine, group=self.groups.host)
+        return max(everybody) if self.on_gpu else None
+
+
+def main() -> None:
+    """Words: a JSON object with `config` (its file), `overrides`, `prompt`, `response`, `steps`, `folder`."""
+    asked = json.loads(sys.argv[1])
+    cfg = load_config(asked["config"], asked["overrides"])
+    steps = Steps(cfg, Workload.of(cfg, asked["prompt"], asked["response"]))
+    batch = steps.begin(1)
+    noise = steps.actor.measure_noise(batch)
+    logprobs_N = torch.zeros(batch.num_tokens, device=steps.groups.device)
+    if steps.groups.is_last_stage:
+        assert batch.old_logprobs_N is not None
+        logprobs_N = batch.old_logprobs_N
+    logprobs_N = steps.groups.broadcast_from_last_stage(logprobs_N)
+    steps.finish(1, batch)
+    for taken in steps.seconds.values():
+        taken.clear()  # kernels were compiled, the optimizer's state was made
+    for step in range(2, asked["steps"] + 2):
+        steps.finish(step, steps.begin(step))
+    peak = steps.peak_gib()
+    if steps.groups.is_main:
+        folder = Path(asked["folder"])
+        tokens = sum(r.token_ids_L.numel() for r in steps.rollouts)
+        found = {"seconds": steps.seconds, "peak_gib": peak, "noise": noise, "tokens": tokens}
+        (folder / "found.json").write_text(json.dumps(found))
+        torch.save(logprobs_N.float().cpu(), folder / "logprobs.pt")
+    from tepo_megatron import parallel
+
+    parallel.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""A config's training step on this machine's GPUs, in one precision after the other, beside what `tepo plan` predicts.
+
+    python -m benchmarks.gpu.step CONFIG [--precisions bf16 fp8-current fp8-blockwise] [--steps 3] [--gpu H100]
+        [--prompt TOKENS] [--response TOKENS] [--out benchmarks/results/gpu_step.json] [--section.key VALUE ...]
+
+model.path: a Hugging Face checkpoint; its weights matter for log-probs alone. Sequences are random tokens, of the lengths that
+`tepo plan` takes for the config, and no engine runs. Each precision has a torchrun of its own, with as many ranks as the
+layout has. One step is not timed. The columns:
+
+    old log-probs, updates   median seconds of a step, and in brackets what the plan says of --gpu
+    tokens/s                 of prompts and responses, over both
+    memory                   GiB allocated at most, on the rank where that is most
+    log-prob                 |difference| to the first precision under the same weights: mean and largest, in nats
+    noise of dH              99 % of the entropies change by less when the sequences are packed otherwise
+
+Not run on a GPU so far. On platform cpu it runs, which tests it (tests/parallel/test_bench_gpu_step.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu._step_rank import OLD, UPDATES
+from benchmarks.results import ROOT, surroundings
+from tepo_megatron.config_io import load_config
+from tepo_megatron.plan.command import Request, predictor_of
+
+PRECISIONS = ("bf16", "fp8-current", "fp8-blockwise")
+PLANNED = {OLD: ("old log-probs",), UPDATES: ("forward and backward", "gradients and weights over dp", "optimizer")}
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one precision. planned: seconds by phase; logprobs_N: of the first step's responses."""
+
+    seconds: dict[str, float]
+    planned: dict[str, float]
+    tokens: int
+    peak_gib: float | None
+    noise: float | None
+    logprobs_N: Tensor
+
+
+def measured(args: argparse.Namespace, overrides: Sequence[str], precision: str) -> Found:
+    """Run the ranks. Raises CalledProcessError when they fail, whose output has been shown."""
+    words = [*overrides, "--model.precision", precision]
+    cfg = load_config(args.config, words)
+    asked = {
+        "config": args.config, "overrides": words, "prompt": args.prompt, "response": args.response, "steps": args.steps,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="step-") as folder:
+        start = ["--standalone", "--nproc-per-node", str(cfg.parallel.world_size), "-m", "benchmarks.gpu._step_rank"]
+        words = [sys.executable, "-m", "torch.distributed.run", *start, json.dumps(asked | {"folder": folder})]
+        subprocess.run(words, cwd=ROOT, check=True, timeout=args.timeout)
+        told = json.loads(Path(folder, "found.json").read_text())
+        logprobs_N = torch.load(Path(folder, "logprobs.pt"))
+    phases = predictor_of(cfg, Request(gpu=args.gpu, prompt=args.prompt, response=args.response)).step().phases
+    return Found(
+        {name: statistics.median(taken) for name, taken in told["seconds"].items()},
+        {name: sum(phases[phase] for phase in PLANNED[name]) for name in PLANNED},
+        told["tokens"],
+        told["peak_gib"],
+        told["noise"],
+        logprobs_N,
+    )
+
+
+def as_object(found: Found, first: Found) -> dict[str, Any]:
+    """As it is written."""
+    apart = (found.logprobs_N - first.logprobs_N).abs()
+    return {
+        "seconds": found.seconds, "planned": found.planned, "tokens_per_second": found.tokens / sum(found.seconds.values()),
+        "peak_gib": found.peak_gib, "noise": found.noise,
+        "logprob_mean": apart.mean().item(), "logprob_max": apart.max().item(),
+    }  # fmt: skip
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """In Markdown."""
+    rows = [["", OLD, UPDATES, "tokens/s", "memory, GiB", "log-prob: mean", "largest", "noise of dH"]]
+    rows.append(["---"] * len(rows[0]))
+    for name, x in results.items():
+        seconds = [f"{x['seconds'][phase]:.3g} s ({x['planned'][phase]:.3g})" for phase in PLANNED]
+        memory, noise = ("-" if x[k] is None else f"{x[k]:.3g}" for k in ("peak_gib", "noise"))
+        apart = [f"{x[k]:.1e}" for k in ("logprob_mean", "logprob_max")]
+        rows.append([name, *seconds, f"{x['tokens_per_second']:.0f}", memory, *apart, noise])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def main() -> None:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config")
+    parser.add_argument("--precisions", nargs="+", default=PRECISIONS)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--gpu", default="H100", help="of the plan (default: %(default)s)")
+    parser.add_argument("--prompt", type=int, help="tokens of a prompt (default: as `tepo plan` assumes)")
+    parser.add_argument("--response", type=int, help="tokens of a response on average (default: as `tepo plan` assumes)")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds of a precision (default: %(default)g)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu_step.json")
+    args, overrides = parser.parse_known_args()
+    found = {name: measured(args, overrides, name) for name in args.precisions}
+    results = {name: as_object(x, found[args.precisions[0]]) for name, x in found.items()}
+    print(table(results))
+    args.out.write_text(
+        json.dumps({"config": args.config, "overrides": overrides, "results": results} | surroundings(), indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

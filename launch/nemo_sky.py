@@ -1,0 +1,200 @@
+"""The only caller of SkyPilot, and of NeMo-Run's executor for its managed jobs. In the environment of `make launch-sky`.
+
+Facts of NeMo-Run 0.11.1 and SkyPilot 0.14.1 that this file answers to: NeMo-Run's scheduler looks for the executor's very
+class, so that a subclass cannot pass through an experiment of it, and SkyPilot has moved what the scheduler prints a task with;
+the executor knows environment variables and not secrets, nor volumes, nor how often errors are restarted; SkyPilot writes into
+the home folder when it is imported, and sends usage statistics unless told not to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.profile import Cluster
+from launch.skypilot import CODE, CONFIG, HOME, RUN, SETUP
+from tepo_megatron.errors import ConfigError
+
+_DEACTIVATE = "conda deactivate 2>/dev/null || true"  # SkyPilot's own environment, as NeMo-Run does before the run
+_INSTALL = "`make launch-sky` makes .venv-sky, whose python has it"
+
+
+@dataclass(frozen=True)
+class ManagedJob:
+    """number: of this submission from `home`; setup, run: scripts of every machine; config: the run's, resolved."""
+
+    name: str
+    home: Path
+    number: int
+    nodes: int
+    cluster: Cluster
+    setup: str
+    run: str
+    config: str
+
+
+def render(job: ManagedJob) -> str:
+    """The task as SkyPilot would get it, without the secrets' values, and the scripts in it. Nothing is left on disk."""
+    with tempfile.TemporaryDirectory(prefix="launch-") as scratch:
+        with _environment(Path(scratch), HOME=scratch, SKY_RUNTIME_DIR=scratch):
+            executor = _executor(job, Path(scratch, "job"))
+            task = _task(executor, job)
+            from sky.utils import yaml_utils
+
+            # of a task that was not read from a file this is all of it, less the secrets' values
+            text = f"#==== task.yaml\n{yaml_utils.dump_yaml_str(task.to_yaml_config(use_user_specified_yaml=True))}"
+        for name, script in ((SETUP, job.setup), (RUN, job.run)):
+            text += f"\n#==== {name}\n{script}"
+        return text.replace(str(Path(scratch, "job")), str(job.home))
+
+
+def submit(job: ManagedJob) -> str:
+    """Hand a job to SkyPilot's API server, which is started here where none is set; returns its number there.
+
+    Raises ConfigError with what SkyPilot says.
+    """
+    with _environment(job.home):
+        executor = _executor(job, job.home)
+        with _told("SkyPilot refused the job"):
+            executor.package(executor.packager, job_name=job.name)
+            number, _ = executor.launch(_task(executor, job))
+    found = number[0] if isinstance(number, list) and number else number
+    if not isinstance(found, int):
+        raise ConfigError(f"SkyPilot gave the job no number ({number}); look for it with `sky jobs queue`")
+    return str(found)
+
+
+def status(number: str) -> str:
+    """What SkyPilot says of a job, in words."""
+    with _environment(Path.cwd()), _told(f"the state of managed job {number}"):
+        import sky
+        from sky.jobs.client import sdk
+
+        records = sky.get(sdk.queue_v2(refresh=False, all_users=True, job_ids=[int(number)]))[0]
+    if not records:
+        return "unknown to SkyPilot's API server"
+    record = records[0]
+    why = f" ({record.failure_reason})" if record.failure_reason else ""
+    return f"{record.status.value}{why}, restarts: {record.recovery_count}"
+
+
+def logs(number: str, lines: int) -> str:
+    """The end of what its machines printed."""
+    text = io.StringIO()
+    with _environment(Path.cwd()), _told(f"the logs of managed job {number}"):
+        from sky.jobs.client import sdk
+
+        sdk.tail_logs(job_id=int(number), follow=False, tail=lines, output_stream=text)
+    return text.getvalue().rstrip()
+
+
+def cancel(number: str) -> None:
+    """End a job, once what it wrote has reached its buckets."""
+    with _environment(Path.cwd()), _told(f"cancelling managed job {number}"):
+        import sky
+        from sky.jobs.client import sdk
+
+        sky.get(sdk.cancel(job_ids=[int(number)], graceful=True))
+
+
+def _executor(job: ManagedJob, home: Path) -> Any:
+    """NeMo-Run's, with the files of the job in place."""
+    with _importing():
+        import nemo_run as run
+    cluster, sky = job.cluster, job.cluster.skypilot
+    assert sky is not None, "checked before"
+    title = f"{job.name}_{job.number}"
+    executor = run.SkypilotJobsExecutor(
+        infra=sky.infra,
+        gpus=sky.gpu,
+        gpus_per_node=cluster.gpus_per_node or None,
+        cpus=sky.cpus,
+        memory=sky.memory,
+        disk_size=sky.disk_size,
+        use_spot=sky.use_spot,
+        network_tier=sky.network_tier,
+        num_nodes=job.nodes,
+        container_image=_image(cluster),
+        storage_mounts={path: _given(vars(bucket)) for path, bucket in sky.storage.items()} or None,
+        setup=f"{_DEACTIVATE}\nbash {SETUP}",
+        env_vars=cluster.environment | cluster.network.variables,
+        packager=run.GitArchivePackager(include_submodules=False, check_uncommitted_changes=True),
+    )
+    executor.assign(title, str(home / "experiments" / job.name / title), job.name, job.name)
+    for path, content in ((SETUP, job.setup), (RUN, job.run), (CONFIG, job.config)):
+        file = Path(executor.job_dir, Path(path).relative_to(HOME))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    Path(executor.job_dir, Path(CODE).name).mkdir(exist_ok=True)
+    return executor
+
+
+def _task(executor: Any, job: ManagedJob) -> Any:
+    """NeMo-Run's task of SkyPilot, and what its executor has no words for."""
+    sky = job.cluster.skypilot
+    assert sky is not None, "checked before"
+    with _told("SkyPilot refuses the task"):
+        task = executor.to_task(job.name, ["bash", RUN])
+        task.update_secrets({name: os.environ[name] for name in job.cluster.secrets})
+        if sky.volumes:
+            task.set_volumes(dict(sky.volumes))
+        recovery = {"max_restarts_on_errors": sky.error_restarts}
+        task.set_resources({resources.copy(job_recovery=dict(recovery)) for resources in task.resources})
+    return task
+
+
+def _image(cluster: Cluster) -> str | None:
+    return None if cluster.container is None else f"docker:{cluster.container.image.removeprefix('docker:')}"
+
+
+def _given(keys: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+@contextlib.contextmanager
+def _environment(nemo_home: Path, **more: str) -> Iterator[None]:
+    """Variables that NeMo-Run and SkyPilot read when they are imported; those of `more` as they were, afterwards."""
+    before = {name: os.environ.get(name) for name in more}
+    os.environ |= {"NEMORUN_HOME": str(nemo_home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1", **more}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+    import logging
+    import warnings
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # their dependencies warn of each other
+            import sky  # noqa: F401
+
+            yield
+    except ModuleNotFoundError as e:
+        raise ConfigError(f"{e.name} is not installed here; {_INSTALL}") from None
+    logging.getLogger("nemo_run").setLevel(logging.WARNING)
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """An error of SkyPilot or NeMo-Run as one of ours, in one line."""
+    try:
+        with _importing():
+            yield
+    except ConfigError:
+        raise
+    except Exception as e:
+        raise ConfigError(f"{what}: {' '.join(str(e).split()) or type(e).__name__}") from None

@@ -1,0 +1,161 @@
+"""A run as a managed job of SkyPilot: what it needs, and the scripts of its machines. What calls SkyPilot: nemo_sky.py.
+
+SkyPilot starts such a job again, on other machines, when it lost some. All machines run one script; SKYPILOT_NODE_RANK says
+which of them this is, SKYPILOT_NODE_IPS which there are, the first of rank 0. Each start runs the setup on all machines to its
+end before it runs anything else on one: there the first machine counts the starts.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from launch import scripts
+from launch.layout import Layout
+from launch.profile import Cluster, SkypilotConfig
+from tepo_megatron.config import Config
+from tepo_megatron.errors import ConfigError
+
+HOME = "/nemo_run"  # on the machines: NeMo-Run's copy of what `launch` hands over
+CODE, CONFIG = f"{HOME}/code", f"{HOME}/configs/config.yaml"
+SETUP, RUN = f"{HOME}/scripts/setup.sh", f"{HOME}/scripts/run.sh"
+_LOOK_SECONDS = 5  # between looks of a serving machine at whether training has ended
+_NEEDED = "launch/begin.py"  # of this project, in what travels
+
+
+def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
+    """Raise ConfigError for a run whose files the machines would not have, not share, or lose."""
+    sky = cluster.skypilot
+    assert sky is not None, "checked before"
+    if cluster.container is not None and cluster.container.mounts:
+        raise ConfigError("container.mounts: SkyPilot mounts no folders of hosts; use skypilot.volumes or skypilot.storage")
+    if Path(cfg.output).is_absolute():
+        raise ConfigError(
+            f"output={cfg.output}: give a relative path; on the machines it is below skypilot.workdir={sky.workdir}, and here "
+            "it holds the record of the job"
+        )
+    if not cfg.checkpoint.every and not cfg.rollout.only:
+        raise ConfigError("checkpoint.every=0: when machines are lost the run would start over; set it to a number of steps")
+    if layout.nodes > 1 and sky.kind_of(sky.workdir) != "volume":
+        raise ConfigError(
+            f"this run takes {layout.nodes} machines with one folder of checkpoints, and skypilot.workdir={sky.workdir} "
+            "is on a bucket, of which each machine has a copy of its own; put it below a path of skypilot.volumes, or make the "
+            "run fit one machine"
+        )
+    for key, folder in (("rollout.server.rendezvous", cfg.rollout.server.rendezvous), ("sync.folder", cfg.sync.folder)):
+        if folder is not None:
+            _check_shared(key, folder, sky, layout)
+    for key, path in _read(cfg):
+        if path is not None and sky.kind_of(path) is None and not any(str(path) in line for line in sky.setup):
+            raise ConfigError(
+                f"{key}={path} is not on the machines; put it below skypilot.workdir, or a path of skypilot.volumes or "
+                "skypilot.storage, or have skypilot.setup fetch it to that path"
+            )
+
+
+def _check_shared(key: str, folder: str, sky: SkypilotConfig, layout: Layout) -> None:
+    """The servers' folder wants hard links, both want renames that are seen at once: no bucket has them."""
+    kind = sky.kind_of(folder)
+    if layout.nodes > 1 and kind != "volume":
+        raise ConfigError(
+            f"{key}={folder} is not on a volume, and {layout.nodes} machines share it; put it below skypilot.volumes"
+        )
+    if kind not in (None, "volume"):
+        raise ConfigError(
+            f"{key}={folder} is on a bucket, which has neither hard links nor whole files at once; give a path below "
+            "skypilot.volumes, or an absolute one of the machine's own, such as /tmp/NAME"
+        )
+
+
+def _read(cfg: Config) -> list[tuple[str, str | None]]:
+    """What the run reads, by key."""
+    return [
+        ("model.path", cfg.model.path),
+        ("model.reference", cfg.model.reference),
+        *(("data.train", source.path if cfg.rollout.replay is None else None) for source in cfg.data.sets),
+        ("data.eval", cfg.data.eval),
+        ("rollout.replay", cfg.rollout.replay),
+    ]
+
+
+def check_code(folder: Path) -> list[str]:
+    """What of the checkout in `folder` would not travel, in words: HEAD alone does. Empty: nothing that matters."""
+    top = _git(folder, "rev-parse", "--show-toplevel")
+    if top is None:
+        return [f"{folder} is in no git repository, and NeMo-Run sends the commit HEAD of one; call launch in a checkout"]
+    if _git(folder, "cat-file", "-e", f"HEAD:{_NEEDED}") is None:
+        return [f"HEAD of {top} has no {_NEEDED}; call launch in a checkout of this project"]
+    changed = (_git(folder, "diff", "--name-only", "HEAD") or "").split("\n")
+    new = (_git(Path(top), "ls-files", "--others", "--exclude-standard", "--", "*.py") or "").split("\n")
+    found = [name for name in changed + new if name]
+    if not found:
+        return []
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return [f"{found[0]}{more} would not travel, since NeMo-Run sends the commit HEAD; commit, stash or remove them"]
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def setup(cluster: Cluster) -> str:
+    """What each machine runs at each start, before any machine's `run`."""
+    sky = cluster.skypilot
+    assert sky is not None, "checked before"
+    first = f'if [ "$SKYPILOT_SETUP_NODE_RANK" -eq 0 ]; then {cluster.python} -m launch.begin {CONFIG}; fi'
+    return scripts.text(["set -euo pipefail", *sky.setup, *_there(sky), first])
+
+
+def run(cfg: Config, cluster: Cluster, layout: Layout) -> str:
+    """What each machine runs then. The servers of machines apart end when training has, with its status."""
+    sky = cluster.skypilot
+    assert sky is not None, "checked before"
+    lines = [
+        "set -euo pipefail",
+        *_there(sky),
+        f'job={scripts.joined([str(cfg.run_dir / "launch")])}/"$SKYPILOT_TASK_ID"',
+        'start=$(cat "$job.starts")',  # counted by the setup
+        'mapfile -t machines <<< "$SKYPILOT_NODE_IPS"',
+        "rank=$SKYPILOT_NODE_RANK; here=${machines[$rank]}",
+    ]
+    meet = (
+        f'--rdzv-endpoint "${{machines[0]}}:{cluster.network.port}" --rdzv-conf "is_host=$((rank == 0))" --local-addr "$here"'
+    )
+    serves = '--host 0.0.0.0 --address "$here"'  # pods do not know each other by name
+    starts = scripts.Starts("$((start - 1))", '"$SKYPILOT_TASK_ID-$start"', meet, serves, CONFIG)
+    *words, train = scripts.train_lines(cfg, cluster, layout, starts)
+    if not layout.serve_nodes:
+        return scripts.text([*lines, *words, f"exec {train}"])
+    serve = scripts.serve_line(cfg, cluster, layout, starts)
+    if layout.shared:
+        return scripts.text([*lines, *words, *scripts.side_by_side(serve, train)])
+    return scripts.text([*lines, *_apart(words, train, serve, layout)])
+
+
+def _there(sky: SkypilotConfig) -> list[str]:
+    """In the folder where relative paths begin, with the code that travelled."""
+    return [f"mkdir -p {sky.workdir}", f"cd {sky.workdir}", f"export PYTHONPATH={CODE}"]
+
+
+def _apart(words: list[str], train: str, serve: str, layout: Layout) -> list[str]:
+    """The first machines train, the others serve until a file says how that ended."""
+    end = "trap 'kill $! 2>/dev/null || true' TERM INT"
+    return [
+        'ended="$job.$start.ended"',
+        f'if [ "$rank" -lt {layout.train_nodes} ]; then',
+        *(f"  {line}" for line in words),
+        f"  {train} &",
+        f"  {end}",
+        "  status=0; wait $! || status=$?; wait",
+        '  if [ "$rank" -eq 0 ]; then echo $status > "$ended.part"; mv "$ended.part" "$ended"; fi',
+        "  exit $status",
+        "fi",
+        f"{serve} & serve=$!",
+        "trap 'kill $serve 2>/dev/null || true' TERM INT",
+        f'while [ ! -e "$ended" ] && kill -0 $serve 2>/dev/null; do sleep {_LOOK_SECONDS}; done',
+        "kill $serve 2>/dev/null || true",
+        "wait || true",
+        'if [ -e "$ended" ]; then exit "$(cat "$ended")"; fi',
+        "exit 1",  # servers that ended by themselves have failed
+    ]

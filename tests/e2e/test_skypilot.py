@@ -1,0 +1,176 @@
+"""The scripts of a managed job of SkyPilot, as it would run them: setup on all machines, then run on all, all of them this one.
+
+No cloud, no API server: SKYPILOT_* are set by hand. Real are the scripts, torchrun and its rendezvous, the ranks, the
+checkpoints; the engine is scripted, and `tepo serve` a shell that waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch import skypilot
+from launch.layout import Layout, lay_out
+from launch.profile import Cluster
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import load_config, to_yaml, validate_as
+from tests.e2e.conftest import settings
+from tests.e2e.test_faults import SHORT
+from tests.parallel import resume_worlds as w
+
+pytestmark = [pytest.mark.full, pytest.mark.e2e]
+ROOT = Path(__file__).parents[2]
+# in the place of the training environment's python
+PYTHON = f"""#!/bin/bash
+[[ "$*" != *"-m tepo_megatron serve"* ]] || {{ echo "serving: $*"; exec sleep 600; }}
+words=()
+for word in "$@"; do [ "$word" != tepo_megatron ] || word=tests.e2e.scripted_run; words+=("$word"); done
+exec {sys.executable} "${{words[@]}}"
+"""
+RUN = SHORT | {
+    "training__steps": 6, "parallel__tp": 1, "parallel__dp": 2, "checkpoint__every": 2, "name": "run", "output": "runs",
+    "rollout__server__rendezvous": "servers", "rollout__max_response_tokens": 16, "training__max_tokens_per_microbatch": 512,
+}  # fmt: skip
+
+
+@dataclass
+class Job:
+    """A managed job of three machines: two of ranks, one that serves. task: SkyPilot's id, the same in each start."""
+
+    folder: Path
+    cfg: Config
+    cluster: Cluster
+    layout: Layout
+    task: str
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "volume" / "runs" / "run"
+
+    def hand_over(self) -> None:
+        """What SkyPilot copies to /nemo_run, at another place, since this machine is shared."""
+        home = self.folder / "handed-over"
+        scripts = {
+            skypilot.SETUP: skypilot.setup(self.cluster),
+            skypilot.RUN: skypilot.run(self.cfg, self.cluster, self.layout),
+        }
+        for path, text in (scripts | {skypilot.CONFIG: to_yaml(self.cfg)}).items():
+            file = home / Path(path).relative_to(skypilot.HOME)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text.replace(skypilot.HOME, str(home)))
+        if not (home / "code").exists():
+            (home / "code").symlink_to(ROOT)
+
+    def start(self, script: str, variable: str) -> list[subprocess.Popen[bytes]]:
+        """On all machines at once."""
+        more = {"SKYPILOT_TASK_ID": self.task, "SKYPILOT_NODE_IPS": "\n".join(["127.0.0.1"] * 3), "TEPO_TEST_ENGINE": "slow"}
+        environment = {**os.environ, **more, "OMP_NUM_THREADS": "1"}
+        environment.pop("PYTHONPATH", None)
+        started = []
+        for rank in range(3):
+            log = (self.folder / f"machine-{rank}.log").open("ab")
+            file = self.folder / "handed-over" / Path(script).relative_to(skypilot.HOME)
+            started.append(
+                subprocess.Popen(
+                    ["bash", file],
+                    env=environment | {variable: str(rank)}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                )
+            )  # fmt: skip
+        self.processes += started
+        return started
+
+    def set_up(self) -> list[int]:
+        """The exit status of each machine."""
+        return [process.wait(60) for process in self.start(skypilot.SETUP, "SKYPILOT_SETUP_NODE_RANK")]
+
+    def begin(self) -> list[subprocess.Popen[bytes]]:
+        return self.start(skypilot.RUN, "SKYPILOT_NODE_RANK")
+
+    def said(self, rank: int) -> str:
+        return (self.folder / f"machine-{rank}.log").read_text(errors="replace")
+
+    def lose(self) -> None:
+        """All machines, in the midst of what they do."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait(10)
+
+    def until(self, condition: Callable[[], bool], machines: list[subprocess.Popen[bytes]], timeout: float = 120) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert all(p.poll() is None for p in machines), "\n".join(map(self.said, range(3)))
+            assert time.monotonic() < deadline, "\n".join(map(self.said, range(3)))
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def job(random_model: Path, tmp_path: Path) -> Iterator[Job]:
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    sky = {"infra": "k8s/none", "workdir": str(tmp_path / "volume"), "volumes": {str(tmp_path / "volume"): "none"}}
+    network = {"port": 29417}  # other tests' torchruns may listen on the default one
+    cluster = validate_as(
+        Cluster, {"python": str(python), "ranks_per_node": 1, "network": network, "skypilot": sky}, "cluster.yaml"
+    )
+    (tmp_path / "volume").mkdir()
+    words = settings(random_model, **RUN, sync__folder="weights")
+    cfg = load_config(ROOT / "examples" / "demo.yaml", words)
+    layout = lay_out(cfg, cluster)
+    assert layout == Layout(2, 1, 1, 1)
+    job = Job(tmp_path, cfg, cluster, layout, "sky-managed-2026-01-01-00-00-00-000000_run_7-0")
+    job.hand_over()
+    try:
+        yield job
+    finally:
+        job.lose()
+
+
+def test_a_job_that_lost_its_machines_resumes_and_its_servers_end_with_it(job: Job) -> None:
+    assert job.set_up() == [0, 0, 0], job.said(0)
+    machines = job.begin()
+    job.until(lambda: "checkpoint of step 2" in job.said(0) + job.said(1), machines)
+    assert "serving: -m tepo_megatron serve" in job.said(2) and "--address 127.0.0.1" in job.said(2)
+    job.lose()
+
+    assert job.set_up() == [0, 0, 0], job.said(0)
+    assert "start 2 of this job" in job.said(0)
+    machines = job.begin()
+    assert [p.wait(180) for p in machines] == [0, 0, 0], "\n".join(map(job.said, range(3)))
+    assert [r["step"] for r in w.records(job.run)] == [1, 2, 3, 4, 5, 6]
+    assert "resume: from the checkpoint of step" in (job.run / "log.txt").read_text()
+    assert json.loads((job.run / "summary.json").read_text())["steps"] == 6
+    assert all(torch.isfinite(tensor).all() for tensor in w.weights(job.run).values())
+    assert [line.split("servers/")[1] for line in job.said(2).splitlines() if "serving" in line] == [
+        f"{job.task}-1",
+        f"{job.task}-2",
+    ]
+
+
+def test_a_run_that_fails_ends_its_servers_with_its_status(job: Job) -> None:
+    assert job.set_up() == [0, 0, 0]
+    machines = job.begin()
+    job.until(lambda: "checkpoint of step 2" in job.said(0) + job.said(1), machines)
+    os.killpg(machines[1].pid, signal.SIGKILL)
+    assert machines[0].wait(90) == machines[2].wait(30) == 1, "\n".join(map(job.said, range(3)))
+
+
+def test_another_job_is_refused_the_folder_of_a_run(job: Job) -> None:
+    (job.run / "checkpoints").mkdir(parents=True)
+    assert job.set_up() == [1, 0, 0]
+    assert "runs/run holds a run already; go on with it with --resume true" in job.said(0)
+    assert not list(job.run.rglob("*.starts"))

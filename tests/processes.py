@@ -1,0 +1,45 @@
+"""Worlds of fresh processes, for ranks that cannot be forked: CUDA does not survive a fork."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tepo_megatron.platform import activate
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_processes(size: int, fn: Callable[..., Any], *args: Any, folder: Path, timeout: float = 300.0) -> list[Any]:
+    """Run `fn(rank, *args)` on `size` ranks under torchrun and return their results, by rank; as `worlds.run_world`.
+
+    fn: of a module; folder: an empty one, for what is handed over. Raises AssertionError with the end of what the ranks said.
+    """
+    (folder / "call").write_bytes(pickle.dumps((fn.__module__, fn.__qualname__, args)))
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "-m", __name__, str(folder)]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(size)]
+
+
+def main() -> None:
+    """One rank, on a GPU where there are any."""
+    activate("cuda" if torch.cuda.is_available() else "cpu")  # before Megatron-Core is imported
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    module, name, args = pickle.loads((folder / "call").read_bytes())
+    found = getattr(importlib.import_module(module), name)(rank, *args)
+    (folder / str(rank)).write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
