@@ -1,7 +1,4 @@
-"""The shell scripts of a job. Each is complete: what stands here is what runs.
-
-A Slurm job counts its starts in SLURM_RESTART_COUNT: from the second on a run resumes.
-"""
+"""The shell scripts of a job. Each is complete: what stands here is what runs. From a job's second start on a run resumes."""
 
 from __future__ import annotations
 
@@ -15,8 +12,19 @@ from launch.profile import Cluster, SlurmConfig
 from tepo_megatron.config import Config
 
 _MARGIN_SECONDS = 60  # of the warning, for Slurm to end the job before its limit
-_START = '"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"'  # unlike that of every other start of every other job
 _COMMANDS = {"convert": ["tools/convert.py"], "evaluate": ["-m", "tepo_megatron", "evaluate"]}
+
+
+@dataclass(frozen=True)
+class Starts:
+    """How scripts learn which start of a job they are in, as a shell's words. again: how many came before; id: unlike that of
+    every other start of every other job."""
+
+    again: str
+    id: str
+
+
+SLURM = Starts("${SLURM_RESTART_COUNT:-0}", '"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"')
 
 
 @dataclass(frozen=True)
@@ -30,16 +38,16 @@ class Task:
     shared: bool = False
 
 
-def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path) -> list[Task]:
-    """The tasks of a run under Slurm; folder: the directory in which all of them start."""
+def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts: Starts = SLURM) -> list[Task]:
+    """The tasks of a run; folder: the directory in which all of them start. MASTER_ADDR and MASTER_PORT: where ranks meet."""
     words = ["train", str(cfg.run_dir / "config.yaml")]
     lines = [
         *_head(folder),
         f"words=({_join(words)})",
-        'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then words+=(--resume true --overwrite false); fi',
+        f'if [ "{starts.again}" -gt 0 ]; then words+=(--resume true --overwrite false); fi',
     ]
     if layout.serve_nodes:
-        lines.append(f"words+=(--rollout.server.rendezvous {_rendezvous(cfg)})")
+        lines.append(f"words+=(--rollout.server.rendezvous {_rendezvous(cfg, starts)})")
     start = [cluster.python, "-m", "tepo_megatron"]
     if layout.train_nodes > 1:
         start = [
@@ -48,7 +56,7 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path) -> lis
             *("--rdzv-backend", "c10d", "--max-restarts", "0"),
         ]
         # of several addresses of the first machine the first
-        meet = f'--rdzv-endpoint "${{MASTER_ADDR%% *}}:$MASTER_PORT" --rdzv-id {_START}'
+        meet = f'--rdzv-endpoint "${{MASTER_ADDR%% *}}:$MASTER_PORT" --rdzv-id {starts.id}'
         lines.append(f'exec {_join(start)} {meet} -m tepo_megatron "${{words[@]}}"')
     else:
         lines.append(f'exec {_join(start)} "${{words[@]}}"')
@@ -57,7 +65,7 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path) -> lis
         serve = f"{_join([cluster.python, *_serve(cfg, layout)])} --host 0.0.0.0"
         lines = [
             *_head(folder),
-            f"{serve} --rollout.server.rendezvous {_rendezvous(cfg)} &",
+            f"{serve} --rollout.server.rendezvous {_rendezvous(cfg, starts)} &",
             "trap 'kill $! 2>/dev/null || true' TERM",
             "wait || true; wait || true",
             "exit 1",  # it is the run's end that ends them: servers that ended by themselves have failed
@@ -178,9 +186,9 @@ def _serve(cfg: Config, layout: Layout) -> list[str]:
     return [*words, "--rollout.servers", str(layout.servers), "--rollout.min_servers", "1"]
 
 
-def _rendezvous(cfg: Config) -> str:
+def _rendezvous(cfg: Config, starts: Starts) -> str:
     """A folder of each start: what a killed one left behind is never found."""
-    return f"{shlex.quote(str(cfg.rollout.server.rendezvous))}/{_START}"
+    return f"{shlex.quote(str(cfg.rollout.server.rendezvous))}/{starts.id}"
 
 
 def _join(words: Sequence[str]) -> str:
