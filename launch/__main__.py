@@ -91,10 +91,10 @@ def _launch(words: list[str]) -> int:
 def _train(config: str, overrides: list[str], executor: str, cluster: Cluster, after: str | None, dry_run: bool) -> int:
     cfg = load_config(config, overrides)
     _check_executor(executor, cluster)
-    layout = lay_out(cfg, cluster)
     if executor == "kuberay":
         check_claims(cluster, cfg)
-    else:
+    layout = lay_out(cfg, cluster)
+    if executor != "kuberay":
         check_run(cfg, cluster)
     if run_dir.finished(cfg):
         print(f"{cfg.run_dir}: this run is finished; only a higher training.steps makes it go on")

@@ -53,9 +53,8 @@ class _Job(KubeRayJob):
 
 
 def render(job: RayJob) -> str:
-    """The manifest and all files that submitting would write, as they would be, but for the programs, which are launch's own."""
-    programs = ("on_ray.py", "keep.py")
-    files = {"rayjob.yaml": _yaml(manifest(job))} | {n: t for n, t in job.files().items() if n not in programs}
+    """The manifest and the files that submitting would write, as they would be; not launch's own programs."""
+    files = {"rayjob.yaml": _yaml(manifest(job))} | {n: t for n, t in job.files().items() if not n.endswith(".py")}
     return "\n".join(f"#==== {job.folder / name}\n{text.rstrip()}\n" for name, text in files.items())
 
 
@@ -99,11 +98,12 @@ def said(id: str, lines: int) -> str:
         ).items
         texts = [
             job.core_v1_api.read_namespaced_pod_log(
-                pod.metadata.name, job.executor.namespace, tail_lines=lines, _request_timeout=_ANSWER_SECONDS
-            )
+                pod.metadata.name, job.executor.namespace, tail_lines=lines, _request_timeout=_ANSWER_SECONDS,
+                _preload_content=False,  # else it is bytes, as Python writes them
+            ).data.decode(errors="replace")
             for pod in pods
             if pod.status.phase != "Pending"
-        ]
+        ]  # fmt: skip
     return "\n".join(text.rstrip() for text in texts)
 
 

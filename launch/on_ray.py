@@ -1,4 +1,4 @@
-"""The program on the head of a Ray cluster, a copy beside the job's plan: `python on_ray.py PLAN` runs its scripts on the machines.
+"""The program on the head of a Ray cluster, a copy beside the job's plan: `python on_ray.py PLAN` runs the plan's scripts.
 
 It needs Python and Ray, and keep.py beside it; nothing else of this project. One actor holds each machine, with all its GPUs,
 and keeps the scripts of that machine as processes. When one fails, or a machine is lost, all others are ended; then a start of

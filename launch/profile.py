@@ -28,7 +28,7 @@ _OWN_OPTIONS = {
 class ContainerConfig:
     """What the tasks run in (Slurm with Pyxis; Kubernetes). With Pyxis the working directory is mounted at its own path.
 
-    image: as Pyxis takes it, a registry's image or a .sqsh file, or as Kubernetes does; mounts: HOST:CONTAINER[:FLAGS], for Pyxis.
+    image: as Pyxis takes it, a registry's image or a .sqsh file, or as Kubernetes does. mounts: HOST:CONTAINER[:FLAGS]; Pyxis.
     """
 
     image: str
