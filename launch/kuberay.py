@@ -23,7 +23,7 @@ from nemo_run.run.ray.kuberay import KubeRayJob
 from urllib3.exceptions import HTTPError
 
 from launch.profile import Cluster
-from launch.ray_plan import RayJob
+from launch.ray_plan import OF_RAY, RayJob
 from tepo_megatron.errors import ConfigError
 
 _KIND = {"group": "ray.io", "version": "v1", "plural": "rayjobs"}
@@ -31,8 +31,6 @@ _ANSWER_SECONDS = 30
 _MEMORY = "shared-memory"
 # Ray keeps objects in /dev/shm, a third of it by default, and here has none to keep
 _START = {"object-store-memory": "100000000"}
-# its worker must not be killed where memory is scarce: that would be the whole machine's end; nothing is reported to its makers
-_OF_RAY = {"RAY_memory_monitor_refresh_ms": "0", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass(kw_only=True)
@@ -164,7 +162,7 @@ def _executor(job: RayJob) -> KubeRayExecutor:
 
 def _environment(cluster: Cluster, secret: str | None) -> list[dict[str, Any]]:
     """In Kubernetes' words, in which $ begins a name and $$ stands for itself."""
-    values = _OF_RAY | cluster.environment | cluster.network.variables
+    values = OF_RAY | cluster.environment | cluster.network.variables
     plain: list[dict[str, Any]] = [{"name": name, "value": value.replace("$", "$$")} for name, value in values.items()]
     return plain + [{"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}} for name in cluster.secrets]
 

@@ -201,17 +201,18 @@ class Job:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         actors = [actor for _, actor in machines]
         names = [f"machine {i} ({addresses[id]})" for i, (id, _) in enumerate(machines)]
-        more = {
+        shared = {
             "LAUNCH_JOB": self._plan.job, "LAUNCH_START": str(start),
             "MASTER_ADDR": addresses[machines[0][0]], "MASTER_PORT": str(self._plan.port),
         }  # fmt: skip
+        own = [{"LAUNCH_MACHINE": str(i), "LAUNCH_ADDRESS": addresses[id]} for i, (id, _) in enumerate(machines)]
         self._say(f"start {start} on {', '.join(names)}")
         try:
             started = {}
             for script in self._plan.scripts:
                 for i in filter(script.runs_on, range(len(actors))):
                     words = [str(self._keeper), script.log.format(machine=i), "bash", script.path]
-                    started[actors[i].start.remote(script.name, words, more)] = names[i]
+                    started[actors[i].start.remote(script.name, words, shared | own[i])] = names[i]
             self._answers(started)
             while not self._done([self._answers({a.ended.remote(): n})[0] for a, n in zip(actors, names, strict=True)], names):
                 time.sleep(_LOOK_SECONDS)

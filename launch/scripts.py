@@ -17,11 +17,14 @@ _COMMANDS = {"convert": ["tools/convert.py"], "evaluate": ["-m", "tepo_megatron"
 
 @dataclass(frozen=True)
 class Starts:
-    """How scripts learn which start of a job they are in, as a shell's words. again: how many came before; id: unlike that of
-    every other start of every other job."""
+    """What scripts learn when they start, as a shell's words. again: how many starts of the job came before; id: unlike that of
+    every other start of every other job; agent, server: more words for torchrun on several machines and for `tepo serve`.
+    """
 
     again: str
     id: str
+    agent: str = ""
+    server: str = ""
 
 
 SLURM = Starts("${SLURM_RESTART_COUNT:-0}", '"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"')
@@ -56,13 +59,13 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts
             *("--rdzv-backend", "c10d", "--max-restarts", "0"),
         ]
         # of several addresses of the first machine the first
-        meet = f'--rdzv-endpoint "${{MASTER_ADDR%% *}}:$MASTER_PORT" --rdzv-id {starts.id}'
+        meet = f'--rdzv-endpoint "${{MASTER_ADDR%% *}}:$MASTER_PORT" --rdzv-id {starts.id}{starts.agent}'
         lines.append(f'exec {_join(start)} {meet} -m tepo_megatron "${{words[@]}}"')
     else:
         lines.append(f'exec {_join(start)} "${{words[@]}}"')
     tasks = [Task("train", _text(lines), layout.train_nodes, shared=layout.shared)]
     if layout.serve_nodes:
-        serve = f"{_join([cluster.python, *_serve(cfg, layout)])} --host 0.0.0.0"
+        serve = f"{_join([cluster.python, *_serve(cfg, layout)])} --host 0.0.0.0{starts.server}"
         lines = [
             *_head(folder),
             f"{serve} --rollout.server.rendezvous {_rendezvous(cfg, starts)} &",

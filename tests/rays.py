@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launch.ray_plan import OF_RAY
 from tepo_megatron.processes import die_with_parent
 from tests.launch.cases import PYTHON
 from tests.slurm import free_port
@@ -44,8 +45,7 @@ class Cluster:
     def marked(self, machine: str) -> dict[str, str]:
         """The environment of that machine, with its own Python before others."""
         own = {MARK: f"{self.mark}-{machine}", "RAY_ADDRESS": self.address, "PATH": f"{RAY.parent}:{os.environ['PATH']}"}
-        of_ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
-        return {**os.environ, **self.environment, **_NOTICE, **of_ray, **own}
+        return {**os.environ, **self.environment, **_NOTICE, **OF_RAY, **own}
 
     def boot(self, machine: str) -> None:
         """A node, until it is up: two that start at once would choose the same names. "head" is the first."""

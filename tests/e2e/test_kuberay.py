@@ -5,6 +5,7 @@ Kubernetes is a server that keeps the manifest; in its operator's place the test
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tepo_megatron.processes import die_with_parent
 from tests import rays
 from tests.e2e.test_faults import SHORT
 from tests.e2e.test_slurm import no_secret_in, prompts_of, steps_of, words_of
@@ -86,6 +88,7 @@ class Job:
             process = subprocess.Popen(
                 ["sh", "-c", f"exec {entrypoint}"],
                 cwd="/", env=site.ray.marked("head"), stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )  # fmt: skip
         return cls(site, run, process)
 
