@@ -20,7 +20,6 @@ from tests.launch import cases
 SLURM = ["run.yaml", "--executor", "slurm"]
 REFUSED = {
     "no slurm": (SLURM, "the cluster's profile has no slurm section"),
-    "kuberay": (["run.yaml", "--executor", "kuberay"], "--executor kuberay: NeMo-Run makes Ray clusters with it"),
     "skypilot": (["run.yaml", "--executor", "skypilot"], "--executor skypilot: its pins contradict NeMo-Run's"),
     "no such key": (["run.yaml", "--optimiser.lr", "1"], "optimiser: unknown key; did you mean optimizer?"),
     "nothing launched": (["status", "nowhere"], "nowhere: nothing was launched there"),
