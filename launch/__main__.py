@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch import jobs, scripts, skypilot
-from launch.checks import check_paths, check_run, check_secrets
+from launch.checks import check_claims, check_paths, check_run, check_secrets
 from launch.layout import Layout, lay_out
 from launch.profile import Cluster, load_cluster
+from launch.ray_plan import STARTS, RayJob
 from tepo_megatron import run_dir
 from tepo_megatron.config_io import load_config, to_yaml
 from tepo_megatron.errors import ConfigError, TepoError
@@ -22,12 +23,9 @@ if TYPE_CHECKING:
     from launch.nemo import Submission
     from tepo_megatron.config import Config
 
-REFUSED = {
-    "kuberay": "NeMo-Run makes Ray clusters with it, and this project's ranks are started by torchrun, without Ray",
-}
 USAGE = """
   python -m launch CONFIG --executor slurm --cluster PROFILE [--dry-run] [--after FOLDER] [--section.key VALUE ...]
-  python -m launch CONFIG --executor skypilot --cluster PROFILE [--dry-run] [--section.key VALUE ...]
+  python -m launch CONFIG --executor kuberay|skypilot --cluster PROFILE [--dry-run] [--section.key VALUE ...]
   python -m launch convert FOLDER --executor slurm --cluster PROFILE [--dry-run] [--after FOLDER] -- WORDS...
   python -m launch evaluate FOLDER ... -- WORDS...
   python -m launch status|logs|cancel FOLDER"""
@@ -63,14 +61,12 @@ def _launch(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="launch", usage=USAGE, allow_abbrev=False)
     parser.add_argument("target", metavar="CONFIG" if kind == "train" else "FOLDER")
     parser.add_argument(
-        "--executor", choices=["local", "slurm", "skypilot", *REFUSED], default="local", help="(default: %(default)s)"
+        "--executor", choices=["local", "slurm", "kuberay", "skypilot"], default="local", help="(default: %(default)s)"
     )
     parser.add_argument("--cluster", metavar="PROFILE", help="a YAML file; start from launch/profiles/")
     parser.add_argument("--dry-run", action="store_true", help="print the scripts that would run, and leave nothing behind")
     parser.add_argument("--after", type=Path, metavar="FOLDER", help="start when the newest job of that folder has succeeded")
     args, overrides = parser.parse_known_args(words)
-    if args.executor in REFUSED:
-        raise ConfigError(f"--executor {args.executor}: {REFUSED[args.executor]}; use slurm or local")
     cluster = load_cluster(args.cluster) if args.cluster else Cluster()
     after = _after(args.after, args.executor)
     if kind == "train":
@@ -78,26 +74,38 @@ def _launch(words: list[str]) -> int:
     if overrides:
         raise ConfigError(f"{overrides[0]}: words of `{kind}` come after --")
     if args.executor == "skypilot":
-        raise ConfigError(f"--executor skypilot runs a CONFIG, and no `{kind}`; use slurm or local")
+        raise ConfigError(f"--executor skypilot runs a CONFIG, and no `{kind}`; use slurm, kuberay or local")
     _check_executor(args.executor, cluster)
     folder = Path(args.target)
+    if args.executor == "kuberay":
+        check_claims(cluster)
     check_paths([Path.cwd(), folder])
     task = scripts.command(kind, rest, cluster, Path.cwd(), args.executor == "local")
+    if args.executor == "kuberay":
+        return _start_on_ray(_ray_job(folder, [task], cluster), folder, args.dry_run)
     return _start(_submission(folder, [task], cluster, after), folder, args.executor, args.dry_run)
 
 
 def _train(config: str, overrides: list[str], executor: str, cluster: Cluster, after: str | None, dry_run: bool) -> int:
     cfg = load_config(config, overrides)
     _check_executor(executor, cluster)
+    if executor == "kuberay":
+        check_claims(cluster, cfg)
     layout = lay_out(cfg, cluster)
     if executor == "skypilot":
         return _train_with_skypilot(cfg, cluster, layout, dry_run)
-    check_run(cfg, cluster)
+    if executor != "kuberay":
+        check_run(cfg, cluster)
     if run_dir.finished(cfg):
         print(f"{cfg.run_dir}: this run is finished; only a higher training.steps makes it go on")
         return 0
     folder, setup = Path.cwd(), ""
     goes_on = not cfg.rollout.only  # which keeps no checkpoints
+    if executor == "kuberay":
+        job = _ray_job(cfg.run_dir, scripts.training(cfg, cluster, layout, folder, STARTS), cluster, goes_on)
+        if not dry_run:
+            run_dir.prepare(cfg)
+        return _start_on_ray(job, cfg.run_dir, dry_run)
     if executor == "local":
         if layout.train_nodes > 1 or layout.serve_nodes > 1:
             raise ConfigError(f"this run takes {layout.nodes} machines of {cluster.slots} ranks; use --executor slurm")
@@ -140,7 +148,8 @@ def _check_executor(executor: str, cluster: Cluster) -> None:
         )
     if executor == "local" and cluster.container is not None:
         raise ConfigError("--executor local starts no container; remove `container` from the cluster's profile")
-    check_secrets(cluster)
+    if executor != "kuberay":
+        check_secrets(cluster)
 
 
 def _submission(
@@ -173,10 +182,28 @@ def _start(submission: Submission, folder: Path, executor: str, dry_run: bool) -
     return 0
 
 
+def _ray_job(folder: Path, tasks: list[scripts.Task], cluster: Cluster, goes_on: bool = False) -> RayJob:
+    home, name = jobs.home_of(folder), folder.absolute().name
+    return RayJob(name, home, jobs.next_number(home, name), tasks, cluster, goes_on)
+
+
+def _start_on_ray(job: RayJob, folder: Path, dry_run: bool) -> int:
+    os.environ["NEMORUN_HOME"] = str(job.home)
+    if dry_run:
+        print(jobs.kuberay().render(job), end="")
+        return 0
+    id = jobs.kuberay().submit(job)
+    jobs.write(folder, "kuberay", id)
+    print(f"job {id}; python -m launch status|logs|cancel {folder}")
+    return 0
+
+
 def _after(folder: Path | None, executor: str) -> str | None:
     """The number of the Slurm job to wait for."""
     if folder is None:
         return None
+    if executor == "kuberay":
+        raise ConfigError(f"--after {folder}: Kubernetes lets no job wait for another; start this one when that one has ended")
     if executor == "local":
         raise ConfigError("--after: a local run is waited for anyway; start the next one when it has ended")
     if executor == "skypilot":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -40,6 +41,36 @@ def check_run(cfg: Config, cluster: Cluster) -> None:
         if used is not None and not any(Path(used).absolute().is_relative_to(root) for root in seen):
             parent = Path(used).absolute().parent
             raise ConfigError(f"{key}={used} is not in the container; add {parent}:{parent} to container.mounts")
+
+
+def check_claims(cluster: Cluster, cfg: Config | None = None) -> None:
+    """Raise ConfigError for a profile that KubeRay cannot use, and for a path, of a run's or launch's own, on no claim."""
+    section = cluster.kuberay
+    if section is None:
+        raise ConfigError("--executor kuberay: the cluster's profile has no kuberay section; give one with --cluster PROFILE")
+    if cluster.container is None:
+        raise ConfigError("--executor kuberay: the cluster's profile names no container.image; pods need one, and Ray in it")
+    if cluster.container.mounts:
+        raise ConfigError("container.mounts are Pyxis'; with --executor kuberay use kuberay.claims, and remove them")
+    if cluster.secrets and section.secret is None:
+        raise ConfigError(
+            f"secrets: {cluster.secrets[0]} has to be a key of a Secret of Kubernetes; name that with kuberay.secret"
+        )
+    used = [("the working directory", str(Path.cwd()))]
+    if cfg is not None:
+        if section.restarts and not cfg.checkpoint.every and not cfg.rollout.only:
+            raise ConfigError(
+                "checkpoint.every=0: after a failure the run would start over; set it to a number of steps, or "
+                "kuberay.restarts in the cluster's profile to 0"
+            )
+        used += [(key, path) for key, path in _folders(cfg) if path is not None]
+    for key, path in used:
+        place = Path(path).absolute()
+        if not any(place.is_relative_to(mount) for mount in section.claims.values()):
+            raise ConfigError(f"{key}={path} is on no volume of the pods; add a claim with its mount path to kuberay.claims")
+    home = (Path.cwd() if cfg is None else cfg.run_dir).absolute()
+    if not re.fullmatch(r"[\w./-]+", str(home)):
+        raise ConfigError(f"{home}: KubeRay gives it to a shell as it is; use a folder of letters, digits, . _ and - alone")
 
 
 def _folders(cfg: Config) -> list[tuple[str, str | None]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import subprocess
 import time
+import warnings
 from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,13 +18,16 @@ from typing import Literal
 from tepo_megatron.errors import ConfigError
 
 _RECORD = "job.json"
+Executor = Literal["local", "slurm", "kuberay", "skypilot"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """id: Slurm's number of the job, that of SkyPilot's managed job, or the process of `launch` on `host`."""
+    """id: Slurm's number of the job, NAMESPACE/NAME of KubeRay's, that of SkyPilot's managed job, or the process of `launch`
+    on `host`.
+    """
 
-    executor: Literal["local", "slurm", "skypilot"]
+    executor: Executor
     id: str
     host: str
     submitted: str
@@ -33,7 +38,7 @@ def home_of(folder: Path) -> Path:
     return folder.absolute() / "launch"
 
 
-def write(folder: Path, executor: Literal["local", "slurm", "skypilot"], job_id: str) -> None:
+def write(folder: Path, executor: Executor, job_id: str) -> None:
     """Remember a job as the newest of its folder."""
     home = home_of(folder)
     home.mkdir(parents=True, exist_ok=True)
@@ -83,6 +88,10 @@ def logs(folder: Path, lines: int) -> str:
         return _skypilot().logs(job.id, lines) or f"job {job.id} has no logs yet"
     if job.executor == "slurm":
         paths = sorted(home.glob(f"*-{job.id}.log"))
+    elif job.executor == "kuberay":  # whose ids end with the number of the submission
+        paths = sorted(home.glob(f"*-{job.id.rpartition('-')[2]}.log"))
+        if not paths and (printed := kuberay().said(job.id, lines)):
+            return printed
     else:
         newest = max(home.glob("experiments/*/*"), key=lambda path: path.stat().st_mtime)
         paths = sorted(newest.rglob("combined.log"))
@@ -103,12 +112,25 @@ def cancel(folder: Path) -> str:
     if job.executor == "skypilot":
         _skypilot().cancel(job.id)
         return f"managed job {job.id} is cancelled"
+    if job.executor == "kuberay":
+        kuberay().cancel(job.id)
+        return f"job {job.id} is cancelled"
     if job.host != os.uname().nodename:
         raise ConfigError(f"this job runs on {job.host}; call cancel there")
     if not _is_launch(int(job.id)):
         return f"process {job.id} has ended already"
     os.kill(int(job.id), signal.SIGTERM)
     return f"process {job.id} is told to end"
+
+
+def kuberay() -> ModuleType:
+    """launch.kuberay. Raises ConfigError where NeMo-Run or the client of Kubernetes is missing."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # NeMo-Run's dependencies warn of each other
+            return importlib.import_module("launch.kuberay")
+    except ModuleNotFoundError as e:
+        raise ConfigError(f"{e.name} is not installed here; `make launch` makes .venv-launch, whose python has it") from None
 
 
 def _state(job: Job) -> str:
@@ -118,6 +140,8 @@ def _state(job: Job) -> str:
         return "under way" if _is_launch(int(job.id)) else "ended"
     if job.executor == "skypilot":
         return _skypilot().status(job.id)
+    if job.executor == "kuberay":
+        return kuberay().state(job.id)
     shown = _call("scontrol", "show", "job", "--oneliner", job.id)  # knows jobs until minutes after their end
     if shown.returncode == 0:
         words = dict(word.split("=", 1) for word in shown.stdout.split() if "=" in word)

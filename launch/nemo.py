@@ -1,4 +1,5 @@
-"""The only importer of nemo_run: tasks to its executors, its scripts, its submission.
+"""NeMo-Run for Slurm and for this machine: tasks to its executors, its scripts, its submission. (KubeRay: launch/kuberay.py;
+nothing else imports nemo_run.)
 
 Facts of NeMo-Run 0.11.1 that this file answers to: it reads NEMORUN_HOME when it is imported, so whoever imports this file sets
 that before; the batch script waits for a single task in the foreground, where bash holds signals back, and for a group of one

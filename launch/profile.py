@@ -15,6 +15,8 @@ from tepo_megatron.config_io import read_yaml, validate_as
 _RESERVED = "/nemo_run"
 _SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$")
 _NAME = re.compile(r"[A-Z_][A-Z0-9_]*")  # NeMo-Run writes names in capitals, whatever they were
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")  # the names of Kubernetes' objects
+_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?|Ki)?")
 # Set by sbatch's other keys here: given twice, the last would win without a word.
 _OWN_OPTIONS = {
     "account", "partition", "qos", "time", "nodes", "ntasks_per_node", "gpus_per_node", "mem", "exclusive", "signal",
@@ -24,9 +26,9 @@ _OWN_OPTIONS = {
 
 @config
 class ContainerConfig:
-    """What the tasks run in (Slurm with Pyxis). The working directory is mounted at its own path.
+    """What the tasks run in (Slurm with Pyxis; Kubernetes). With Pyxis the working directory is mounted at its own path.
 
-    image: as Pyxis takes it, a registry's image or a .sqsh file; mounts: HOST:CONTAINER[:FLAGS].
+    image: as Pyxis takes it, a registry's image or a .sqsh file, or as Kubernetes does. mounts: HOST:CONTAINER[:FLAGS]; Pyxis.
     """
 
     image: str
@@ -168,13 +170,69 @@ class SkypilotConfig:
 
 
 @config
+class Toleration:
+    """Of a taint on the machines, as in a manifest of Kubernetes."""
+
+    key: str
+    operator: Literal["Exists", "Equal"] = "Exists"
+    value: str | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+
+
+@config
+class KubeRayConfig:
+    """What Kubernetes is told, for KubeRay's operator: a head without GPUs, and one worker for each machine of the job.
+
+    ray_version: of the image; claims: PersistentVolumeClaims and where each is mounted, which is the path of the same files
+    where `launch` is called; cpu, memory: of each worker, whose /dev/shm is part of its memory; devices: further ones of each
+    worker, as RDMA adapters, and how many; node_selector, tolerations: of the workers; user, group: who the processes are,
+    instead of the image's user; secret: the Kubernetes Secret whose keys are the names under `secrets`.
+    wait_seconds: for machines, at the start and after each failure; restarts: how often at most a run is started again, for
+    whatever reason; error_restarts: how often at one checkpoint, or before the first one.
+    """
+
+    claims: dict[str, str]
+    cpu: str
+    memory: str
+    namespace: str = "default"
+    ray_version: str = "2.60.0"
+    head_cpu: str = "2"
+    head_memory: str = "8Gi"
+    devices: dict[str, Positive] = Field(default_factory=dict)
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    tolerations: list[Toleration] = Field(default_factory=list)
+    user: Positive | None = None
+    group: Positive | None = None
+    secret: str | None = None
+    wait_seconds: Annotated[int, Field(ge=1)] = 3600
+    restarts: NonNegative = 20
+    error_restarts: NonNegative = 1
+
+    def __post_init__(self) -> None:
+        for key in ("cpu", "memory", "head_cpu", "head_memory"):
+            if not _QUANTITY.fullmatch(getattr(self, key)):
+                raise ValueError(f'{key}={getattr(self, key)!r} is no quantity of Kubernetes, as "32", "500m" or "512Gi"')
+        names = {"namespace": self.namespace, "secret": self.secret} | {f"claims.{name}": name for name in self.claims}
+        for key, name in names.items():
+            if name is not None and not _LABEL.fullmatch(name):
+                raise ValueError(f"{key}: {name!r} is no name of Kubernetes: small letters, digits, dots and dashes")
+        if not self.claims:
+            raise ValueError("claims: name the PersistentVolumeClaim that holds the working directory, and its mount path")
+        for name, path in self.claims.items():
+            if not re.fullmatch(r"(/[\w.-]+)+", path) or path == "/dev/shm":
+                raise ValueError(f"claims.{name}: {path!r} is not an absolute path that a volume can be mounted at")
+        if twice := sorted(path for path in set(self.claims.values()) if list(self.claims.values()).count(path) > 1):
+            raise ValueError(f"claims: {twice[0]} is the path of two; give each its own")
+
+
+@config
 class Cluster:
     """Where runs go.
 
     python: the interpreter of the training environment, on the machines or in the container; gpus_per_node: of every machine,
     0 without; ranks_per_node: training ranks, or GPUs' worth of servers, that fit on one; None: gpus_per_node, or any number
     without GPUs. environment: variables of all tasks; secrets: names of variables that have to be set where `launch` is called
-    and whose values stand in no file.
+    (of KubeRay, in a Secret of Kubernetes) and whose values stand in no file.
     """
 
     python: str = "python"
@@ -186,6 +244,7 @@ class Cluster:
     container: ContainerConfig | None = None
     slurm: SlurmConfig | None = None
     skypilot: SkypilotConfig | None = None
+    kuberay: KubeRayConfig | None = None
 
     def __post_init__(self) -> None:
         for name in (*self.environment, *self.secrets):

@@ -1,7 +1,4 @@
-"""The shell scripts of a job. Each is complete: what stands here is what runs.
-
-A Slurm job counts its starts in SLURM_RESTART_COUNT: from the second on a run resumes.
-"""
+"""The shell scripts of a job. Each is complete: what stands here is what runs. From a job's second start on a run resumes."""
 
 from __future__ import annotations
 
@@ -19,6 +16,24 @@ _COMMANDS = {"convert": ["tools/convert.py"], "evaluate": ["-m", "tepo_megatron"
 
 
 @dataclass(frozen=True)
+class Starts:
+    """What a scheduler says of a start of a job, in words of the shell.
+
+    count: how often it was started before; id: unlike that of every other start of every other job; meet: where the machines of
+    the ranks meet, as options of torchrun; address: options of `tepo serve`; config: the run's, None: that of its folder.
+    """
+
+    count: str
+    id: str
+    meet: str = '--rdzv-endpoint "${MASTER_ADDR%% *}:$MASTER_PORT"'  # of several addresses of the first machine the first
+    address: str = "--host 0.0.0.0"
+    config: str | None = None
+
+
+SLURM = Starts("${SLURM_RESTART_COUNT:-0}", '"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"')
+
+
+@dataclass(frozen=True)
 class Task:
     """A script that runs once on each of `nodes` machines of the job, from the `first` on; shared: others run there too."""
 
@@ -29,30 +44,8 @@ class Task:
     shared: bool = False
 
 
-@dataclass(frozen=True)
-class Starts:
-    """What a scheduler says of a start of a job, in words of the shell.
-
-    count: how often it was started before; id: unlike that of every other start of every other job; meet: where the machines of
-    the ranks meet, as options of torchrun; address: options of `tepo serve`; config: the run's.
-    """
-
-    count: str
-    id: str
-    meet: str
-    address: str
-    config: str
-
-
-def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path) -> list[Task]:
-    """The tasks of a run under Slurm; folder: the directory in which all of them start."""
-    starts = Starts(
-        count="${SLURM_RESTART_COUNT:-0}",
-        id='"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"',
-        meet='--rdzv-endpoint "${MASTER_ADDR%% *}:$MASTER_PORT"',  # of several addresses of the first machine the first
-        address="--host 0.0.0.0",
-        config=str(cfg.run_dir / "config.yaml"),
-    )
+def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts: Starts = SLURM) -> list[Task]:
+    """The tasks of a run; folder: the directory in which all of them start."""
     *words, train = train_lines(cfg, cluster, layout, starts)
     tasks = [Task("train", text([*head(folder), *words, f"exec {train}"]), layout.train_nodes, shared=layout.shared)]
     if layout.serve_nodes:
@@ -71,7 +64,7 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path) -> lis
 def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -> list[str]:
     """Of a machine of the ranks; the last is the command."""
     lines = [
-        f"words=(train {shlex.quote(starts.config)})",
+        f"words=(train {shlex.quote(_config(cfg, starts))})",
         f'if [ "{starts.count}" -gt 0 ]; then words+=(--resume true --overwrite false); fi',
     ]
     if layout.serve_nodes:
@@ -88,7 +81,7 @@ def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -
 
 def serve_line(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -> str:
     """The command of a machine that serves."""
-    serve = joined([cluster.python, *_serve(starts.config, layout)])
+    serve = joined([cluster.python, *_serve(_config(cfg, starts), layout)])
     return f"{serve} {starts.address} --rollout.server.rendezvous {_rendezvous(cfg, starts)}"
 
 
@@ -207,6 +200,10 @@ def _serve(config: str, layout: Layout) -> list[str]:
     """`tepo serve` for one machine's servers."""
     words = ["-m", "tepo_megatron", "serve", config]
     return [*words, "--rollout.servers", str(layout.servers), "--rollout.min_servers", "1"]
+
+
+def _config(cfg: Config, starts: Starts) -> str:
+    return starts.config or str(cfg.run_dir / "config.yaml")
 
 
 def _rendezvous(cfg: Config, starts: Starts) -> str:

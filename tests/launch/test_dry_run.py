@@ -20,7 +20,6 @@ from tests.launch import cases
 SLURM = ["run.yaml", "--executor", "slurm"]
 REFUSED = {
     "no slurm": (SLURM, "the cluster's profile has no slurm section"),
-    "kuberay": (["run.yaml", "--executor", "kuberay"], "--executor kuberay: NeMo-Run makes Ray clusters with it"),
     "no skypilot": (["run.yaml", "--executor", "skypilot"], "the cluster's profile has no skypilot section"),
     "no such key": (["run.yaml", "--optimiser.lr", "1"], "optimiser: unknown key; did you mean optimizer?"),
     "nothing launched": (["status", "nowhere"], "nowhere: nothing was launched there"),

@@ -1,0 +1,206 @@
+"""Jobs on Kubernetes with KubeRay: NeMo-Run's manifest and its client, and what is asked of the cluster afterwards.
+
+Facts of NeMo-Run 0.11.1 that this file answers to: KubeRayJob looks for a cluster when it is made, and its `start` only prints
+what a dry run would create; head and workers get the same environment, volumes and keys of a pod, and `container_kwargs` come
+last; what it cannot ask or end it logs, and goes on as if nothing had happened, so that its client is called here instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import yaml
+from kubernetes.client.rest import ApiException
+from kubernetes.config import ConfigException
+from nemo_run.core.execution.kuberay import KubeRayExecutor, KubeRayWorkerGroup
+from nemo_run.run.ray.kuberay import KubeRayJob
+from urllib3.exceptions import HTTPError
+
+from launch.profile import Cluster
+from launch.ray_plan import OF_RAY, RayJob
+from tepo_megatron.errors import ConfigError
+
+_KIND = {"group": "ray.io", "version": "v1", "plural": "rayjobs"}
+_ANSWER_SECONDS = 30
+_MEMORY = "shared-memory"
+# Ray keeps objects in /dev/shm, a third of it by default, and here has none to keep
+_START = {"object-store-memory": "100000000"}
+
+
+@dataclass(kw_only=True)
+class _Job(KubeRayJob):
+    """NeMo-Run's, which asks for a cluster only when told to: a dry run needs none."""
+
+    def __post_init__(self) -> None:
+        self.user, self.job_name = "", self.name
+
+    def connect(self) -> None:
+        """Find the cluster as kubectl does, or as a pod in it. Raises ConfigError."""
+        logging.getLogger(KubeRayJob.__module__).disabled = True  # it would tell of each place that it looked at
+        try:
+            super().__post_init__()
+        except ConfigException as e:
+            raise ConfigError(f"no Kubernetes: {e}; set KUBECONFIG to the file that kubectl uses") from None
+        self.job_name = self.name
+
+
+def render(job: RayJob) -> str:
+    """The manifest and the files that submitting would write, as they would be; not launch's own programs."""
+    files = {"rayjob.yaml": _yaml(manifest(job))} | {n: t for n, t in job.files().items() if not n.endswith(".py")}
+    return "\n".join(f"#==== {job.folder / name}\n{text.rstrip()}\n" for name, text in files.items())
+
+
+def submit(job: RayJob) -> str:
+    """Hand a job to Kubernetes; returns NAMESPACE/NAME. Raises ConfigError with what it says."""
+    body = manifest(job)
+    handle = _connected(f"{job.kuberay.namespace}/{job.id}")
+    job.write()
+    (job.folder / "rayjob.yaml").write_text(_yaml(body))
+    with _asking(f"RayJob {job.id} in namespace {job.kuberay.namespace}"):
+        handle.api.create_namespaced_custom_object(
+            **_KIND, namespace=job.kuberay.namespace, body=body, _request_timeout=_ANSWER_SECONDS
+        )
+    return f"{job.kuberay.namespace}/{job.id}"
+
+
+def state(id: str) -> str:
+    """Of a RayJob, in one line, and one for each of its pods that does not run. Raises ConfigError."""
+    job = _connected(id)
+    with _asking(f"RayJob {id}"):
+        found = job.api.get_namespaced_custom_object(
+            **_KIND, namespace=job.executor.namespace, name=job.name, _request_timeout=_ANSWER_SECONDS
+        )
+        about = found.get("status", {})
+        pods = []
+        if cluster := about.get("rayClusterName"):
+            pods = job.core_v1_api.list_namespaced_pod(
+                job.executor.namespace, label_selector=f"ray.io/cluster={cluster}", _request_timeout=_ANSWER_SECONDS
+            ).items
+    says = [about.get("jobStatus"), about.get("jobDeploymentStatus"), about.get("reason"), about.get("message")]
+    lines = [", ".join(dict.fromkeys(word for word in says if word)) or "not seen by KubeRay's operator yet"]
+    return "\n".join([*lines, *(f"pod {pod.metadata.name}: {why}" for pod in pods if (why := _waits(pod.status)))])
+
+
+def said(id: str, lines: int) -> str:
+    """What the job's submitter has printed, which is what on_ray.py says. Raises ConfigError."""
+    job = _connected(id)
+    with _asking(f"the pods of RayJob {id}"):
+        pods = job.core_v1_api.list_namespaced_pod(
+            job.executor.namespace, label_selector=f"job-name={job.name}", _request_timeout=_ANSWER_SECONDS
+        ).items
+        texts = [
+            job.core_v1_api.read_namespaced_pod_log(
+                pod.metadata.name, job.executor.namespace, tail_lines=lines, _request_timeout=_ANSWER_SECONDS,
+                _preload_content=False,  # else it is bytes, as Python writes them
+            ).data.decode(errors="replace")
+            for pod in pods
+            if pod.status.phase != "Pending"
+        ]  # fmt: skip
+    return "\n".join(text.rstrip() for text in texts)
+
+
+def cancel(id: str) -> None:
+    """Delete a RayJob, and with it its pods. Raises ConfigError."""
+    job = _connected(id)
+    with _asking(f"RayJob {id}"):
+        job.api.delete_namespaced_custom_object(
+            **_KIND, namespace=job.executor.namespace, name=job.name, _request_timeout=_ANSWER_SECONDS
+        )
+
+
+def manifest(job: RayJob) -> dict[str, Any]:
+    """NeMo-Run's RayJob, and what it has no words for: machines that are chosen, and their further devices."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        body = _Job(name=job.id, executor=_executor(job)).start(command=job.entrypoint, dryrun=True)
+    body = json.loads(json.dumps(body))  # head and workers share lists in it
+    del body["spec"]["runtimeEnvYAML"]  # which is null
+    (workers,) = body["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    pod, section = workers["template"]["spec"], job.kuberay
+    if section.node_selector:
+        pod["nodeSelector"] = section.node_selector
+    if section.tolerations:
+        given = (asdict(toleration).items() for toleration in section.tolerations)
+        pod["tolerations"] = [{key: value for key, value in items if value is not None} for items in given]
+    for kind in ("requests", "limits"):
+        pod["containers"][0]["resources"][kind] |= section.devices
+    return body
+
+
+def _executor(job: RayJob) -> KubeRayExecutor:
+    cluster, section = job.cluster, job.kuberay
+    assert cluster.container is not None, "checked before"
+    names = {claim: f"claim-{i}" for i, claim in enumerate(section.claims)}  # a volume's takes no dots
+    mounts = [{"name": names[claim], "mountPath": path} for claim, path in section.claims.items()]
+    volumes = [{"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in names.items()]
+    workers = KubeRayWorkerGroup(
+        group_name="machines", replicas=job.machines, gpus_per_worker=cluster.gpus_per_node or None,
+        cpu_requests=section.cpu, cpu_limits=section.cpu, memory_requests=section.memory, memory_limits=section.memory,
+    )  # fmt: skip
+    who = {"runAsUser": section.user, "runAsGroup": section.group, "fsGroup": section.group}
+    who = {key: number for key, number in who.items() if number is not None}
+    return KubeRayExecutor(
+        namespace=section.namespace,
+        ray_version=section.ray_version,
+        image=cluster.container.image,
+        head_cpu=section.head_cpu,
+        head_memory=section.head_memory,
+        ray_head_start_params={"num-cpus": "0"} | _START,
+        ray_worker_start_params=dict(_START),
+        worker_groups=[workers],
+        volumes=[*volumes, {"name": _MEMORY, "emptyDir": {"medium": "Memory"}}],
+        volume_mounts=[*mounts, {"name": _MEMORY, "mountPath": "/dev/shm"}],
+        container_kwargs={"env": _environment(cluster, section.secret)},
+        spec_kwargs={"securityContext": who} if who else {},
+    )
+
+
+def _environment(cluster: Cluster, secret: str | None) -> list[dict[str, Any]]:
+    """In Kubernetes' words, in which $ begins a name and $$ stands for itself."""
+    values = OF_RAY | cluster.environment | cluster.network.variables
+    plain: list[dict[str, Any]] = [{"name": name, "value": value.replace("$", "$$")} for name, value in values.items()]
+    return plain + [{"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}} for name in cluster.secrets]
+
+
+def _connected(id: str) -> _Job:
+    namespace, _, name = id.partition("/")
+    job = _Job(name=name, executor=KubeRayExecutor(namespace=namespace))
+    job.connect()
+    return job
+
+
+@contextlib.contextmanager
+def _asking(what: str) -> Iterator[None]:
+    """Errors of the cluster, and of the way to it, as ConfigError."""
+    try:
+        yield
+    except ApiException as e:
+        try:
+            why = json.loads(e.body)["message"]
+        except (TypeError, ValueError, KeyError):
+            why = e.reason
+        raise ConfigError(f"{what}: Kubernetes answers {e.status}: {' '.join(str(why).split())}") from None
+    except HTTPError as e:
+        raise ConfigError(
+            f"{what}: Kubernetes does not answer ({type(e).__name__}); is it the cluster of KUBECONFIG?"
+        ) from None
+
+
+def _waits(status: Any) -> str | None:
+    """Why a pod does not run; None if it does."""
+    for container in status.container_statuses or []:
+        if container.state.waiting is not None:
+            return f"{container.state.waiting.reason}: {container.state.waiting.message or ''}".rstrip(": ")
+    if status.phase == "Running":
+        return None
+    unmet = [c for c in status.conditions or [] if c.status == "False" and c.message]
+    return f"{status.phase}, {unmet[0].reason}: {unmet[0].message}" if unmet else str(status.phase)
+
+
+def _yaml(body: dict[str, Any]) -> str:
+    return yaml.safe_dump(body, sort_keys=False, width=120)

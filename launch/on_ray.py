@@ -1,0 +1,268 @@
+"""The program on the head of a Ray cluster, a copy beside the job's plan: `python on_ray.py PLAN` runs the plan's scripts.
+
+It needs Python and Ray, and keep.py beside it; nothing else of this project. One actor holds each machine, with all its GPUs,
+and keeps the scripts of that machine as processes. When one fails, or a machine is lost, all others are ended; then a start of
+the whole job follows, on the machines that are there, unless the plan says that it is enough. Who ends this program ends all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+_LOOK_SECONDS = 1.0
+_ANSWER_SECONDS = 60.0  # of a machine: more than Ray takes to notice that one is gone
+_END_SECONDS = 60.0  # for all processes of a machine, which keep.py kills after half of it
+_HEAD = "node:__internal_head__"  # a resource that Ray gives to the head's node
+
+
+@dataclass(frozen=True)
+class Script:
+    """As launch/ray_plan.py writes it: runs once on each of `nodes` machines from the `first` on, with a log for each."""
+
+    name: str
+    path: str
+    nodes: int
+    first: int
+    log: str
+
+    def runs_on(self, machine: int) -> bool:
+        """Whether on the machine of that number."""
+        return self.first <= machine < self.first + self.nodes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What launch wrote. The job ends when the first script has ended everywhere; the end of another one is a failure."""
+
+    job: str
+    machines: int
+    gpus: int
+    port: int
+    wait_seconds: int
+    restarts: int
+    error_restarts: int
+    checkpoints: str | None
+    state: str
+    log: str
+    scripts: list[Script]
+
+    @classmethod
+    def read(cls, path: str) -> Plan:
+        """From its file."""
+        tree = json.loads(Path(path).read_text())
+        return cls(**tree | {"scripts": [Script(**script) for script in tree["scripts"]]})
+
+
+@dataclass
+class State:
+    """What has to outlive this program. starts: so far; failed_at: the newest checkpoint at each failure."""
+
+    starts: int = 0
+    failed_at: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> State:
+        """From its file, or of a new job."""
+        return cls(**json.loads(path.read_text())) if path.exists() else cls()
+
+    def write(self, path: Path) -> None:
+        """Whole or not at all."""
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self)) + "\n")
+        part.replace(path)
+
+
+class Failure(Exception):
+    """Why a start of the job has ended; the message says what and where."""
+
+
+class Machine:
+    """An actor that keeps the scripts of one machine. It is killed with its node, and its scripts end with it: see keep.py."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, subprocess.Popen[bytes]] = {}
+        self._ended: dict[str, int] = {}
+
+    def start(self, name: str, words: list[str], more: dict[str, str]) -> None:
+        """One script, with the environment of the machine itself, not that of an actor (Ray sets OMP_NUM_THREADS), and more."""
+        environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="surrogateescape")
+        inherited = dict(entry.split("=", 1) for entry in environ.split("\0") if "=" in entry)
+        pipe = subprocess.PIPE
+        self._kept[name] = subprocess.Popen([sys.executable, *words], stdin=pipe, stdout=pipe, env=inherited | more)
+        self._kept[name].wait()  # the keeper itself is a child of this one
+
+    def ended(self) -> dict[str, int]:
+        """The exit statuses of the scripts that have ended, with all their processes."""
+        return self._look(0)
+
+    def end(self) -> dict[str, int]:
+        """End all of them and wait for it; what `ended` says then."""
+        for kept in self._kept.values():
+            assert kept.stdin is not None
+            kept.stdin.close()
+        deadline = time.monotonic() + _END_SECONDS
+        while len(self._look(0.1)) < len(self._kept) and time.monotonic() < deadline:
+            pass
+        return self._ended
+
+    def _look(self, seconds: float) -> dict[str, int]:
+        outputs = {kept.stdout: name for name, kept in self._kept.items() if name not in self._ended}
+        for output in select.select(list(outputs), [], [], seconds)[0]:
+            assert output is not None
+            told = output.readline()  # one write, so that it is whole; none when the keeper was killed
+            self._ended[outputs[output]] = int(told or 137)
+        return self._ended
+
+
+class Job:
+    """One start after the other, until the job is done."""
+
+    def __init__(self, plan: Plan, keeper: Path) -> None:
+        self._plan = plan
+        self._keeper = keeper
+        self._actor = ray.remote(num_cpus=0, num_gpus=plan.gpus, max_restarts=0)(Machine)
+
+    def run(self) -> int:
+        """0 when the first script has ended well; 1 when it is not started again."""
+        state = State.read(Path(self._plan.state))
+        while True:
+            try:
+                nodes = self._machines()
+            except Failure as e:
+                self._say(f"{e}: this is the end")
+                return 1
+            state.starts += 1
+            state.write(Path(self._plan.state))
+            try:
+                self._start(nodes, state.starts - 1)
+                return 0
+            except Failure as e:
+                said = str(e)
+            newest = self._newest()
+            state.failed_at.append(newest)
+            state.write(Path(self._plan.state))
+            if state.starts > self._plan.restarts:
+                self._say(f"{said}, and {self._plan.restarts} restarts (kuberay.restarts) were made: this is the end")
+                return 1
+            if state.failed_at.count(newest) > self._plan.error_restarts:
+                limit = f"where kuberay.error_restarts={self._plan.error_restarts} were made"
+                self._say(f"{said}; newest checkpoint: {newest}, {limit}: this is the end")
+                return 1
+            self._say(f"{said}; started again; newest checkpoint: {newest}")
+
+    def _machines(self) -> list[Any]:
+        """An answering actor on each of as many machines as the job takes. Raises Failure when they do not come in time."""
+        deadline = time.monotonic() + self._plan.wait_seconds
+        told = 0.0
+        while True:
+            nodes = sorted(filter(self._usable, ray.nodes()), key=lambda node: (node["NodeName"], node["NodeID"]))
+            if len(nodes) >= self._plan.machines:
+                found = self._held([node["NodeID"] for node in nodes[: self._plan.machines]])
+                if found is not None:
+                    return found
+            if time.monotonic() > deadline:
+                raise Failure(f"{len(nodes)} of {self._plan.machines} machines after {self._plan.wait_seconds} s")
+            if time.monotonic() > told + 60:
+                told = time.monotonic()
+                self._say(f"{len(nodes)} of {self._plan.machines} machines are there; waiting for the others")
+            time.sleep(_LOOK_SECONDS)
+
+    def _usable(self, node: dict[str, Any]) -> bool:
+        resources = node["Resources"]
+        return node["Alive"] and _HEAD not in resources and resources.get("GPU", 0) >= self._plan.gpus
+
+    def _held(self, ids: list[str]) -> list[Any] | None:
+        """None if one does not answer: it is gone, and Ray has not noticed."""
+        where = [NodeAffinitySchedulingStrategy(node_id=id, soft=False) for id in ids]
+        actors = [self._actor.options(scheduling_strategy=strategy).remote() for strategy in where]
+        try:
+            ray.get([actor.ended.remote() for actor in actors], timeout=_ANSWER_SECONDS)
+        except RayError:
+            for actor in actors:
+                ray.kill(actor)
+            return None
+        return list(zip(ids, actors, strict=True))
+
+    def _start(self, machines: list[Any], start: int) -> None:
+        """Raises Failure, when everything that could be ended is."""
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        actors = [actor for _, actor in machines]
+        names = [f"machine {i} ({addresses[id]})" for i, (id, _) in enumerate(machines)]
+        shared = {
+            "LAUNCH_JOB": self._plan.job, "LAUNCH_START": str(start),
+            "MASTER_ADDR": addresses[machines[0][0]], "MASTER_PORT": str(self._plan.port),
+        }  # fmt: skip
+        own = [{"LAUNCH_MACHINE": str(i), "LAUNCH_ADDRESS": addresses[id]} for i, (id, _) in enumerate(machines)]
+        self._say(f"start {start} on {', '.join(names)}")
+        try:
+            started = {}
+            for script in self._plan.scripts:
+                for i in filter(script.runs_on, range(len(actors))):
+                    words = [str(self._keeper), script.log.format(machine=i), "bash", script.path]
+                    started[actors[i].start.remote(script.name, words, shared | own[i])] = names[i]
+            self._answers(started)
+            while not self._done([self._answers({a.ended.remote(): n})[0] for a, n in zip(actors, names, strict=True)], names):
+                time.sleep(_LOOK_SECONDS)
+        finally:
+            ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=_END_SECONDS + _ANSWER_SECONDS)
+            for actor in actors:
+                ray.kill(actor)
+
+    def _answers(self, asked: dict[Any, str]) -> list[Any]:
+        try:
+            return [self._answer(ref, name) for ref, name in asked.items()]
+        except RayError as e:
+            raise Failure(f"{type(e).__name__}: {e}") from None
+
+    def _answer(self, ref: Any, name: str) -> Any:
+        try:
+            return ray.get(ref, timeout=_ANSWER_SECONDS)
+        except RayActorError:
+            raise Failure(f"{name} is lost") from None
+        except GetTimeoutError:
+            raise Failure(f"{name} did not answer within {_ANSWER_SECONDS:.0f} s") from None
+
+    def _done(self, ended: list[dict[str, int]], names: list[str]) -> bool:
+        """Whether the first script has ended well everywhere. Raises Failure for a script that did not, and another's end."""
+        first = self._plan.scripts[0]
+        for name, statuses in zip(names, ended, strict=True):
+            for script, status in statuses.items():
+                if status or script != first.name:
+                    raise Failure(f"{script} on {name} ended with status {status}")
+        return sum(first.name in statuses for statuses in ended) == first.nodes
+
+    def _newest(self) -> str:
+        """Of the run's complete checkpoints."""
+        folder = Path(self._plan.checkpoints or "")
+        names = [path.name for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+        return max(names, key=lambda name: int(name.removeprefix("step-")), default="none")
+
+    def _say(self, text: str) -> None:
+        line = f"launch: {text}"
+        print(line, flush=True)
+        with open(self._plan.log, "a") as log:
+            log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}\n")
+
+
+def main() -> int:
+    """The exit status is the job's."""
+    plan = Plan.read(sys.argv[1])
+    ray.init(address="auto", log_to_driver=False)
+    return Job(plan, Path(__file__).absolute().with_name("keep.py")).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The dry runs for KubeRay that stand in golden/. `python -m tests.launch.kuberay_cases` in .venv writes them anew."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import yaml
+
+from launch.profile import Cluster
+from launch.ray_plan import RayJob
+from tests.launch import cases
+
+CONTAINER = {"image": "registry.example.com/tepo:vllm"}
+SECTION = {
+    "namespace": "lab", "claims": {"shared": "/shared"}, "cpu": "96", "memory": "1000Gi", "secret": "keys", "user": 1000,
+    "group": 100, "node_selector": {"pool": "h100"}, "tolerations": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}],
+    "devices": {"rdma/hca": 1},
+}  # fmt: skip
+CASES = {
+    "kuberay_colocated": ["run.yaml", "--cluster", "k8s.yaml"],
+    "kuberay_apart": ["run.yaml", "--cluster", "k8s.yaml", *cases.APART, "--sync.folder", "weights"],
+    "kuberay_convert": ["convert", "out", "--cluster", "k8s.yaml", "--", "inspect", "a model"],
+}
+
+
+def prepare(folder: Path) -> dict[str, object]:
+    """The files that the cases name, with a claim that holds the folder; the profile's tree."""
+    cases.prepare(folder)
+    section = SECTION | {"claims": {"shared": "/shared", "home.of.all": str(folder)}}
+    shared = {key: value for key, value in cases.CLUSTER.items() if key != "slurm"}
+    tree: dict[str, object] = {**shared, "container": CONTAINER, "kuberay": section}
+    (folder / "k8s.yaml").write_text(yaml.safe_dump(tree))
+    return tree
+
+
+def dry_runs(folder: Path) -> dict[str, tuple[int, str, str]]:
+    """Of all cases, as they are told for a project in /project, whose checksum is said to be c0ffee."""
+    prepare(folder)
+    calls = {name: cases._before_dashes(words, "--executor", "kuberay", "--dry-run") for name, words in CASES.items()}
+    found = {}
+    for name, (status, out, said) in cases.call(folder, calls).items():
+        home = folder / ("out" if name == "kuberay_convert" else "runs/qwen") / "launch"
+        checksum = RayJob("a", home, 1, [], Cluster()).id.split("-")[-2]
+        found[name] = status, out.replace(str(folder), "/project").replace(checksum, "c0ffee"), said
+    return found
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        for case, (status, text, said) in dry_runs(Path(scratch)).items():
+            assert status == 0, said
+            (cases.GOLDEN / f"{case}.txt").write_text(text)

@@ -1,0 +1,200 @@
+"""`python -m launch ... --executor kuberay`: what would be sent, what is refused, and what an API server is asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch.checks import check_claims
+from launch.profile import Cluster, KubeRayConfig
+from launch.ray_plan import RayJob
+from launch.scripts import Task
+from tepo_megatron.errors import ConfigError
+from tests.launch import cases, kuberay_cases
+from tests.launch.test_profiles import cluster, run
+from tests.scripted_kubernetes import serving
+
+KUBERAY = ["run.yaml", "--executor", "kuberay"]
+SECTION = {"claims": {"a": "/work"}, "cpu": "8", "memory": "64Gi"}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    return kuberay_cases.dry_runs(tmp_path_factory.mktemp("project"))
+
+
+def parts(text: str) -> dict[str, str]:
+    """By the file's name."""
+    found = [part.partition("\n") for part in text.split("#==== ")[1:]]
+    return {Path(path).name: body for path, _, body in found}
+
+
+@pytest.mark.parametrize("case", kuberay_cases.CASES)
+def test_a_dry_run_prints_the_manifest_the_plan_and_the_scripts(
+    told: dict[str, tuple[int, str, str]], case: str, tmp_path: Path
+) -> None:
+    status, text, error = told[case]
+    assert (status, error) == (0, "")
+    assert text == (cases.GOLDEN / f"{case}.txt").read_text()
+    assert cases.SECRET not in text
+    files = parts(text)
+    for name in (name for name in files if name.endswith(".sh")):
+        (tmp_path / name).write_text(files[name])
+        subprocess.run(["bash", "-n", tmp_path / name], check=True)
+
+
+def test_what_a_pod_needs_is_in_the_manifest(told: dict[str, tuple[int, str, str]]) -> None:
+    files = parts(told["kuberay_apart"][1])
+    body, plan = yaml.safe_load(files["rayjob.yaml"]), json.loads(files["plan.json"])
+    spec = body["spec"]["rayClusterSpec"]
+    (group,) = spec["workerGroupSpecs"]
+    assert group["replicas"] == group["minReplicas"] == group["maxReplicas"] == plan["machines"] == 4
+    head, worker = (pod["template"]["spec"] for pod in (spec["headGroupSpec"], group))
+    assert "nvidia.com/gpu" not in str(head) and worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 8
+    for pod in (head, worker):
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
+        assert mounts["/project"]["persistentVolumeClaim"] == {"claimName": "home.of.all"}
+        environment = {entry["name"]: entry for entry in pod["containers"][0]["env"]}
+        assert environment["WANDB_API_KEY"]["valueFrom"] == {"secretKeyRef": {"name": "keys", "key": "WANDB_API_KEY"}}
+        assert environment["NOTE"]["value"] == "it's $$HOME"  # of which Kubernetes makes one $
+    assert body["spec"]["entrypoint"].split()[1:] == [
+        f"/project/runs/qwen/launch/experiments/qwen/qwen_1/{name}" for name in ("on_ray.py", "plan.json")
+    ]
+
+
+def project(folder: Path, **more: Any) -> None:
+    tree = kuberay_cases.prepare(folder)
+    section = {**kuberay_cases.SECTION, "claims": {"a": str(folder)}}
+    profiles = {
+        "alone": {**tree, "kuberay": section},
+        "imageless": {k: v for k, v in tree.items() if k != "container"},
+        "pyxis": {**tree, "container": cases.CONTAINER},
+        "secretless": {**tree, "kuberay": {**section, "secret": None}},
+    }
+    for name, profile in profiles.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(profile))
+
+
+REFUSED = {
+    "no section": (KUBERAY, "the cluster's profile has no kuberay section"),
+    "no image": ([*KUBERAY, "--cluster", "imageless.yaml"], "names no container.image"),
+    "mounts": ([*KUBERAY, "--cluster", "pyxis.yaml"], "container.mounts are Pyxis'"),
+    "no secret": ([*KUBERAY, "--cluster", "secretless.yaml"], "name that with kuberay.secret"),
+    "no volume": ([*KUBERAY, "--cluster", "alone.yaml"], "model.path=/shared/models/Qwen3-14B is on no volume of the pods"),
+    "after": ([*KUBERAY, "--cluster", "k8s.yaml", "--after", "before"], "Kubernetes lets no job wait for another"),
+    "no kubernetes": ([*KUBERAY, "--cluster", "k8s.yaml"], "no Kubernetes: Invalid kube-config file. No configuration found"),
+    "no status": (["status", "ours"], "no Kubernetes: "),
+}
+
+
+def test_what_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    project(tmp_path)
+    (tmp_path / "ours" / "launch").mkdir(parents=True)
+    job = {"executor": "kuberay", "id": "lab/a", "host": "here", "submitted": "now"}
+    (tmp_path / "ours" / "launch" / "job.json").write_text(json.dumps(job))
+    answers = cases.call(tmp_path, {name: words for name, (words, _) in REFUSED.items()})
+    for case, (status, _, error) in answers.items():
+        assert status == 1 and error.startswith("launch: error: ") and error.count("\n") == 1, (case, error)
+        assert REFUSED[case][1] in error, case
+    assert not (tmp_path / "runs" / "qwen" / "launch").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"claims": {}}, r"kuberay: claims: name the PersistentVolumeClaim that holds the working directory"),
+        ({"claims": {"a": "shared"}}, r"claims\.a: 'shared' is not an absolute path"),
+        ({"claims": {"A": "/a"}}, r"claims\.A: 'A' is no name of Kubernetes"),
+        ({"claims": {"a": "/a", "b": "/a"}}, r"claims: /a is the path of two"),
+        ({"memory": "64 GB"}, r'memory=\'64 GB\' is no quantity of Kubernetes, as "32", "500m" or "512Gi"'),
+        ({"namespace": "My Lab"}, r"namespace: 'My Lab' is no name of Kubernetes"),
+        ({"worker": 1}, r"kuberay\.worker: unknown key"),
+    ],
+)
+def test_a_mistake_is_told_with_its_key_and_the_mend(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        cluster(kuberay=SECTION | keys)
+
+
+def test_folders_that_a_shell_would_split_and_runs_that_would_start_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(folder: str, **keys: Any) -> None:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        section = {**SECTION, "claims": {"a": str(tmp_path), "m": "/m", "d": "/d"}, **keys.pop("section", {})}
+        check_claims(cluster(container={"image": "i"}, kuberay=section), run(**keys))
+
+    check("fine")
+    check("fine", checkpoint={"every": 0}, section={"restarts": 0})
+    with pytest.raises(ConfigError, match=r"checkpoint\.every=0: after a failure the run would start over.*kuberay\.restarts"):
+        check("fine", checkpoint={"every": 0})
+    with pytest.raises(ConfigError, match="my project/runs/a: KubeRay gives it to a shell as it is; use a folder of letters"):
+        check("my project")
+    with pytest.raises(ConfigError, match=r"the working directory=.* is on no volume of the pods"):
+        check("fine", section={"claims": {"m": "/m", "d": "/d"}})
+
+
+def test_names_that_kubernetes_takes() -> None:
+    def name(run: str, home: str, number: int = 1) -> str:
+        return RayJob(run, Path(home), number, [Task("train", "")], Cluster()).id
+
+    assert name("Qwen3_14B-tepo.v2", "/a").startswith("tepo-qwen3-14b-tepo-v2-")
+    assert len({name("a", "/a"), name("a", "/b"), name("a", "/a", 2)}) == 3
+    assert len(name("x" * 99, "/a", 12345)) <= 47 and "--" not in name("__", "/a")
+
+
+def test_submitted_asked_and_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NeMo-Run's manifest and Kubernetes' own client, over HTTP."""
+    with serving(tmp_path) as (kubernetes, kubeconfig):
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+        kuberay_cases.prepare(tmp_path)
+        words, status = ["run.yaml", "--cluster", "k8s.yaml", "--executor", "kuberay"], ["status", "runs/qwen"]
+        dry, sent, first = cases.call(tmp_path, {"dry": [*words, "--dry-run"], "sent": words, "status": status}).values()
+        assert sent[0] == 0, sent[2]
+        ((name, body),) = kubernetes.jobs.items()
+        assert sent[1] == f"job lab/{name}; python -m launch status|logs|cancel runs/qwen\n"
+        assert body == yaml.safe_load(parts(dry[1])["rayjob.yaml"])
+        folder = tmp_path / "runs" / "qwen" / "launch" / "experiments" / "qwen" / "qwen_1"
+        written = {path.name: path.read_text() for path in folder.iterdir()}
+        assert {n: text.rstrip() for n, text in parts(dry[1]).items()} == {
+            n: text.rstrip() for n, text in written.items() if not n.endswith(".py")
+        }
+        assert {"on_ray.py", "keep.py"} <= written.keys()
+        assert not any(cases.SECRET in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+
+        assert first[1].endswith(": not seen by KubeRay's operator yet\n")
+        body["status"] = {"jobDeploymentStatus": "Initializing", "rayClusterName": "c"}
+        unmet = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/4 nodes have GPUs"}
+        kubernetes.pods = [
+            {"metadata": {"name": "c-machines-1"}, "status": {"phase": "Pending", "conditions": [unmet]}},
+            {"metadata": {"name": "submitter"}, "status": {"phase": "Running"}},
+        ]
+        kubernetes.printed = "launch: 1 of 4 machines are there\n"
+        asked, printed = cases.call(tmp_path, {"status": status, "logs": ["logs", "runs/qwen"]}).values()
+        assert ": Initializing\npod c-machines-1: Pending, Unschedulable: 0/4 nodes have GPUs\n" in asked[1]
+        assert printed[1] == "launch: 1 of 4 machines are there\n"
+        (tmp_path / "runs" / "qwen" / "launch" / "qwen-train-0-1.log").write_text("step 1\n")
+        calls = {word: [word, "runs/qwen"] for word in ("logs", "cancel", "status")}
+        logs, cancelled, gone = cases.call(tmp_path, calls).values()
+        assert logs[1].endswith("qwen-train-0-1.log\nstep 1\n")
+        assert cancelled[1] == f"job lab/{name} is cancelled\n" and kubernetes.jobs == {}
+        assert gone[0] == 1 and f'Kubernetes answers 404: rayjobs.ray.io "{name}" not found' in gone[2]
+    (gone,) = cases.call(tmp_path, {"status": status}).values()
+    assert gone[0] == 1 and "Kubernetes does not answer (MaxRetryError)" in gone[2]
+
+
+def test_what_the_images_have_is_what_the_manifest_says() -> None:
+    version = KubeRayConfig(**SECTION).ray_version
+    for engine in ("vllm", "sglang"):
+        pins = (cases.ROOT / "requirements" / f"gpu-{engine}.txt").read_text().splitlines()
+        assert f"ray=={version}" in pins and "aiohttp-cors==0.8.1" in pins  # of ray[default], which serves jobs
+    assert f"ray=={version}" in (cases.ROOT / "requirements" / "launch.txt").read_text().splitlines()
