@@ -43,8 +43,8 @@ def lay_out(cfg: Config, cluster: Cluster) -> Layout:
         if train_nodes > 1 and server.urls is None and cfg.rollout.replay is None:
             raise ConfigError(
                 f"parallel has {world} ranks, on {train_nodes} machines of {cluster.slots}, and all servers would be on one of "
-                "them; with --rollout.server.rendezvous FOLDER --sync.folder FOLDER they are on each of these machines "
-                "(--rollout.colocate true) or on machines of their own (--rollout.colocate false)"
+                "them; with --rollout.server.rendezvous FOLDER they are on each of these machines (--rollout.colocate true), "
+                "or with --sync.folder FOLDER on machines of their own (--rollout.colocate false)"
             )
         starts = server.urls is None and cfg.rollout.replay is None
         taken = world + cfg.rollout.servers * server.tp

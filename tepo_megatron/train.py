@@ -38,7 +38,7 @@ def train(
 
     make_engine: instead of the engine that the config names; end: see `watch.Watch`.
     """
-    check_one_host(cfg.sync)
+    check_one_host(cfg.sync, servers_beside_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous is not None)
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
     with _watched(cfg.parallel, groups, cfg.run_dir, end), Driver.open(cfg, groups, make_engine) as driver:
         if cfg.rollout.only:

@@ -1,4 +1,5 @@
-"""Two hosts that are both this machine: network namespaces joined by a veth pair, whose link can be cut.
+"""Two hosts that are both this machine: network namespaces joined by a veth pair, whose link can be cut, and mount namespaces
+with a /dev/shm of their own each. All other folders are shared.
 
 They need root, or a kernel that gives every user namespaces of their own. They last as long as the processes in them: nothing
 has to be removed, whatever happens.
@@ -12,8 +13,9 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-PROGRAMS = ("ip", "unshare", "nsenter")
+PROGRAMS = ("ip", "unshare", "nsenter", "mount")
 PATH = os.pathsep.join(("/usr/sbin", "/sbin", os.environ.get("PATH", "")))
 DEVICE = "veth0"  # on both
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -61,7 +63,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         of_user = ["nsenter", f"--target={first}", "--user", "--preserve-credentials"] if own else []
         second = _held(stack, of_user, [])
         hosts = tuple(
-            Host((*(of_user or ["nsenter"]), f"--net=/proc/{pid}/ns/net"), address)
+            Host((*(of_user or ["nsenter"]), *_spaces(pid), "env", f"--chdir={Path.cwd()}"), address)
             for pid, address in zip((first, second), ADDRESSES, strict=True)
         )
         a, b = hosts
@@ -73,9 +75,14 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         yield a, b
 
 
+def _spaces(pid: int) -> list[str]:
+    return [f"--{option}=/proc/{pid}/ns/{name}" for option, name in (("net", "net"), ("mount", "mnt"))]
+
+
 def _held(stack: contextlib.ExitStack, enter: Sequence[str], own: Sequence[str]) -> int:
-    """A process that keeps a network namespace until our end of its input is closed, by us or by our own end."""
-    command = [*enter, "unshare", *own, "--net", "sh", "-c", "echo ready; read line"]
+    """A process that keeps namespaces until our end of its input is closed, by us or by our own end."""
+    keep = "mount -t tmpfs tmpfs /dev/shm && echo ready && read line"
+    command = [*enter, "unshare", *own, "--net", "--mount", "sh", "-c", keep]
     pipe = subprocess.PIPE
     holder = stack.enter_context(subprocess.Popen(command, env=_ENV, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
     assert holder.stdout is not None and holder.stderr is not None

@@ -136,7 +136,8 @@ class Config:
                 "sync.transport=ipc lends memory of this machine's processes, which servers that others start (rollout.server."
                 "urls or rollout.server.rendezvous) may not see; use sync.transport=group, or shm with sync.folder"
             )
-        if sends and self.rollout.server.remote and self.sync.transport == "shm" and self.sync.folder is None:
+        elsewhere = sends and self.rollout.server.remote and not self.rollout.colocate
+        if elsewhere and self.sync.transport == "shm" and self.sync.folder is None:
             raise ValueError(
                 "sync.folder is not set, and shared memory does not reach servers of other machines; set it to a folder that "
                 "the trainer shares with the servers of rollout.server.urls or rollout.server.rendezvous (/dev/shm where they "

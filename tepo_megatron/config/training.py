@@ -123,8 +123,9 @@ class SyncConfig:
     quantize: `fp8`, linear layers of the decoder leave their owner in blockwise e4m3, half the bytes of bf16, and the servers
     hold an FP8 model (what `tools/convert.py export --fp8-blockwise` writes; servers of `rollout.server.urls` must be started
     with that). Its log-probs differ more from the actor's: `max_logprob_diff` is then for you to choose.
-    folder: where the files of `shm` lie; None: shared memory, which reaches this machine alone. One that others see is on a
-    file system which all ranks and servers share, and of this run alone: what killed runs left there is removed.
+    folder: where the files of `shm` lie; None: shared memory, which reaches the servers of the ranks' machines, each machine's
+    its own. One that others see is on a file system which all ranks and servers share, and of this run alone: what killed runs
+    left there is removed.
     address: of rank 0's machine, at which the groups meet; None: the one on the way to the servers. The port that is open there
     asks for no key.
     delta: with `shm` or `ipc`, only decoder layers (whole ones) and other parameters are sent whose bytes changed since the

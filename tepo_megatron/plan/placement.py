@@ -36,8 +36,8 @@ class Placement:
         if self.here and self.trainer > GPUS_PER_NODE:
             return (
                 f"the run starts its servers on the first of {-(-self.trainer // GPUS_PER_NODE)} machines of ranks; set "
-                "rollout.server.rendezvous and sync.folder, with which they are on each of them (rollout.colocate=true) or on "
-                "machines of their own (false)"
+                "rollout.server.rendezvous, with which they are on each of them (rollout.colocate=true), or with sync.folder "
+                "on machines of their own (false)"
             )
         if self.here and self.gpus > GPUS_PER_NODE:
             return (

@@ -198,12 +198,13 @@ class Predictor:
         return 2 * (state["weights"] + state["optimizer"]) / self._host_rate
 
     def sync_seconds(self) -> float:
-        """All weights once: through files that one rank of each stage writes and every server reads, in a machine's memory or
-        on a file system as fast as a network adapter, or by broadcasts.
+        """All weights once: through files that one rank of each stage writes and every server reads, in a machine's memory, of
+        each machine after a network adapter, or on a file system as fast as that; or by broadcasts.
         """
         size = parameters.total_parameters(self.model.family.rows, self.model.arch) * self.model.element
         if self.cfg.sync.transport == "group":
             return size / self.machine.link(GPUS_PER_NODE + 1 if self.placement.machines > 1 else 2, 1)
-        if self.cfg.sync.folder is not None and self.placement.machines > 1:
-            return size / self.machine.link(GPUS_PER_NODE + 1, 1)
-        return size / (self.machine.assumed.host_copy * self.cfg.parallel.pp)
+        network = size / self.machine.link(GPUS_PER_NODE + 1, 1) if self.placement.machines > 1 else 0.0
+        if self.cfg.sync.folder is not None and network:
+            return network
+        return network + size / (self.machine.assumed.host_copy * self.cfg.parallel.pp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -36,8 +37,16 @@ class Update:
         self.kept = frozenset(names)
 
     def add_files(self, paths: Sequence[str]) -> None:
-        """See `add`: what is in these files."""
-        self.add([item for path in paths for item in _shapes(path).items()])
+        """See `add`: what is in these files. Raise ValueError if one is not seen here."""
+        try:
+            given = [item for path in paths for item in _shapes(path).items()]
+        except FileNotFoundError as e:
+            raise ValueError(
+                f"{e.filename} is not seen on {socket.gethostname()}: shared memory reaches servers on the machines of the "
+                "ranks, in containers with the same /dev/shm; for others set sync.folder to a folder that all of them see, or "
+                "use sync.transport=group"
+            ) from None
+        self.add(given)
 
     def add(self, given: Sequence[tuple[str, list[int]]]) -> None:
         """Raise ValueError if among these (name, shape), which are not loaded yet, is a tensor that the model has not, or not

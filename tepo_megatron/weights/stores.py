@@ -9,9 +9,10 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +29,8 @@ from tepo_megatron.ipc import Row, lend
 from tepo_megatron.parallel import Groups
 from tepo_megatron.weights.rounds import Rounds
 
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "tepo-sync-"  # of folders
 # what the engine is told, and CRC-32 of tensors
 Stored = tuple[Source, dict[str, int]]
 
@@ -74,12 +77,12 @@ class Files:
 
     def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
         """See `Store.put`."""
-        there = {name: _on_host(t) for name, t in tensors}
+        there = {name: on_host(t) for name, t in tensors}
         if not there:
             return None
         path = self.folder / f"v{version}-{number:05d}-{self._owner}.safetensors"
         checksums = {name: crc32(t) for name, t in there.items()} if checked else {}
-        _save(there, path, checksums, for_others=self._for_others)
+        write_file(there, path, checksums, for_others=self._for_others)
         return path, checksums
 
     def remove(self, sources: Sequence[Source]) -> None:
@@ -149,15 +152,12 @@ class Rows:
         self.clear()
 
 
-STORES: Mapping[str, Callable[[SyncConfig, Rounds, Groups], Store]] = {"shm": Files, "ipc": Rows}
-
-
-def _on_host(tensor: Tensor) -> Tensor:
+def on_host(tensor: Tensor) -> Tensor:
     """As a file takes it; a tensor that is like that already is not copied: it is written before training goes on."""
     return tensor.detach().to("cpu").contiguous()
 
 
-def _save(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, int], for_others: bool = False) -> None:
+def write_file(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, int], for_others: bool = False) -> None:
     """Write a file, with the CRC-32 of tensors in its header where there are any. Raises CheckpointError when it cannot.
 
     for_others: on another machine, so it gets its name when all of it has left this one. `rollout/weight_files.py` reads it.
@@ -193,12 +193,8 @@ def _flush(path: Path) -> None:
 
 
 def _make_folder(shared: str | None = None) -> tuple[Path, int]:
-    """A private folder in `shared`, or in shared memory, and the open lock that marks it as in use, after removing those of
-    killed runs. Raises ConfigError.
-
-    The kernel drops a lock with its process, and containers that share the memory share the locks, unlike process ids.
-    """
-    root = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    """See `claim`: in `shared`, or in shared memory. Raises ConfigError."""
+    root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     if shared is not None:
         root = Path(shared).absolute()  # the servers have working directories of their own
         try:
@@ -207,7 +203,21 @@ def _make_folder(shared: str | None = None) -> tuple[Path, int]:
             raise ConfigError(
                 f"sync.folder={shared}: cannot be made ({e.strerror}); give a folder that all machines share"
             ) from None
-    for folder in root.glob("tepo-sync-*"):
+    return claim(root, new_name())
+
+
+def new_name() -> str:
+    """That no other folder has."""
+    return f"{PREFIX}{secrets.token_hex(8)}"
+
+
+def claim(root: Path, name: str) -> tuple[Path, int]:
+    """A private folder `name` in `root`, and the open lock that marks it as in use, after removing those of killed runs.
+    Raises OSError.
+
+    The kernel drops a lock with its process, and containers that share the memory share the locks, unlike process ids.
+    """
+    for folder in root.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, in use, or removed meanwhile
             lock = _lock(folder)
             shutil.rmtree(folder, ignore_errors=True)
@@ -218,7 +228,7 @@ def _make_folder(shared: str | None = None) -> tuple[Path, int]:
         lock = _lock(unnamed)
     except OSError:  # the file system has no locks: nobody can take this folder for an abandoned one
         lock = os.open(unnamed, os.O_RDONLY | os.O_DIRECTORY)
-    return unnamed.rename(unnamed.with_name(f"tepo-sync-{unnamed.name.removeprefix('.tepo-')}")), lock
+    return unnamed.rename(root / name), lock
 
 
 def _lock(folder: Path) -> int:

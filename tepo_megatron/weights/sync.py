@@ -1,16 +1,17 @@
 """Delivery of the actor's weights to the inference engine after every step, in rounds (see `rounds.py`), which it reads itself.
 
-In a round every owner puts its next bucket, in HF layout, where the engine can read it (see `stores.py`): into a file in shared
-memory, or in `sync.folder` where servers or ranks are on other machines, or into its own memory, which servers of this machine
-map. When all have, rank 0 tells the engine where, and while the engine loads them the next round is put. A round's place is
-free before the round after the next begins: two rounds are held at most, of `sync.bucket_mib` each (or, where that is larger,
-of one parameter from each owner). With `sync.delta` what did not change since the last push is left out (see `delta.py`).
+In a round every owner puts its next bucket, in HF layout, where the engine can read it: into a file in shared memory (that of
+each machine where servers take turns with ranks on several: `relay.py`) or in `sync.folder`, or into its own memory, which
+servers of this machine map (`stores.py`). When all have, rank 0 tells the engine where, and while the engine loads them the
+next round is put. A round's place is free before the round after the next begins: two rounds are held at most, of
+`sync.bucket_mib` each (or, where that is larger, of one parameter from each owner). With `sync.delta` what did not change since
+the last push is left out (see `delta.py`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol, Self
 
@@ -21,8 +22,9 @@ from tepo_megatron.parallel import Groups
 from tepo_megatron.weights.delta import Delta
 from tepo_megatron.weights.gather import Binding
 from tepo_megatron.weights.ops import Architecture
+from tepo_megatron.weights.relay import Relay
 from tepo_megatron.weights.rounds import Rounds
-from tepo_megatron.weights.stores import STORES, Store
+from tepo_megatron.weights.stores import Files, Rows, Store
 
 
 class Receiver(Protocol):
@@ -51,9 +53,9 @@ class Receiver(Protocol):
 class WeightSync:
     """Pushes the weights of `bindings` to `receiver` (given on rank 0 only), which reads them where they lie (`stores.py`).
 
-    Collectives: here, two all-gathers over the host group, and one broadcast for files; in a push, one gather over tp for each
+    Collectives: here, two all-gathers over the host group, and those of the store; in a push, one gather over tp for each
     split parameter that is sent, one all-gather over the host group for each round and one at the end, with `sync.delta` five
-    more.
+    more; with ranks on several machines those of `Relay` in each round.
     """
 
     def __init__(
@@ -68,11 +70,11 @@ class WeightSync:
         self._sent: dict[str, int] = {}  # CRC-32 of what this rank sent when it was checked last
         self._plan = Rounds(cfg, bindings, arch, groups)
         self.rounds = self._plan.count
-        self.store: Store = STORES[cfg.transport](cfg, self._plan, groups)
+        self.store: Store = _STORES[cfg.transport](cfg, self._plan, groups)
         self._delta = Delta(self._plan) if cfg.delta else None
 
     def push(self, version: int) -> None:
-        """All ranks call it; when it returns, the engine serves `version`, and no bucket is left.
+        """All ranks call it; when it returns, the engine serves `version`, and no bucket of this rank is left.
 
         Raises, on every rank, SyncError when the engine refuses the weights, CheckpointError when a rank cannot write,
         ConversionError when it cannot quantize. The engine can only be closed then.
@@ -153,11 +155,27 @@ class NoSync:
         """Nothing to do."""
 
 
-def check_one_host(cfg: SyncConfig) -> None:
-    """Raise ConfigError when torchrun started ranks on several machines, and what they send would reach one."""
-    if cfg.transport == "group" or (cfg.transport == "shm" and cfg.folder is not None):
+def _files(cfg: SyncConfig, plan: Rounds, groups: Groups) -> Store:
+    here, everywhere = _ranks()
+    return Files(cfg, plan, groups) if cfg.folder is not None or here == everywhere else Relay(cfg, plan, groups)
+
+
+_STORES: Mapping[str, Callable[[SyncConfig, Rounds, Groups], Store]] = {"shm": _files, "ipc": Rows}
+
+
+def _ranks() -> tuple[int, int]:
+    """That torchrun started: on this machine, and on all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_one_host(cfg: SyncConfig, servers_beside_ranks: bool) -> None:
+    """Raise ConfigError when torchrun started ranks on several machines, and what they send would not reach the servers.
+
+    servers_beside_ranks: there are servers on the machines of the ranks, and nowhere else.
+    """
+    if cfg.transport == "group" or (cfg.transport == "shm" and (cfg.folder is not None or servers_beside_ranks)):
         return
-    here, everywhere = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    here, everywhere = _ranks()
     if here != everywhere:
         what, mend = f"sync.transport={cfg.transport}", "use sync.transport=group"
         if cfg.transport == "shm":

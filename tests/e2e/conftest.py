@@ -86,7 +86,7 @@ class Command:
 def commands(folder: Path) -> Iterator[Callable[..., Command]]:
     """Start `tepo WORDS...`, with the engine of scripted_worker.py if one is named; what still runs at the end is killed.
 
-    folder: for their output; by: what starts such an engine's module, instead of this Python.
+    folder: for their output; by: what starts the module, instead of this Python.
     """
     started: list[Command] = []
 
@@ -94,8 +94,9 @@ def commands(folder: Path) -> Iterator[Callable[..., Command]]:
         *words: str | Path, engine: str | None = None, env: Mapping[str, str] | None = None, by: Sequence[str] = ()
     ) -> Command:
         mark = uuid.uuid4().hex
-        tepo, scripted = [Path(sys.executable).parent / "tepo"], ["-m", "tests.e2e.scripted_run"]
-        program = tepo if engine is None else [*(by or [sys.executable]), *scripted]
+        module = "tepo_megatron" if engine is None else "tests.e2e.scripted_run"
+        plain = engine is None and not by
+        program = [Path(sys.executable).parent / "tepo"] if plain else [*(by or [sys.executable]), "-m", module]
         log = folder / f"output-{len(started)}.txt"
         process = subprocess.Popen(
             [*program, *words],

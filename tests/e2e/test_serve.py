@@ -53,8 +53,9 @@ def test_a_served_engine_killed_in_mid_run_costs_no_sample(tepo, arguments, base
 
 
 def test_a_served_engine_takes_turns_and_is_killed_in_the_trainers(tepo, arguments, base: Path, tmp_path: Path) -> None:
-    rendezvous, weights, run = tmp_path / "rendezvous", tmp_path / "weights", tmp_path / "runs" / "turns"
-    settings = {"training__steps": 4, "rollout__server__rendezvous": rendezvous, "sync__folder": weights, "name": "turns"}
+    """In turns the weights need no folder: the server is on the machine of the ranks."""
+    rendezvous, run = tmp_path / "rendezvous", tmp_path / "runs" / "turns"
+    settings = {"training__steps": 4, "rollout__server__rendezvous": rendezvous, "name": "turns"}
     settings |= {"rollout__record": "true", "rollout__filter_uniform_groups": "false", "rollout__colocate": "true"}
     settings |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "evaluation__max_problems": 8}
     words = arguments(base, **settings)
@@ -72,7 +73,7 @@ def test_a_served_engine_takes_turns_and_is_killed_in_the_trainers(tepo, argumen
         assert len(rollouts) == 64 and {r.policy_version for r in rollouts} == {step - 1}
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(records) == 4 and all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records)
-    assert folder.turn() is None and list(weights.iterdir()) == []
+    assert folder.turn() is None
     os.kill(serve.process.pid, signal.SIGTERM)
     assert serve.wait(30) == 0, serve.output
     serve.assert_nothing_left()

@@ -24,6 +24,7 @@ RUN = SHORT | {
     "rollout__max_response_tokens": 16, "training__max_tokens_per_microbatch": 512,
 }  # fmt: skip
 Start = Callable[..., Command]
+ENVIRONMENT = {"GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
@@ -49,17 +50,18 @@ def words(model: Path, output: Path, **more: object) -> list[str | Path]:
 
 
 def started(tepo: Start, two: tuple[Host, Host], *of_run: str | Path) -> tuple[Command, Command]:
-    """On each host the command that README.md names for it. The first keeps the rendezvous, and has rank 0."""
+    """On each host the command that README.md names for it."""
+    first, second = (tepo(*of_run, engine="slow", by=torchrun(host, two), env=ENVIRONMENT) for host in two)
+    return first, second
 
-    def agent(host: Host) -> Command:
-        by = [
-            *host.enter, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=0",
-            "--rdzv-id=two-hosts", "--rdzv-backend=c10d", f"--rdzv-endpoint={two[0].address}:{PORT}",
-            f"--rdzv-conf=is_host={int(host is two[0])}", f"--local-addr={host.address}",
-        ]  # fmt: skip
-        return tepo(*of_run, engine="slow", by=by, env={"GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"})
 
-    return agent(two[0]), agent(two[1])
+def torchrun(host: Host, two: tuple[Host, Host]) -> list[str]:
+    """A rank of two there. The first host keeps the rendezvous, and has rank 0."""
+    return [
+        *host.enter, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=0",
+        "--rdzv-id=two-hosts", "--rdzv-backend=c10d", f"--rdzv-endpoint={two[0].address}:{PORT}",
+        f"--rdzv-conf=is_host={int(host is two[0])}", f"--local-addr={host.address}",
+    ]  # fmt: skip
 
 
 def assert_same(run: Path, other: Path) -> None:

@@ -41,7 +41,7 @@ APART = ["--parallel.dp", "2", "--rollout.colocate", "false", *SERVERS]
 CASES = {
     "colocated": ["run.yaml", "--cluster", "contained.yaml"],
     "apart": ["run.yaml", "--cluster", "bare.yaml", *APART, "--sync.folder", "weights"],
-    "in_turns": ["run.yaml", "--cluster", "bare.yaml", "--parallel.dp", "2", *SERVERS, "--sync.folder", "weights"],
+    "in_turns": ["run.yaml", "--cluster", "bare.yaml", "--parallel.dp", "2", *SERVERS],
     "convert": ["convert", "out", "--cluster", "bare.yaml", "--after", "before", "--", "inspect", "a model"],
 }
 # all in one process: the import of NeMo-Run is what takes time

@@ -18,6 +18,7 @@ from tepo_megatron.rollout.weight_files import Update, _shapes
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.test_broadcast import fleet, got
+from tests.parallel.test_relay import memory, simulated
 from tests.parallel.test_weights import ROUNDS, Keeper, Recorder, tensors, tiny_moe
 from tests.tiny import tiny_qwen3
 from tests.unit.test_fleet import behave
@@ -92,10 +93,10 @@ def broadcast(rank: int, cfg: Any, sync: SyncConfig, folder: Path) -> dict[str, 
 CASES = [
     (model, layout, transport)
     for model, layout in (("dense", "TP2"), ("dense", "PP2"), ("MoE", "EP2"))
-    for transport in ("shm", "ipc", "group")
+    for transport in ("shm", "relay", "ipc", "group")
 ]
 FAST = [("dense", "TP2", "shm"), ("MoE", "EP2", "ipc")]
-SLOW = [("dense", "PP2", "ipc"), ("dense", "PP2", "group")]
+SLOW = [("dense", "PP2", "ipc"), ("dense", "PP2", "group"), ("dense", "PP2", "relay")]
 
 
 @pytest.mark.parametrize(
@@ -103,13 +104,19 @@ SLOW = [("dense", "PP2", "ipc"), ("dense", "PP2", "group")]
     full_but(FAST, SLOW, CASES),
     indirect=["exported"],
 )
-def test_what_is_sent_is_what_the_export_writes(exported: Path, layout: str, transport: str) -> None:
+def test_what_is_sent_is_what_the_export_writes(exported: Path, tmp_path: Path, layout: str, transport: str) -> None:
+    """relay: the ranks are on two machines."""
     folder = exported
     cfg = cases.run_config(folder / "hf", ROUNDS[layout])
-    sync = replace(cfg.sync, bucket_mib=1, transport=transport, quantize="fp8", verify_every=1, timeout_seconds=20)
+    way = "shm" if transport == "relay" else transport
+    sync = replace(cfg.sync, bucket_mib=1, transport=way, quantize="fp8", verify_every=1, timeout_seconds=20)
     if transport == "group":
         (folder / "got").mkdir(exist_ok=True)
         ranks = run_world(2, broadcast, cfg, sync, folder, timeout=60)
+    elif transport == "relay":
+        for machine in (0, 1):
+            memory(tmp_path, machine).mkdir()
+        ranks = [result for result, _ in run_world(2, simulated, (0, 1), tmp_path, push, cfg, sync)]
     else:
         ranks = run_world(2, push, cfg, sync)
     expected, before = tensors(folder / "fp8"), tensors(folder / "hf")

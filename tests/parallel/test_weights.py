@@ -285,7 +285,7 @@ def push_and_fail(rank: int, cfg: Any, cannot_write: int | None, refuses: int | 
         raise OSError(28, "No space left on device")
 
     with sync_of(cfg, Recorder(refuses) if rank == 0 else None) as sync:
-        original, calls = module._save, 0
+        original, calls = module.write_file, 0
 
         def save(tensors: Any, path: Path, *checksums: Any, **settings: Any) -> None:
             nonlocal calls
@@ -294,7 +294,7 @@ def push_and_fail(rank: int, cfg: Any, cannot_write: int | None, refuses: int | 
                 module.save_file = full
             original(tensors, path, *checksums, **settings)
 
-        module._save = save
+        module.write_file = save
         try:
             sync.push(1)
         except (CheckpointError, SyncError) as e:

@@ -25,7 +25,7 @@ from tepo_megatron.rollout.checksums import Checks
 from tepo_megatron.rollout.client import RequestFailed
 from tepo_megatron.rollout.engine import INITIAL_VERSION
 from tepo_megatron.types import Prompt, SamplingParams
-from tepo_megatron.weights.stores import _save
+from tepo_megatron.weights.stores import write_file
 from tests.server.served import (
     EOS,
     MAX_LOGPROB_DIFF,
@@ -356,8 +356,8 @@ def test_a_damaged_byte_ends_the_engine(name: str, tmp_path: Path) -> None:
     with serve(name, tmp_path) as served:
         weights = {name: weight.detach() for name, weight in served.model.named_parameters()}
         checksums = {name: crc32(weight) for name, weight in weights.items()}
-        _save({"model.norm.weight": weights.pop("model.norm.weight")}, tmp_path / "0.safetensors", checksums)
-        _save(weights, tmp_path / "1.safetensors", checksums)
+        write_file({"model.norm.weight": weights.pop("model.norm.weight")}, tmp_path / "0.safetensors", checksums)
+        write_file(weights, tmp_path / "1.safetensors", checksums)
         files = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
         served.engine.update_weights(files, version=0)
         assert {r.policy_version for r in served.engine.generate(make_prompts(1, seed=0), SAMPLING, seed=0)} == {0}

@@ -57,6 +57,7 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             {"sync": {"transport": "ipc"}, "rollout": {"server": {"rendezvous": "/shared"}}},
             r"sync\.transport=ipc lends memory of this machine's processes.*use sync\.transport=group, or shm",
         ),
+        ({"rollout": {"server": {"rendezvous": "/shared"}}}, r"sync\.folder is not set, and shared memory does not reach"),
         ({"sync": {"quantize": "fp8"}, "platform": "cpu"}, r"sync\.quantize=fp8 needs platform=cuda"),
         (
             {"sync": {"quantize": "fp8"}, "platform": "cuda", "rollout": {"server": {"precision": "fp32"}}},

@@ -18,9 +18,10 @@ from tepo_megatron.errors import ConfigError
 from tepo_megatron.rollout.weight_files import tensors
 from tepo_megatron.weights import broadcast
 from tepo_megatron.weights.ops import Replicated
+from tepo_megatron.weights.relay import _memory, takers, together
 from tepo_megatron.weights.rounds import cut as cut_into_buckets
 from tepo_megatron.weights.rounds import whole_bytes
-from tepo_megatron.weights.stores import _make_folder, _save
+from tepo_megatron.weights.stores import _make_folder, write_file
 from tepo_megatron.weights.sync import check_one_host
 
 SENT = {
@@ -31,7 +32,7 @@ SENT = {
 
 
 def sent(path: Path, with_checksums: bool) -> Path:
-    _save(SENT, path, {name: crc32(t) for name, t in SENT.items()} if with_checksums else {})
+    write_file(SENT, path, {name: crc32(t) for name, t in SENT.items()} if with_checksums else {})
     return path
 
 
@@ -48,7 +49,7 @@ def test_a_file_for_another_machine_has_its_name_once_it_is_complete(tmp_path: P
         seen.append((os.fstat(file).st_size, path.exists()))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    _save(SENT, path, {name: crc32(t) for name, t in SENT.items()}, for_others=True)
+    write_file(SENT, path, {name: crc32(t) for name, t in SENT.items()}, for_others=True)
     assert seen[0] == (path.stat().st_size, False) and seen[1][1]
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert dict(tensors([str(path)])).keys() == SENT.keys()
@@ -58,8 +59,8 @@ def test_ranks_of_several_machines_need_a_folder_that_all_share(monkeypatch: pyt
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"only 2 of 4 are here; set sync\.folder"):
-        check_one_host(SyncConfig())
-    check_one_host(SyncConfig(folder="/shared"))
+        check_one_host(SyncConfig(), servers_beside_ranks=False)
+    check_one_host(SyncConfig(folder="/shared"), servers_beside_ranks=False)
 
 
 def test_a_shared_folder_works_without_locks_and_is_named_where_it_cannot_be_made(
@@ -123,9 +124,30 @@ def test_only_files_need_all_ranks_on_one_machine(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setenv("WORLD_SIZE", "16")
     for reaching in (SyncConfig(transport="group"), SyncConfig(folder="shared")):
-        check_one_host(reaching)
+        check_one_host(reaching, servers_beside_ranks=False)
     with pytest.raises(ConfigError, match=r"without sync\.folder needs .* only 8 of 16 are here; set sync\.folder .*=group"):
-        check_one_host(SyncConfig())
+        check_one_host(SyncConfig(), servers_beside_ranks=False)
+    check_one_host(SyncConfig(), servers_beside_ranks=True)
+    with pytest.raises(ConfigError, match=r"sync\.transport=ipc needs all ranks on one machine, .*use sync\.transport=group"):
+        check_one_host(SyncConfig(transport="ipc"), servers_beside_ranks=True)
+
+
+def test_a_bucket_goes_to_one_rank_of_every_other_machine_in_turn() -> None:
+    machines = together(["a", "b", "a", "b", "c"])
+    assert machines == [[0, 2], [1, 3], [4]]
+    assert takers(machines, sender=0, turn=0) == (1, 4) and takers(machines, sender=2, turn=1) == (3, 4)
+    assert takers(machines, sender=3, turn=1) == (2, 4) and takers(machines, sender=4, turn=3) == (2, 3)
+    assert takers([[0, 1, 2]], sender=1, turn=0) == ()
+
+
+def test_a_machine_is_who_sees_the_same_shared_memory(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    a, b, link = (_memory(tmp_path / name) for name in ("a", "b", "link"))
+    assert a == link and a != b
+    with pytest.raises(ConfigError, match=r"/none on .*: No such file or directory; .*set sync\.folder"):
+        _memory(tmp_path / "none")
 
 
 def test_the_store_is_at_an_address_that_those_see_who_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

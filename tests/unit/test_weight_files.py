@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,12 @@ def test_files_that_are_not_the_model_are_refused(fault: str, apart: bool, tmp_p
     paths = saved(tmp_path / "sent", *FAULTS[fault])
     with pytest.raises(ValueError, match=fault):
         received(tmp_path / "model", *([[path] for path in paths] if apart else [paths]))
+
+
+def test_a_file_of_another_machine_is_named_with_this_one(tmp_path: Path) -> None:
+    saved(tmp_path / "model", MODEL)
+    with pytest.raises(ValueError, match=rf"/none is not seen on {socket.gethostname()}: .* set sync\.folder"):
+        received(tmp_path / "model", [str(tmp_path / "none")])
 
 
 def test_only_what_is_missing_waits_for_the_end(tmp_path: Path) -> None:

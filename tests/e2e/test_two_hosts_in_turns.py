@@ -1,0 +1,65 @@
+"""Turns on two hosts with a /dev/shm of their own each: `tepo serve` with a vLLM on both, a rank on both, no shared folder for
+the weights.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import settings
+from tests.e2e.test_colocation import RUN, records
+from tests.e2e.test_two_hosts import ENVIRONMENT, Start, torchrun, two  # noqa: F401
+from tests.hosts import Host
+
+pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.server]
+STEPS = 3
+PORTS = (18001, 18002)  # which no connection of the ranks has; the hosts have one name, which is in the records with the port
+TURNS = RUN | {
+    "training__steps": STEPS, "rollout__colocate": "true", "parallel__tp": 1, "parallel__pp": 2, "sync__bucket_mib": 1,
+    "evaluation__every": 0, "rollout__oversample": 1, "sync__verify_every": 2,
+    "rollout__server__extra_args": '["--no-disable-uvicorn-access-log"]',
+}  # fmt: skip
+
+
+def test_servers_of_both_hosts_get_the_weights_of_both(
+    tepo: Start,
+    two: tuple[Host, Host],  # noqa: F811
+    random_model: Path,
+    tmp_path: Path,
+) -> None:
+    """Half of the layers is on each host, and no step's log-probs are those of other weights, on neither server."""
+    rendezvous, run = tmp_path / "rendezvous", tmp_path / "runs" / "turns"
+    words = settings(random_model, **TURNS, output=tmp_path / "runs", name="turns", rollout__server__rendezvous=rendezvous)
+    serves = [
+        tepo(
+            *("serve", "examples/demo.yaml", "--host", host.address, *words, "--rollout.server.port", str(port)),
+            by=[*host.enter, sys.executable], env=ENVIRONMENT,
+        )
+        for host, port in zip(two, PORTS, strict=True)
+    ]  # fmt: skip
+    words = ["train", "examples/demo.yaml", *words, "--rollout.servers", "2", "--rollout.min_servers", "2"]
+    ranks = [tepo(*words, by=torchrun(host, two), env=ENVIRONMENT) for host in two]
+    for command in ranks:
+        assert command.wait(240) == 0, "\n".join(c.output for c in (*ranks, *serves))
+        command.assert_nothing_left()
+    steps = records(run)
+    assert len(steps) == STEPS
+    for step in steps:
+        assert step["rollout/logprob_diff_mean"] <= 1e-5 and step["actor/grad_norm"] > 0 and step["rollout/staleness"] == 0
+    logs = list(rendezvous.glob("*.log"))
+    assert len(logs) == 2
+    for log in logs:
+        asked = re.findall(r'"POST (/[\w/]+)[^"]*" 200', log.read_text())
+        assert asked.count("/v1/completions") >= STEPS and asked.count("/finish_weight_update") == STEPS + 1, asked
+        assert asked.count("/update_weights") >= 2 * (STEPS + 1)
+    for host, command in zip(two, serves, strict=True):
+        assert host.call("find", "/dev/shm", "-name", "*tepo-*") == ""
+        os.kill(command.process.pid, signal.SIGTERM)
+        assert command.wait(30) == 0, command.output
+        command.assert_nothing_left()
