@@ -204,7 +204,7 @@ pins:
 	  requirements/docs.in -o requirements/docs.txt
 	for engine in vllm sglang; do \
 	  $(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-header \
-	    --no-annotate --no-emit-package tepo-megatron --extra $$engine --extra te --extra ray --extra datasets pyproject.toml -o requirements/gpu-$$engine.txt || exit 1; \
+	    --no-annotate --no-emit-package tepo-megatron --constraint requirements/gpu-constraints.txt --extra $$engine --extra te --extra ray --extra datasets pyproject.toml -o requirements/gpu-$$engine.txt || exit 1; \
 	done
 	sed -n 's/^# *\(sglang==.*\)/\1/p' requirements/sglang-cpu.in >> requirements/sglang-cpu.txt  # without its dependencies
 	sed -i 's/+cpu$$//' requirements/cpu.txt requirements/sglang-cpu.txt  # a local version would bind the pin to one source of wheels

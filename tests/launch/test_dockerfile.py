@@ -25,6 +25,7 @@ def test_a_target_for_each_engine(engine: str) -> None:
     pins = (ROOT / "requirements" / f"gpu-{engine}.txt").read_text()
     names = dict(line.split("==") for line in pins.splitlines())
     assert {engine, "torch", "megatron-core", "transformer-engine-torch", "transformer-engine-cu13"} <= names.keys()
+    assert names["cuda-python"] == names["cuda-bindings"], "requirements/gpu-constraints.txt"
     # Apex is built with the base's compiler, and refuses another CUDA than torch's
     base = re.search(r"ARG BASE_IMAGE=\S+:(\d+\.\d+)\.", TEXT)
     assert base is not None and names["cuda-toolkit"].startswith(f"{base[1]}.")
