@@ -236,6 +236,17 @@ def arrived_key(meeting: Meeting, number: int, rank: int) -> str:
     return f"{meeting.name}/arrived/{number}/{rank}"
 
 
+def tell(store: dist.Store, key: str) -> None:
+    """Put a key into a store, where all see it once this has returned. Raises BrokenChannel.
+
+    `set` would not do: it is not answered, so that what another hears by another way (an answer of HTTP) may overtake it.
+    """
+    try:
+        store.add(key, 1)
+    except RuntimeError as e:
+        raise BrokenChannel(_first_line(e)) from None
+
+
 def address_towards(host: str) -> str:
     """This machine's address on the way to another, or to itself. Sends nothing. Raises OSError for an unknown host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.channel import BrokenChannel, Bucket, Channel, Kept, Meeting, arrived_key, join_store, joined_key
+from tepo_megatron.channel import BrokenChannel, Bucket, Channel, Kept, Meeting, arrived_key, join_store, joined_key, tell
 from tepo_megatron.ipc import borrowed
 from tepo_megatron.rollout.weight_files import Update, tensors
 
@@ -71,7 +71,7 @@ class Inbox:
             self._store = join_store(meeting)
             for sender in range(meeting.senders):
                 self._channels.append(Channel(self._store, meeting, sender, self._rank, device))
-            self._tell(joined_key(meeting, self._rank))
+            tell(self._store, joined_key(meeting, self._rank))
         except BrokenChannel as e:
             logger.warning("tepo: could not join %s: %s", meeting.name, e)
             self.leave()
@@ -120,7 +120,7 @@ class Inbox:
 
     def _receive(self, buckets: Sequence[Bucket]) -> list[torch.Tensor] | None:
         """The buckets' rows, uint8, in the order in which the servers' ranks all take them; None if they do not come."""
-        if self._meeting is None or not self._channels:
+        if self._meeting is None or self._store is None:
             return None
         rows = []
         try:
@@ -129,16 +129,9 @@ class Inbox:
                 self._channels[bucket.sender].start(row)
                 self._channels[bucket.sender].wait()
                 rows.append(row)
-            self._tell(arrived_key(self._meeting, buckets[0].number, self._rank))
+            tell(self._store, arrived_key(self._meeting, buckets[0].number, self._rank))
         except BrokenChannel as e:
             logger.warning("tepo: round %d did not arrive: %s", buckets[0].number, e)
             self.leave()
             return None
         return rows
-
-    def _tell(self, key: str) -> None:
-        assert self._store is not None
-        try:
-            self._store.set(key, "1")
-        except RuntimeError as e:
-            raise BrokenChannel(str(e)) from None

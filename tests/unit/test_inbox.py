@@ -26,6 +26,7 @@ from tepo_megatron.channel import (
     join_store,
     joined_key,
     open_store,
+    tell,
 )
 from tepo_megatron.rollout.inbox import Inbox
 
@@ -179,3 +180,11 @@ def test_only_who_has_the_version_before_may_keep_tensors_of_it(tmp_path: Path) 
     inbox.finish()
     with pytest.raises(ValueError, match=r"of another \(unknown\)"):  # it did not say which it was
         update(Kept(4, 3, some))
+
+
+def test_what_is_told_is_there_for_others_at_once() -> None:
+    store = open_store("127.0.0.1")
+    other = join_store(Meeting("127.0.0.1", store.port, "m", 1, 2, SENDER + 1, SECONDS))
+    for i in range(5000):  # with `TCPStore.set`, 2 to 35 in 1000 were not
+        tell(other, f"key {i}")
+        assert store.check([f"key {i}"])
