@@ -50,7 +50,7 @@ def words(model: Path, output: Path, **more: object) -> list[str | Path]:
 
 
 def started(tepo: Start, two: tuple[Host, Host], *of_run: str | Path) -> tuple[Command, Command]:
-    """On each host the command that README.md names for it."""
+    """On each host the command that docs/rollouts.md names for it."""
     first, second = (tepo(*of_run, engine="slow", by=torchrun(host, two), env=ENVIRONMENT) for host in two)
     return first, second
 
