@@ -120,6 +120,16 @@ def test_a_full_disk_a_busy_port_and_another_package(made: Make, monkeypatch: py
     assert "is not >=99; no-such-package is not installed" in found["packages"].said and "vllm" not in found["packages"].said
 
 
+@pytest.mark.parametrize(("share", "verdict"), [(0.99, "warn"), (1.01, "pass")])
+def test_a_slow_disk(made: Make, monkeypatch: pytest.MonkeyPatch, share: float, verdict: str) -> None:
+    speed = share * machine.SLOW_DISK
+    monkeypatch.setattr(machine, "_write_speed", lambda _: speed)
+    cfg = made(checkpoint={"every": 1})
+    found = {finding.check: finding for finding in machine.disk(cfg)}["disk speed"]
+    assert found.verdict == verdict and f"{speed / 1e6:.0f} MB/s" in found.said and "a checkpoint takes" in found.said
+    assert ("checkpoint.every" in found.mend) == (verdict == "warn")
+
+
 def copied(model: Path, folder: Path, **config: Any) -> Path:
     """The model, with another config.json."""
     shutil.copytree(model, folder)
