@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from tepo_megatron.channel import Bucket, Meeting, Source, Taker
-from tepo_megatron.rollout.inbox import Inbox
+from tepo_megatron.rollout.in_server.inbox import Inbox
 
 
 class Receiver:

@@ -120,7 +120,7 @@ def bind(process: psutil.Process) -> None:
     """The threads of one process."""
     try:
         line = " ".join(process.cmdline())
-        core = ENGINE_CORE if "rollout.guard" in line or "vllm" in line or "VLLM" in line else TRAINER_CORE
+        core = ENGINE_CORE if "servers.guard" in line or "vllm" in line or "VLLM" in line else TRAINER_CORE
         for thread in process.threads():
             if os.sched_getaffinity(thread.id) != {core}:
                 os.sched_setaffinity(thread.id, {core})

@@ -40,7 +40,7 @@ from tepo_megatron.config_io import validate
 from tepo_megatron.platform import activate
 from tepo_megatron.rollout.engine import Launch
 from tepo_megatron.rollout.engines import build_engine
-from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.rollout.servers.fleet import Fleet
 
 if TYPE_CHECKING:  # Megatron-Core is imported after the platform is active
     from tepo_megatron.actor.actor import Actor

@@ -171,7 +171,7 @@ def serve(config_path: str, host: str, address: str | None, overrides: list[str]
     """`tepo serve CONFIG [--host ADDRESS] [--key value ...]`."""
     from tepo_megatron.config_io import load_config
     from tepo_megatron.rollout.experts import check_experts
-    from tepo_megatron.rollout.serve import serve
+    from tepo_megatron.rollout.servers.serve import serve
     from tepo_megatron.weights.hf_io import HfReader
 
     cfg = load_config(config_path, overrides)

@@ -6,7 +6,7 @@ import sys
 
 from tepo_megatron.config_io import load_config
 from tepo_megatron.rollout import engines
-from tepo_megatron.rollout.serve import serve
+from tepo_megatron.rollout.servers.serve import serve
 from tests.scripted_api import ScriptedApi
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ class Rank:
     def __init__(self, model: str, number: int) -> None:
         import torch
 
-        from tepo_megatron.rollout.inbox import Inbox
+        from tepo_megatron.rollout.in_server.inbox import Inbox
 
         self.model, self.number, self.device = model, number, torch.device("cpu")
         self.inbox, self.tensors, self.meeting = Inbox(), {}, None

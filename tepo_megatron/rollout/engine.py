@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, Self
 from tepo_megatron.channel import Bucket, Kept, Meeting, Source, Taker
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.rollout.server import LOOPBACK
+from tepo_megatron.rollout.servers.process import LOOPBACK
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 # The version of an engine that still serves the weights of its model directory.
@@ -306,7 +306,8 @@ class EngineApi(Protocol):
 
 
 class Server(Protocol):
-    """What stands behind an endpoint: a process of this machine (`local.py`), or one that others started (`remote.py`).
+    """What stands behind an endpoint: a process of this machine (`servers/local.py`), or one that others started
+    (`servers/remote.py`).
 
     All methods but `stop` and `forget` run in one event loop. name: in messages; again: what becomes of it after a failure.
     """

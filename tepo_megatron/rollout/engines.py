@@ -14,15 +14,15 @@ import torch
 
 from tepo_megatron.config import Config, RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.rollout.endpoint import Endpoint
 from tepo_megatron.rollout.engine import EngineApi, Launch, Server
-from tepo_megatron.rollout.fleet import Fleet
-from tepo_megatron.rollout.local import LocalServer
-from tepo_megatron.rollout.remote import FoundServer, NamedServer
-from tepo_megatron.rollout.rendezvous import Rendezvous
-from tepo_megatron.rollout.server import GRACE_SECONDS
+from tepo_megatron.rollout.servers.endpoint import Endpoint
+from tepo_megatron.rollout.servers.fleet import Fleet
+from tepo_megatron.rollout.servers.local import LocalServer
+from tepo_megatron.rollout.servers.process import GRACE_SECONDS
+from tepo_megatron.rollout.servers.remote import FoundServer, NamedServer
+from tepo_megatron.rollout.servers.rendezvous import Rendezvous
+from tepo_megatron.rollout.servers.standstill import Standstill
 from tepo_megatron.rollout.sglang import SglangApi
-from tepo_megatron.rollout.standstill import Standstill
 from tepo_megatron.rollout.vllm import VllmApi
 
 ENGINES: Mapping[str, Callable[[], EngineApi]] = {"vllm": VllmApi, "sglang": SglangApi}

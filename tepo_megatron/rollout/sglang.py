@@ -1,7 +1,7 @@
 """SGLang's own server: `/generate` with token ids and log-probs, weights through its custom loader.
 
 Facts about SGLang are of 0.5.23. Nothing here imports it: it runs in an environment of its own (its pins contradict vLLM's),
-started by `sglang_server.py`, which must be importable there.
+started by `in_server/sglang_server.py`, which must be importable there.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from tepo_megatron.rollout.engine import (
     longest_sequence,
     served_label,
 )
-from tepo_megatron.rollout.environment import devices, without_torchrun
+from tepo_megatron.rollout.in_server.sglang_loader import BEGIN, FINISH, JOIN, KEEP, LOADER, MODEL_VARIABLE
+from tepo_megatron.rollout.in_server.sglang_server import CPU_VARIABLE, KEY_VARIABLE
 from tepo_megatron.rollout.samples import RETURN_EXPERTS, checked_rollout, neutral, parsed, prompt_seed
-from tepo_megatron.rollout.sglang_loader import BEGIN, FINISH, JOIN, KEEP, LOADER, MODEL_VARIABLE
-from tepo_megatron.rollout.sglang_server import CPU_VARIABLE, KEY_VARIABLE
+from tepo_megatron.rollout.servers.environment import devices, without_torchrun
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
-SERVER = "tepo_megatron.rollout.sglang_server"
+SERVER = "tepo_megatron.rollout.in_server.sglang_server"
 ENVIRONMENT = ".venv-sglang"  # beside this one, made by `make sglang`
 CPU_KV_CACHE_GIB = 1.0
 MAX_REQUESTS = 256  # sequences sampled at once

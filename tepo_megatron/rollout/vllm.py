@@ -31,14 +31,14 @@ from tepo_megatron.rollout.engine import (
     longest_sequence,
     served_label,
 )
-from tepo_megatron.rollout.environment import devices, without_torchrun
+from tepo_megatron.rollout.in_server.vllm_auth import API_KEY_VARIABLE
 from tepo_megatron.rollout.samples import RETURN_EXPERTS, checked_rollout, neutral, parsed, prompt_seed
-from tepo_megatron.rollout.vllm_auth import API_KEY_VARIABLE
+from tepo_megatron.rollout.servers.environment import devices, without_torchrun
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 BACKEND = "tepo_shm"  # registered inside the server by vllm_plugin.py
 SERVED_NAME = "policy"
-MIDDLEWARE = "tepo_megatron.rollout.vllm_auth.RequireKey"
+MIDDLEWARE = "tepo_megatron.rollout.in_server.vllm_auth.RequireKey"
 CPU_BATCH_TOKENS = 8192  # of prompts in one step
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 

@@ -160,7 +160,8 @@ def on_host(tensor: Tensor) -> Tensor:
 def write_file(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, int], for_others: bool = False) -> None:
     """Write a file, with the CRC-32 of tensors in its header where there are any. Raises CheckpointError when it cannot.
 
-    for_others: on another machine, so it gets its name when all of it has left this one. `rollout/weight_files.py` reads it.
+    for_others: on another machine, so it gets its name when all of it has left this one. `rollout/in_server/weight_files.py`
+    reads it.
     """
     header = {"format": "pt"}
     if checksums:

@@ -22,7 +22,7 @@ NUMEL = 2**24
 RECEIVER = """
 import json, sys, torch
 from tepo_megatron.channel import Meeting
-from tepo_megatron.rollout.inbox import Inbox
+from tepo_megatron.rollout.in_server.inbox import Inbox
 
 device = torch.device("cuda", 1)
 torch.cuda.set_device(device)

@@ -18,7 +18,7 @@ NUMEL = 2**24
 DEVICE = torch.device("cuda", 0)
 RECEIVER = """
 import sys, torch
-from tepo_megatron.rollout.inbox import Inbox
+from tepo_megatron.rollout.in_server.inbox import Inbox
 
 device = torch.device("cuda", 0)
 inbox = Inbox()

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import SyncError
-from tepo_megatron.rollout.endpoint import Endpoint
 from tepo_megatron.rollout.engine import Launch
-from tepo_megatron.rollout.fleet import Fleet
-from tepo_megatron.rollout.local import LocalServer
+from tepo_megatron.rollout.servers.endpoint import Endpoint
+from tepo_megatron.rollout.servers.fleet import Fleet
+from tepo_megatron.rollout.servers.local import LocalServer
 from tests.marks import marked
 from tests.parallel import cases
 from tests.parallel.test_weights import ROUNDS, tensors, tiny_moe

@@ -13,8 +13,8 @@ import torch
 
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import ConversionError
-from tepo_megatron.rollout.served_model import ServedModel
-from tepo_megatron.rollout.weight_files import Update, _shapes
+from tepo_megatron.rollout.in_server.weight_files import Update, _shapes
+from tepo_megatron.rollout.servers.served_model import ServedModel
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.test_broadcast import fleet, got

@@ -21,9 +21,9 @@ from transformers import Qwen3ForCausalLM
 from tepo_megatron.channel import Bucket, crc32, pack
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.ipc import lend
-from tepo_megatron.rollout.checksums import Checks
-from tepo_megatron.rollout.client import RequestFailed
 from tepo_megatron.rollout.engine import INITIAL_VERSION
+from tepo_megatron.rollout.servers.checksums import Checks
+from tepo_megatron.rollout.servers.client import RequestFailed
 from tepo_megatron.types import Prompt, SamplingParams
 from tepo_megatron.weights.stores import write_file
 from tests.server.served import (

@@ -24,11 +24,11 @@ from tepo_megatron.ops.context_parallel import shard_zigzag_packed
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
-from tepo_megatron.rollout.endpoint import Endpoint
 from tepo_megatron.rollout.engine import Launch, Send
-from tepo_megatron.rollout.fleet import Fleet
-from tepo_megatron.rollout.local import LocalServer
 from tepo_megatron.rollout.samples import checked_rollout
+from tepo_megatron.rollout.servers.endpoint import Endpoint
+from tepo_megatron.rollout.servers.fleet import Fleet
+from tepo_megatron.rollout.servers.local import LocalServer
 from tepo_megatron.types import Prompt, Rollout, SamplingParams, TrainBatch
 from tests.scripted_api import ScriptedApi
 from tests.unit.test_fleet import behave, process

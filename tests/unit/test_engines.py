@@ -11,7 +11,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.config_io import validate
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.rollout.engines import launch_beside_ranks
-from tepo_megatron.rollout.environment import devices
+from tepo_megatron.rollout.servers.environment import devices
 
 
 def config(**rollout: Any) -> Config:

@@ -17,10 +17,10 @@ import pytest
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import RolloutError, SyncError
-from tepo_megatron.rollout.endpoint import Endpoint
 from tepo_megatron.rollout.engine import Launch
-from tepo_megatron.rollout.fleet import Fleet
-from tepo_megatron.rollout.local import LocalServer
+from tepo_megatron.rollout.servers.endpoint import Endpoint
+from tepo_megatron.rollout.servers.fleet import Fleet
+from tepo_megatron.rollout.servers.local import LocalServer
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.scripted_api import ScriptedApi
 

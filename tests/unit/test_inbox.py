@@ -28,7 +28,7 @@ from tepo_megatron.channel import (
     open_store,
     tell,
 )
-from tepo_megatron.rollout.inbox import Inbox
+from tepo_megatron.rollout.in_server.inbox import Inbox
 
 CPU = torch.device("cpu")
 MODEL = {

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from tepo_megatron.channel import Bucket, pack
 from tepo_megatron.ipc import Handle, borrowed, lend
-from tepo_megatron.rollout.environment import devices
-from tepo_megatron.rollout.inbox import Inbox
+from tepo_megatron.rollout.in_server.inbox import Inbox
+from tepo_megatron.rollout.servers.environment import devices
 from tepo_megatron.weights import fp8
 
 CPU = torch.device("cpu")

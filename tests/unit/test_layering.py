@@ -86,8 +86,8 @@ BESIDE = {
 }  # fmt: skip
 # foreign package -> the files that may import it
 OWNERS = {
-    "vllm": {"rollout/vllm_plugin.py"},
-    "sglang": {"rollout/sglang_server.py"},
+    "vllm": {"rollout/in_server/vllm_plugin.py"},
+    "sglang": {"rollout/in_server/sglang_server.py"},
     "triton": {"ops/token_statistics/triton_kernels.py"},
     "nemo_run": set(),
     "math_verify": {"grading/equality.py"},
@@ -97,7 +97,7 @@ OWNERS = {
         "report/held_out.py", "report/panels.py", "report/picture.py", "report/svg.py",
     },
     "jinja2": {"report/page.py"},
-    "httpx": {"rollout/server.py", "rollout/client.py", "rewards/remote.py"},
+    "httpx": {"rollout/servers/process.py", "rollout/servers/client.py", "rewards/remote.py"},
     "pyarrow": {"data/arrow.py"},
     "datasets": {"data/arrow.py"},
 }  # fmt: skip
@@ -173,5 +173,10 @@ def test_platform_alone_names_backends() -> None:
             assert not strings & {"gloo", "nccl"}, path
 
 
-def test_the_vllm_plugin_never_activates_a_platform() -> None:
-    assert not any(n.startswith("tepo_megatron.platform") for n in imports(PACKAGE / "rollout" / "vllm_plugin.py"))
+@pytest.mark.parametrize("path", sorted((PACKAGE / "rollout" / "in_server").glob("*.py")), ids=lambda p: p.name)
+def test_what_runs_in_servers_imports_little(path: Path) -> None:
+    """Never a platform, nor what an engine's environment lacks."""
+    names = imports(path)
+    ours = {name.removeprefix("tepo_megatron.") for name in names if name.startswith("tepo_megatron.")}
+    assert {name for name in ours if not name.startswith(("channel", "ipc", "rollout.in_server"))} == set()
+    assert not any(name.split(".")[0] in ("megatron", "transformer_engine") for name in names)

@@ -23,9 +23,9 @@ from tepo_megatron.config_io import validate
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.rollout import engines
 from tepo_megatron.rollout.engine import INITIAL_VERSION, UNKNOWN_VERSION, Launch
-from tepo_megatron.rollout.fleet import Fleet
-from tepo_megatron.rollout.local import LocalServer, url_of
-from tepo_megatron.rollout.rendezvous import KEY_FILE, KEY_VARIABLE, Record, Rendezvous, fingerprint
+from tepo_megatron.rollout.servers.fleet import Fleet
+from tepo_megatron.rollout.servers.local import LocalServer, url_of
+from tepo_megatron.rollout.servers.rendezvous import KEY_FILE, KEY_VARIABLE, Record, Rendezvous, fingerprint
 from tests.scripted_api import ScriptedApi
 from tests.unit.test_fleet import PROMPTS, SAMPLING, ids, until
 
@@ -122,7 +122,7 @@ def server_process(serving: Serving, record: Record) -> psutil.Process:
     """The first process of the server with this record."""
     port = record.url.rpartition(":")[2]
     return next(p for p in serving.processes() if "tests.scripted_server" in p.cmdline() and port in p.cmdline()[-2:]
-                and "tepo_megatron.rollout.guard" not in p.cmdline())  # fmt: skip
+                and "tepo_megatron.rollout.servers.guard" not in p.cmdline())  # fmt: skip
 
 
 @pytest.mark.full
@@ -334,7 +334,7 @@ def test_a_key_that_protects_nothing_is_refused(bad: str, monkeypatch: pytest.Mo
 
 
 def test_no_server_starts_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tepo_megatron.rollout.vllm_auth import API_KEY_VARIABLE, RequireKey
+    from tepo_megatron.rollout.in_server.vllm_auth import API_KEY_VARIABLE, RequireKey
 
     for key in (None, ""):
         monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
@@ -343,7 +343,7 @@ def test_no_server_starts_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(RuntimeError, match="without a key"):
             RequireKey(None)  # type: ignore[arg-type]
         env = dict(os.environ) | ({} if key is None else {"TEPO_SGLANG_KEY": key})
-        command = [sys.executable, "-P", "-m", "tepo_megatron.rollout.sglang_server", "--host", "0.0.0.0"]
+        command = [sys.executable, "-P", "-m", "tepo_megatron.rollout.in_server.sglang_server", "--host", "0.0.0.0"]
         ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
         assert ended.returncode == 1 and "without a key" in ended.stderr
 

@@ -14,9 +14,9 @@ import torch
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.rollout.engine import INITIAL_VERSION, Launch, StaleWeights
+from tepo_megatron.rollout.in_server.sglang_server import hide, murmur_hash32
 from tepo_megatron.rollout.samples import prompt_seed
 from tepo_megatron.rollout.sglang import SglangApi, generate_request, parse_generated
-from tepo_megatron.rollout.sglang_server import hide, murmur_hash32
 from tepo_megatron.types import Prompt, SamplingParams
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")

@@ -14,8 +14,8 @@ import pytest
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout.engine import Launch
-from tepo_megatron.rollout.fleet import Fleet
-from tepo_megatron.rollout.local import LocalServer
+from tepo_megatron.rollout.servers.fleet import Fleet
+from tepo_megatron.rollout.servers.local import LocalServer
 from tepo_megatron.rollout.sglang import SglangApi
 from tepo_megatron.rollout.vllm import VllmApi
 from tests.unit import test_fleet

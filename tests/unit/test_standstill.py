@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.rollout.fleet import Fleet
-from tepo_megatron.rollout.rendezvous import Rendezvous, keeper_name, this_host
-from tepo_megatron.rollout.standstill import Standstill
+from tepo_megatron.rollout.servers.fleet import Fleet
+from tepo_megatron.rollout.servers.rendezvous import Rendezvous, keeper_name, this_host
+from tepo_megatron.rollout.servers.standstill import Standstill
 from tests.unit.test_fleet import PROMPTS, SAMPLING, ids, until
 from tests.unit.test_remote import Serving, record_of, scripted, server_process, serving, trainer  # noqa: F401
 from tests.unit.test_sleep import told, wake
@@ -26,7 +26,7 @@ BOTH_PARTS = ["weights", "kv_cache"]
 
 def servers_of(serve: Serving) -> int:
     """First processes of servers that live under this `tepo serve`, on their way or up."""
-    return sum("tepo_megatron.rollout.guard" in p.cmdline() for p in serve.processes())
+    return sum("tepo_megatron.rollout.servers.guard" in p.cmdline() for p in serve.processes())
 
 
 def versions(fleet: Fleet) -> set[int]:

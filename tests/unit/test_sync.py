@@ -15,7 +15,7 @@ import torch
 from tepo_megatron.channel import crc32
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.rollout.weight_files import tensors
+from tepo_megatron.rollout.in_server.weight_files import tensors
 from tepo_megatron.weights import broadcast
 from tepo_megatron.weights.ops import Replicated
 from tepo_megatron.weights.relay import _memory, takers, together

@@ -10,7 +10,7 @@ import pytest
 
 from tepo_megatron.errors import SyncError
 from tepo_megatron.rollout.engine import INITIAL_VERSION
-from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.rollout.servers.fleet import Fleet
 from tests.unit.test_fleet import PROMPTS, SAMPLING, behave, fleet, process, until
 
 pytestmark = pytest.mark.slow

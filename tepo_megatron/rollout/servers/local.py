@@ -12,8 +12,8 @@ from pathlib import Path
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout.engine import Address, EngineApi, Launch
-from tepo_megatron.rollout.served_model import ServedModel
-from tepo_megatron.rollout.server import LOOPBACK, ServerProcess, choose_port
+from tepo_megatron.rollout.servers.process import LOOPBACK, ServerProcess, choose_port
+from tepo_megatron.rollout.servers.served_model import ServedModel
 
 # A dead engine closes its connections first and ends a moment later; waiting for that makes the error name the cause.
 DEATH_SECONDS = 1.0

@@ -18,7 +18,7 @@ import httpx
 import psutil
 
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.rollout import guard
+from tepo_megatron.rollout.servers import guard
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2

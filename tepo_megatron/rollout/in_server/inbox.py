@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tepo_megatron.channel import BrokenChannel, Bucket, Channel, Kept, Meeting, arrived_key, join_store, joined_key, tell
 from tepo_megatron.ipc import borrowed
-from tepo_megatron.rollout.weight_files import Update, tensors
+from tepo_megatron.rollout.in_server.weight_files import Update, tensors
 
 logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")

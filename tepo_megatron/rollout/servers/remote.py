@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.rollout.client import healthy
 from tepo_megatron.rollout.engine import Address, Launch
-from tepo_megatron.rollout.rendezvous import KEY_VARIABLE, Record, Rendezvous, fingerprint, key_from_environment
+from tepo_megatron.rollout.servers.client import healthy
+from tepo_megatron.rollout.servers.rendezvous import KEY_VARIABLE, Record, Rendezvous, fingerprint, key_from_environment
 
 POLL_SECONDS = 0.5
 

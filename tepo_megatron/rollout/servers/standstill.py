@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.rollout.rendezvous import Rendezvous
+from tepo_megatron.rollout.servers.rendezvous import Rendezvous
 
 POLL_SECONDS = 0.1
 

@@ -19,15 +19,15 @@ from typing import Self
 from tepo_megatron.channel import Meeting, Source, Taker
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError, SyncError
-from tepo_megatron.rollout.checksums import Checks
-from tepo_megatron.rollout.client import RequestFailed
 from tepo_megatron.rollout.cut import Ask, joined, rests
-from tepo_megatron.rollout.endpoint import Endpoint
 from tepo_megatron.rollout.engine import INITIAL_VERSION, UNKNOWN_VERSION, Deliver, EnginePart, Groups, StaleWeights
 from tepo_megatron.rollout.loop import Arrivals, LoopThread
-from tepo_megatron.rollout.member import Life, Member
-from tepo_megatron.rollout.rest import Rest
-from tepo_megatron.rollout.standstill import Standstill
+from tepo_megatron.rollout.servers.checksums import Checks
+from tepo_megatron.rollout.servers.client import RequestFailed
+from tepo_megatron.rollout.servers.endpoint import Endpoint
+from tepo_megatron.rollout.servers.member import Life, Member
+from tepo_megatron.rollout.servers.rest import Rest
+from tepo_megatron.rollout.servers.standstill import Standstill
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 RETRY_SECONDS = 0.2  # before a request is sent again, doubled each time

@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from tepo_megatron.channel import Kept, Meeting
-from tepo_megatron.rollout.inbox import Inbox
+from tepo_megatron.rollout.in_server.inbox import Inbox
 
 BACKEND = "tepo_shm"
 _LAYER = re.compile(r"model\.layers\.\d+\.")

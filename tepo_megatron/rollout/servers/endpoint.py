@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 from tepo_megatron.channel import Kept, Meeting, Source
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError, SyncError
-from tepo_megatron.rollout.client import Client, RequestFailed
 from tepo_megatron.rollout.cut import Ask
 from tepo_megatron.rollout.engine import (
     ENGINE_PARTS,
@@ -26,6 +25,7 @@ from tepo_megatron.rollout.engine import (
     Send,
     Server,
 )
+from tepo_megatron.rollout.servers.client import Client, RequestFailed
 from tepo_megatron.types import Rollout
 
 

@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.rollout.client import RequestFailed
-from tepo_megatron.rollout.endpoint import Endpoint
 from tepo_megatron.rollout.engine import ENGINE_PARTS, EnginePart
-from tepo_megatron.rollout.member import Member
-from tepo_megatron.rollout.standstill import Standstill
+from tepo_megatron.rollout.servers.client import RequestFailed
+from tepo_megatron.rollout.servers.endpoint import Endpoint
+from tepo_megatron.rollout.servers.member import Member
+from tepo_megatron.rollout.servers.standstill import Standstill
 
 
 class Rest:

@@ -1,6 +1,6 @@
 """Run a server so that none of its processes outlives it, this guard or the owner.
 
-    python -m tepo_megatron.rollout.guard OWNER GRACE COMMAND...
+    python -m tepo_megatron.rollout.servers.guard OWNER GRACE COMMAND...
 
 An inference server is a tree of processes, and a death anywhere must not leave the rest behind, holding memory and ports:
   * OWNER (a pid, the parent) ends, by SIGKILL even: seen as a change of parent. PR_SET_PDEATHSIG set by the owner would not

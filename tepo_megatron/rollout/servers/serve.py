@@ -18,11 +18,11 @@ from pathlib import Path
 
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.rollout.endpoint import Connected
 from tepo_megatron.rollout.engines import ENGINES, launch_of, local_servers
-from tepo_megatron.rollout.local import LocalServer, is_loopback
-from tepo_megatron.rollout.member import Member
-from tepo_megatron.rollout.rendezvous import Record, Rendezvous, fingerprint, keeper_name, this_host
+from tepo_megatron.rollout.servers.endpoint import Connected
+from tepo_megatron.rollout.servers.local import LocalServer, is_loopback
+from tepo_megatron.rollout.servers.member import Member
+from tepo_megatron.rollout.servers.rendezvous import Record, Rendezvous, fingerprint, keeper_name, this_host
 
 LOOK_SECONDS = 1.0  # between looks at what trainers ask for
 TURN_SECONDS = 0.2  # instead, where they wait for the answer at each turn

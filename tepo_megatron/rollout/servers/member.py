@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError, TepoError
-from tepo_megatron.rollout.client import RequestFailed
-from tepo_megatron.rollout.endpoint import Connected
+from tepo_megatron.rollout.servers.client import RequestFailed
+from tepo_megatron.rollout.servers.endpoint import Connected
 
 LONGEST_PAUSE = 30.0  # seconds before a start
 C = TypeVar("C", bound=Connected)

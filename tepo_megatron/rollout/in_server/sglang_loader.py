@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from tepo_megatron.channel import Kept, Meeting
-from tepo_megatron.rollout.inbox import Inbox
+from tepo_megatron.rollout.in_server.inbox import Inbox
 
-LOADER = "tepo_megatron.rollout.sglang_loader.load_sources"
+LOADER = "tepo_megatron.rollout.in_server.sglang_loader.load_sources"
 MODEL_VARIABLE = "TEPO_MODEL_PATH"  # the folder that the server was started with
 # instead of a source: the loader has no hook of its own for the two ends of an update, nor for a meeting or what an update
 # leaves out (with their fields)
