@@ -18,7 +18,7 @@ import pytest
 
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout.servers import process as server_module
-from tepo_megatron.rollout.servers.process import LOOPBACK, ServerProcess, choose_port
+from tepo_megatron.rollout.servers.process import LOOPBACK, ServerProcess, choose_port, hold_port
 
 # Answers /health, and starts a process that, like vLLM's EngineCore, does not notice its parent's death.
 HEALTHY = """
@@ -162,6 +162,19 @@ def test_a_busy_port_names_the_key_and_any_other_is_free() -> None:
             choose_port(port)
         assert choose_port(0) not in (0, port)
     assert choose_port(port) == port
+
+
+def test_a_port_that_is_held_is_nobody_elses_free_one_and_the_servers_to_listen_on() -> None:
+    """Chosen and let go, one of some 7000 is the next one's free port, too: that of the server beside, which starts as well."""
+    held = [hold_port(0) for _ in range(500)]
+    try:
+        ports = [h.getsockname()[1] for h in held]
+        assert len(set(ports)) == 500 and not {choose_port(0) for _ in range(500)} & set(ports)
+        with socket.create_server((LOOPBACK, ports[0])), pytest.raises(RolloutError, match="Address already in use"):
+            choose_port(ports[0])
+    finally:
+        for h in held:
+            h.close()
 
 
 def test_an_unwritable_log_names_the_file(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import ipaddress
 import os
 import secrets
+import socket
 from dataclasses import replace
 from pathlib import Path
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout.engine import Address, EngineApi, Launch
-from tepo_megatron.rollout.servers.process import LOOPBACK, ServerProcess, choose_port
+from tepo_megatron.rollout.servers.process import LOOPBACK, ServerProcess, hold_port
 from tepo_megatron.rollout.servers.served_model import ServedModel
 
 # A dead engine closes its connections first and ends a moment later; waiting for that makes the error name the cause.
@@ -31,11 +32,14 @@ class LocalServer:
         self._api, self._cfg, self._launch, self._key = api, cfg, launch, key
         self.process: ServerProcess | None = None
         self._address: Address | None = None
+        self._door: socket.socket | None = None  # keeps the port from others until the server listens there
         self._served: ServedModel | None = None
 
     def launch(self) -> None:
         """Start the process; returns at once. Raises RolloutError (busy port, unwritable log), ConfigError (not installed)."""
-        port, key = choose_port(self._cfg.port, self._launch.host), self._key or secrets.token_urlsafe(32)
+        self._let_go()
+        self._door = hold_port(self._cfg.port, self._launch.host)
+        port, key = int(self._door.getsockname()[1]), self._key or secrets.token_urlsafe(32)
         url = url_of(self._launch.host, port)
         if self._served is None:
             self._served = ServedModel(self._launch.model_path, self._launch.in_fp8)
@@ -56,7 +60,10 @@ class LocalServer:
         """Raises RolloutError when it ends, or is not healthy `rollout.server.ready_seconds` after its start."""
         if self.process is None or self._address is None:
             raise RolloutError(f"{self.name} is not running")
-        await asyncio.to_thread(self.process.wait_ready)
+        try:
+            await asyncio.to_thread(self.process.wait_ready)
+        finally:
+            self._let_go()
         return self._address
 
     async def failure(self, what: str) -> RolloutError:
@@ -91,6 +98,12 @@ class LocalServer:
         if self._served is not None:
             self._served.remove()
         self._served = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._door is not None:
+            self._door.close()
+        self._door = None
 
 
 def url_of(host: str, port: int) -> str:

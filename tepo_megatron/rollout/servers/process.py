@@ -36,17 +36,27 @@ _NOISE = re.compile(rb"nanobind:|^ - (leaked |\.\.\. skipped)|resource_tracker|^
 
 def choose_port(port: int, host: str = LOOPBACK) -> int:
     """`port` if nothing listens there on `host`, any free port for 0. Raises RolloutError."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        # Connections of an earlier run that are still closing are no bar.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as e:
-            raise RolloutError(
-                f"rollout.server.port={port} cannot be used on {host} ({e.strerror}); "
-                "stop what listens there, or set it to 0 for any free port"
-            ) from None
-        return int(probe.getsockname()[1])
+    with hold_port(port, host) as held:
+        return int(held.getsockname()[1])
+
+
+def hold_port(port: int, host: str = LOOPBACK) -> socket.socket:
+    """A socket with the port of `choose_port`, which is nobody else's free one until it is closed. Raises RolloutError.
+
+    A server listens there all the same: neither this socket nor those of engines bar another that says SO_REUSEADDR, too.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # Connections of an earlier run that are still closing are no bar.
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind((host, port))
+    except OSError as e:
+        held.close()
+        raise RolloutError(
+            f"rollout.server.port={port} cannot be used on {host} ({e.strerror}); "
+            "stop what listens there, or set it to 0 for any free port"
+        ) from None
+    return held
 
 
 class ServerProcess:
