@@ -31,7 +31,7 @@ SECONDS = 5.0  # of sync.timeout_seconds
 
 @contextmanager
 def fleet(folder: Path, model: Path, servers: int, **server: Any) -> Iterator[Fleet]:
-    settings = {"restarts": 3, "backoff_seconds": 0.05, "silent_seconds": 1.0, "ready_seconds": 30} | server
+    settings = {"restarts": 3, "backoff_seconds": 0.05, "silent_seconds": 20.0, "ready_seconds": 60} | server
     cfg = RolloutConfig(servers=servers, server=ServerConfig(**settings))
     launch = Launch(model, max_model_len=64, platform="cpu", precision="fp32", seed=0)
     endpoints = []
@@ -117,7 +117,8 @@ def push_and_lose(rank: int, cfg: Any, folder: Path, fault: str) -> dict[str, An
             for version in (1, 2, 2):
                 sync.push(version)
         return {}
-    with fleet(folder, Path(cfg.model.path), servers=3) as servers, sync_of(cfg, servers) as sync:
+    silent = 3.0 if fault == "freeze" else 20.0  # of seconds; a frozen one is to be noticed before a round is late
+    with fleet(folder, Path(cfg.model.path), servers=3, silent_seconds=silent) as servers, sync_of(cfg, servers) as sync:
         sync.push(1)
         pids = [process(servers, i).pid for i in range(3)]
         for i in range(3):
@@ -168,7 +169,7 @@ def outcome(sync: Any) -> str:
 def test_a_server_that_lives_and_does_not_come_is_an_error_on_every_rank(tmp_path: Path) -> None:
     tiny_qwen3(tmp_path / "model", layers=4, vocab_size=cases.VOCAB)
     cfg = config_of(tmp_path / "model", {"pp": 2}, timeout_seconds=0.5)
-    for told in run_world(2, push_to_nobody, cfg, tmp_path, "absent", timeout=40):
+    for told in run_world(2, push_to_nobody, cfg, tmp_path, "absent", timeout=120):
         assert "did not meet the trainer's ranks in 3 attempts of 0.5 s, at 127.0.0.1:" in told and "sync.address" in told
 
 
@@ -176,4 +177,4 @@ def test_a_server_that_lives_and_does_not_come_is_an_error_on_every_rank(tmp_pat
 def test_the_only_server_may_be_lost(tmp_path: Path) -> None:
     tiny_qwen3(tmp_path / "model", layers=4, vocab_size=cases.VOCAB)
     cfg = config_of(tmp_path / "model", {"pp": 2})
-    assert run_world(2, push_to_nobody, cfg, tmp_path, "midst", timeout=40) == ["pushed", "pushed"]
+    assert run_world(2, push_to_nobody, cfg, tmp_path, "midst", timeout=120) == ["pushed", "pushed"]

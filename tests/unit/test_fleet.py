@@ -33,8 +33,9 @@ PROMPTS = [Prompt(id=i, token_ids=(4, 5), answer="") for i in range(40)]
 def fleet(
     folder: Path, servers: int = 3, min_servers: int = 1, attempts: int = 3, in_flight: str = "finish", **server: Any
 ) -> Iterator[Fleet]:
+    """Where nobody freezes it is patient: a busy machine must not look like that."""
     (folder / "model").mkdir(exist_ok=True)
-    settings = {"restarts": 3, "backoff_seconds": 0.05, "silent_seconds": 1.0, "concurrency": 4, "ready_seconds": 20} | server
+    settings = {"restarts": 3, "backoff_seconds": 0.05, "silent_seconds": 20.0, "concurrency": 4, "ready_seconds": 60} | server
     cfg = RolloutConfig(
         servers=servers,
         min_servers=min_servers,
@@ -74,7 +75,7 @@ def ids(rollouts: list[Rollout]) -> list[list[int]]:
     return [r.response_ids for r in rollouts]
 
 
-def until(condition: Any, seconds: float = 20.0) -> None:
+def until(condition: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -98,26 +99,26 @@ def test_the_answer_does_not_depend_on_the_number_of_servers(expected: list[list
 
 def test_work_goes_to_the_least_loaded(tmp_path: Path) -> None:
     with fleet(tmp_path, servers=2, concurrency=2) as two:
-        behave(two, 0, slow=0.4)
+        behave(two, 0, slow=2.0)
         started = time.monotonic()
         two.generate(PROMPTS, SAMPLING, seed=0)
-        assert time.monotonic() - started < 3.0  # half of the prompts at the slow one would take 4 s
+        assert time.monotonic() - started < 15.0  # half of the prompts at the slow one would take 20 s
 
 
 @pytest.mark.parametrize("kind", ["killed", "frozen", "errors", "stale"])
 def test_a_server_that_fails_costs_no_sample(kind: str, expected: list[list[int]], tmp_path: Path) -> None:
-    with fleet(tmp_path) as three:
+    with fleet(tmp_path, silent_seconds=2.0 if kind == "frozen" else 20.0) as three:
         three.update_weights([], version=4)
         for i in range(3):
-            behave(three, i, slow=0.1)
+            behave(three, i, slow=0.4)  # four times at least
         first = process(three, 1)
         faults = {
             "killed": first.kill,
             "frozen": lambda: first.send_signal(signal.SIGSTOP),
-            "errors": lambda: behave(three, 1, errors=10, slow=0.1),
-            "stale": lambda: behave(three, 1, version=3, slow=0.1),
+            "errors": lambda: behave(three, 1, errors=10, slow=0.4),
+            "stale": lambda: behave(three, 1, version=3, slow=0.4),
         }
-        timer = threading.Timer(0.15, faults[kind])
+        timer = threading.Timer(0.5, faults[kind])
         timer.start()
         rollouts = three.generate(PROMPTS, SAMPLING, seed=7)
         timer.join()
@@ -191,8 +192,8 @@ def test_weights_that_come_in_mid_generation_wait_for_what_is_being_sampled(expe
     with fleet(tmp_path, servers=2) as two:
         two.update_weights([], version=1)
         for i in range(2):
-            behave(two, i, slow=0.1)
-        updates = threading.Timer(0.25, lambda: two.update_weights([], version=2))
+            behave(two, i, slow=0.4)  # five times at least
+        updates = threading.Timer(0.5, lambda: two.update_weights([], version=2))
         updates.start()
         rollouts = two.generate(PROMPTS, SAMPLING, seed=7)
         updates.join()
@@ -212,14 +213,14 @@ def test_groups_stream_in_as_they_are_done_and_to_close_the_stream_ends_the_rest
         groups.add(PROMPTS[30:], SAMPLING, seed=7)
         there = {group[0].prompt_id: group for group in iter(groups.next, None)}
         assert ids([r for prompt in PROMPTS for r in there[prompt.id]]) == expected
-        behave(two, 0, slow=5.0)
+        behave(two, 0, slow=20.0)
         started = time.monotonic()
         groups.add(PROMPTS[:8], SAMPLING, seed=7)
         first = [groups.next() or [] for _ in range(4)]  # those of the other server
         groups.close()
-        assert time.monotonic() - started < 4.0
+        assert time.monotonic() - started < 15.0
         assert all(ids(group) == expected[3 * group[0].prompt_id :][:3] for group in first)
-        until(lambda: not any(m.endpoint.in_flight for m in two._members), seconds=2.0)
+        until(lambda: not any(m.endpoint.in_flight for m in two._members), seconds=4.0)
         with pytest.raises(RolloutError, match="max_tokens is too large"):
             groups.add(PROMPTS, SamplingParams(samples=1, max_tokens=101), seed=0)
             groups.next()
@@ -305,7 +306,7 @@ SPELLS: dict[str, dict[str, Any]] = {
 def test_thirty_steps_of_chaos_lose_nothing(expected: list[list[int]], tmp_path: Path) -> None:
     """Faults at random moments, in generation and in updates; every step's samples are those of a healthy server."""
     chance, stop, done = random.Random(0), threading.Event(), Counter[str]()
-    with fleet(tmp_path, servers=3, attempts=9, restarts=99) as three:
+    with fleet(tmp_path, servers=3, attempts=9, restarts=99, silent_seconds=1.0) as three:
 
         def trouble() -> None:
             while not stop.wait(chance.uniform(0.1, 0.6)):

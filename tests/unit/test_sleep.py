@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 import time
 from pathlib import Path
@@ -18,12 +17,9 @@ from tepo_megatron.rollout.servers.fleet import Fleet
 from tepo_megatron.rollout.servers.local import LocalServer
 from tepo_megatron.rollout.sglang import SglangApi
 from tepo_megatron.rollout.vllm import VllmApi
-from tests.unit import test_fleet
-from tests.unit.test_fleet import PROMPTS, SAMPLING, behave, expected, ids, process, until  # noqa: F401
+from tests.unit.test_fleet import PROMPTS, SAMPLING, behave, expected, fleet, ids, process, until  # noqa: F401
 
 pytestmark = pytest.mark.slow
-# nobody freezes here, and a busy machine must not look like that
-fleet = functools.partial(test_fleet.fleet, silent_seconds=20.0)
 
 
 def told(fleet: Fleet, server: int) -> list[str]:
