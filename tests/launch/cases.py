@@ -62,7 +62,7 @@ def call(folder: Path, calls: dict[str, list[str]], python: Path = PYTHON) -> di
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "WANDB_API_KEY": SECRET}
     environment["TEPO_SERVER_KEY"] = SECRET
     words = [python, "-c", PROGRAM, json.dumps(calls)]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return {name: tuple(result) for name, result in json.loads(done.stdout.splitlines()[-1]).items()}
 

@@ -103,7 +103,7 @@ def test_before_its_time_limit_a_job_waits_for_a_checkpoint_and_is_queued_again(
             writing.rename(writing.with_suffix(""))
         newest = "step-00000010" if checkpoint else "step-00000005"
         assert job.stdout.readline() == f"launch: queued again; newest checkpoint: {newest}\n"
-        assert job.wait(20) == 0 and calls.read_text() == "requeue 7\n"
+        assert job.wait(60) == 0 and calls.read_text() == "requeue 7\n"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
@@ -129,7 +129,7 @@ def test_a_failure_has_the_job_queued_again_once_at_each_checkpoint(tmp_path: Pa
         more = {"STATE": state, "REASON": "None", "EXIT": "0:0", "SLURM_RESTART_COUNT": str(restarts)}
         done = subprocess.run(
             ["bash", "-c", f"{setup}\nset -e\nexit {status}"],
-            cwd=tmp_path, env=environment | more, capture_output=True, text=True, timeout=20, check=False,
+            cwd=tmp_path, env=environment | more, capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert done.returncode == status and done.stderr == ""
         assert calls.exists() == ("queued again" in done.stdout) and (not calls.exists() or calls.read_text() == "requeue 7\n")
@@ -158,7 +158,7 @@ def test_when_the_batch_script_was_killed_its_guard_has_the_job_queued_again(
         wait_for(lambda: "sleep" in children_of(tmp_path / "guard"))
         script.kill()
         os.kill(int((tmp_path / "guard").read_text()), signal.SIGTERM)
-        wait_for(lambda: not children_of(tmp_path / "guard"))
+        wait_for(lambda: ended(tmp_path / "guard"))  # between two of its commands it has no child either
         said = "launch: the batch script was killed; queued again; newest checkpoint: step-00000005\n"
         assert (tmp_path / "guard.log").read_text() == (said if again else "")
         assert (tmp_path / "calls").exists() == again
@@ -169,15 +169,23 @@ def test_when_the_batch_script_was_killed_its_guard_has_the_job_queued_again(
 
 
 def children_of(pid_file: Path) -> str:
-    """The commands of the processes that a process started; none once it has ended."""
+    """The commands of the processes that a process started."""
     if not pid_file.exists():
         return ""
     words = ["ps", "--no-headers", "-o", "comm", "--ppid", pid_file.read_text().strip() or "0"]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout
 
 
+def ended(pid_file: Path) -> bool:
+    """Whether the process is gone, or waits for whoever adopted it to ask how it ended."""
+    try:
+        return Path("/proc", pid_file.read_text().strip(), "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
