@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,8 +109,9 @@ def commands(folder: Path) -> Iterator[Callable[..., Command]]:
     yield start
     for command in started:
         for line in command.left_over():
-            os.kill(int(line.split()[0]), signal.SIGKILL)
-        command.process.wait(10)
+            with suppress(ProcessLookupError):  # it went with one that was killed before
+                os.kill(int(line.split()[0]), signal.SIGKILL)
+        command.process.wait(60)
 
 
 @pytest.fixture

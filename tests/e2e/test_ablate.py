@@ -32,7 +32,7 @@ def test_two_objectives_and_a_run_that_fails(tepo, tmp_path: Path) -> None:
     (tmp_path / "ab.yaml").write_text(yaml.safe_dump(file, sort_keys=False))
 
     command = tepo("ablate", tmp_path / "ab.yaml", "--training.steps", "2", "--export_hf", "false", engine="good")
-    assert command.wait(120) == 1, command.output
+    assert command.wait(300) == 1, command.output
     command.assert_nothing_left()
     assert "Traceback" not in command.output
     folder = tmp_path / "ab"

@@ -20,6 +20,6 @@ def test_a_run_that_can_work_and_one_that_cannot(tepo, base: Path, tmp_path: Pat
     assert list((tmp_path / "runs").iterdir()) == []  # nothing is left
 
     command = tepo("doctor", "examples/demo.yaml", *words, "--rollout.server.extra_args", "['--no-such-option']")
-    assert command.wait(120) == 1
+    assert command.wait(240) == 1
     command.assert_nothing_left()
     assert re.search(r"^fail  a step +rank 0: .*--no-such-option", command.output, re.M | re.S), command.output

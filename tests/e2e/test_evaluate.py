@@ -52,12 +52,12 @@ def test_all_seven_on_an_engine_of_its_own_and_on_one_that_runs(tepo, base: Path
     for name in BENCHMARKS:
         assert (tmp_path / "there" / f"{name}.jsonl").read_bytes() == (tmp_path / "own" / f"{name}.jsonl").read_bytes()
     compare = tepo("compare", tmp_path / "there", tmp_path / "own")
-    assert compare.wait(60) == 0, compare.output
+    assert compare.wait(240) == 0, compare.output
     for output in (running.output, compare.output):
         assert output.count("+0.00") >= len(BENCHMARKS)
 
     os.kill(serve.process.pid, signal.SIGTERM)
-    assert serve.wait(30) == 0, serve.output
+    assert serve.wait(120) == 0, serve.output
     serve.assert_nothing_left()
 
 

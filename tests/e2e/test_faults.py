@@ -1,13 +1,13 @@
-"""Bad input and faults at the command line: one clear error, a non-zero exit of every rank within 30 s, nothing left behind.
+"""Bad input and faults at the command line: one clear error, a non-zero exit of every rank, nothing left behind.
 
-None of these needs a server (those that do: tests/server, test_train.py); those in mid-run have a scripted engine instead.
+It takes less than 30 s on a machine with nothing else to do, and several times that on a busy one, hence the bound here. None
+of these needs a server (those that do: tests/server, test_train.py); those in mid-run have a scripted engine instead.
 """
 
 import json
 import os
 import signal
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tests.tiny import tiny_qwen3
 
 pytestmark = pytest.mark.e2e
+BOUND = 150.0  # seconds: less than the time-out of a collective, for which a rank that nobody ends would wait
 ONE_PROMPT = '{"prompt": "1+1?", "answer": "2"}\n'
 
 
@@ -31,10 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def refused(command, *phrases: str, within: float = 30.0) -> None:
-    started = time.monotonic()
-    assert command.wait(60) == 1, command.output
-    assert time.monotonic() - started <= within
+def refused(command, *phrases: str) -> None:
+    assert command.wait(BOUND) == 1, command.output
     for phrase in phrases:
         assert phrase in command.output, command.output
     assert command.output.count("tepo: error:") == 1 and "Traceback" not in command.output, command.output
@@ -108,7 +107,7 @@ def whole_lines(run: Path) -> list[dict]:
 
 def fault(command, run: Path, *phrases: str, steps: int) -> None:
     """The fault comes in mid-run: as `refused`, with the steps before it on record and nothing half-written."""
-    command.until(lambda: "actor built" in command.output, timeout=60)
+    command.until(lambda: "actor built" in command.output, timeout=BOUND)
     refused(command, *phrases)
     assert len(whole_lines(run)) == steps
     assert not (run / "hf").exists() and not (run / "summary.json").exists()
@@ -118,7 +117,7 @@ def fault(command, run: Path, *phrases: str, steps: int) -> None:
 @pytest.mark.full
 def test_a_scripted_run_without_evaluation_data_ends_well(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT, parallel__tp=1, parallel__dp=2, data__eval="null", name="good"), engine="good")
-    assert command.wait(120) == 0, command.output
+    assert command.wait(2 * BOUND) == 0, command.output
     run = tmp_path / "runs" / "good"
     assert [r["step"] for r in whole_lines(run)] == [1, 2, 3, 4, 5, 6]
     summary = json.loads((run / "summary.json").read_text())
@@ -128,7 +127,7 @@ def test_a_scripted_run_without_evaluation_data_ends_well(tepo, arguments, model
 
 def test_steps_without_an_informative_group_change_nothing_and_go_on(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT, name="uniform"), engine="uniform")
-    assert command.wait(120) == 0, command.output
+    assert command.wait(2 * BOUND) == 0, command.output
     records = whole_lines(tmp_path / "runs" / "uniform")
     assert len(records) == 6 and all(r["rollout/kept_groups"] == 0 and r["loss/total"] is None for r in records)
     trained, base = (
@@ -157,7 +156,7 @@ def test_a_server_that_dies_in_mid_run(tepo, arguments, model: Path, tmp_path: P
 def test_a_rank_that_is_killed(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT | {"training__steps": 500}, name="killed"), engine="slow")
     run = tmp_path / "runs" / "killed"
-    command.until(lambda: len(whole_lines(run)) >= 2, timeout=60)
+    command.until(lambda: len(whole_lines(run)) >= 2, timeout=BOUND)
     rank = next(line for line in command.left_over() if "scripted_worker" in line)
     os.kill(int(rank.split()[0]), signal.SIGKILL)
     refused(command, "was ended by SIGKILL")
@@ -167,9 +166,9 @@ def test_a_rank_that_is_killed(tepo, arguments, model: Path, tmp_path: Path) -> 
 def test_ctrl_c_in_mid_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT | {"training__steps": 500}, name="stopped"), engine="slow")
     run = tmp_path / "runs" / "stopped"
-    command.until(lambda: len(whole_lines(run)) >= 2, timeout=60)
+    command.until(lambda: len(whole_lines(run)) >= 2, timeout=BOUND)
     command.interrupt()
-    assert command.wait(30) == 130
+    assert command.wait(BOUND) == 130
     command.assert_nothing_left()
     assert len(whole_lines(run)) >= 2 and not (run / "hf").exists() and not (run / "summary.json").exists()
     assert "Traceback" not in command.output and "tepo: interrupted" in command.output
@@ -179,5 +178,5 @@ def test_ctrl_c_in_mid_run(tepo, arguments, model: Path, tmp_path: Path) -> None
 def test_a_start_that_was_refused_does_not_block_its_name(tepo, arguments, model: Path, tmp_path: Path) -> None:
     refused(tepo(*arguments(model, data__train=tmp_path / "missing.jsonl", name="again")), "missing.jsonl")
     command = tepo(*arguments(model, **SHORT | {"training__steps": 1}, name="again"), engine="good")
-    assert command.wait(120) == 0, command.output
+    assert command.wait(2 * BOUND) == 0, command.output
     refused(tepo(*arguments(model, name="again")), "holds a run already")

@@ -36,7 +36,7 @@ def complete(run: Path) -> list[str]:
 
 
 def finished(command: Any) -> str:
-    assert command.wait(120) == 0, command.output
+    assert command.wait(300) == 0, command.output
     command.assert_nothing_left()
     return command.output
 
@@ -50,16 +50,16 @@ def test_a_run_survives_the_kill_of_its_launcher_and_of_a_rank(tepo, arguments, 
     finished(tepo(*arguments(model, **RUN | {"checkpoint__every": 0}, name="straight"), engine="good"))
 
     command = tepo(*arguments(model, **RUN, name="killed"), engine="slow")
-    command.until(lambda: bool(complete(run)) and len(whole_lines(run)) >= 3, timeout=60)
+    command.until(lambda: bool(complete(run)) and len(whole_lines(run)) >= 3, timeout=240)
     os.kill(command.process.pid, signal.SIGKILL)
     command.assert_nothing_left()
-    assert tepo("report", run).wait(60) == 0 and (run / "report.png").exists()
+    assert tepo("report", run).wait(240) == 0 and (run / "report.png").exists()
     refused(tepo(*arguments(model, **RUN, name="killed")), "holds a run already; go on with it with --resume true")
 
     again = arguments(model, **RUN, name="killed", resume="true")
     command = tepo(*again, engine="slow")
-    command.until(lambda: "resume: from the checkpoint of step " in command.output, timeout=60)
-    command.until(lambda: len(whole_lines(run)) >= 6, timeout=60)
+    command.until(lambda: "resume: from the checkpoint of step " in command.output, timeout=240)
+    command.until(lambda: len(whole_lines(run)) >= 6, timeout=240)
     ranks = [int(line.split()[0]) for line in command.left_over() if "scripted_worker" in line]
     assert len(ranks) == RUN["parallel__tp"]
     os.kill(max(ranks), signal.SIGKILL)

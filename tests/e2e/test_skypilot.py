@@ -93,7 +93,7 @@ class Job:
 
     def set_up(self) -> list[int]:
         """The exit status of each machine."""
-        return [process.wait(60) for process in self.start(skypilot.SETUP, "SKYPILOT_SETUP_NODE_RANK")]
+        return [process.wait(240) for process in self.start(skypilot.SETUP, "SKYPILOT_SETUP_NODE_RANK")]
 
     def begin(self) -> list[subprocess.Popen[bytes]]:
         return self.start(skypilot.RUN, "SKYPILOT_NODE_RANK")
@@ -107,9 +107,9 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self.processes:
-            process.wait(10)
+            process.wait(60)
 
-    def until(self, condition: Callable[[], bool], machines: list[subprocess.Popen[bytes]], timeout: float = 120) -> None:
+    def until(self, condition: Callable[[], bool], machines: list[subprocess.Popen[bytes]], timeout: float = 240) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             assert all(p.poll() is None for p in machines), "\n".join(map(self.said, range(3)))
@@ -150,7 +150,7 @@ def test_a_job_that_lost_its_machines_resumes_and_its_servers_end_with_it(job: J
     assert job.set_up() == [0, 0, 0], job.said(0)
     assert "start 2 of this job" in job.said(0)
     machines = job.begin()
-    assert [p.wait(180) for p in machines] == [0, 0, 0], "\n".join(map(job.said, range(3)))
+    assert [p.wait(300) for p in machines] == [0, 0, 0], "\n".join(map(job.said, range(3)))
     assert [r["step"] for r in w.records(job.run)] == [1, 2, 3, 4, 5, 6]
     assert "resume: from the checkpoint of step" in (job.run / "log.txt").read_text()
     assert json.loads((job.run / "summary.json").read_text())["steps"] == 6
@@ -166,7 +166,7 @@ def test_a_run_that_fails_ends_its_servers_with_its_status(job: Job) -> None:
     machines = job.begin()
     job.until(lambda: "checkpoint of step 2" in job.said(0) + job.said(1), machines)
     os.killpg(machines[1].pid, signal.SIGKILL)
-    assert machines[0].wait(90) == machines[2].wait(30) == 1, "\n".join(map(job.said, range(3)))
+    assert machines[0].wait(180) == machines[2].wait(60) == 1, "\n".join(map(job.said, range(3)))
 
 
 def test_another_job_is_refused_the_folder_of_a_run(job: Job) -> None:

@@ -41,7 +41,7 @@ def straight(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     folder = tmp_path_factory.mktemp("straight")
     with commands(folder) as tepo:
         command = tepo(*words(random_model, folder), engine="slow")
-        assert command.wait(180) == 0, command.output
+        assert command.wait(300) == 0, command.output
     return folder / "run"
 
 
@@ -75,7 +75,7 @@ def test_two_hosts_train_like_one(
 ) -> None:
     both = started(tepo, two, *words(random_model, tmp_path))
     for command in both:
-        assert command.wait(180) == 0, command.output
+        assert command.wait(300) == 0, command.output
         command.assert_nothing_left()
     assert_same(tmp_path / "run", straight)
 
@@ -85,7 +85,7 @@ def test_a_cut_link_ends_both_and_the_run_goes_on_from_there(
 ) -> None:
     run = tmp_path / "run"
     both = started(tepo, two, *words(random_model, tmp_path))
-    both[0].until(lambda: "checkpoint of step 2" in both[0].output, timeout=120)
+    both[0].until(lambda: "checkpoint of step 2" in both[0].output, timeout=240)
     two[1].link("down")
     cut = time.monotonic()
     for command in both:
@@ -100,6 +100,6 @@ def test_a_cut_link_ends_both_and_the_run_goes_on_from_there(
     two[1].link("up")
     both = started(tepo, two, *words(random_model, tmp_path, resume="true"))
     for command in both:
-        assert command.wait(180) == 0, command.output
+        assert command.wait(300) == 0, command.output
     assert_same(run, straight)
     assert (run / "hang.former.txt").read_text() == told and not (run / "hang.txt").exists()
