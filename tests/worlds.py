@@ -30,7 +30,7 @@ _POLL_SECONDS = 0.003
 _STACK_SECONDS = 0.3  # for the ranks to write their stacks after a timeout
 
 
-def run_world(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_world(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
     """Run `fn(rank, *args)` on `size` ranks and return their results, by rank.
 
     The ranks see the environment that torchrun sets, so `init_process_group` needs no address. None ends before all have

@@ -158,7 +158,7 @@ def attempt(cfg: Config, journal: Path, number: int = 0, kill: Kill | None = Non
     if run_dir.finished(cfg):
         return
     run_dir.prepare(cfg)
-    run_world(cfg.parallel.world_size, _rank, cfg, journal, number, kill, timeout=90.0)
+    run_world(cfg.parallel.world_size, _rank, cfg, journal, number, kill, timeout=240.0)
 
 
 def _rank(rank: int, cfg: Config, journal: Path, number: int, kill: Kill | None) -> None:

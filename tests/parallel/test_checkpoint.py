@@ -224,10 +224,11 @@ def timed_saves(rank: int, cfg: Any, batch: Any, folder: Path) -> list[tuple[flo
 
 
 @pytest.mark.full
+@pytest.mark.alone
 def test_training_waits_for_little_more_than_a_copy(case: cases.Case, tmp_path: Path) -> None:
     """13 M parameters, 150 MB of state: saving blocks for no longer than one and a half plain copies of it.
 
-    To write it takes several times that. Of four saves the best counts, since other processes may run beside this test.
+    To write it takes several times that. Of four saves the best counts.
     """
     tiny_qwen3(tmp_path / "wide", vocab_size=100_000, layers=1)
     (times,) = run_world(1, timed_saves, w.run_config(tmp_path / "wide", {}), case.batches[0], tmp_path / "checkpoints")

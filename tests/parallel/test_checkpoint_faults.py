@@ -162,7 +162,7 @@ def test_a_model_that_one_rank_cannot_write_fails_on_all_at_once(
     """Also where the others hold parts of its tensors, which they go on to send."""
     ranks = run_world(2, hf_on_a_full_disk, w.run_config(case.model, layout), tmp_path, victim)
     (message, _), (other, _) = ranks
-    assert message == other and all(seconds < 20 for _, seconds in ranks)
+    assert message == other and all(seconds < 40 for _, seconds in ranks)
     assert message.startswith(f"rank {victim}: {tmp_path}") and f"model-stage{victim * ('pp' in layout):02d}-0000" in message
     assert "cannot be written" in message and "too large" in message.lower()
 
@@ -210,7 +210,7 @@ def test_a_killed_rank_leaves_a_checkpoint_to_go_on_from(case: cases.Case, tmp_p
 
 def hang(rank: int, cfg: Any, folder: Path) -> Any:
     actor = w.start(cfg)
-    with pytest.raises(CheckpointError, match="no more"), w.checkpoints(folder, actor, timeout_seconds=2) as checkpoints:
+    with pytest.raises(CheckpointError, match="no more"), w.checkpoints(folder, actor, timeout_seconds=5) as checkpoints:
         checkpoints.save(1, actor, {})
         checkpoints.wait()
         if rank == 1:
@@ -226,7 +226,7 @@ def hang(rank: int, cfg: Any, folder: Path) -> Any:
 def test_a_rank_that_hangs_costs_the_checkpoint_and_not_the_run(case: cases.Case, tmp_path: Path) -> None:
     ranks = run_world(2, hang, w.run_config(case.model, {"dp": 2}), tmp_path)
     for message, seconds, found in ranks:
-        assert "rank" in message and seconds < 10 and found == 1
+        assert "rank" in message and seconds < 40 and found == 1  # what hangs does so for a minute
     assert ranks[0][0] == ranks[1][0]
 
 

@@ -112,7 +112,7 @@ def test_what_is_sent_is_what_the_export_writes(exported: Path, tmp_path: Path, 
     sync = replace(cfg.sync, bucket_mib=1, transport=way, quantize="fp8", verify_every=1, timeout_seconds=20)
     if transport == "group":
         (folder / "got").mkdir(exist_ok=True)
-        ranks = run_world(2, broadcast, cfg, sync, folder, timeout=60)
+        ranks = run_world(2, broadcast, cfg, sync, folder, timeout=120)
     elif transport == "relay":
         for machine in (0, 1):
             memory(tmp_path, machine).mkdir()
@@ -203,5 +203,5 @@ class Nobody(Recorder):
 def test_a_weight_that_is_not_a_number_ends_the_push_on_every_rank(exported: Path, transport: str) -> None:
     cfg = cases.run_config(exported / "hf", {"tp": 2})
     sync = replace(cfg.sync, bucket_mib=1, transport=transport, quantize="fp8")
-    for told in run_world(2, push_nan, cfg, sync, timeout=30):
+    for told in run_world(2, push_nan, cfg, sync, timeout=120):
         assert "model.layers.1.mlp.down_proj.weight: a weight that is infinite or not a number" in told

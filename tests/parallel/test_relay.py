@@ -183,7 +183,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", full_but(["full"], ["damaged", "no memory"], FAULTS))
 def test_a_fault_on_one_machine_ends_the_push_on_all_and_leaves_nothing(tmp_path: Path, fault: str) -> None:
     cfg, machines, root = world(tmp_path, "PP2, one each", verify_every=int(fault == "damaged"))
-    ranks = run_world(len(machines), simulated, machines, root, push_and_fail, cfg, fault, root, timeout=30)
+    ranks = run_world(len(machines), simulated, machines, root, push_and_fail, cfg, fault, root, timeout=120)
     for rank, ((error, left), _) in enumerate(ranks):
         assert re.match(FAULTS[fault], error, re.DOTALL), error
         assert ("rank " in error.split("machine")[0]) == (rank != (0 if fault == "refused" else 1)), error

@@ -317,7 +317,7 @@ def test_a_fault_in_mid_push_ends_it_on_every_rank(tmp_path: Path, fault: str, l
     cfg = cases.run_config(tmp_path, layout)
     cfg = replace(cfg, sync=replace(cfg.sync, bucket_mib=1, transport="ipc" if "lent" in fault else "shm"))
     ranks = run_world(
-        2, push_and_fail, cfg, int(fault[5]) if "write" in fault else None, 1 if "refuses" in fault else None, timeout=30
+        2, push_and_fail, cfg, int(fault[5]) if "write" in fault else None, 1 if "refuses" in fault else None, timeout=120
     )
     for error, left in ranks:
         if "refuses" in fault:

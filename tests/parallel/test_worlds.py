@@ -25,17 +25,17 @@ def misbehave(rank: int, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "told", "timeout"),
     [
-        ("raise", "rank 1 of 3 failed(.|\n)*ValueError: rank 1 gives up"),
-        ("die", "rank [012] of 3"),
-        ("hang", "3 of 3 ranks"),
+        ("raise", "rank 1 of 3 failed(.|\n)*ValueError: rank 1 gives up", 50.0),
+        ("die", "rank [012] of 3", 50.0),
+        ("hang", "3 of 3 ranks", 2.0),
     ],
     ids=["raise", "die", "hang"],
 )
-def test_a_world_that_fails_says_so_and_leaves_nothing(how: str, told: str) -> None:
+def test_a_world_that_fails_says_so_and_leaves_nothing(how: str, told: str, timeout: float) -> None:
     children, before = psutil.Process().children(recursive=True), time.monotonic()
     with pytest.raises(AssertionError, match=told):
-        run_world(3, misbehave, how, timeout=2.0)
-    assert time.monotonic() - before < 10
+        run_world(3, misbehave, how, timeout=timeout)
+    assert time.monotonic() - before < 40  # rank 1 sleeps for a minute
     assert psutil.Process().children(recursive=True) == children
