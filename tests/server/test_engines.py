@@ -294,18 +294,18 @@ def test_a_server_killed_in_mid_generation_is_one_prompt_error_and_leaves_nothin
     assert len(processes) > 2
     endless = SamplingParams(samples=64, max_tokens=100)
     killer = threading.Timer(0.7, api_server.kill)
-    killer.start()
     started = time.monotonic()
+    killer.start()
     with pytest.raises(RolloutError, match=re.escape(str(served.log_path))) as caught:
         served.engine.generate(make_prompts(512, seed=11), endless, seed=0)
     seconds = time.monotonic() - started
-    assert 0.7 <= seconds < 6, seconds
+    assert 0.7 <= seconds < 30, seconds  # its requests might take minutes
     assert "it has ended by SIGKILL" in str(caught.value)
     served.engine.update_weights([], version=7)  # to nobody
     with pytest.raises(RolloutError, match="it has ended by SIGKILL"):
         served.engine.generate(make_prompts(1, seed=0), SAMPLING, seed=0)
     served.engine.close()
-    gone, alive = psutil.wait_procs(processes, timeout=5)
+    gone, alive = psutil.wait_procs(processes, timeout=20)
     assert not alive and len(gone) == len(processes)
 
 

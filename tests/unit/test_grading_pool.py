@@ -23,7 +23,7 @@ for line in sys.stdin:
     BEHAVE
     say(serial, "graded", float(len(text)), "")
 """
-HARD_SECONDS = 0.6
+HARD_SECONDS = 2.0  # those that answer do so in a thousandth of it
 BAD = "bad" * 5
 FATES = {
     "hangs": ("time.sleep(60)", "timeout"),
@@ -76,7 +76,7 @@ def test_a_broken_worker_costs_one_sample(fate: str, tmp_path: Path, monkeypatch
         expected[2] = Outcome(status)
         assert found == expected
     assert again == [Outcome("graded", 1.0)] and len(pids) == 1
-    assert seconds < HARD_SECONDS + 4.0
+    assert seconds < HARD_SECONDS + 20.0  # the worker would sleep for a minute
 
 
 def test_a_long_request_to_a_worker_that_does_not_read_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_a_long_request_to_a_worker_that_does_not_read_is_given_up(tmp_path: Pat
     made = pool(tmp_path, monkeypatch, deaf)
     start = time.monotonic()
     assert made.grade([["x" * 1_000_000]]) == [Outcome("timeout")]
-    assert time.monotonic() - start < HARD_SECONDS + 6.0
+    assert time.monotonic() - start < HARD_SECONDS + 20.0
     made.close()
 
 

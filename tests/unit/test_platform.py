@@ -121,7 +121,7 @@ def test_streams_events_and_memory() -> None:
         time.sleep(0.01)
         end.record(stream)
     stream.wait_event(end)
-    assert 10 <= start.elapsed_time(end) < 1000
+    assert 10 <= start.elapsed_time(end) < 60_000
     assert torch.cuda.memory_allocated() == 0
 
 

@@ -136,7 +136,7 @@ def test_last_answer(text: str, answer: str | None) -> None:
 def test_last_answer_is_linear(text: str) -> None:
     start = time.monotonic()
     last_answer(text)
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 10.0  # quadratic: minutes
 
 
 @pytest.mark.parametrize(("tokens", "value"), [(0, 0.0), (1, 0.25), (4, 1.0), (7, 1.0), (10, 1.0), (11, 10 / 11), (40, 0.25)])

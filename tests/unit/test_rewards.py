@@ -32,7 +32,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -86,7 +86,7 @@ def test_last_boxed(text: str, content: str | None) -> None:
 def test_last_boxed_is_linear(text: str) -> None:
     start = time.monotonic()
     assert last_boxed(text) is None
-    assert time.monotonic() - start < 2.0  # quadratic: minutes
+    assert time.monotonic() - start < 10.0  # quadratic: minutes
 
 
 def test_each_status(reward: WeightedReward) -> None:
@@ -168,7 +168,7 @@ def test_equal_pairs_are_graded_once_and_remembered(reward: WeightedReward) -> N
 
 @pytest.mark.slow
 def test_worker_that_hangs_is_replaced() -> None:
-    with math_reward(soft_seconds=0.5, hard_seconds=1.0) as reward:
+    with math_reward(soft_seconds=0.5, hard_seconds=3.0) as reward:
         assert statuses(reward, [r"\boxed{7.0}"]) == ["equal"]
         (pid,) = worker_pids(reward)
         os.kill(pid, signal.SIGSTOP)  # deaf to its own alarm, as in one long C call

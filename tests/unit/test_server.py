@@ -72,9 +72,10 @@ def healthy(start: Start, tmp_path: Path) -> Callable[..., tuple[ServerProcess, 
     """Starts HEALTHY, waits for it; the server, its guard, its process and that one's child."""
 
     def begin(*args: str) -> tuple[ServerProcess, list[psutil.Process]]:
-        port = choose_port(0)
-        server = start(HEALTHY, str(port), str(tmp_path / "pids"), *args, port=port)
-        server.wait_ready()
+        with hold_port(0) as held:
+            port = held.getsockname()[1]
+            server = start(HEALTHY, str(port), str(tmp_path / "pids"), *args, port=port)
+            server.wait_ready()
         assert server._guard is not None
         pids = [server._guard.pid, *json.loads((tmp_path / "pids").read_text())]
         return server, [psutil.Process(pid) for pid in pids]
@@ -82,7 +83,7 @@ def healthy(start: Start, tmp_path: Path) -> Callable[..., tuple[ServerProcess, 
     return begin
 
 
-def assert_gone(processes: list[psutil.Process], seconds: float = 5.0) -> None:
+def assert_gone(processes: list[psutil.Process], seconds: float = 20.0) -> None:
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     assert not alive
 
@@ -101,7 +102,7 @@ def test_stop_kills_a_server_that_ignores_sigterm(healthy: Callable, monkeypatch
     server, processes = healthy("stubborn")
     started = time.monotonic()
     server.stop()
-    assert 0.3 <= time.monotonic() - started < 3
+    assert 0.3 <= time.monotonic() - started < server_module.GRACE_SECONDS + 9  # the default is ten
     assert_gone(processes)
 
 
@@ -150,7 +151,7 @@ def test_a_command_that_is_never_ready_names_the_key(start: Start) -> None:
     started = time.monotonic()
     with pytest.raises(RolloutError, match=r"not ready after 0\.6 s; raise rollout\.server\.ready_seconds"):
         server.wait_ready()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30  # it would sleep for a minute
 
 
 def test_a_busy_port_names_the_key_and_any_other_is_free() -> None:
@@ -189,7 +190,7 @@ def test_an_unwritable_log_names_the_file(tmp_path: Path) -> None:
 def test_the_death_of_the_first_process_ends_the_others(healthy: Callable) -> None:
     server, processes = healthy()
     os.kill(processes[1].pid, signal.SIGKILL)
-    assert server.ends_within(5)
+    assert server.ends_within(20)
     assert_gone(processes)
     assert "it has ended by SIGKILL" in str(server.failure("is gone"))
 
@@ -198,6 +199,9 @@ def test_the_rest_of_a_server_whose_first_process_died_is_waited_for(healthy: Ca
     server, processes = healthy()
     processes[0].suspend()  # the guard: as if the others took long to end
     os.kill(processes[1].pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while processes[1].status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.01)
     resume = threading.Timer(1.0, processes[0].resume)
     resume.start()
     assert server.ends_within(0.1)
@@ -250,11 +254,11 @@ def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
     try:
         processes = [guard, *map(psutil.Process, json.loads(pids.read_text()))]
         owner.kill()
-        owner.wait(timeout=5)
+        owner.wait(timeout=30)
         assert_gone(processes)
         assert worker.is_running()
     finally:
         for process in (owner, worker):
             process.kill()
         owner.stdout.close()
-        owner.wait(timeout=5)
+        owner.wait(timeout=30)

@@ -57,7 +57,7 @@ def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
     for _ in range(50):
         assert child.stdout.readline()
     child.send_signal(signal.SIGKILL)
-    child.communicate(timeout=10)
+    child.communicate(timeout=60)
     records = read_metrics(tmp_path)
     assert [r["step"] for r in records] == list(range(len(records)))
     assert all(len(r) == 502 for r in records)
