@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -205,7 +206,9 @@ def _until(condition: Callable[[], bool], what: str, slurm: Slurm | None = None,
 
 
 def free_port() -> int:
-    """Of this machine."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """Of this machine, below those from which the kernel gives one to whoever asks for any, until it is listened on."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 29_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
