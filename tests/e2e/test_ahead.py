@@ -69,7 +69,7 @@ def test_whoever_resumes_loses_no_prompt_and_uses_none_twice(
     straight, run = tmp_path / "runs" / "straight", tmp_path / "runs" / "killed"
     finished(tepo(*arguments(model, **AHEAD | {"checkpoint__every": 0}, name="straight"), engine="good"))
     command = tepo(*arguments(model, **AHEAD, name="killed"), engine="slow")
-    command.until(lambda: bool(complete(run)) and len(whole_lines(run)) >= 5, timeout=240)
+    command.until(lambda: bool(complete(run)) and len(whole_lines(run)) >= 5, timeout=100)
     rank = next(line for line in command.left_over() if "scripted_worker" in line)
     os.kill(int(rank.split()[0]), signal.SIGKILL)
     refused(command, "was ended by SIGKILL")

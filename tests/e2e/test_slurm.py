@@ -53,7 +53,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
 def launch(cluster: slurm.Slurm, folder: Path, *words: str | Path) -> str:
     call = [PYTHON, "-m", "launch", *words]
     done = subprocess.run(
-        call, cwd=folder, env=cluster.environment, capture_output=True, text=True, timeout=120, check=False
+        call, cwd=folder, env=cluster.environment, capture_output=True, text=True, timeout=600, check=False
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -263,9 +263,9 @@ def test_a_job_waits_for_another_and_is_cancelled(cluster: slurm.Slurm, tmp_path
     second = submitted(cluster, tmp_path, "convert", "second", "--cluster", profile, "--after", "first")
     assert "PENDING (Dependency)" in launch(cluster, tmp_path, "status", "second")
     assert f"job {first} is cancelled" in launch(cluster, tmp_path, "cancel", "first")
-    assert cluster.ended(first, timeout=30) == "CANCELLED"
+    assert cluster.ended(first, timeout=120) == "CANCELLED"
     launch(cluster, tmp_path, "cancel", "second")
-    assert cluster.ended(second, timeout=30) == "CANCELLED"
+    assert cluster.ended(second, timeout=120) == "CANCELLED"
 
 
 def _bytes(path: Path) -> bytes:

@@ -331,7 +331,7 @@ def test_the_command_itself(tmp_path: Path) -> None:
 
     def run(*words: object) -> subprocess.CompletedProcess[str]:
         command_line = [sys.executable, str(ROOT / "tools/convert.py"), *map(str, words)]
-        return subprocess.run(command_line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command_line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
 
     done = run("import", "--hf", "hf", "--out", "megatron")
     assert done.returncode == 0 and "GB/s" in done.stdout and done.stderr == ""

@@ -147,7 +147,7 @@ def test_a_sender_that_leaves_costs_the_round_and_nothing_else(tmp_path: Path) -
 
 def test_nobody_waits_longer_than_the_meeting_says(tmp_path: Path) -> None:
     with met(tmp_path) as (trainer, inbox):
-        trainer.meet(inbox, seconds=0.3)
+        trainer.meet(inbox, seconds=2.0)
         bucket, _ = packed(0, "a.weight")
         assert inbox.take([bucket.to_json()]) is None  # a sender that lives and says nothing
         alone = Meeting("127.0.0.1", trainer.store.port, "alone", 1, 2, SENDER + 1, 0.3)

@@ -20,7 +20,7 @@ from tests.tiny import tiny_qwen3
 
 
 def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=600)
 
 
 def test_the_platform_is_the_configs_choice() -> None:

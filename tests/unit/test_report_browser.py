@@ -28,7 +28,7 @@ def dom(page: Path, width: int) -> str:
         str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--window-size={width},900",
         f"--user-data-dir={page.parent / 'browser'}", "--virtual-time-budget=2000", "--dump-dom", page.as_uri(),
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
 
 
 @pytest.mark.full
