@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -84,6 +85,14 @@ class Serving:
     def processes(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def lines(self) -> dict[int, list[str]]:
+        """The command lines of those that have not ended meanwhile."""
+        found = {}
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                found[process.pid] = process.cmdline()
+        return found
+
 
 @pytest.fixture
 def serving(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
@@ -121,8 +130,8 @@ def serving(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
 def server_process(serving: Serving, record: Record) -> psutil.Process:
     """The first process of the server with this record."""
     port = record.url.rpartition(":")[2]
-    return next(p for p in serving.processes() if "tests.scripted_server" in p.cmdline() and port in p.cmdline()[-2:]
-                and "tepo_megatron.rollout.servers.guard" not in p.cmdline())  # fmt: skip
+    return next(psutil.Process(pid) for pid, line in serving.lines().items() if "tests.scripted_server" in line
+                and port in line[-2:] and "tepo_megatron.rollout.servers.guard" not in line)  # fmt: skip
 
 
 @pytest.mark.full
@@ -360,6 +369,8 @@ def test_a_start_is_taken_once_and_forgotten_with_its_server(tmp_path: Path) -> 
     rendezvous.publish(again)
     assert rendezvous.records() == [again] and rendezvous.take(again, "b") is None and rendezvous.ended(again) is None
     rendezvous.withdraw(again)
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}
+    assert rendezvous.take(again, "c") == ""  # by one who has read its record before
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
     (tmp_path / "x.json").write_text('{"engine": 1}')
     with pytest.raises(RolloutError, match=r"x\.json: not the record of a server"):

@@ -26,7 +26,7 @@ BOTH_PARTS = ["weights", "kv_cache"]
 
 def servers_of(serve: Serving) -> int:
     """First processes of servers that live under this `tepo serve`, on their way or up."""
-    return sum("tepo_megatron.rollout.servers.guard" in p.cmdline() for p in serve.processes())
+    return sum("tepo_megatron.rollout.servers.guard" in line for line in serve.lines().values())
 
 
 def versions(fleet: Fleet) -> set[int]:

@@ -162,8 +162,8 @@ class FoundServer(_Elsewhere):
     def _take(self, record: Record) -> bool:
         """Whether this start is ours. Raises ConfigError where it is another run's."""
         taken = self._rendezvous.take(record, self._run)
-        if taken is None:
-            return True
+        if not taken:
+            return taken is None
         if taken != self._run:
             raise ConfigError(
                 f"{record.where} is used by the run {taken}; wait for its end, use another rollout.server.rendezvous, or, if "

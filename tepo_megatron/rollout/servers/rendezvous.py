@@ -147,9 +147,9 @@ class Rendezvous:
         found = []
         for path in sorted(self.folder.glob("*.json")):
             try:
-                found.append(Record(**json.loads(path.read_text())))
-            except FileNotFoundError:  # withdrawn meanwhile
-                continue
+                text = _read(path)
+                if text is not None:  # else withdrawn meanwhile
+                    found.append(Record(**json.loads(text)))
             except (OSError, ValueError, TypeError) as e:
                 raise RolloutError(
                     f"{path}: not the record of a server ({e}); remove it, or use one version of `tepo`"
@@ -168,28 +168,27 @@ class Rendezvous:
         self._clear(record)
 
     def take(self, record: Record, run: str) -> str | None:
-        """Have a start for `run` alone. Returns None, or the run that has it already."""
+        """Have a start for `run` alone. Returns None, or the run that has it already; empty: that start is over."""
         path = self._path(record, "taken")
         part = self._part(record.stem, f"{run}\n")
         try:
             os.link(part, path)
-            return None
         except FileExistsError:
-            return path.read_text().strip()
+            return (_read(path) or "").strip()
         finally:
             part.unlink()
+        return None if self._stands(record, path) else ""
 
     def end(self, record: Record, why: str) -> None:
         """Ask for another start of it, unless it is over already."""
+        path = self._path(record, "end")
         if record in self.records():
-            self._part(record.stem, why).rename(self._path(record, "end"))
+            self._part(record.stem, why).rename(path)
+            self._stands(record, path)
 
     def ended(self, record: Record) -> str | None:
         """Why another start was asked for; None if it was not."""
-        try:
-            return self._path(record, "end").read_text()
-        except FileNotFoundError:
-            return None
+        return _read(self._path(record, "end"))
 
     def register(self, keeper: str) -> None:
         """A `tepo serve` begins; what killed ones of this machine left behind is removed."""
@@ -241,6 +240,15 @@ class Rendezvous:
 
     def _path(self, record: Record, what: str) -> Path:
         return self.folder / f"{record.stem}.{record.start}.{what}"
+
+    def _stands(self, record: Record, path: Path) -> bool:
+        """Whether a server still has the start of which `path` says something; if not, whoever withdrew it may not have seen
+        that, and it is removed.
+        """
+        if record in self.records():
+            return True
+        path.unlink(missing_ok=True)
+        return False
 
     def _clear(self, record: Record) -> None:
         for what in ("taken", "end"):
