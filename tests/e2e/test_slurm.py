@@ -114,12 +114,12 @@ def test_a_run_longer_than_its_time_limit_resumes_until_it_is_done(cluster: slur
 def test_a_killed_rank_has_the_job_queued_again_and_no_prompt_is_lost(cluster: slurm.Slurm, tmp_path: Path) -> None:
     more = {"training__steps": 5, "checkpoint__every": 2, "rollout__record": "true", "rollout__filter_uniform_groups": "false"}
     job, run = scripted(cluster, tmp_path, "killed", "00:20:00", **more)
-    wait_for(lambda: steps_of(run) == 3, cluster, job)
+    wait_for(lambda: steps_of(run) >= 3, cluster, job)
     (rank,) = (p for p in cluster.processes() if "tests.e2e.scripted_worker" in p.line)
     os.kill(rank.pid, signal.SIGKILL)
     assert cluster.ended(job, timeout=200) == "COMPLETED", launch(cluster, tmp_path, "logs", "runs/killed")
     assert [r["step"] for r in records(run)] == [1, 2, 3, 4, 5]
-    assert "resume: from the checkpoint of step 2" in (run / "log.txt").read_text()
+    assert re.search("resume: from the checkpoint of step [24]\n", (run / "log.txt").read_text())
     assert cluster.about(job)["Restarts"] == "1"
     assert sorted(prompt for step in prompts_of(run).values() for prompt in step) == list(range(40))
 
