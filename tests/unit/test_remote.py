@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -221,6 +223,21 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     yield folder, server._address.url
     server.stop()
     server.forget()
+
+
+def test_a_servers_port_is_nobody_elses_until_it_listens_there(tmp_path: Path) -> None:
+    server = LocalServer("it", ScriptedApi(), ServerConfig(ready_seconds=60), launch_of(tmp_path), tmp_path / "log", KEY)
+    server.launch()
+    try:
+        assert server._address is not None
+        port = int(server._address.url.rpartition(":")[2])
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):  # its process has hardly begun
+            other.bind(("127.0.0.1", port))
+        assert asyncio.run(server.reached()) == server._address
+        assert server._door is None
+    finally:
+        server.stop()
+        server.forget()
 
 
 @pytest.mark.slow
