@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from launch.profile import Cluster, reserved
+from launch.profile import Cluster
+from launch.sections import reserved
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
+
+
+def check_section(cluster: Cluster, executor: str) -> None:
+    """Raise ConfigError for a profile without the section of an executor, which has its name."""
+    if getattr(cluster, executor) is None:
+        raise ConfigError(
+            f"--executor {executor}: the cluster's profile has no {executor} section; give one with --cluster PROFILE"
+        )
 
 
 def check_secrets(cluster: Cluster) -> None:
@@ -37,43 +45,13 @@ def check_run(cfg: Config, cluster: Cluster) -> None:
     if cluster.container is None:
         return
     seen = [Path.cwd(), *(Path(mount.split(":")[1]) for mount in cluster.container.mounts)]
-    for key, used in _folders(cfg):
+    for key, used in folders(cfg):
         if used is not None and not any(Path(used).absolute().is_relative_to(root) for root in seen):
             parent = Path(used).absolute().parent
             raise ConfigError(f"{key}={used} is not in the container; add {parent}:{parent} to container.mounts")
 
 
-def check_claims(cluster: Cluster, cfg: Config | None = None) -> None:
-    """Raise ConfigError for a profile that KubeRay cannot use, and for a path, of a run's or launch's own, on no claim."""
-    section = cluster.kuberay
-    if section is None:
-        raise ConfigError("--executor kuberay: the cluster's profile has no kuberay section; give one with --cluster PROFILE")
-    if cluster.container is None:
-        raise ConfigError("--executor kuberay: the cluster's profile names no container.image; pods need one, and Ray in it")
-    if cluster.container.mounts:
-        raise ConfigError("container.mounts are Pyxis'; with --executor kuberay use kuberay.claims, and remove them")
-    if cluster.secrets and section.secret is None:
-        raise ConfigError(
-            f"secrets: {cluster.secrets[0]} has to be a key of a Secret of Kubernetes; name that with kuberay.secret"
-        )
-    used = [("the working directory", str(Path.cwd()))]
-    if cfg is not None:
-        if section.restarts and not cfg.checkpoint.every and not cfg.rollout.only:
-            raise ConfigError(
-                "checkpoint.every=0: after a failure the run would start over; set it to a number of steps, or "
-                "kuberay.restarts in the cluster's profile to 0"
-            )
-        used += [(key, path) for key, path in _folders(cfg) if path is not None]
-    for key, path in used:
-        place = Path(path).absolute()
-        if not any(place.is_relative_to(mount) for mount in section.claims.values()):
-            raise ConfigError(f"{key}={path} is on no volume of the pods; add a claim with its mount path to kuberay.claims")
-    home = (Path.cwd() if cfg is None else cfg.run_dir).absolute()
-    if not re.fullmatch(r"[\w./-]+", str(home)):
-        raise ConfigError(f"{home}: KubeRay gives it to a shell as it is; use a folder of letters, digits, . _ and - alone")
-
-
-def _folders(cfg: Config) -> list[tuple[str, str | None]]:
+def folders(cfg: Config) -> list[tuple[str, str | None]]:
     """What the tasks read and write, by key."""
     return [
         ("output", cfg.output),

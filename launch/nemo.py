@@ -1,5 +1,5 @@
-"""NeMo-Run for Slurm and for this machine: tasks to its executors, its scripts, its submission. (KubeRay: launch/kuberay.py;
-nothing else imports nemo_run.)
+"""NeMo-Run for Slurm and for this machine: tasks to its executors, its scripts, its submission. (KubeRay:
+launch/nemo_ray.py, SkyPilot: launch/nemo_sky.py; nothing else imports nemo_run.)
 
 Facts of NeMo-Run 0.11.1 that this file answers to: it reads NEMORUN_HOME when it is imported, so whoever imports this file sets
 that before; the batch script waits for a single task in the foreground, where bash holds signals back, and for a group of one
@@ -62,45 +62,42 @@ class Submission:
         """Of NeMo-Run's experiment, whose title it finds before the last underscore."""
         return f"{self.name}_{self.number}"
 
+    def render(self) -> str:
+        """All scripts that submitting would run under Slurm, as they would be. Nothing is left on disk."""
+        with tempfile.TemporaryDirectory(prefix="launch-") as home:
+            with _experiment(self, Path(home)) as experiment:
+                _add_slurm(experiment, self, Path(home))
+                experiment.dryrun(log=False, delete_exp_dir=False)
+            found = Path(home, "experiments", self.name, self.id)
+            files = [*found.glob("*_sbatch.sh"), *sorted(found.glob("*/scripts/*.sh"))]
+            texts = [f"#==== {file}\n{file.read_text().rstrip()}\n" for file in files]
+            return "\n".join(texts).replace(home, str(self.home))
 
-def render(submission: Submission) -> str:
-    """All scripts that submitting would run under Slurm, as they would be. Nothing is left on disk."""
-    with tempfile.TemporaryDirectory(prefix="launch-") as home:
-        with _experiment(submission, Path(home)) as experiment:
-            _add_slurm(experiment, submission, Path(home))
-            experiment.dryrun(log=False, delete_exp_dir=False)
-        found = Path(home, "experiments", submission.name, submission.id)
-        files = [*found.glob("*_sbatch.sh"), *sorted(found.glob("*/scripts/*.sh"))]
-        texts = [f"#==== {file}\n{file.read_text().rstrip()}\n" for file in files]
-        return "\n".join(texts).replace(home, str(submission.home))
+    def submit(self) -> str:
+        """Hand a job to Slurm; returns its number. Raises ConfigError with what Slurm says."""
+        with _experiment(self, self.home) as experiment:
+            _add_slurm(experiment, self, self.home)
+            try:
+                experiment.run(detach=True)
+            except Exception as e:  # of `invoke`, NeMo-Run's way to call sbatch
+                said = getattr(getattr(e, "result", None), "stderr", "") or str(e)
+                raise ConfigError(f"sbatch refused the job: {' '.join(said.split())}") from None
+            (handle,) = experiment.jobs[0].handles
+        return str(handle).rpartition("/")[2].partition(";")[0]  # after which some clusters give their name
 
+    def run_here(self) -> bool:
+        """Run one task on this machine and wait; returns whether it succeeded. SIGINT and SIGTERM end it."""
+        (task,) = self.tasks
+        with _experiment(self, self.home) as experiment:
+            job = experiment.add(run.Script(inline=task.script), executor=run.LocalExecutor(), name=task.name, tail_logs=True)
 
-def submit(submission: Submission) -> str:
-    """Hand a job to Slurm; returns its number. Raises ConfigError with what Slurm says."""
-    with _experiment(submission, submission.home) as experiment:
-        _add_slurm(experiment, submission, submission.home)
-        try:
-            experiment.run(detach=True)
-        except Exception as e:  # of `invoke`, NeMo-Run's way to call sbatch
-            said = getattr(getattr(e, "result", None), "stderr", "") or str(e)
-            raise ConfigError(f"sbatch refused the job: {' '.join(said.split())}") from None
-        (handle,) = experiment.jobs[0].handles
-    return str(handle).rpartition("/")[2].partition(";")[0]  # after which some clusters give their name
+            def end(signum: int, frame: Any) -> None:
+                experiment.cancel(job)
 
-
-def run_here(submission: Submission) -> bool:
-    """Run one task on this machine and wait; returns whether it succeeded. SIGINT and SIGTERM end it."""
-    (task,) = submission.tasks
-    with _experiment(submission, submission.home) as experiment:
-        job = experiment.add(run.Script(inline=task.script), executor=run.LocalExecutor(), name=task.name, tail_logs=True)
-
-        def end(signum: int, frame: Any) -> None:
-            experiment.cancel(job)
-
-        experiment.run(detach=False)
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, end)
-    return str(experiment.jobs[0].state) == "SUCCEEDED"
+            experiment.run(detach=False)
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(signum, end)
+        return str(experiment.jobs[0].state) == "SUCCEEDED"
 
 
 def _experiment(submission: Submission, home: Path) -> Any:

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from launch.profile import Cluster
-from launch.skypilot import CODE, CONFIG, HOME, RUN, SETUP
 from tepo_megatron.errors import ConfigError
 
+HOME = "/nemo_run"  # on the machines: NeMo-Run's copy of what `launch` hands over
+CODE, CONFIG = f"{HOME}/code", f"{HOME}/configs/config.yaml"
+SETUP, RUN = f"{HOME}/scripts/setup.sh", f"{HOME}/scripts/run.sh"
 _DEACTIVATE = "conda deactivate 2>/dev/null || true"  # SkyPilot's own environment, as NeMo-Run does before the run
 _INSTALL = "`make launch-sky` makes .venv-sky, whose python has it"
 

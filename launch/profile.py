@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
+from launch.sections import KubeRayConfig, SkypilotConfig, SlurmConfig
 from tepo_megatron.config.fields import NonNegative, Positive, config
 from tepo_megatron.config_io import read_yaml, validate_as
 
-# What NeMo-Run replaces in every script it writes, wherever it stands.
-_RESERVED = "/nemo_run"
 _SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$")
 _NAME = re.compile(r"[A-Z_][A-Z0-9_]*")  # NeMo-Run writes names in capitals, whatever they were
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")  # the names of Kubernetes' objects
-_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?|Ki)?")
-# Set by sbatch's other keys here: given twice, the last would win without a word.
-_OWN_OPTIONS = {
-    "account", "partition", "qos", "time", "nodes", "ntasks_per_node", "gpus_per_node", "mem", "exclusive", "signal",
-    "output", "error", "job_name", "dependency", "requeue", "open_mode", "export",
-}  # fmt: skip
 
 
 @config
@@ -57,172 +49,6 @@ class NetworkConfig:
         """Environment variables that say so."""
         found = {"NCCL_SOCKET_IFNAME": self.interface, "GLOO_SOCKET_IFNAME": self.interface, "NCCL_IB_HCA": self.infiniband}
         return {name: value for name, value in found.items() if value is not None}
-
-
-@config
-class SlurmConfig:
-    """What sbatch is told.
-
-    warning_seconds: before the time limit, when a run is told to look for its next checkpoint and to be queued again after it;
-    restarts: how often at most, for whatever reason; 0: never. error_restarts: how often a run of which a part ended with an
-    error, or was killed, is started again at one checkpoint, or before the first one; 0: that is the end. options: further ones
-    of sbatch, by name ("mail_type: END").
-    """
-
-    account: str
-    partition: str | None = None
-    qos: str | None = None
-    time: str = "04:00:00"
-    mem: str | None = None
-    exclusive: bool = True
-    warning_seconds: Annotated[int, Field(ge=30, le=7200)] = 900
-    restarts: NonNegative = 20
-    error_restarts: NonNegative = 1
-    options: dict[str, str] = Field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"(\d+-)?\d{1,2}:[0-5]\d:[0-5]\d", self.time):
-            raise ValueError(f'time={self.time!r} is not "HH:MM:SS" or "D-HH:MM:SS"; YAML needs the quotes')
-        if self.restarts and self.warning_seconds >= self.seconds:
-            raise ValueError(
-                f"warning_seconds={self.warning_seconds} is not below time={self.time} ({self.seconds} s); lower it, or raise "
-                "time"
-            )
-        if own := sorted(_OWN_OPTIONS & {name.replace("-", "_") for name in self.options}):
-            raise ValueError(f"options: {own[0]} has a key of its own, or is set by launch; remove it there")
-
-    @property
-    def seconds(self) -> int:
-        """The time limit."""
-        days, _, clock = self.time.rpartition("-")
-        hours, minutes, seconds = map(int, clock.split(":"))
-        return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
-
-
-@config
-class BucketConfig:
-    """Of an object store, at a path of the machines.
-
-    name: of a bucket, made where there is none; source: one that is there, with a folder of it ("s3://bucket/folder"), instead;
-    store: s3, gcs, azure, r2, ...; None: that of the source, or of the cloud; mode: MOUNT_CACHED keeps what is written on the
-    machine's disk and sends it to the bucket by and by; MOUNT sends it at once, and neither renames nor appends; COPY is a copy
-    made at each start, which the bucket never sees again.
-    """
-
-    name: str | None = None
-    source: str | None = None
-    store: str | None = None
-    mode: Literal["MOUNT_CACHED", "MOUNT", "COPY"] = "MOUNT"
-
-    def __post_init__(self) -> None:
-        if (self.name is None) == (self.source is None):
-            raise ValueError("give name, a bucket's, or source, the URL of one with a folder; not both")
-
-
-@config
-class SkypilotConfig:
-    """What SkyPilot is told of each machine, all alike.
-
-    infra: where they are: "k8s/CONTEXT", "aws/us-east-1", ...; gpu: as SkyPilot calls it (`sky gpus list`); cpus, memory (GB):
-    exactly so much, or with a "+" at least; disk_size: GB; network_tier: "best" asks for the fastest between machines.
-
-    workdir: where the run's relative paths begin, below a path of volumes or storage; volumes: of SkyPilot (`sky volumes`), by
-    the path where the machines see them, which share them; storage: buckets by path; setup: lines of bash that each machine
-    runs at each start before the run; error_restarts: how often a run that ended with an error is started again. When machines
-    are lost it always is.
-    """
-
-    infra: str
-    workdir: str
-    gpu: str | None = None
-    cpus: str | None = None
-    memory: str | None = None
-    disk_size: Positive | None = None
-    use_spot: bool = False
-    network_tier: Literal["standard", "best"] | None = None
-    volumes: dict[str, str] = Field(default_factory=dict)
-    storage: dict[str, BucketConfig] = Field(default_factory=dict)
-    setup: list[str] = Field(default_factory=list)
-    error_restarts: NonNegative = 1
-
-    def __post_init__(self) -> None:
-        for path in (*self.volumes, *self.storage, self.workdir):
-            if not re.fullmatch(r"(/[\w.-]+)+", path) or ".." in path or reserved(Path(path)):
-                raise ValueError(f"{path!r} is no path for volumes, storage or workdir: absolute, of letters, digits, _ . -")
-        if twice := sorted(set(self.volumes) & set(self.storage)):
-            raise ValueError(f"{twice[0]} is given twice, by volumes and storage; remove one of them")
-        if (kind := self.kind_of(self.workdir)) not in ("volume", "MOUNT_CACHED"):
-            where = "on the machine's own disk, which is lost with it" if kind is None else f"on a bucket of mode {kind}"
-            raise ValueError(
-                f"workdir={self.workdir} is {where}, and holds the runs; put it below a path of volumes, or of storage with "
-                "mode: MOUNT_CACHED"
-            )
-
-    def kind_of(self, path: str | Path) -> Literal["volume", "MOUNT_CACHED", "MOUNT", "COPY"] | None:
-        """What a path of the machines lies on, of the paths above it the nearest; None: their own disk. Relative to workdir."""
-        found = Path(self.workdir, path)
-        for above in (str(found), *map(str, found.parents)):
-            if above in self.volumes:
-                return "volume"
-            if above in self.storage:
-                return self.storage[above].mode
-        return None
-
-
-@config
-class Toleration:
-    """Of a taint on the machines, as in a manifest of Kubernetes."""
-
-    key: str
-    operator: Literal["Exists", "Equal"] = "Exists"
-    value: str | None = None
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-
-
-@config
-class KubeRayConfig:
-    """What Kubernetes is told, for KubeRay's operator: a head without GPUs, and one worker for each machine of the job.
-
-    ray_version: of the image; claims: PersistentVolumeClaims and where each is mounted, which is the path of the same files
-    where `launch` is called; cpu, memory: of each worker, whose /dev/shm is part of its memory; devices: further ones of each
-    worker, as RDMA adapters, and how many; node_selector, tolerations: of the workers; user, group: who the processes are,
-    instead of the image's user; secret: the Kubernetes Secret whose keys are the names under `secrets`.
-    wait_seconds: for machines, at the start and after each failure; restarts: how often at most a run is started again, for
-    whatever reason; error_restarts: how often at one checkpoint, or before the first one.
-    """
-
-    claims: dict[str, str]
-    cpu: str
-    memory: str
-    namespace: str = "default"
-    ray_version: str = "2.60.0"
-    head_cpu: str = "2"
-    head_memory: str = "8Gi"
-    devices: dict[str, Positive] = Field(default_factory=dict)
-    node_selector: dict[str, str] = Field(default_factory=dict)
-    tolerations: list[Toleration] = Field(default_factory=list)
-    user: Positive | None = None
-    group: Positive | None = None
-    secret: str | None = None
-    wait_seconds: Annotated[int, Field(ge=1)] = 3600
-    restarts: NonNegative = 20
-    error_restarts: NonNegative = 1
-
-    def __post_init__(self) -> None:
-        for key in ("cpu", "memory", "head_cpu", "head_memory"):
-            if not _QUANTITY.fullmatch(getattr(self, key)):
-                raise ValueError(f'{key}={getattr(self, key)!r} is no quantity of Kubernetes, as "32", "500m" or "512Gi"')
-        names = {"namespace": self.namespace, "secret": self.secret} | {f"claims.{name}": name for name in self.claims}
-        for key, name in names.items():
-            if name is not None and not _LABEL.fullmatch(name):
-                raise ValueError(f"{key}: {name!r} is no name of Kubernetes: small letters, digits, dots and dashes")
-        if not self.claims:
-            raise ValueError("claims: name the PersistentVolumeClaim that holds the working directory, and its mount path")
-        for name, path in self.claims.items():
-            if not re.fullmatch(r"(/[\w.-]+)+", path) or path == "/dev/shm":
-                raise ValueError(f"claims.{name}: {path!r} is not an absolute path that a volume can be mounted at")
-        if twice := sorted(path for path in set(self.claims.values()) if list(self.claims.values()).count(path) > 1):
-            raise ValueError(f"claims: {twice[0]} is the path of two; give each its own")
 
 
 @config
@@ -275,8 +101,3 @@ class Cluster:
 def load_cluster(path: str | Path) -> Cluster:
     """Read a profile. Raises ConfigError naming the file, the key and the mend."""
     return validate_as(Cluster, read_yaml(path), str(path))
-
-
-def reserved(path: Path) -> bool:
-    """Whether NeMo-Run would garble this path in its scripts."""
-    return _RESERVED in str(path)

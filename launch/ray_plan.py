@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.profile import Cluster, KubeRayConfig
+from launch.profile import Cluster
 from launch.scripts import Starts, Task
+from launch.sections import KubeRayConfig
 
 # By variables that on_ray.py sets for every start of a job. Addresses are told: a pod's name is known to itself alone, and
 # torchrun on a machine whose name is not that of its address (hostNetwork) would not see that it is the first.
@@ -69,7 +70,7 @@ class RayJob:
 
     @property
     def entrypoint(self) -> str:
-        """The command that runs on the head, where `python` has Ray; no word of it needs quotes: checks.check_claims."""
+        """The command that runs on the head, where `python` has Ray; no word of it needs quotes: executors/kuberay.py."""
         return f"python {self.folder / PROGRAM} {self.folder / PLAN}"
 
     def files(self) -> dict[str, str]:

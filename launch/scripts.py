@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.layout import Layout
-from launch.profile import Cluster, SlurmConfig
+from launch.profile import Cluster
 from tepo_megatron.config import Config
 
-_MARGIN_SECONDS = 60  # of the warning, for Slurm to end the job before its limit
 _COMMANDS = {"convert": ["tools/convert.py"], "evaluate": ["-m", "tepo_megatron", "evaluate"]}
 
 
@@ -30,9 +29,6 @@ class Starts:
     config: str | None = None
 
 
-SLURM = Starts("${SLURM_RESTART_COUNT:-0}", '"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"')
-
-
 @dataclass(frozen=True)
 class Task:
     """A script that runs once on each of `nodes` machines of the job, from the `first` on; shared: others run there too."""
@@ -44,7 +40,7 @@ class Task:
     shared: bool = False
 
 
-def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts: Starts = SLURM) -> list[Task]:
+def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts: Starts) -> list[Task]:
     """The tasks of a run; folder: the directory in which all of them start."""
     *words, train = train_lines(cfg, cluster, layout, starts)
     tasks = [Task("train", text([*head(folder), *words, f"exec {train}"]), layout.train_nodes, shared=layout.shared)]
@@ -81,8 +77,14 @@ def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -
 
 def serve_line(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -> str:
     """The command of a machine that serves."""
-    serve = joined([cluster.python, *_serve(_config(cfg, starts), layout)])
+    serve = joined([cluster.python, *serve_words(_config(cfg, starts), layout)])
     return f"{serve} {starts.address} --rollout.server.rendezvous {_rendezvous(cfg, starts)}"
+
+
+def serve_words(config: str, layout: Layout) -> list[str]:
+    """`tepo serve` for one machine's servers."""
+    words = ["-m", "tepo_megatron", "serve", config]
+    return [*words, "--rollout.servers", str(layout.servers), "--rollout.min_servers", "1"]
 
 
 def side_by_side(serve: str, train: str) -> list[str]:
@@ -99,87 +101,9 @@ def side_by_side(serve: str, train: str) -> list[str]:
     ]
 
 
-def local_training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path) -> Task:
-    """The same on this machine; servers apart are kept beside the ranks, and end with them."""
-    train = joined([cluster.python, "-m", "tepo_megatron", "train", str(cfg.run_dir / "config.yaml")])
-    lines = [*head(folder), *_exports(cluster)]
-    if not layout.serve_nodes:
-        return Task("train", text([*lines, f"exec {train}"]))
-    serve = joined([cluster.python, *_serve(str(cfg.run_dir / "config.yaml"), layout)])
-    return Task("train", text([*lines, *side_by_side(serve, train)]))
-
-
-def command(kind: str, words: Sequence[str], cluster: Cluster, folder: Path, local: bool) -> Task:
-    """`tools/convert.py WORDS` or `tepo evaluate WORDS`, on one machine."""
-    exports = _exports(cluster) if local else []
+def command(kind: str, words: Sequence[str], cluster: Cluster, folder: Path, exports: Sequence[str] = ()) -> Task:
+    """`tools/convert.py WORDS` or `tepo evaluate WORDS`, on one machine. exports: lines before it."""
     return Task(kind, text([*head(folder), *exports, f"exec {joined([cluster.python, *_COMMANDS[kind], *words])}"]))
-
-
-def batch_setup(cfg: Config, slurm: SlurmConfig, home: Path) -> str:
-    """For the batch script of a run: what it does on the signal before its time limit, and when a task fails.
-
-    Before the limit it waits for the next checkpoint, so that few steps are taken twice, and after the last one for the end of
-    the run, but not until the limit; then it is queued again. After a failure it is queued again at once, unless the starts
-    before failed at the same checkpoint. The script may be killed too: a step of its own sees that, and does as it would have.
-
-    home: for the log of that step, and the checkpoints at which starts of a job failed.
-    """
-    name = cfg.run_dir.absolute().name
-    log, failures = (shlex.quote(str(home / f"{name}-{what}")) for what in ("guard-%j.log", "failures-"))
-    patience = slurm.warning_seconds - min(_MARGIN_SECONDS, slurm.warning_seconds // 2)
-    return f"""
-# queued again before the time limit: after the next checkpoint, or {patience} s from now without one
-set +vx
-checkpoints={shlex.quote(str((cfg.run_dir / "checkpoints").absolute()))}
-failures={failures}"$SLURM_JOB_ID"
-last=step-{cfg.training.steps:08d}
-newest() {{ ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort -V | tail -n 1; }}
-under_way() {{ kill -0 "${{pids[0]}}" 2>/dev/null; }}
-used_up() {{
-  [ "${{SLURM_RESTART_COUNT:-0}}" -ge {slurm.restarts} ] &&
-    echo "launch: $1, and slurm.restarts={slurm.restarts} were made: this is the end"
-}}
-queue_again() {{
-  trap '' USR1
-  if used_up "the time limit is near"; then return; fi
-  before=$(newest); end=$((SECONDS + {patience}))
-  echo "launch: the time limit is near; newest checkpoint: ${{before:-none}}; waiting for the next"
-  while under_way && [[ "$(newest)" = "$before" || "$(newest)" = "$last" ]] && [ "$SECONDS" -lt "$end" ]; do sleep 2; done
-  if under_way; then
-    echo "launch: queued again; newest checkpoint: $(newest)"
-    scontrol requeue "$SLURM_JOB_ID"
-  fi
-}}
-trap queue_again USR1
-
-# queued again after a failure, unless {slurm.error_restarts + 1} starts failed at one checkpoint
-job_says() {{ scontrol show job --oneliner "$SLURM_JOB_ID" | grep -qE "$1"; }}
-after_failure() {{
-  if used_up "$1"; then return; fi
-  at=$(newest); at=${{at:-none}}
-  echo "$at" >> "$failures"
-  if [ "$(grep -cFx "$at" "$failures")" -gt {slurm.error_restarts} ]; then
-    echo "launch: $1; newest checkpoint: $at, where slurm.error_restarts={slurm.error_restarts} were made: this is the end"
-    return
-  fi
-  echo "launch: $1; queued again; newest checkpoint: $at"
-  scontrol requeue "$SLURM_JOB_ID"
-}}
-ended() {{  # a job that is not RUNNING any more was cancelled, or has reached its limit, or is queued again
-  status=$?
-  if [ "$status" -ne 0 ] && job_says ' JobState=RUNNING '; then after_failure "a task ended with status $status"; fi
-}}
-trap ended EXIT
-
-# the batch script's own death, which ends the job by signal 9 for a reason of Slurm's: `scancel` gives none
-killed() {{
-  if job_says ' ExitCode=0:9 ' && ! job_says ' Reason=None '; then after_failure "the batch script was killed"; fi
-  exit 0
-}}
-guard="$(declare -p checkpoints failures); $(declare -f newest used_up job_says after_failure killed)"
-srun --overlap --nodes=1 --ntasks=1 --nodelist="$head_node" --open-mode=append --output={log} \\
-  bash -c "$guard; trap killed TERM; sleep infinity & wait" &
-"""
 
 
 def variables(cluster: Cluster) -> dict[str, str]:
@@ -190,16 +114,6 @@ def variables(cluster: Cluster) -> dict[str, str]:
 def head(folder: Path) -> list[str]:
     """Of every script."""
     return ["set -euo pipefail", f"cd {shlex.quote(str(folder))}"]
-
-
-def _exports(cluster: Cluster) -> list[str]:
-    return [f"export {name}={value}" for name, value in variables(cluster).items()]
-
-
-def _serve(config: str, layout: Layout) -> list[str]:
-    """`tepo serve` for one machine's servers."""
-    words = ["-m", "tepo_megatron", "serve", config]
-    return [*words, "--rollout.servers", str(layout.servers), "--rollout.min_servers", "1"]
 
 
 def _config(cfg: Config, starts: Starts) -> str:

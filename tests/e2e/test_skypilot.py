@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import skypilot
+from launch import nemo_sky
+from launch.executors import skypilot
 from launch.layout import Layout, lay_out
 from launch.profile import Cluster
 from tepo_megatron.config import Config
@@ -63,13 +64,13 @@ class Job:
         """What SkyPilot copies to /nemo_run, at another place, since this machine is shared."""
         home = self.folder / "handed-over"
         scripts = {
-            skypilot.SETUP: skypilot.setup(self.cluster),
-            skypilot.RUN: skypilot.run(self.cfg, self.cluster, self.layout),
+            nemo_sky.SETUP: skypilot.setup_script(self.cluster),
+            nemo_sky.RUN: skypilot.run_script(self.cfg, self.cluster, self.layout),
         }
-        for path, text in (scripts | {skypilot.CONFIG: to_yaml(self.cfg)}).items():
-            file = home / Path(path).relative_to(skypilot.HOME)
+        for path, text in (scripts | {nemo_sky.CONFIG: to_yaml(self.cfg)}).items():
+            file = home / Path(path).relative_to(nemo_sky.HOME)
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text.replace(skypilot.HOME, str(home)))
+            file.write_text(text.replace(nemo_sky.HOME, str(home)))
         if not (home / "code").exists():
             (home / "code").symlink_to(ROOT)
 
@@ -81,7 +82,7 @@ class Job:
         started = []
         for rank in range(3):
             log = (self.folder / f"machine-{rank}.log").open("ab")
-            file = self.folder / "handed-over" / Path(script).relative_to(skypilot.HOME)
+            file = self.folder / "handed-over" / Path(script).relative_to(nemo_sky.HOME)
             started.append(
                 subprocess.Popen(
                     ["bash", file],
@@ -93,10 +94,10 @@ class Job:
 
     def set_up(self) -> list[int]:
         """The exit status of each machine."""
-        return [process.wait(240) for process in self.start(skypilot.SETUP, "SKYPILOT_SETUP_NODE_RANK")]
+        return [process.wait(240) for process in self.start(nemo_sky.SETUP, "SKYPILOT_SETUP_NODE_RANK")]
 
     def begin(self) -> list[subprocess.Popen[bytes]]:
-        return self.start(skypilot.RUN, "SKYPILOT_NODE_RANK")
+        return self.start(nemo_sky.RUN, "SKYPILOT_NODE_RANK")
 
     def said(self, rank: int) -> str:
         return (self.folder / f"machine-{rank}.log").read_text(errors="replace")

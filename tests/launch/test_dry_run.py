@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.profile import Cluster, SlurmConfig
-from launch.scripts import batch_setup
+from launch import jobs
+from launch.__main__ import main
+from launch.executors.slurm import batch_setup
+from launch.profile import Cluster
+from launch.sections import SlurmConfig
 from tepo_megatron.config_io import validate, validate_as
 from tests.launch import cases
 
@@ -62,6 +65,13 @@ def test_what_is_refused_in_one_line(told: dict[str, tuple[int, str, str]], case
     status, _, error = told[case]
     assert status == 1 and error.startswith("launch: error: ") and error.count("\n") == 1
     assert REFUSED[case][1] in error
+
+
+def test_a_record_that_another_launch_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs.write(tmp_path, "pbs", "3")
+    for word in ("status", "logs", "cancel"):
+        assert main([word, str(tmp_path)]) == 1
+        assert "started with --executor pbs, which is not among local, slurm" in capsys.readouterr().err
 
 
 def batch_code(folder: Path, scontrol: str, srun: str) -> tuple[str, dict[str, str]]:

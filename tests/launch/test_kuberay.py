@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.checks import check_claims
-from launch.profile import Cluster, KubeRayConfig
+from launch.executors import kuberay
+from launch.profile import Cluster
 from launch.ray_plan import RayJob
 from launch.scripts import Task
+from launch.sections import KubeRayConfig
 from tepo_megatron.errors import ConfigError
 from tests.launch import cases, kuberay_cases
 from tests.launch.test_profiles import cluster, run
@@ -131,7 +132,7 @@ def test_folders_that_a_shell_would_split_and_runs_that_would_start_over(
         (tmp_path / folder).mkdir(exist_ok=True)
         monkeypatch.chdir(tmp_path / folder)
         section = {**SECTION, "claims": {"a": str(tmp_path), "m": "/m", "d": "/d"}, **keys.pop("section", {})}
-        check_claims(cluster(container={"image": "i"}, kuberay=section), run(**keys))
+        kuberay.check(cluster(container={"image": "i"}, kuberay=section), run(**keys))
 
     check("fine")
     check("fine", checkpoint={"every": 0}, section={"restarts": 0})

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from launch import begin, skypilot
+from launch import begin
+from launch.executors import skypilot
 from launch.layout import lay_out
 from launch.profile import Cluster
 from tepo_megatron.config_io import validate, validate_as

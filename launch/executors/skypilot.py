@@ -1,32 +1,48 @@
-"""A run as a managed job of SkyPilot: what it needs, and the scripts of its machines. What calls SkyPilot: nemo_sky.py.
+"""Managed jobs of SkyPilot: what a run needs there, and the scripts of its machines. What calls SkyPilot: launch/nemo_sky.py.
 
 SkyPilot starts such a job again, on other machines, when it lost some. All machines run one script; SKYPILOT_NODE_RANK says
 which of them this is, SKYPILOT_NODE_IPS which there are, the first of rank 0. Each start runs the setup on all machines to its
-end before it runs anything else on one: there the first machine counts the starts.
+end before it runs anything else on one: there the first machine counts the starts. The run's folder is the machines' own: here
+is the record of the job alone.
 """
 
 from __future__ import annotations
 
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from launch import scripts
+from launch import checks, jobs, nemo_sky, scripts
+from launch.jobs import Job, submitted
 from launch.layout import Layout
-from launch.profile import Cluster, SkypilotConfig
+from launch.nemo_sky import ManagedJob
+from launch.profile import Cluster
+from launch.sections import SkypilotConfig
 from tepo_megatron.config import Config
+from tepo_megatron.config_io import to_yaml
 from tepo_megatron.errors import ConfigError
 
-HOME = "/nemo_run"  # on the machines: NeMo-Run's copy of what `launch` hands over
-CODE, CONFIG = f"{HOME}/code", f"{HOME}/configs/config.yaml"
-SETUP, RUN = f"{HOME}/scripts/setup.sh", f"{HOME}/scripts/run.sh"
+NAME, RUN_IS_HERE = "skypilot", False
 _LOOK_SECONDS = 5  # between looks of a serving machine at whether training has ended
 _NEEDED = "launch/begin.py"  # of this project, in what travels
 
 
+def after(folder: Path) -> NoReturn:
+    raise ConfigError("--after: SkyPilot's managed jobs do not wait for each other; start the next one when it has ended")
+
+
+def check(cluster: Cluster, cfg: Config | None) -> None:
+    checks.check_section(cluster, NAME)
+    checks.check_secrets(cluster)
+
+
 def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
-    """Raise ConfigError for a run whose files the machines would not have, not share, or lose."""
+    """That the machines would have the run's files, share them, and not lose them."""
     sky = cluster.skypilot
     assert sky is not None, "checked before"
+    checks.check_paths([Path.cwd(), cfg.run_dir])
     if cluster.container is not None and cluster.container.mounts:
         raise ConfigError("container.mounts: SkyPilot mounts no folders of hosts; use skypilot.volumes or skypilot.storage")
     if Path(cfg.output).is_absolute():
@@ -51,6 +67,40 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
                 f"{key}={path} is not on the machines; put it below skypilot.workdir, or a path of skypilot.volumes or "
                 "skypilot.storage, or have skypilot.setup fetch it to that path"
             )
+
+
+def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> ManagedJob:
+    scripts_of = setup_script(cluster), run_script(cfg, cluster, layout)
+    return ManagedJob(*jobs.next_submission(cfg.run_dir), layout.nodes, cluster, *scripts_of, to_yaml(cfg))
+
+
+def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> NoReturn:
+    raise ConfigError(f"--executor skypilot runs a CONFIG, and no `{kind}`; use slurm, kuberay or local")
+
+
+def render(job: ManagedJob) -> str:
+    for stays in check_code(Path.cwd()):
+        print(f"launch: warning: {stays}", file=sys.stderr)
+    return nemo_sky.render(job)
+
+
+def start(job: ManagedJob, folder: Path) -> int:
+    if stays := check_code(Path.cwd()):
+        raise ConfigError(stays[0])
+    return submitted(folder, NAME, nemo_sky.submit(job), "managed job")
+
+
+def state(job: Job) -> str:
+    return nemo_sky.status(job.id)
+
+
+def logs(job: Job, folder: Path, lines: int) -> str:
+    return nemo_sky.logs(job.id, lines)
+
+
+def cancel(job: Job) -> str:
+    nemo_sky.cancel(job.id)
+    return f"managed job {job.id} is cancelled"
 
 
 def _check_shared(key: str, folder: str, sky: SkypilotConfig, layout: Layout) -> None:
@@ -99,15 +149,15 @@ def _git(folder: Path, *words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def setup(cluster: Cluster) -> str:
+def setup_script(cluster: Cluster) -> str:
     """What each machine runs at each start, before any machine's `run`."""
     sky = cluster.skypilot
     assert sky is not None, "checked before"
-    first = f'if [ "$SKYPILOT_SETUP_NODE_RANK" -eq 0 ]; then {cluster.python} -m launch.begin {CONFIG}; fi'
+    first = f'if [ "$SKYPILOT_SETUP_NODE_RANK" -eq 0 ]; then {cluster.python} -m launch.begin {nemo_sky.CONFIG}; fi'
     return scripts.text(["set -euo pipefail", *sky.setup, *_there(sky), first])
 
 
-def run(cfg: Config, cluster: Cluster, layout: Layout) -> str:
+def run_script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
     """What each machine runs then. The servers of machines apart end when training has, with its status."""
     sky = cluster.skypilot
     assert sky is not None, "checked before"
@@ -123,7 +173,7 @@ def run(cfg: Config, cluster: Cluster, layout: Layout) -> str:
         f'--rdzv-endpoint "${{machines[0]}}:{cluster.network.port}" --rdzv-conf "is_host=$((rank == 0))" --local-addr "$here"'
     )
     serves = '--host 0.0.0.0 --address "$here"'  # pods do not know each other by name
-    starts = scripts.Starts("$((start - 1))", '"$SKYPILOT_TASK_ID-$start"', meet, serves, CONFIG)
+    starts = scripts.Starts("$((start - 1))", '"$SKYPILOT_TASK_ID-$start"', meet, serves, nemo_sky.CONFIG)
     *words, train = scripts.train_lines(cfg, cluster, layout, starts)
     if not layout.serve_nodes:
         return scripts.text([*lines, *words, f"exec {train}"])
@@ -135,7 +185,7 @@ def run(cfg: Config, cluster: Cluster, layout: Layout) -> str:
 
 def _there(sky: SkypilotConfig) -> list[str]:
     """In the folder where relative paths begin, with the code that travelled."""
-    return [f"mkdir -p {sky.workdir}", f"cd {sky.workdir}", f"export PYTHONPATH={CODE}"]
+    return [f"mkdir -p {sky.workdir}", f"cd {sky.workdir}", f"export PYTHONPATH={nemo_sky.CODE}"]
 
 
 def _apart(words: list[str], train: str, serve: str, layout: Layout) -> list[str]:

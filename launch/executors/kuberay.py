@@ -1,0 +1,107 @@
+"""Kubernetes with KubeRay's operator: a job is a RayJob (launch/ray_plan.py), sent by launch/nemo_ray.py.
+
+Its pods see the run's folder where `launch` sees it, through volumes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+from launch import checks, jobs, scripts
+from launch.executors.lazy import imported
+from launch.jobs import Job, ends, submitted
+from launch.layout import Layout
+from launch.profile import Cluster
+from launch.ray_plan import STARTS, RayJob
+from tepo_megatron.config import Config
+from tepo_megatron.errors import ConfigError
+
+NAME, RUN_IS_HERE = "kuberay", True
+
+
+def after(folder: Path) -> NoReturn:
+    raise ConfigError(f"--after {folder}: Kubernetes lets no job wait for another; start this one when that one has ended")
+
+
+def check(cluster: Cluster, cfg: Config | None) -> None:
+    """Also that every path, of a run's or launch's own, is on a claim."""
+    checks.check_section(cluster, NAME)
+    section = cluster.kuberay
+    assert section is not None, "just checked"
+    if cluster.container is None:
+        raise ConfigError("--executor kuberay: the cluster's profile names no container.image; pods need one, and Ray in it")
+    if cluster.container.mounts:
+        raise ConfigError("container.mounts are Pyxis'; with --executor kuberay use kuberay.claims, and remove them")
+    if cluster.secrets and section.secret is None:
+        raise ConfigError(
+            f"secrets: {cluster.secrets[0]} has to be a key of a Secret of Kubernetes; name that with kuberay.secret"
+        )
+    used = [("the working directory", str(Path.cwd()))]
+    if cfg is not None:
+        if section.restarts and not cfg.checkpoint.every and not cfg.rollout.only:
+            raise ConfigError(
+                "checkpoint.every=0: after a failure the run would start over; set it to a number of steps, or "
+                "kuberay.restarts in the cluster's profile to 0"
+            )
+        used += [(key, path) for key, path in checks.folders(cfg) if path is not None]
+    for key, path in used:
+        place = Path(path).absolute()
+        if not any(place.is_relative_to(mount) for mount in section.claims.values()):
+            raise ConfigError(f"{key}={path} is on no volume of the pods; add a claim with its mount path to kuberay.claims")
+    home = (Path.cwd() if cfg is None else cfg.run_dir).absolute()
+    if not re.fullmatch(r"[\w./-]+", str(home)):
+        raise ConfigError(f"{home}: KubeRay gives it to a shell as it is; use a folder of letters, digits, . _ and - alone")
+
+
+def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
+    """Nothing is left: `check` has seen its paths."""
+
+
+def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> RayJob:
+    goes_on = not cfg.rollout.only  # which keeps no checkpoints
+    return _job(cfg.run_dir, scripts.training(cfg, cluster, layout, Path.cwd(), STARTS), cluster, goes_on)
+
+
+def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> RayJob:
+    check(cluster, None)
+    checks.check_paths([Path.cwd(), folder])
+    return _job(folder, [scripts.command(kind, words, cluster, Path.cwd())], cluster)
+
+
+def render(job: RayJob) -> str:
+    return _client().render(job)
+
+
+def start(job: RayJob, folder: Path) -> int:
+    return submitted(folder, NAME, _client().submit(job))
+
+
+def state(job: Job) -> str:
+    return _client().state(job.id)
+
+
+def logs(job: Job, folder: Path, lines: int) -> str:
+    """Of its files, which end with the number of the submission as its id does; while there are none, what it printed."""
+    paths = sorted(jobs.home_of(folder).glob(f"*-{job.id.rpartition('-')[2]}.log"))
+    printed = "" if paths else _client().said(job.id, lines)
+    return printed or ends(folder, paths, lines)
+
+
+def cancel(job: Job) -> str:
+    _client().cancel(job.id)
+    return f"job {job.id} is cancelled"
+
+
+def _job(folder: Path, tasks: Sequence[scripts.Task], cluster: Cluster, goes_on: bool = False) -> RayJob:
+    job = RayJob(*jobs.next_submission(folder), tasks, cluster, goes_on)
+    os.environ["NEMORUN_HOME"] = str(job.home)
+    return job
+
+
+def _client() -> ModuleType:
+    return imported("launch.nemo_ray")

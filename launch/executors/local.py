@@ -1,0 +1,100 @@
+"""This machine: a job is one script, which `launch` starts through NeMo-Run and waits for."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from launch import checks, jobs, scripts
+from launch.executors.lazy import submission
+from launch.jobs import Job, ends
+from launch.layout import Layout
+from launch.profile import Cluster
+from tepo_megatron.config import Config
+from tepo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launch.nemo import Submission
+
+NAME, RUN_IS_HERE = "local", True
+
+
+def after(folder: Path) -> NoReturn:
+    raise ConfigError("--after: a local run is waited for anyway; start the next one when it has ended")
+
+
+def check(cluster: Cluster, cfg: Config | None) -> None:
+    if cluster.container is not None:
+        raise ConfigError("--executor local starts no container; remove `container` from the cluster's profile")
+    checks.check_secrets(cluster)
+
+
+def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
+    checks.check_run(cfg, cluster)
+
+
+def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> Submission:
+    if layout.train_nodes > 1 or layout.serve_nodes > 1:
+        raise ConfigError(f"this run takes {layout.nodes} machines of {cluster.slots} ranks; use --executor slurm")
+    return submission(cfg.run_dir, [scripts.Task("train", _script(cfg, cluster, layout))], cluster)
+
+
+def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> Submission:
+    check(cluster, None)
+    checks.check_paths([Path.cwd(), folder])
+    return submission(folder, [scripts.command(kind, words, cluster, Path.cwd(), _exports(cluster))], cluster)
+
+
+def render(job: Submission) -> str:
+    return job.tasks[0].script
+
+
+def start(job: Submission, folder: Path) -> int:
+    jobs.write(folder, NAME, str(os.getpid()))
+    return 0 if job.run_here() else 1
+
+
+def state(job: Job) -> str:
+    if job.host != os.uname().nodename:
+        return f"on {job.host}"
+    return "under way" if _is_launch(int(job.id)) else "ended"
+
+
+def logs(job: Job, folder: Path, lines: int) -> str:
+    newest = max(jobs.home_of(folder).glob("experiments/*/*"), key=lambda path: path.stat().st_mtime)
+    return ends(folder, sorted(newest.rglob("combined.log")), lines)
+
+
+def cancel(job: Job) -> str:
+    if job.host != os.uname().nodename:
+        raise ConfigError(f"this job runs on {job.host}; call cancel there")
+    if not _is_launch(int(job.id)):
+        return f"process {job.id} has ended already"
+    os.kill(int(job.id), signal.SIGTERM)
+    return f"process {job.id} is told to end"
+
+
+def _script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
+    """The tasks of a run in one; servers apart are kept beside the ranks, and end with them."""
+    config = str(cfg.run_dir / "config.yaml")
+    train = scripts.joined([cluster.python, "-m", "tepo_megatron", "train", config])
+    lines = [*scripts.head(Path.cwd()), *_exports(cluster)]
+    if not layout.serve_nodes:
+        return scripts.text([*lines, f"exec {train}"])
+    serve = scripts.joined([cluster.python, *scripts.serve_words(config, layout)])
+    return scripts.text([*lines, *scripts.side_by_side(serve, train)])
+
+
+def _exports(cluster: Cluster) -> list[str]:
+    return [f"export {name}={value}" for name, value in scripts.variables(cluster).items()]
+
+
+def _is_launch(pid: int) -> bool:
+    """Whether that process lives and is one of ours: numbers are used again."""
+    try:
+        return b"launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

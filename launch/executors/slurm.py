@@ -1,0 +1,162 @@
+"""Slurm: a job is one allocation, with a step of `srun` for each task, made and submitted by NeMo-Run (launch/nemo.py)."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch import checks, jobs, scripts
+from launch.executors.lazy import submission
+from launch.jobs import Job, ends, submitted
+from launch.layout import Layout
+from launch.profile import Cluster
+from launch.sections import SlurmConfig
+from tepo_megatron.config import Config
+from tepo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launch.nemo import Submission
+
+NAME, RUN_IS_HERE = "slurm", True
+_STARTS = scripts.Starts("${SLURM_RESTART_COUNT:-0}", '"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"')
+_MARGIN_SECONDS = 60  # of the warning, for Slurm to end the job before its limit
+
+
+def after(folder: Path) -> str:
+    job = jobs.read(folder)
+    if job.executor != NAME:
+        raise ConfigError(f"--after {folder}: that ran with --executor {job.executor}, and Slurm waits for its own jobs alone")
+    return job.id
+
+
+def check(cluster: Cluster, cfg: Config | None) -> None:
+    checks.check_section(cluster, NAME)
+    checks.check_secrets(cluster)
+
+
+def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
+    checks.check_run(cfg, cluster)
+
+
+def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> Submission:
+    assert cluster.slurm is not None, "checked before"
+    goes_on = not cfg.rollout.only  # which keeps no checkpoints
+    tasks = scripts.training(cfg, cluster, layout, Path.cwd(), _STARTS)
+    setup = batch_setup(cfg, cluster.slurm, jobs.home_of(cfg.run_dir)) if goes_on and cluster.slurm.restarts else ""
+    return submission(cfg.run_dir, tasks, cluster, after, setup, requeued=goes_on)
+
+
+def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> Submission:
+    check(cluster, None)
+    checks.check_paths([Path.cwd(), folder])
+    return submission(folder, [scripts.command(kind, words, cluster, Path.cwd())], cluster, after)
+
+
+def render(job: Submission) -> str:
+    return job.render()
+
+
+def start(job: Submission, folder: Path) -> int:
+    return submitted(folder, NAME, job.submit())
+
+
+def state(job: Job) -> str:
+    shown = _call("scontrol", "show", "job", "--oneliner", job.id)  # knows jobs until minutes after their end
+    if shown.returncode == 0:
+        words = dict(word.split("=", 1) for word in shown.stdout.split() if "=" in word)
+        reason = f" ({words['Reason']})" if words.get("Reason", "None") != "None" else ""
+        return f"{words['JobState']}{reason}, {words['RunTime']} of {words['TimeLimit']}, restarts: {words['Restarts']}"
+    counted = _call("sacct", "-nXP", "--jobs", job.id, "--format", "State,Elapsed,ExitCode")
+    if counted.returncode == 0 and counted.stdout.strip():
+        return ", ".join(counted.stdout.split("\n")[0].split("|"))
+    return "unknown to scontrol and sacct"
+
+
+def logs(job: Job, folder: Path, lines: int) -> str:
+    return ends(folder, sorted(jobs.home_of(folder).glob(f"*-{job.id}.log")), lines)
+
+
+def cancel(job: Job) -> str:
+    ended = _call("scancel", job.id)
+    if ended.returncode:
+        raise ConfigError(f"scancel {job.id}: {' '.join(ended.stderr.split())}")
+    return f"job {job.id} is cancelled"
+
+
+def _call(*words: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    except FileNotFoundError:
+        raise ConfigError(f"{words[0]} is not installed here; call this on a machine of the cluster") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{words[0]} did not answer within 60 s; try again") from None
+
+
+def batch_setup(cfg: Config, slurm: SlurmConfig, home: Path) -> str:
+    """For the batch script of a run: what it does on the signal before its time limit, and when a task fails.
+
+    Before the limit it waits for the next checkpoint, so that few steps are taken twice, and after the last one for the end of
+    the run, but not until the limit; then it is queued again. After a failure it is queued again at once, unless the starts
+    before failed at the same checkpoint. The script may be killed too: a step of its own sees that, and does as it would have.
+
+    home: for the log of that step, and the checkpoints at which starts of a job failed.
+    """
+    name = cfg.run_dir.absolute().name
+    log, failures = (shlex.quote(str(home / f"{name}-{what}")) for what in ("guard-%j.log", "failures-"))
+    patience = slurm.warning_seconds - min(_MARGIN_SECONDS, slurm.warning_seconds // 2)
+    return f"""
+# queued again before the time limit: after the next checkpoint, or {patience} s from now without one
+set +vx
+checkpoints={shlex.quote(str((cfg.run_dir / "checkpoints").absolute()))}
+failures={failures}"$SLURM_JOB_ID"
+last=step-{cfg.training.steps:08d}
+newest() {{ ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort -V | tail -n 1; }}
+under_way() {{ kill -0 "${{pids[0]}}" 2>/dev/null; }}
+used_up() {{
+  [ "${{SLURM_RESTART_COUNT:-0}}" -ge {slurm.restarts} ] &&
+    echo "launch: $1, and slurm.restarts={slurm.restarts} were made: this is the end"
+}}
+queue_again() {{
+  trap '' USR1
+  if used_up "the time limit is near"; then return; fi
+  before=$(newest); end=$((SECONDS + {patience}))
+  echo "launch: the time limit is near; newest checkpoint: ${{before:-none}}; waiting for the next"
+  while under_way && [[ "$(newest)" = "$before" || "$(newest)" = "$last" ]] && [ "$SECONDS" -lt "$end" ]; do sleep 2; done
+  if under_way; then
+    echo "launch: queued again; newest checkpoint: $(newest)"
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
+}}
+trap queue_again USR1
+
+# queued again after a failure, unless {slurm.error_restarts + 1} starts failed at one checkpoint
+job_says() {{ scontrol show job --oneliner "$SLURM_JOB_ID" | grep -qE "$1"; }}
+after_failure() {{
+  if used_up "$1"; then return; fi
+  at=$(newest); at=${{at:-none}}
+  echo "$at" >> "$failures"
+  if [ "$(grep -cFx "$at" "$failures")" -gt {slurm.error_restarts} ]; then
+    echo "launch: $1; newest checkpoint: $at, where slurm.error_restarts={slurm.error_restarts} were made: this is the end"
+    return
+  fi
+  echo "launch: $1; queued again; newest checkpoint: $at"
+  scontrol requeue "$SLURM_JOB_ID"
+}}
+ended() {{  # a job that is not RUNNING any more was cancelled, or has reached its limit, or is queued again
+  status=$?
+  if [ "$status" -ne 0 ] && job_says ' JobState=RUNNING '; then after_failure "a task ended with status $status"; fi
+}}
+trap ended EXIT
+
+# the batch script's own death, which ends the job by signal 9 for a reason of Slurm's: `scancel` gives none
+killed() {{
+  if job_says ' ExitCode=0:9 ' && ! job_says ' Reason=None '; then after_failure "the batch script was killed"; fi
+  exit 0
+}}
+guard="$(declare -p checkpoints failures); $(declare -f newest used_up job_says after_failure killed)"
+srun --overlap --nodes=1 --ntasks=1 --nodelist="$head_node" --open-mode=append --output={log} \\
+  bash -c "$guard; trap killed TERM; sleep infinity & wait" &
+"""
