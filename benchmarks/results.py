@@ -68,7 +68,8 @@ class Measure:
     """One figure of ours beside the same of others.
 
     row: of ROWS; name: unique within it; ours: None where it was not measured, and then `why` says why not; peers: {} for
-    none; deterministic: the same on every machine, and therefore a gate (tests/unit/test_bench.py); more: shape, threads ...
+    none; deterministic: the same on every machine, and therefore a gate
+    (tests/unit/benches/test_bench.py); more: shape, threads ...
     """
 
     row: int

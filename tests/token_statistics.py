@@ -7,7 +7,8 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = find_spec("triton") is not None
-# In the interpreter, tests/unit/test_triton_interpreter.py starts a process of its own: triton must see it when first imported.
+# In the interpreter, tests/unit/ops/test_triton_interpreter.py starts a process of its own: triton
+# must see it when first imported.
 BACKENDS = ["torch"] + (["triton"] if HAS_TRITON and (INTERPRETED or torch.cuda.is_available()) else [])
 
 

@@ -23,7 +23,7 @@ from tests.parallel import cases
 from tests.parallel.test_weights import ROUNDS, tensors, tiny_moe
 from tests.scripted_api import ScriptedApi
 from tests.tiny import tiny_qwen3
-from tests.unit.test_fleet import behave, process, until
+from tests.unit.rollout.test_fleet import behave, process, until
 from tests.worlds import run_world
 
 SECONDS = 5.0  # of sync.timeout_seconds

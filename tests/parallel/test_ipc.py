@@ -12,7 +12,7 @@ from tests.parallel.test_broadcast import config_of, fleet, got, is_model
 from tests.parallel.test_quantized_sync import sync_of
 from tests.parallel.test_weights import left_of, tensors
 from tests.tiny import tiny_qwen3
-from tests.unit.test_fleet import behave, until
+from tests.unit.rollout.test_fleet import behave, until
 from tests.worlds import run_world
 
 

@@ -21,7 +21,7 @@ from tests.parallel.test_broadcast import fleet, got
 from tests.parallel.test_relay import memory, simulated
 from tests.parallel.test_weights import ROUNDS, Keeper, Recorder, tensors, tiny_moe
 from tests.tiny import tiny_qwen3
-from tests.unit.test_fleet import behave
+from tests.unit.rollout.test_fleet import behave
 from tests.worlds import run_world
 
 MODELS: dict[str, Callable[[Path], Any]] = {

@@ -1,6 +1,6 @@
 """The experts that a real SGLang server on the CPU chose are those that Megatron's routers choose from the same weights.
 
-vLLM returns none on a CPU (`tests/unit/test_expert_replay.py`).
+vLLM returns none on a CPU (`tests/unit/rollout/test_expert_replay.py`).
 """
 
 from __future__ import annotations

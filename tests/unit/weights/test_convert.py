@@ -27,7 +27,7 @@ from tests.worlds import run_world
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 VOCAB = 70  # not a multiple of 16 tp: every layout pads it differently
 
 

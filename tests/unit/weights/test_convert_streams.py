@@ -17,7 +17,7 @@ from tepo_megatron.errors import CheckpointError, ConversionError
 from tepo_megatron.weights.convert.exporting import _in_files
 from tepo_megatron.weights.convert.streams import STREAMS, Job, deal, work
 from tests.tiny import tiny_qwen3
-from tests.unit.test_convert import succeed
+from tests.unit.weights.test_convert import succeed
 
 
 def test_queues_run_beside_each_other_and_each_in_order() -> None:

@@ -11,7 +11,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.method import resolve
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BASE = {
     "name": "base", "platform": "cpu", "model": {"path": "m"}, "data": {"train": "t.jsonl", "eval": "e.jsonl"},
     "objective": {"name": "tepo", "beta": 0.01}, "training": {"steps": 9},

@@ -9,7 +9,7 @@ import pytest
 
 from tepo_megatron.errors import SyncError
 from tepo_megatron.rollout.servers.checksums import Checks
-from tests.unit.test_fleet import behave, fleet, process, until
+from tests.unit.rollout.test_fleet import behave, fleet, process, until
 
 EMPTY = hashlib.sha256(b"").hexdigest()
 NORM, QUERY = "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"

@@ -31,7 +31,7 @@ from tepo_megatron.rollout.servers.fleet import Fleet
 from tepo_megatron.rollout.servers.local import LocalServer
 from tepo_megatron.types import Prompt, Rollout, SamplingParams, TrainBatch
 from tests.scripted_api import ScriptedApi
-from tests.unit.test_fleet import behave, process
+from tests.unit.rollout.test_fleet import behave, process
 
 CALCULATOR = "examples/tools/calculator.py:calculator"
 TOKENIZER = build_tokenizer()

@@ -17,9 +17,9 @@ from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout.servers.fleet import Fleet
 from tepo_megatron.rollout.servers.rendezvous import Rendezvous, keeper_name, this_host
 from tepo_megatron.rollout.servers.standstill import Standstill
-from tests.unit.test_fleet import PROMPTS, SAMPLING, ids, until
-from tests.unit.test_remote import Serving, record_of, scripted, server_process, serving, trainer  # noqa: F401
-from tests.unit.test_sleep import told, wake
+from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids, until
+from tests.unit.rollout.test_remote import Serving, record_of, scripted, server_process, serving, trainer  # noqa: F401
+from tests.unit.rollout.test_sleep import told, wake
 
 BOTH_PARTS = ["weights", "kv_cache"]
 

@@ -11,7 +11,7 @@ import pytest
 from tepo_megatron.errors import SyncError
 from tepo_megatron.rollout.engine import INITIAL_VERSION
 from tepo_megatron.rollout.servers.fleet import Fleet
-from tests.unit.test_fleet import PROMPTS, SAMPLING, behave, fleet, process, until
+from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, fleet, process, until
 
 pytestmark = pytest.mark.slow
 ROUNDS = [[Path("a"), Path("b")], [Path("c")]]

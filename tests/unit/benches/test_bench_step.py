@@ -12,7 +12,7 @@ from benchmarks import step
 from benchmarks._mends import MENDS
 from benchmarks._timers import Timers
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def run(*words: str) -> str:

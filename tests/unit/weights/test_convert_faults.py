@@ -22,7 +22,7 @@ from benchmarks.convert import CONFIG, make_model
 from tepo_megatron.errors import CheckpointError
 from tepo_megatron.weights.convert.output import new_directory
 from tests.tiny import tiny_qwen3
-from tests.unit.test_convert import ROOT, command, convert, in_bf16, succeed, tensors
+from tests.unit.weights.test_convert import ROOT, command, convert, in_bf16, succeed, tensors
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.slow

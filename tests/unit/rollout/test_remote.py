@@ -30,7 +30,7 @@ from tepo_megatron.rollout.servers.fleet import Fleet
 from tepo_megatron.rollout.servers.local import LocalServer, url_of
 from tepo_megatron.rollout.servers.rendezvous import KEY_FILE, KEY_VARIABLE, Record, Rendezvous, fingerprint
 from tests.scripted_api import ScriptedApi
-from tests.unit.test_fleet import PROMPTS, SAMPLING, ids, until
+from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids, until
 
 KEY = "a-key-for-the-tests-alone"
 OWN_SETTINGS = {"backoff_seconds": 0.05, "silent_seconds": 20.0, "ready_seconds": 60, "concurrency": 4}

@@ -10,8 +10,12 @@ import pytest
 
 from tests.token_statistics import HAS_TRITON, INTERPRETED
 
-ROOT = Path(__file__).parents[2]
-TESTS = ["tests/unit/test_vocab_parallel.py", "tests/unit/test_vocab_parallel_in_place.py", "tests/parallel/test_statistics.py"]
+ROOT = Path(__file__).parents[3]
+TESTS = [
+    "tests/unit/ops/test_vocab_parallel.py",
+    "tests/unit/ops/test_vocab_parallel_in_place.py",
+    "tests/parallel/test_statistics.py",
+]
 
 
 @pytest.mark.slow

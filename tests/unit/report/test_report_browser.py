@@ -9,7 +9,7 @@ import pytest
 
 from tepo_megatron.report import write_report
 from tests.report_runs import measured, record_step, rollout, write_run
-from tests.unit.test_report_page import HOSTILE, tokenizer_of_characters
+from tests.unit.report.test_report_page import HOSTILE, tokenizer_of_characters
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PROBE = """<script>addEventListener("load", () => {

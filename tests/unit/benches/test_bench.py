@@ -13,7 +13,7 @@ from benchmarks._collected import prefix_tokens
 from benchmarks.gpu.__main__ import main as gpu_command
 from benchmarks.results import OURS, ROWS, Measure, Object, Target, load, merged, save, table
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks/results/cpu.json"
 COMMITTED = load(RESULTS)
 ON_A_GPU = {8, 9}
