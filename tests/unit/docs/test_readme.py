@@ -65,23 +65,30 @@ def test_figures_are_those_of_the_results() -> None:
         for who in (OURS, "slime", "longest first")
     ]
     ours, slime, longest = (f"{mean:.3f}, {worst:.3f}" for mean, worst in plans)
-    assert f"of 16 seeds | {ours} | slime's algorithm: {slime} | | longest first: {longest} |" in README
-    one, two = (f"2/time, 1024 x 32000 bf16, {threads}" for threads in ("1 thread", "2 threads"))
-    cells = [f"{times(one, peer):.1f}x and {times(two, peer):.1f}x" for peer in ("trl", "verl", "plain")]
-    assert f"| time over ours, 1024 x 32000 bf16, 1 and 2 threads | 1 | {' | '.join(cells)} |" in README
+    assert f"of 16 seeds | {ours} | slime's algorithm {slime}; longest first {longest} |" in README
+    for shape in ("256 x 18992", "1024 x 32000"):
+        one, two = (f"2/time, {shape} bf16, {threads}" for threads in ("1 thread", "2 threads"))
+        cells = [f"{times(one, peer):.1f}x and {times(two, peer):.1f}x" for peer in ("trl", "verl", "plain")]
+        assert f"| time over ours, {shape} bf16, 1 and 2 threads | 1 | {' | '.join(cells)} |" in README
     step = [
         f"{times(f'7/demo, {layout}', OURS, 'plain'):.2f}" for layout in ("TP1, 1 thread", "TP1, 2 threads", "TP2, 2 threads")
     ]
-    assert f"1 and 2 threads; TP2 | {step[0]}, {step[1]}; {step[2]} |" in README
+    assert f"TP1 on 1 and 2 threads; TP2 | {step[0]}, {step[1]}; {step[2]} |" in README
     shm, gloo, sglang = (
         f"{times(f'12/{which}: gather and transport', OURS, 'copy'):.1f}"
         for which in ("shm, vllm", "group, vllm", "group, sglang")
     )
     assert f"shared memory; gloo | {shm}; {gloo} (vLLM), {sglang} (SGLang) |" in README
+    loaded = [f"{times(f'12/shm, {engine}: all, with the engine loading', OURS, 'copy'):.1f}" for engine in ("vllm", "sglang")]
+    assert f"until the engine has loaded them | {loaded[0]} (vLLM), {loaded[1]} (SGLang) |" in README
+    waits = [
+        times(f"11/training waits, {model} model, median after the first", OURS, "plain copy") for model in ("demo", "100m")
+    ]
+    assert f"0.6 M, 93 M parameters | {waits[0]:.2f}, {waits[1]:.2f} | target: 1, missed |" in README
     ahead = "13/one step ahead, a core for each"
     bound, turns = times(ahead, OURS, "longer phase + sync"), times(ahead, "in turn")
-    assert f"in turns over it | {bound:.2f}; {turns:.2f} |" in README
-    fewer = "; ".join(f"{times(f'14/{case}, tokens computed', 'not shared'):.1f}x" for case in ("long", "medium", "small"))
-    assert f"of 32 to 12: tokens without sharing over ours | {fewer} |" in README
-    longer = "; ".join(f"{times(f'14/{case}, 2 threads', 'not shared'):.1f}x" for case in ("medium", "small"))
-    assert f"the second and third of these: time without sharing over ours | {longer} |" in README
+    assert f"with the sync | {bound:.2f} | in turns: {turns:.2f} |" in README
+    long, medium = (times(f"14/{case}, tokens computed", "not shared") for case in ("long", "medium"))
+    seconds = times("14/medium, 2 threads", "not shared")
+    assert f"without sharing the prompt over with | {long:.1f}x |" in README
+    assert f"128 to a prompt of 64 | {medium:.1f}x, {seconds:.1f}x |" in README
