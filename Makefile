@@ -23,7 +23,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(PYTHON))
 
-.PHONY: demo sglang launch launch-sky ablation precision bench docs docs-links test test-fast test-full test-full-served test-full-computed test-slurm \
+.PHONY: demo sglang launch launch-sky ablation precision bench docs docs-links test test-fast test-full test-full-runs test-full-parts test-slurm \
   test-gpu test-pins test-image check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
@@ -76,16 +76,16 @@ test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -n $(WORKERS) -m "$(FAST)"
 	$(BIN)/python -m pytest -m "not full and (server or e2e or slow)"
 
-# in two at once, of which one waits for servers while the other computes; what is printed appears when either has ended
+# in two at once, whole runs in one and all else in the other; what is printed appears when either has ended
 test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready $(SKY)/.ready
-	@$(MAKE) --no-print-directory -j2 --output-sync=target --keep-going test-full-served test-full-computed
+	@$(MAKE) --no-print-directory -j2 --output-sync=target --keep-going test-full-runs test-full-parts
 	$(BIN)/python -m pytest -m "full and alone"
 
-test-full-served:
-	$(BIN)/python -m pytest -m "full and not slurm and not image and not alone and (e2e or server)"
+test-full-runs:
+	$(BIN)/python -m pytest -m "full and not slurm and not image and not alone and e2e"
 
-test-full-computed:
-	$(BIN)/python -m pytest -m "full and not slurm and not image and not alone and not (e2e or server)"
+test-full-parts:
+	$(BIN)/python -m pytest -m "full and not slurm and not image and not alone and not e2e"
 
 # apt-get install slurm-wlm munge; as root
 test-slurm: $(READY) $(LAUNCH)/.ready
