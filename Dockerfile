@@ -4,8 +4,9 @@
 #   docker build --target train-sglang -t tepo:sglang .
 # Layers that change rarely come first: system, pinned packages, compiled extensions, this project.
 
-# The CUDA of the base has to be that of the pinned torch, 13.0: Apex refuses to be built with another one.
-ARG BASE_IMAGE=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
+# The CUDA of the base has to be that of the pinned torch, 13.0: Apex refuses to be built with another one. No cuDNN in it:
+# Transformer Engine would load that one, and PyTorch the one of its wheel, both into one process.
+ARG BASE_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 # No registry holds Apex. Where GitHub is not reached: "apex @ file:///..." with that commit in a folder of the base
 ARG APEX="apex @ git+https://github.com/NVIDIA/apex.git@6424da3b4faa6c8f062da4a48c424fff3f02d42d"
 # What Apex is compiled for: 9.0 H100 and H200, 10.0 B200

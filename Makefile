@@ -1,5 +1,6 @@
 # Every target sets itself up: a virtual environment with pinned packages, re-used while nothing changed.
 PYTHON ?= python3.11
+GPU_PYTHON ?= python
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
@@ -10,8 +11,10 @@ LAUNCH := .venv-launch
 SKY    := .venv-sky
 DOCS   := .venv-docs
 PINS   := .venv-pins
+TE     := $(PINS)/transformer_engine_python
 SITE   := build/docs
 PEERS  := .cache/peers
+GATE   := $(wildcard tests/gate)
 FAST   := not server and not e2e and not slow and not full
 WORKERS ?= 2
 
@@ -24,7 +27,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && echo python3.12 || echo $(PYTHON))
 
 .PHONY: demo sglang launch launch-sky ablation precision bench docs docs-links test test-fast test-full test-full-runs test-full-parts test-slurm \
-  test-gpu test-pins test-image check lint types format pins clean
+  test-gpu test-pins test-pins-ci test-te test-image chaos check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
@@ -73,8 +76,8 @@ docs-links: $(DOCS)/.ready
 	$(DOCS)/bin/sphinx-build --quiet -c docs -d $(SITE)/.doctrees -b linkcheck . $(SITE)/links
 
 test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
-	$(BIN)/python -m pytest -n $(WORKERS) -m "$(FAST)"
-	$(BIN)/python -m pytest -m "not full and (server or e2e or slow)"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not full and not server and not e2e"
+	$(BIN)/python -m pytest -m "not full and (server or e2e)"
 
 # in two at once, whole runs in one and all else in the other; what is printed appears when either has ended
 test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready $(SKY)/.ready
@@ -98,13 +101,25 @@ test-fast: $(READY) $(LAUNCH)/.ready
 test-image: $(READY)
 	TEPO_IMAGE=1 $(BIN)/python -m pytest -s -m image $(ARGS) tests/launch/test_image.py
 
-# test-fast with the Megatron-Core that the GPU images have; ARGS: more words for pytest
-test-pins: $(PINS)/.ready $(LAUNCH)/.ready
+# test-fast with the Megatron-Core that the GPU images have, and its part with Transformer Engine; ARGS: more words for pytest
+test-pins: $(PINS)/.ready $(LAUNCH)/.ready test-te
 	$(PINS)/bin/python -m pytest -n $(WORKERS) -m "$(FAST)" $(ARGS)
 
-# on a machine with a GPU; apart, because the other tests hide it
-test-gpu: $(READY)
-	$(BIN)/python -m pytest tests/gpu --confcutdir=tests/gpu
+# with Transformer Engine's Python too, its compiled parts replaced; apart, because the other tests hide it
+test-te: $(TE)/.ready
+	$(PINS)/bin/python -m pytest tests/transformer_engine --confcutdir=tests/transformer_engine
+
+# the parts of test-pins that .ci/run calls
+test-pins-ci: test-te
+	$(if $(GATE),$(PINS)/bin/python -m pytest -n $(WORKERS) -m "$(FAST)" $(GATE))
+
+# 100 random kills of short runs with both engines; hours; goes on where it was interrupted. ARGS: --trials 4 --engines scripted
+chaos: $(READY) $(SGLANG)/.ready
+	nice -n 10 $(BIN)/python -m tests.harness.chaos --trials 100 --out .cache/chaos.jsonl $(ARGS)
+
+# on a machine with a GPU, in the environment that is active; apart, because the other tests hide the GPU
+test-gpu:
+	$(GPU_PYTHON) -m pytest tests/gpu --confcutdir=tests/gpu
 
 check: lint types test
 
@@ -188,6 +203,14 @@ $(PINS)/.ready: pyproject.toml requirements/cpu.txt requirements/gpu-vllm.txt
 	$(PINS)/bin/uv pip install --no-config --python $(PINS)/bin/python --no-deps --quiet --editable .; \
 	echo "$$sum" > $@
 
+# the Python of the GPU images' Transformer Engine, the one of its three wheels that holds no compiled code; in a folder of its own,
+# which tests/transformer_engine alone looks into
+$(TE)/.ready: $(PINS)/.ready requirements/gpu-vllm.txt
+	rm -rf $(TE)
+	$(PINS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(TE) \
+	  "$$(grep '^transformer-engine==' requirements/gpu-vllm.txt)"
+	touch $@
+
 # resolve the pins anew
 pins:
 	test -x $(BIN)/uv || ($(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet "uv>=0.9")
@@ -204,7 +227,8 @@ pins:
 	  requirements/docs.in -o requirements/docs.txt
 	for engine in vllm sglang; do \
 	  $(BIN)/uv pip compile --quiet --upgrade --no-config --python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-header \
-	    --no-annotate --no-emit-package tepo-megatron --constraint requirements/gpu-constraints.txt --extra $$engine --extra te --extra ray --extra datasets pyproject.toml -o requirements/gpu-$$engine.txt || exit 1; \
+	    --no-annotate --no-emit-package tepo-megatron --constraint requirements/gpu-constraints.txt --extra $$engine --extra te --extra ray --extra datasets \
+	    --extra tensorboard --extra wandb --extra test pyproject.toml -o requirements/gpu-$$engine.txt || exit 1; \
 	done
 	sed -n 's/^# *\(sglang==.*\)/\1/p' requirements/sglang-cpu.in >> requirements/sglang-cpu.txt  # without its dependencies
 	sed -i 's/+cpu$$//' requirements/cpu.txt requirements/sglang-cpu.txt  # a local version would bind the pin to one source of wheels

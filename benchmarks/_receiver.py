@@ -1,11 +1,15 @@
-"""A process that takes broadcast weights as a server's rank does, and loads nothing: `python -m benchmarks._receiver MODEL`."""
+"""A process that takes weights as a server's rank does: `python -m benchmarks._receiver MODEL [DEVICE]`.
+
+With a device it copies each tensor there, from a file, from memory that is lent, or from a broadcast. Without one it loads
+nothing.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -19,13 +23,18 @@ from tepo_megatron.rollout.in_server.inbox import Inbox
 
 
 class Receiver:
-    """See `weights.broadcast.GroupReceiver`: one rank, in a process of its own."""
+    """See `weights.broadcast.GroupReceiver` and `weights.sync.Receiver`: one rank, in a process of its own."""
 
-    def __init__(self, model: Path) -> None:
-        command = [sys.executable, "-m", "benchmarks._receiver", str(model)]
+    def __init__(self, model: Path, device: str | None = None) -> None:
+        command = [sys.executable, "-m", "benchmarks._receiver", str(model), *([device] if device else [])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._threads = ThreadPoolExecutor(1)
-        self.takers = (Taker("127.0.0.1", 1, self),)
+        self.takers = (Taker("the receiver", "127.0.0.1", 1, self),)
+
+    base: int | None = None
+
+    def keep(self, names: Sequence[str]) -> None:
+        raise AssertionError("nothing is kept of an earlier version")
 
     def begin_update(self, version: int) -> None:
         self._ask("begin", None)
@@ -34,8 +43,8 @@ class Receiver:
         return self._threads.submit(self._ask, "join", asdict(meetings[self.takers[0]]))
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
-        buckets = [source.to_json() for source in sources if isinstance(source, Bucket)]
-        return self._threads.submit(self._ask, "take", buckets)
+        told = [source.to_json() if isinstance(source, Bucket) else str(source) for source in sources]
+        return self._threads.submit(self._ask, "take", told)
 
     def finish_update(self) -> None:
         self._ask("finish", None)
@@ -60,18 +69,31 @@ class Receiver:
 
 def main() -> None:
     """Do what the lines on the standard input say."""
-    inbox = Inbox()
+    inbox, device = Inbox(), torch.device(sys.argv[2]) if len(sys.argv) > 2 else None
+    if device is not None and device.type == "cuda":
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
     for line in sys.stdin:
         what, value = json.loads(line)
         if what == "begin":
-            inbox.begin(sys.argv[1], tied_embeddings=True)
+            inbox.begin(sys.argv[1], tied_embeddings=True, device=device or torch.device("cpu"))
         elif what == "join":
             inbox.join(Meeting(**value), torch.device("cpu"))
         elif what == "take":
-            inbox.take(value)
+            taken = inbox.take(value)
+            if device is not None:
+                _copy(taken, device)
         else:
             inbox.finish()
         print("done", flush=True)
+
+
+def _copy(tensors: Iterator[tuple[str, torch.Tensor]] | None, device: torch.device) -> None:
+    """Copy each tensor to the device, as an engine does that loads it."""
+    for _, tensor in tensors or ():
+        tensor.to(device, copy=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

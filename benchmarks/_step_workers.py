@@ -54,7 +54,7 @@ class OurStep:
         actor.start_step(self.steps)
         batch = TrainBatch.build(self.rollouts, group_advantages(self.rollouts, self.objective.advantage))
         batch = actor.attach_old_stats(batch)
-        log.mismatch(actor.mismatch(batch))
+        log.note(actor.mismatch(batch))
         for minibatch in batch.epochs(self.cfg.training.epochs, self.cfg.training.minibatch_prompts, self.steps):
             result = actor.update(minibatch, self.objective)
             log.add(result)

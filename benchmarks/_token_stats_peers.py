@@ -48,10 +48,29 @@ def verl() -> Statistics:
     return lambda logits, labels: (logprobs_from_logits(logits, labels), entropy_from_logits(logits))
 
 
-def alternatives(peers: Path | None) -> dict[str, Statistics]:
+def trl_form(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The operations that TRL 1.16 makes of bf16 logits: log_softmax of each of 4 sequences; entropy of 128 rows at a time."""
+    sequences = zip(logits.chunk(4), labels.chunk(4), strict=True)
+    logprobs = [torch.log_softmax(x, dim=-1).gather(1, y[:, None]).squeeze(1) for x, y in sequences]
+    parts = (torch.log_softmax(x, dim=-1) for x in logits.split(128))
+    return torch.cat(logprobs), torch.cat([-(x.exp() * x).sum(-1) for x in parts])
+
+
+def verl_form(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The operations of verl 0.9.1: a fused cross-entropy, here PyTorch's for flash-attn's; entropy from a softmax."""
+    logprobs = -torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    return logprobs, torch.logsumexp(logits, dim=-1) - (torch.softmax(logits, dim=-1) * logits).sum(-1)
+
+
+FORMS: dict[str, Statistics] = {"trl": trl_form, "verl": verl_form}  # our own words for what each peer computes
+
+
+def alternatives(peers: Path | None, forms: bool = False) -> dict[str, Statistics]:
     """What can be measured here, by name, ours first; what is not installed is left out.
 
-    peers: a folder to look into after the installed packages (`pip install --target`).
+    Args:
+        peers: a folder to look into after the installed packages (`pip install --target`).
+        forms: a peer that is not installed is represented by its form, under the name "trl form" or "verl form".
     """
     look_into(peers)
     found: dict[str, Statistics] = {OURS: ours}
@@ -60,6 +79,8 @@ def alternatives(peers: Path | None) -> dict[str, Statistics]:
             found[name] = load()
         except ImportError as e:
             print(f"{name} is left out: {e}", file=sys.stderr)
+            if forms:
+                found[f"{name} form"] = FORMS[name]
     found["plain"] = plain_formula
     return found
 

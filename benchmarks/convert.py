@@ -1,6 +1,6 @@
 """How fast `tools/convert.py` is against copying the same files, and how much memory it takes.
 
-    python benchmarks/convert.py [--quick] [--repetitions 5] [--folder DIR]
+    python benchmarks/convert.py [--quick | --shapes qwen3-14b --layers 8] [--repetitions 5] [--folder DIR]
 
 Makes a random Qwen3 of one billion parameters (bf16, 2 GB in five files), then repeats, in turn: copy the directory and sync
 each file, import it, export it. All files are in the page cache when they are read (warm) and on the disk when a time ends.
@@ -8,7 +8,9 @@ Before each run, what the same kind wrote in the round before is removed and syn
 process takes to start: so every kind fills as many pages that were free for as long. (The host of a virtual machine takes back
 pages that are free for some seconds, and the next use of one takes up to five times as long.) A conversion's time is the one
 that the tool prints: from the checks of the input to the finished directory, without the start of Python, torch and
-Megatron-Core (given apart). Memory is the peak resident set of the converting process, with mapped files.
+Megatron-Core (given apart). Memory is the peak resident set of the converting process, with mapped files. In the end the
+exported directory is compared with the first one, bit by bit. `--shapes qwen3-14b` takes the sizes of that model, 29.5 GB with
+its 40 layers; four directories of the model's size lie on the disk at once.
 """
 
 from __future__ import annotations
@@ -35,6 +37,10 @@ CONFIG = {
     "rope_theta": 1000000.0, "tie_word_embeddings": True,
 }  # fmt: skip
 QUICK = CONFIG | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 4096}
+LARGE = CONFIG | {
+    "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
+    "num_key_value_heads": 8, "tie_word_embeddings": False,
+}  # fmt: skip
 FILE_BYTES = 512 * 10**6
 TARGET_SPEED, TARGET_MEMORY = 0.6, 2**30
 
@@ -60,7 +66,7 @@ def make_model(folder: Path, config: dict[str, object]) -> None:
     shapes = {
         "q_proj": (heads * d, h), "k_proj": (groups * d, h), "v_proj": (groups * d, h), "o_proj": (h, heads * d),
         "gate_proj": (f, h), "up_proj": (f, h), "down_proj": (h, f), "q_norm": (d,), "k_norm": (d,),
-        "embed_tokens": (arch.vocab_size, h),
+        "embed_tokens": (arch.vocab_size, h), "lm_head": (arch.vocab_size, h),
     }  # fmt: skip
     folder.mkdir(parents=True)
     files: dict[str, list[str]] = {}
@@ -138,6 +144,23 @@ def measure(source: Path, folder: Path, repetitions: int) -> dict[str, list[Run]
     return runs
 
 
+def differing(one: Path, other: Path) -> list[str]:
+    """Names of tensors that two Hugging Face directories do not have alike, to the bit."""
+    from safetensors import safe_open
+
+    def places(folder: Path) -> dict[str, Path]:
+        return {name: path for path in folder.glob("*.safetensors") for name in safe_open(path, "pt").offset_keys()}
+
+    def same(name: str) -> bool:
+        a, b = (safe_open(there[name], "pt").get_tensor(name) for there in (ours, theirs))
+        return bool(a.dtype == b.dtype and a.shape == b.shape and (a.view(torch.int16) == b.view(torch.int16)).all())
+
+    import torch
+
+    ours, theirs = places(one), places(other)
+    return sorted(ours.keys() ^ theirs.keys()) + sorted(name for name in ours.keys() & theirs.keys() if not same(name))
+
+
 def report(runs: dict[str, list[Run]], nbytes: int, group: int) -> None:
     """Medians with their ranges, against the targets."""
     base = statistics.median(r.seconds for r in runs["copy"])
@@ -161,22 +184,30 @@ def main() -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser(description="tools/convert.py against copying")
     parser.add_argument("--quick", action="store_true", help="a model of a few megabytes, to see that it runs")
+    parser.add_argument("--shapes", choices=["qwen3-14b"], help="the sizes of a published model")
+    parser.add_argument("--layers", type=int, help="with --shapes: its first so many layers")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--folder", help="where to work (8 GB, removed afterwards); default: the system's temporary folder")
     parser.add_argument(
         "--make", type=Path, help=argparse.SUPPRESS
     )  # a process of its own: its memory would count as a child's
     args = parser.parse_args()
-    config = QUICK if args.quick else CONFIG
+    config = QUICK if args.quick else LARGE if args.shapes else CONFIG
+    if args.layers is not None:
+        config = config | {"num_hidden_layers": args.layers}
     if args.make:
         make_model(args.make, config)
         return
     with tempfile.TemporaryDirectory(prefix="convert-", dir=args.folder) as name:
         folder, source = Path(name), Path(name) / "hf"
-        again = [sys.executable, __file__, "--make", str(source), *(["--quick"] if args.quick else [])]
+        again = [sys.executable, __file__, "--make", str(source), *sys.argv[1:]]
         subprocess.run(again, check=True)
         nbytes = sum(p.stat().st_size for p in source.iterdir())
         report(measure(source, folder, args.repetitions), nbytes, largest_group(source, config))
+        wrong = differing(source, folder / "exported")
+        print(f"there and back: {'the same bits' if not wrong else f'{len(wrong)} tensors differ: {wrong[:3]}'}")
+        if wrong:
+            raise SystemExit(1)
 
 
 if __name__ == "__main__":

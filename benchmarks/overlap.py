@@ -22,8 +22,11 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from tepo_megatron.sinks import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINE_CORE, TRAINER_CORE = 0, 1
@@ -88,7 +91,7 @@ def run(folder: Path, name: str, steps: int, epochs: int, words: list[str]) -> d
     binding.join()
     if status:
         raise SystemExit(f"the run {name} ended with status {status}")
-    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
+    records: list[Any] = read_metrics(folder / "run")[WARM_UP:]
     summary = json.loads((folder / "run" / "summary.json").read_text())
 
     def median(*phases: str) -> float:

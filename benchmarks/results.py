@@ -133,9 +133,12 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """HEAD, and whether files other than results differ from it."""
+    """HEAD, and whether files other than results differ from it. Without git: that it is unknown."""
     asked = (["rev-parse", "HEAD"], ["status", "--porcelain", "--", ".", ":!benchmarks/results"])
-    head, changed = (subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True) for words in asked)
+    try:
+        head, changed = (subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True) for words in asked)
+    except OSError:
+        return "unknown: git is not installed"
     if head.returncode:
         return "unknown: not a git checkout"
     return head.stdout.strip() + (" with changes" if changed.stdout.strip() else "")

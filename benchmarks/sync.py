@@ -34,6 +34,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks._receiver import Receiver
+from benchmarks._weights import QUICK, SHAPE, copy_seconds
 from tepo_megatron.channel import Meeting, Source, Taker
 from tepo_megatron.config import Config, RolloutConfig, ServerConfig
 from tepo_megatron.config_io import validate
@@ -48,11 +49,6 @@ if TYPE_CHECKING:  # Megatron-Core is imported after the platform is active
     from tepo_megatron.weights.sync import WeightSync
 
 TARGETS = {"shm": 3.0, "group": 10.0, "ipc": 3.0}  # copies
-SHAPE = {
-    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32_000,
-}  # fmt: skip
-QUICK = SHAPE | {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 512}
 
 
 class Nobody:
@@ -120,16 +116,6 @@ class Timed:
 
     def _add(self, start: float) -> None:
         self.seconds += time.perf_counter() - start
-
-
-def copy_seconds(source: torch.Tensor) -> float:
-    """Of writing these bytes to a file in shared memory."""
-    with tempfile.NamedTemporaryFile(dir="/dev/shm", buffering=0) as file:
-        start = time.perf_counter()
-        left = memoryview(source.numpy())
-        while left:
-            left = left[file.write(left[: 16 * 2**20]) :]
-        return time.perf_counter() - start
 
 
 def timed_push(sync: WeightSync | BroadcastSync, version: int) -> float:

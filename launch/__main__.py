@@ -15,6 +15,7 @@ from launch.profile import Cluster, load_cluster
 from tepo_megatron import run_dir
 from tepo_megatron.config_io import load_config
 from tepo_megatron.errors import ConfigError, TepoError
+from tepo_megatron.escaping import escaped
 
 USAGE = """
   python -m launch CONFIG --executor slurm --cluster PROFILE [--dry-run] [--after FOLDER] [--section.key VALUE ...]
@@ -29,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words and words[0] in ("status", "logs", "cancel"):
-            print(_about(words))
+            print(escaped(_about(words)))
             return 0
         return _launch(words)
     except TepoError as e:
-        print(f"launch: error: {e}", file=sys.stderr)
+        print(f"launch: error: {escaped(str(e))}", file=sys.stderr)
         return 1
 
 

@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tepo_megatron import records
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.escaping import escaped
 
 _RECORD = "job.json"
 
@@ -72,9 +74,10 @@ def progress(folder: Path) -> list[str]:
     lines = []
     metrics = folder / "metrics.jsonl"
     if metrics.exists():
-        records = metrics.read_bytes().count(b"\n")
+        found = records.steps_of(records.read_lines(metrics, "step"))
         ended = ", ended" if (folder / "summary.json").exists() else ""
-        lines.append(f"{records} steps recorded{ended}")
+        lines.append(f"{len(found.kept)} steps recorded{ended}")
+        lines += [f"{metrics.name}: {fault}" for fault in found.faults]
     checkpoints = sorted(p.name for p in (folder / "checkpoints").glob("step-*") if p.name.removeprefix("step-").isdigit())
     if checkpoints:
         lines.append(f"newest checkpoint: {checkpoints[-1]}")
@@ -89,4 +92,4 @@ def ends(folder: Path, paths: Iterable[Path], lines: int) -> str:
 
 def _end(path: Path, lines: int) -> str:
     with path.open(errors="replace") as file:
-        return "".join(deque(file, lines)).rstrip()
+        return escaped("".join(deque(file, lines)).rstrip())

@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from urllib3.exceptions import HTTPError
 from launch.profile import Cluster
 from launch.ray_plan import OF_RAY, RayJob
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.escaping import excerpt
 
 _KIND = {"group": "ray.io", "version": "v1", "plural": "rayjobs"}
 _ANSWER_SECONDS = 30
@@ -184,7 +186,7 @@ def _asking(what: str) -> Iterator[None]:
             why = json.loads(e.body)["message"]
         except (TypeError, ValueError, KeyError):
             why = e.reason
-        raise ConfigError(f"{what}: Kubernetes answers {e.status}: {' '.join(str(why).split())}") from None
+        raise ConfigError(f"{what}: Kubernetes answers {e.status}: {excerpt(str(why), 500)}") from None
     except HTTPError as e:
         raise ConfigError(
             f"{what}: Kubernetes does not answer ({type(e).__name__}); is it the cluster of KUBECONFIG?"
@@ -203,4 +205,5 @@ def _waits(status: Any) -> str | None:
 
 
 def _yaml(body: dict[str, Any]) -> str:
-    return yaml.safe_dump(body, sort_keys=False, width=120)
+    # no line is folded: where one would be depends on how long the path of the run is
+    return yaml.safe_dump(body, sort_keys=False, width=sys.maxsize)

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.profile import Cluster
-from launch.scripts import Starts, Task
+from launch.scripts import ENDPOINT, Starts, Task
 from launch.sections import KubeRayConfig
 
-# By variables that on_ray.py sets for every start of a job. Addresses are told: a pod's name is known to itself alone, and
-# torchrun on a machine whose name is not that of its address (hostNetwork) would not see that it is the first.
-_AGENT = '--rdzv-conf "is_host=$((LAUNCH_MACHINE == 0))" --local-addr "$LAUNCH_ADDRESS"'
+# By variables that on_ray.py sets for every start of a job. Addresses are told: a pod's name is known to itself alone.
 STARTS = Starts(
     "$LAUNCH_START", '"${LAUNCH_JOB}-${LAUNCH_START}"',
-    meet=f"{Starts.meet} {_AGENT}", address=f'{Starts.address} --address "$LAUNCH_ADDRESS"',
+    meet=f'{ENDPOINT} --node-rank "$LAUNCH_MACHINE"', address=f'{Starts.address} --address "$LAUNCH_ADDRESS"',
 )  # fmt: skip
 # Ray's workers, and what they start, would run at nice 15, be the first that the kernel kills, and be killed by Ray where
 # memory is scarce: here one of them is a whole machine's work. Nothing is reported to Ray's makers.

@@ -14,17 +14,22 @@ from tepo_megatron.config import Config
 _COMMANDS = {"convert": ["tools/convert.py"], "evaluate": ["-m", "tepo_megatron", "evaluate"]}
 
 
+# Of several addresses of the first machine the first.
+ENDPOINT = '--rdzv-endpoint "${MASTER_ADDR%% *}:$MASTER_PORT"'
+
+
 @dataclass(frozen=True)
 class Starts:
     """What a scheduler says of a start of a job, in words of the shell.
 
     count: how often it was started before; id: unlike that of every other start of every other job; meet: where the machines of
-    the ranks meet, as options of torchrun; address: options of `tepo serve`; config: the run's, None: that of its folder.
+    the ranks meet and which of them this is, as options of torchrun; address: options of `tepo serve`; config: the run's, None:
+    that of its folder.
     """
 
     count: str
     id: str
-    meet: str = '--rdzv-endpoint "${MASTER_ADDR%% *}:$MASTER_PORT"'  # of several addresses of the first machine the first
+    meet: str = f'{ENDPOINT} --node-rank "$SLURM_PROCID"'
     address: str = "--host 0.0.0.0"
     config: str | None = None
 
@@ -67,12 +72,17 @@ def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -
         lines.append(f"words+=(--rollout.server.rendezvous {_rendezvous(cfg, starts)})")
     if layout.train_nodes == 1:
         return [*lines, f'{joined([cluster.python, "-m", "tepo_megatron"])} "${{words[@]}}"']
+    env = ""
+    if cfg.platform == "cuda":  # an equal share of the cores: torchrun gives each rank one
+        share = f"$(nproc) > {layout.ranks} ? $(nproc) / {layout.ranks} : 1"
+        env = f'env OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$(( {share} ))}}" '
     start = [
         *(cluster.python, "-m", "torch.distributed.run"),
         *("--nnodes", str(layout.train_nodes), "--nproc-per-node", str(layout.ranks)),
-        *("--rdzv-backend", "c10d", "--max-restarts", "0"),
+        # not c10d, whose agents unpickle what anybody put into their store (torch 2.13)
+        *("--rdzv-backend", "static", "--max-restarts", "0"),
     ]
-    return [*lines, f'{joined(start)} {starts.meet} --rdzv-id {starts.id} -m tepo_megatron "${{words[@]}}"']
+    return [*lines, f'{env}{joined(start)} {starts.meet} --rdzv-id {starts.id} -m tepo_megatron "${{words[@]}}"']
 
 
 def serve_line(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -> str:

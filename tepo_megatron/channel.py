@@ -6,13 +6,14 @@ PyTorch (and NCCL), whose groups speak a language of their own; facts are of PyT
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
-import socket
+import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.ipc import Handle
+from tepo_megatron.meeting_store import FolderStore, Store, address_towards, connect
+from tepo_megatron.own_peers import own_peers_only
 
 SENDER = 0  # its rank in its group; the servers' ranks come after it
-POLL_SECONDS = 0.0005
+POLL_SECONDS, FORMING_POLL_SECONDS = 0.0005, 0.05
 
 
 class BrokenChannel(Exception):
@@ -35,8 +38,9 @@ class BrokenChannel(Exception):
 class Meeting:
     """Where new groups are formed, one for each sender, and this server's place in them.
 
-    address, port: of the trainer's store; name: of this meeting alone; senders, ranks: groups, and ranks in each; first: the
-    rank of the server's first process; seconds: for the members to come, and then for a bucket to arrive.
+    address, port: of the trainer's store; folder: of that store instead, where all are on one machine; name: of this meeting
+    alone; senders, ranks: groups, and ranks in each; first: the rank of the server's first process; seconds: for a bucket to
+    arrive; join_seconds: for all groups to be formed.
     """
 
     address: str
@@ -46,6 +50,8 @@ class Meeting:
     ranks: int
     first: int
     seconds: float
+    join_seconds: float
+    folder: str = ""
 
     def at(self, first: int) -> Meeting:
         """The same, for another server."""
@@ -136,8 +142,7 @@ def _aligned(end: int, dtype: torch.dtype) -> int:
     return -(-end // dtype.itemsize) * dtype.itemsize
 
 
-# of weights: a safetensors file that both sides see, or what a rank of the trainer broadcasts or lends
-Source = Path | Bucket
+Source = Path | Bucket  # of weights: a safetensors file that both sides see, or what a rank of the trainer broadcasts or lends
 
 
 @dataclass(frozen=True)
@@ -151,8 +156,9 @@ class Kept:
 
 @dataclass(frozen=True)
 class Taker:
-    """A server in an update: where it runs, its ranks, and what tells it from the one that it was before a restart."""
+    """A server in an update: its name, host, number of ranks, and what tells it from the one that it was before a restart."""
 
+    name: str
     host: str
     ranks: int
     life: object
@@ -161,27 +167,73 @@ class Taker:
 class Channel:
     """One rank's end of a sender's group."""
 
-    def __init__(self, store: dist.Store, meeting: Meeting, sender: int, rank: int, device: torch.device) -> None:
-        """Meet the others. Raises BrokenChannel when they do not come in time."""
+    def __init__(
+        self,
+        meeting: Meeting,
+        sender: int,
+        rank: int,
+        device: torch.device,
+        until: float | None = None,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Form the group and broadcast one byte in it.
+
+        NCCL connects the members in their first collective, in a call that nothing ends when a member is missing. So a thread
+        makes that call. When it is late, the thread is left behind, and the group is never used.
+
+        Args:
+            meeting, sender, rank, device: where the members meet, number of the group, this rank in it, its device.
+            until: deadline by `time.monotonic()`; None: `meeting.join_seconds` from now.
+            wanted: polled; once it is False, forming the group is given up.
+
+        Raises:
+            BrokenChannel: a member left, the group was late, or was not wanted any more.
+        """
         self._seconds, self._device = meeting.seconds, device
+        self._group: Any = None
         self._work: Any = None
-        self._failed = ""
-        self._until = 0.0
+        self._failed, self._until = "", 0.0
+        self._given_up = threading.Event()
+        until = time.monotonic() + meeting.join_seconds if until is None else until
+        forming = threading.Thread(target=self._form, args=(meeting, sender, rank), name="form group", daemon=True)
+        forming.start()
         try:
-            self._group = _group(dist.PrefixStore(f"{meeting.name}/{sender}", store), meeting, rank, device)
-        except (RuntimeError, OSError) as e:
-            raise BrokenChannel(_first_line(e)) from None
+            while forming.is_alive() and time.monotonic() < until and wanted():
+                forming.join(FORMING_POLL_SECONDS)
+        finally:
+            if forming.is_alive():
+                self._given_up.set()
+        if self._given_up.is_set():
+            raise BrokenChannel(f"group {sender} was called off, or not formed within {meeting.join_seconds:g} s")
+        if self._failed:
+            raise BrokenChannel(self._failed)
+
+    def _form(self, meeting: Meeting, sender: int, rank: int) -> None:
+        """Form the group and broadcast one byte in it, over a connection to the store that nobody else waits for."""
+        group: Any = None
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread
+        try:
+            group = form_group(meeting, sender, rank, self._device)
+            work = group.broadcast([torch.zeros(1, dtype=torch.uint8, device=self._device)], _from_sender(meeting.join_seconds))
+            while not work.is_completed() and not self._given_up.is_set():
+                time.sleep(POLL_SECONDS)
+            if not self._given_up.is_set():
+                work.wait()
+                self._group = group
+        except (RuntimeError, OSError, BrokenChannel) as e:
+            self._failed = _first_line(e)
+        if group is not None and self._device.type == "cuda" and (self._failed or self._given_up.is_set()):
+            group.abort()
 
     def start(self, row: Tensor) -> None:
         """Begin to send the row, or to receive into it: uint8, contiguous, on the group's device. Returns at once.
 
         Collectives: one broadcast.
         """
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = SENDER, 0
         self._until = time.monotonic() + self._seconds
         try:
-            self._work = self._group.broadcast([row], options)
+            self._work = self._group.broadcast([row], _from_sender(self._seconds))
         except RuntimeError as e:
             self._failed = _first_line(e)
 
@@ -210,20 +262,24 @@ class Channel:
         self._group = self._work = None
 
 
-def open_store(address: str) -> dist.TCPStore:
-    """A store on this machine's interface with `address`, and on no other, at a port that was free."""
-    door = socket.create_server((address, 0))
-    port = door.getsockname()[1]
-    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
-
-
-def join_store(meeting: Meeting) -> dist.Store:
-    """The meeting's store. Raises BrokenChannel when it cannot be reached."""
+def join_store(meeting: Meeting) -> FolderStore | dist.TCPStore:
+    """The meeting's store. Raises BrokenChannel when it cannot be reached, or others could write in it."""
     try:
-        timeout = datetime.timedelta(seconds=meeting.seconds)
-        return dist.TCPStore(meeting.address, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    except RuntimeError as e:
+        if meeting.folder:
+            return FolderStore(Path(meeting.folder))
+        return connect(meeting.address, meeting.port, meeting.join_seconds)
+    except (RuntimeError, OSError) as e:
         raise BrokenChannel(_first_line(e)) from None
+
+
+def came_key(meeting: Meeting, rank: int) -> str:
+    """What a server's rank puts into the store when it begins to form the groups."""
+    return f"{meeting.name}/came/{rank}"
+
+
+def off_key(meeting: Meeting) -> str:
+    """What rank 0 puts into the store when the groups are not wanted any more."""
+    return f"{meeting.name}/off"
 
 
 def joined_key(meeting: Meeting, rank: int) -> str:
@@ -236,22 +292,15 @@ def arrived_key(meeting: Meeting, number: int, rank: int) -> str:
     return f"{meeting.name}/arrived/{number}/{rank}"
 
 
-def tell(store: dist.Store, key: str) -> None:
+def tell(store: Store, key: str) -> None:
     """Put a key into a store, where all see it once this has returned. Raises BrokenChannel.
 
     `set` would not do: it is not answered, so that what another hears by another way (an answer of HTTP) may overtake it.
     """
     try:
         store.add(key, 1)
-    except RuntimeError as e:
+    except (RuntimeError, OSError) as e:
         raise BrokenChannel(_first_line(e)) from None
-
-
-def address_towards(host: str) -> str:
-    """This machine's address on the way to another, or to itself. Sends nothing. Raises OSError for an unknown host."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])
 
 
 def crc32(tensor: Tensor) -> int:
@@ -259,9 +308,19 @@ def crc32(tensor: Tensor) -> int:
     return zlib.crc32(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()))
 
 
-def _group(store: dist.Store, meeting: Meeting, rank: int, device: torch.device) -> Any:
-    """NCCL for GPUs, else gloo, over the interface that leads to the trainer; with gloo all members are connected then."""
-    timeout = datetime.timedelta(seconds=meeting.seconds)
+def _from_sender(seconds: float) -> Any:
+    """Options of a broadcast from the sender, which gloo gives up after `seconds`."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.timeout = SENDER, 0, datetime.timedelta(seconds=seconds)
+    return options
+
+
+def form_group(meeting: Meeting, sender: int, rank: int, device: torch.device) -> Any:
+    """NCCL for GPUs, else gloo, over the interface that leads to the trainer; with gloo all members are connected then.
+    Raises BrokenChannel, RuntimeError and OSError; on one machine also where another user is in it (`own_peers.Stranger`)."""
+    timeout = datetime.timedelta(seconds=meeting.join_seconds)
+    joined, name = join_store(meeting), f"{meeting.name}/{sender}"
+    store = joined.of_group(name) if isinstance(joined, FolderStore) else dist.PrefixStore(name, joined)
     store.set_timeout(timeout)
     if device.type == "cuda":
         from torch.distributed.distributed_c10d import ProcessGroupNCCL
@@ -274,7 +333,8 @@ def _group(store: dist.Store, meeting: Meeting, rank: int, device: torch.device)
     gloo = ProcessGroupGloo._Options()
     gloo._devices = [ProcessGroupGloo.create_device(hostname=address_towards(meeting.address))]
     gloo._timeout, gloo._threads = timeout, 1
-    return ProcessGroupGloo(store, rank, meeting.ranks, gloo)
+    with own_peers_only() if meeting.folder else contextlib.nullcontext():
+        return ProcessGroupGloo(store, rank, meeting.ranks, gloo)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from tepo_megatron import __version__, run_dir
 from tepo_megatron.errors import ConfigError, TepoError
+from tepo_megatron.escaping import escaped
+from tepo_megatron.run_lock import RunLock
 
 if TYPE_CHECKING:  # everything heavy is imported where an interrupt is already told in one line
     from tepo_megatron.config import Config
@@ -94,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     planning.add_argument("--gpu", default="H100", help="which, in its SXM form (default: %(default)s)")
     planning.add_argument("--prompt", type=int, metavar="TOKENS", help="of a prompt on average")
     planning.add_argument("--response", type=int, metavar="TOKENS", help="of a response on average")
+    planning.add_argument("--dropped", type=float, metavar="SHARE", help="of the groups that are all right or all wrong")
     planning.add_argument("--json", type=Path, metavar="FILE", help="write all of it there, too")
     comparison = commands.add_parser("compare", help="two evaluations, problem by problem")
     comparison.add_argument("first", type=Path, metavar="DIR", help="what tepo evaluate wrote")
@@ -135,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(report_on(args.run_dirs, args.out))
         return 0
     except TepoError as e:
-        print(f"tepo: error: {e}", file=sys.stderr)
+        print(f"tepo: error: {escaped(str(e))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as e:
         print(f"tepo: interrupted {e}".rstrip(), file=sys.stderr)
@@ -160,9 +164,8 @@ def train(config_path: str, overrides: list[str]) -> int:
             where = layers.sources((), str(e))
             raise ConfigError(f"{', '.join(where)}: {e}") if where else e from None
     if inside_torchrun():
-        if is_main:
-            run_dir.prepare(cfg)
-        return run_rank(cfg)
+        with run_dir.claim(cfg) if is_main else contextlib.nullcontext():
+            return run_rank(cfg)
     start(cfg)
     return 0
 
@@ -177,7 +180,7 @@ def serve(config_path: str, host: str, address: str | None, overrides: list[str]
     cfg = load_config(config_path, overrides)
     HfReader(cfg.model.path)
     check_experts(cfg)
-    serve(cfg, host, address, lambda text: print(text, flush=True))
+    serve(cfg, host, address, lambda text: print(escaped(text), flush=True))
     return 0
 
 
@@ -190,12 +193,12 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.published not in known:
         raise ConfigError(f"--published {args.published}: the paper has no such rows; use one of {', '.join(known)}")
     request = Request(args.checkpoint, args.config, overrides, args.out, args.against, args.published)
-    print("written:", run(request, lambda text: print(text, flush=True)))
+    print("written:", run(request, lambda text: print(escaped(text), flush=True)))
     return 0
 
 
 def plan(args: argparse.Namespace, overrides: list[str]) -> int:
-    """`tepo plan CONFIG [--gpus N] [--gpu NAME] [--prompt N] [--response N] [--json FILE] [--key value ...]`."""
+    """`tepo plan CONFIG [--gpus N] [--gpu NAME] [--prompt N] [--response N] [--dropped X] [--json FILE] [--key value ...]`."""
     from tepo_megatron.config_io import load_config
     from tepo_megatron.plan.command import Request, plan
 
@@ -203,7 +206,9 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name} {value}: a positive number")
-    request = Request(args.gpus, args.gpu, args.prompt, args.response, args.json)
+    if args.dropped is not None and not 0 <= args.dropped < 1:
+        raise ConfigError(f"--dropped {args.dropped:g}: a share of at least 0 and below 1")
+    request = Request(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped)
     return plan(load_config(args.config, overrides), request, print)
 
 
@@ -225,7 +230,8 @@ def _tell_results(cfg: Config) -> None:
     if not picture.exists() or picture.stat().st_mtime < summary.stat().st_mtime:
         from tepo_megatron.report import write_report
 
-        write_report(folder)
+        with RunLock(folder):
+            write_report(folder)
     results = ", ".join(name for name in names if (folder / name).exists())
     steps = json.loads(summary.read_text())["steps"]
     print(f"{folder}: this run is finished, with {steps} steps; its results: {results}")
@@ -240,13 +246,14 @@ def start(cfg: Config) -> None:
     """
     from tepo_megatron.launcher import RanksFailed, launch
 
-    resolved = run_dir.prepare(cfg)
-    try:
-        launch(cfg, resolved)
-    except RanksFailed as e:
-        with (cfg.run_dir / "log.txt").open("a") as log:
-            log.write(f"error: {e}\n")
-        raise
+    with run_dir.claim(cfg) as lock:
+        try:
+            launch(cfg, inherit=[lock.file])
+        except RanksFailed as e:
+            if lock.holds():  # else the folder is another run's, or gone
+                with (cfg.run_dir / "log.txt").open("a") as log:
+                    log.write(f"error: {escaped(str(e))}\n")
+            raise
 
 
 def preflight(cfg: Config) -> None:
@@ -255,6 +262,7 @@ def preflight(cfg: Config) -> None:
     from tepo_megatron.actor.precision import check_shapes
     from tepo_megatron.evaluation.problems import check_sources
     from tepo_megatron.method import resolve
+    from tepo_megatron.open_files import check_open_files
     from tepo_megatron.rewards import check_reward
     from tepo_megatron.rollout.custom import load_function
     from tepo_megatron.rollout.experts import check_experts, replayed_routing
@@ -262,6 +270,7 @@ def preflight(cfg: Config) -> None:
     from tepo_megatron.weights.families.tokens import check_tokenizer
     from tepo_megatron.weights.hf_io import HfReader
 
+    check_open_files(cfg)
     resolve(cfg)
     check_sources(cfg.evaluation)
     if cfg.rollout.function is not None:

@@ -30,7 +30,9 @@ from tepo_megatron.rollout.engine import RolloutEngine
 from tepo_megatron.rollout.engines import build_engine, launch_beside_ranks
 from tepo_megatron.rollout.experts import replayed_routing
 from tepo_megatron.rollout.replay import Replay
-from tepo_megatron.sinks import LOST_FILE, METRICS_FILE, RunLog, replace_file
+from tepo_megatron.run_dir import rename_outcome
+from tepo_megatron.safety import checks_that_are_off
+from tepo_megatron.sinks import RunLog, replace_file
 from tepo_megatron.step_log import StepLog
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import Rollout
@@ -66,6 +68,8 @@ class Driver:
         if cfg.rollout.replay is not None:
             with RunLog(cfg.run_dir, cfg.logging, cfg.training.steps) as log:
                 log.message(f"objective {cfg.objective.name}; rollouts of {cfg.rollout.replay}, no engine")
+                for line in checks_that_are_off(cfg):
+                    log.message(line)
                 yield MainDriver(cfg, Replay(Path(cfg.rollout.replay), routing), None, Evaluations(cfg, [], None), log)
             return
         data = load_data(cfg.data, cfg.reward, tokenizer)
@@ -91,7 +95,8 @@ class Driver:
                 )
             if method.max_refills or method.overlong:
                 log.message(f"rounds of prompts per step: up to {1 + method.max_refills}; overlong shaping: {method.overlong}")
-            log.message(_beginning(cfg))
+            for line in (*checks_that_are_off(cfg), _beginning(cfg)):
+                log.message(line)
             engine = (make_engine or _engine)(cfg)
             if cfg.rollout.function is not None:
                 log.message(f"each sample is made by {cfg.rollout.function}")
@@ -250,12 +255,12 @@ class MainDriver(Driver):
                 self._log.message(event)
 
     def state(self, step: int) -> dict[str, Any]:
+        self._log.sync()  # a checkpoint never knows of a step that no record tells of
         return {
             "step": step,
             "policy_version": step,
             # rollouts of later steps are lost with the run: whoever resumes samples their prompts again
             "prompts": self._positions.get(step),
-            "metrics_bytes": self._log.position(),
             "evaluations": self._evaluations.state_dict(),
             "seconds": self._seconds,
             "config": plain(self._cfg),
@@ -264,18 +269,21 @@ class MainDriver(Driver):
     def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> None:
         for line in passed_over:
             self._log.message(f"resume: {line}")
-        step = position = 0
+        step = 0
         if state is None:
             self._log.message("resume: no checkpoint yet, so from the start")
         else:
-            step, position = state["step"], state["metrics_bytes"]
+            step = state["step"]
             self._go_on(state)
-        lost = self._log.rewind(position, step)
+        rename_outcome(self._cfg.run_dir)  # nothing can refuse any more
+        said = self._log.rewind(step)
         if self._cfg.rollout.replay is None:
-            record.set_aside(self._cfg.run_dir / record.FOLDER, after=step)
+            said += record.set_aside(self._cfg.run_dir / record.FOLDER, after=step)
+            if self._cfg.rollout.record:
+                said += record.faults(self._cfg.run_dir / record.FOLDER, last=step)
         self._evaluations.forget(after=step)
-        if lost:
-            self._log.message(f"resume: {lost} recorded steps are taken again; their former records moved to {LOST_FILE}")
+        for line in said:
+            self._log.message(f"resume: {line}")
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
         step, steps = state["step"], self._cfg.training.steps
@@ -291,8 +299,6 @@ class MainDriver(Driver):
                 self._log.message(f"resume: {change}")
         if self._prompts is not None and state["prompts"] is None:
             self._log.message("resume: the steps before were replayed, so the prompts start with the first of the dataset")
-        if self._log.position() < state["metrics_bytes"]:
-            self._log.message(f"resume: {METRICS_FILE} lacks records of steps before")
         self._evaluations.load_state_dict(state["evaluations"])
         self._seconds_before = state["seconds"]
 
@@ -308,6 +314,7 @@ class MainDriver(Driver):
         return self._seconds_before + self._clock.total
 
     def finish(self, step: int) -> None:
+        self._log.check_in_place()
         run_dir, seconds = self._cfg.run_dir, self._seconds
         summary, told = self._evaluations.finish(step)
         summary |= {"steps": step, "seconds": seconds}

@@ -20,6 +20,10 @@ class CheckpointError(TepoError, OSError):
     """A checkpoint is missing, truncated, corrupt or cannot be written."""
 
 
+class RunReplacedError(TepoError, RuntimeError):
+    """The folder of a run was removed, moved or replaced while the run was under way."""
+
+
 class DataError(TepoError, ValueError):
     """A dataset is missing, empty or malformed."""
 

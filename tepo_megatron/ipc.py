@@ -2,7 +2,8 @@
 
 On a GPU that is CUDA IPC; on the CPU a file in memory that has no name and ends with its last user. Runs in the trainer, which
 lends rows, and inside the servers, which borrow them. Nothing is unpickled: a `Handle` is plain JSON. Facts are of PyTorch
-2.13; CUDA IPC has not run.
+2.13 (vLLM's image); `torch/multiprocessing/reductions.py`, the public user of the same calls, is the same file, byte for byte,
+in 2.14.1 (SGLang's image). CUDA IPC has not run.
 """
 
 from __future__ import annotations

@@ -5,35 +5,29 @@ Inside torchrun (RANK is set) `tepo train` is a rank itself.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import signal
-import sys
-import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tepo_megatron.config import Config
+from tepo_megatron.config_io import to_yaml
 from tepo_megatron.errors import TepoError
+from tepo_megatron.private import WORLD_FOLDER, make_private_folder
 from tepo_megatron.processes import die_with_parent, end_later
 from tepo_megatron.quiet import quiet_upstream
+from tepo_megatron.ranks import RankProcesses, first_failure, interrupted_by_signals, leave_message
 
 if TYPE_CHECKING:
     from tepo_megatron.driver import EngineFactory
     from tepo_megatron.platform import Platform
 
-# The agent's name for the file in which a rank leaves its last words.
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # Our launcher's process id, for the ranks that it starts.
 _LAUNCHER = "TEPO_LAUNCHER_PID"
 # What torchrun's agent sets for its ranks, and how long one that can end does not need.
 _AGENT, _AGENT_SECONDS = "TORCHELASTIC_RUN_ID", 30.0
-
-
-_KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
 
 class RanksFailed(TepoError, RuntimeError):
@@ -45,40 +39,54 @@ def inside_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(cfg: Config, config_path: Path, worker: str = "tepo_megatron.worker") -> None:
-    """Run `python -m WORKER config_path` once per rank and wait.
+def launch(cfg: Config, worker: str = "tepo_megatron.worker", inherit: Sequence[int] = ()) -> None:
+    """Run `python -m WORKER CONFIG` once per rank and wait.
 
-    Raises RanksFailed with the first failure; KeyboardInterrupt when a signal ended the launcher. In both cases all ranks are
-    gone when it raises, and their servers and graders end with them (they ask the kernel for it).
+    The ranks meet in a folder that only this user can enter, which also holds their copy of the config. Nothing listens for
+    them but gloo and NCCL between the ranks themselves, on the loopback interface where no server is on another machine.
+
+    Args:
+        cfg: what the ranks of this launch are given, whatever the run's folder says.
+        worker: the module that a rank runs.
+        inherit: file descriptors that the ranks keep open, such as that of the run's lock.
+
+    Raises:
+        RanksFailed: with the first failure.
+        KeyboardInterrupt: a signal ended the launcher. In both cases all ranks are gone when it raises, and their servers and
+            graders end with them (they ask the kernel for it).
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with interrupted_by_signals(), make_private_folder("ranks") as private:
+        folder = private.path
+        config = folder / "config.yaml"
+        config.write_text(to_yaml(cfg))
+        (folder / "heartbeats").mkdir()
+        words, shared = ["-m", worker, str(config)], _environment(cfg, folder)
+        with RankProcesses(words, cfg.parallel.world_size, folder, shared, inherit) as ranks:
+            ranks.start()
+            failures = ranks.wait()
+    if failures:
+        raise RanksFailed(first_failure(failures))
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")  # then SIGKILL
-    os.environ[_LAUNCHER] = str(os.getpid())
+
+def _environment(cfg: Config, folder: Path) -> dict[str, str]:
+    """Of all ranks: where they meet, how many threads they have, and the interface on which they connect."""
+    shared = {_LAUNCHER: str(os.getpid()), WORLD_FOLDER: str(folder), "GLOO_SOCKET_IFNAME": "lo"}
+    server = cfg.rollout.server
+    if server.urls is None and server.rendezvous is None:
+        shared["NCCL_SOCKET_IFNAME"] = "=lo"  # else servers on other machines may have to reach a rank by it
+    threads = {"OMP_NUM_THREADS": str(threads_of_rank(cfg.parallel.world_size))}
     if cfg.platform == "cpu":
         # one thread a rank; threads that wait must not spin while the server works on the same cores
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    agent = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=cfg.parallel.world_size,
-        run_id=f"tepo-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        local_addr="localhost",
-    )
-    try:
-        elastic_launch(agent, sys.executable)("-m", worker, str(config_path))
-    except ChildFailedError as e:
-        raise RanksFailed(_first_failure(e.failures)) from None
-    except SignalException as e:
-        raise KeyboardInterrupt(f"signal {e.sigval.name}") from None
+        threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    return shared | {name: value for name, value in threads.items() if name not in os.environ}
+
+
+def threads_of_rank(ranks: int) -> int:
+    """Threads of one of `ranks` ranks on this machine: an equal share of the cores that this process may use.
+
+    Without it every rank of PyTorch takes all cores; torchrun gives each a single one, too few for what stays on the host.
+    """
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def run_rank(
@@ -110,10 +118,10 @@ def run_rank(
 
         train(cfg, platform, make_engine, end=_end_at_once)
     except TepoError as e:
-        _leave_last_words(str(e), expected=True)
+        leave_message(str(e), expected=True)
         return 1
     except Exception:
-        _leave_last_words(traceback.format_exc().rstrip(), expected=False)
+        leave_message(traceback.format_exc().rstrip(), expected=False)
         return 1
     return 0
 
@@ -121,42 +129,7 @@ def run_rank(
 def _end_at_once(message: str, cut_off: bool) -> NoReturn:
     """cut_off: from the store of the world. So is the agent of torchrun on this machine: it asks that store, and a connection
     without an answer holds it until TCP gives up, whatever its own time-outs say (torch 2.13)."""
-    _leave_last_words(message, expected=True)
+    leave_message(message, expected=True)
     if cut_off and _AGENT in os.environ and _LAUNCHER not in os.environ:
         end_later(os.getppid(), _AGENT_SECONDS)
     os._exit(1)
-
-
-def _leave_last_words(message: str, expected: bool) -> None:
-    """To the agent that started this rank, or to stderr without one."""
-    path = os.environ.get(_ERROR_FILE)
-    if path is None:
-        print(f"tepo: rank {os.environ.get('RANK', '0')}: {message}", file=sys.stderr, flush=True)
-        return
-    extra = {"timestamp": str(int(time.time())), "time": time.time(), "expected": expected}
-    Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-
-
-def _first_failure(failures: Mapping[int, Any]) -> str:
-    """The message of the failure that caused the others, of torch's `ProcessFailure` by rank.
-
-    An error of ours comes first; then a rank that was killed from outside; then the earliest traceback (ranks whose peers
-    vanished fail too, in their collectives). What only follows comes last: aborts and the agent's own SIGTERM.
-    """
-
-    def order(rank: int) -> tuple[int, float]:
-        failure = failures[rank]
-        if isinstance(failure.message, dict):
-            said = failure.message["extraInfo"]
-            return (0 if said["expected"] else 2), float(said["time"])
-        return (1 if -failure.exitcode in _KILLED else 3), 0.0
-
-    rank = min(failures, key=order)
-    failure = failures[rank]
-    if isinstance(failure.message, dict):
-        return f"rank {rank}: {failure.message['message']}"
-    if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        why = "; the machine may be out of memory" if -failure.exitcode == signal.SIGKILL else ""
-        return f"rank {rank} (pid {failure.pid}) was ended by {name}{why}"
-    return f"rank {rank} (pid {failure.pid}) exited with status {failure.exitcode} without a message"

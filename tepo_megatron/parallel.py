@@ -6,16 +6,27 @@ Axes: dp (replicas of the model over data), tp (tensor), pp (pipeline), cp (cont
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 import os
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from tepo_megatron.config import ParallelConfig
+from tepo_megatron.config_io import differences
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.heartbeats import HeartbeatFolder
+from tepo_megatron.own_peers import own_peers_only
 from tepo_megatron.platform import Platform
+from tepo_megatron.private import WORLD_FOLDER, check_private
+from tepo_megatron.watch import BeatStore
 
 
 @dataclass(frozen=True)
@@ -94,10 +105,18 @@ class Groups:
         return x
 
 
-def initialize(cfg: ParallelConfig, platform: Platform, seed: int) -> Groups:
-    """Join the world that torchrun describes (RANK, WORLD_SIZE, ...) and build the mesh.
+def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mapping[str, Any] | None = None) -> Groups:
+    """Join the world that the launcher or torchrun describes (RANK, WORLD_SIZE, ...) and build the mesh.
 
-    Raises ConfigError when the world's size is not tp*pp*cp*dp.
+    Args:
+        cfg: sizes of the mesh and time-outs.
+        platform: names the backends.
+        seed: of the model-parallel random states.
+        config: this rank's whole config as plain JSON, which is compared with that of rank 0; None: not compared.
+
+    Raises:
+        ConfigError: the world's size is not tp*pp*cp*dp, or, on all ranks, a rank has another config.
+        Stranger: another user of this machine took part in forming the groups.
     """
     world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if world_size != cfg.world_size:
@@ -108,24 +127,70 @@ def initialize(cfg: ParallelConfig, platform: Platform, seed: int) -> Groups:
     device = platform.device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group(platform.backend, timeout=datetime.timedelta(seconds=cfg.timeout_seconds))
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=cfg.tp,
-        pipeline_model_parallel_size=cfg.pp,
-        virtual_pipeline_model_parallel_size=cfg.vpp if cfg.vpp > 1 else None,
-        context_parallel_size=cfg.cp,
-        expert_model_parallel_size=cfg.ep,
-        expert_tensor_parallel_size=cfg.tp,
-        distributed_timeout_minutes=max(1, round(cfg.timeout_seconds / 60)),
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    host = dist.new_group(backend=platform.host_backend, timeout=datetime.timedelta(days=30))
+    with own_peers_only():
+        if not dist.is_initialized():
+            _join_world(platform.backend, world_size, datetime.timedelta(seconds=cfg.timeout_seconds))
+        if config is not None:
+            _refuse_other_configs(config)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=cfg.tp,
+            pipeline_model_parallel_size=cfg.pp,
+            virtual_pipeline_model_parallel_size=cfg.vpp if cfg.vpp > 1 else None,
+            context_parallel_size=cfg.cp,
+            expert_model_parallel_size=cfg.ep,
+            expert_tensor_parallel_size=cfg.tp,
+            distributed_timeout_minutes=max(1, round(cfg.timeout_seconds / 60)),
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        host = dist.new_group(backend=platform.host_backend, timeout=datetime.timedelta(days=30))
     return _mesh(device, host)
 
 
-def world_store() -> dist.Store:
-    """A connection of its own to the store through which this world met."""
+def _join_world(backend: str, world_size: int, timeout: datetime.timedelta) -> None:
+    """Through the launcher's private folder where there is one, else through the store that torchrun names."""
+    if WORLD_FOLDER not in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    folder = Path(os.environ[WORLD_FOLDER])
+    check_private(folder)
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=world_size, timeout=timeout)
+
+
+def _refuse_other_configs(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError on all ranks where one has another config than rank 0, which it names. Through the world's store: no
+    collective works between ranks that disagree about their groups."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    own = json.dumps(config, sort_keys=True)
+    store.set(f"config/{rank}", json.dumps({"host": socket.gethostname(), "sha256": _sha256(own), "config": own}))
+    if rank == 0:
+        told = (json.loads(store.get(f"config/{other}")) for other in range(1, dist.get_world_size()))
+        store.set("config/verdict", _verdict(config, _sha256(own), list(told)))
+    if verdict := store.get("config/verdict").decode():
+        raise ConfigError(verdict)
+
+
+def _verdict(config: Mapping[str, Any], sha256: str, others: Sequence[Mapping[str, str]]) -> str:
+    """Empty where all other ranks, from rank 1 on, have the config of rank 0."""
+    for rank, other in enumerate(others, start=1):
+        if other["sha256"] != sha256:
+            changed = "; ".join(differences(config, json.loads(other["config"]))) or "only the order of keys"
+            return (
+                f"rank {rank} on {other['host']} was started with another config than rank 0 ({changed}); start all ranks of a "
+                f"run with the same file and the same options"
+            )
+    return ""
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def world_store() -> BeatStore:
+    """Return what the hang watchdog speaks through: the launcher's private folder, or a connection of its own to the store
+    through which this world met."""
+    if WORLD_FOLDER in os.environ:
+        return HeartbeatFolder(Path(os.environ[WORLD_FOLDER]) / "heartbeats")
     return dist.distributed_c10d._get_default_store().clone()
 
 

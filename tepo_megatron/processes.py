@@ -5,19 +5,38 @@ Imports nothing heavy: workers and guards start with it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
+_POLL_SECONDS = 0.02
 
 
-def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGTERM) -> None:
+@dataclass(frozen=True)
+class ProcessStat:
+    """One line of /proc/PID/stat. started: clock ticks after boot, which tell two owners of one pid apart."""
+
+    pid: int
+    state: str  # Z: it has ended, and its parent has not asked for its status yet
+    parent: int
+    group: int
+    session: int
+    started: int
+
+
+def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
     """Ask the kernel to send `signum` to this process when the thread that started it ends, however it ends.
+
+    SIGKILL by default: it also ends a process that is stopped, or that ignores SIGTERM.
 
     parent_pid: who started it, by its own account: if that process is gone already, or was gone when this one first looked, it
     ends here, with status 1. Fit for a preexec_fn. Raises OSError.
@@ -26,6 +45,51 @@ def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGTERM) ->
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def read_stat(pid: int) -> ProcessStat | None:
+    """Return the state of a process, None where there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the name before it may hold anything
+    return ProcessStat(pid, fields[0], int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
+
+
+def family(leader: int) -> list[ProcessStat]:
+    """Return the live processes of the session that `leader` leads or led, and all their descendants, but not `leader`."""
+    processes = [stat for name in os.listdir("/proc") if name.isdigit() and (stat := read_stat(int(name))) is not None]
+    found, parents = {leader}, {leader}
+    found |= {process.pid for process in processes if process.session == leader}
+    while parents:
+        parents = {process.pid for process in processes if process.parent in found and process.pid not in found}
+        found |= parents
+    return [process for process in processes if process.pid in found - {leader} and process.state not in "ZX"]
+
+
+def has_ended(child: int) -> bool:
+    """Return whether a child of this process has ended. Its status is not taken: it keeps its pid, which is nobody else's."""
+    try:
+        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # somebody has taken its status
+        return True
+
+
+def end_family(leader: int, seconds: float) -> bool:
+    """SIGKILL `family(leader)`, again and again until there is none: they may start others meanwhile.
+
+    Returns False if some are left after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    while found := family(leader):
+        if time.monotonic() > deadline:
+            return False
+        for process in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 def end_later(pid: int, seconds: float) -> None:

@@ -7,38 +7,65 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.run_lock import LOCK_FILE, RunLock
 
 if TYPE_CHECKING:
     from tepo_megatron.config import Config
 
 # Signs of a run that got somewhere; what a start that failed left behind has none of them.
 _SIGNS = ("summary.json", "hf", "checkpoints", "metrics.lost.jsonl")
-# What the end of a run writes, and its name once the run goes on, which writes it anew.
-_OUTCOME = {
-    "summary.json": "summary.former.json", "evaluation.jsonl": "evaluation.former.jsonl", "hang.txt": "hang.former.txt",
-}  # fmt: skip
+# What the end of a run writes, and its name once the run goes on, which writes it again.
+_OUTCOME = {"summary.json": "summary.former.json", "evaluation.jsonl": "evaluation.former.jsonl"}
+_HANG = {"hang.txt": "hang.former.txt"}
 # All that a run writes: `overwrite` removes these and nothing else.
 _OF_A_RUN = (
-    "checkpoints", *_OUTCOME, *_OUTCOME.values(), "summary.json.partial", "config.yaml", "metrics.jsonl", "metrics.lost.jsonl",
+    "checkpoints", *_OUTCOME, *_OUTCOME.values(), *_HANG, *_HANG.values(), "summary.json.partial", "evaluation.jsonl.partial",
+    "config.yaml", "config.yaml.partial", "metrics.jsonl", "metrics.jsonl.partial", "metrics.lost.jsonl",
     "metrics.lost.jsonl.partial", "rollouts", "evaluation", "log.txt", "server.log", "report.html", "report.html.partial",
     "report.png", "report.png.tmp", "hf", "hf.partial", "hf.former", "tensorboard", "wandb", "stacks",
 )  # fmt: skip
 
 
 def prepare(cfg: Config) -> Path:
-    """Create output/name with the resolved config.yaml; returns its path.
+    """As `claim`, for a run that starts later: the lock is given back. Returns the path of config.yaml."""
+    with claim(cfg):
+        return cfg.run_dir / "config.yaml"
 
-    With `resume` nothing is removed; the outcome of one that had ended gets another name.
+
+def claim(cfg: Config) -> RunLock:
+    """Lock output/name and make it ready for a run: with the resolved config.yaml, without what `overwrite` replaces.
+
+    With `resume` nothing is removed; the outcome of one that had ended keeps its name until the run goes on
+    (`rename_outcome`). Returns the lock, which the caller holds until the run has ended.
 
     Raises ConfigError if a run is there already and neither `resume` nor `overwrite` is set, if it is under way or has nothing
-    to resume from, if the model or the data lie in what would be removed, or if the directory cannot be written.
+    to resume from, if the model or the data lie in what would be removed, or if the directory cannot be written. A refusal
+    changes nothing in the folder.
     """
-    from tepo_megatron.config_io import to_yaml
+    if not (cfg.run_dir / LOCK_FILE).exists():
+        _refuse_what_is_there(cfg)  # before a lock's file is made in a folder that is not ours
+    try:
+        lock = RunLock(cfg.run_dir)
+    except ConfigError as e:
+        raise ConfigError(f"output={cfg.output}: {e}") from None
+    try:
+        _refuse_what_is_there(cfg)
+        _refuse_one_under_way(cfg.run_dir)  # by its metrics: a version without this lock started it, or the lock was removed
+        lock.sign()
+        _make_ready(cfg)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
 
+
+def _refuse_what_is_there(cfg: Config) -> None:
+    """Raise ConfigError for a run that may not start in the folder as it is now. Reads only."""
     metrics = cfg.run_dir / "metrics.jsonl"
     holds_a_run = (metrics.exists() and metrics.stat().st_size) or any((cfg.run_dir / n).exists() for n in _SIGNS)
     if holds_a_run and not (cfg.overwrite or cfg.resume):
@@ -46,26 +73,45 @@ def prepare(cfg: Config) -> Path:
             f"{cfg.run_dir} holds a run already; go on with it with --resume true, choose another `name`, or replace it with "
             f"--overwrite true"
         )
-    _refuse_one_under_way(cfg.run_dir)
     if holds_a_run and cfg.resume:
         _refuse_without_checkpoints(cfg)
-    removed = [] if cfg.resume else [cfg.run_dir / name for name in _OF_A_RUN]
-    _refuse_to_remove_what_is_used(cfg, removed)
+    _refuse_to_remove_what_is_used(cfg, _removed(cfg))
+
+
+def _removed(cfg: Config) -> list[Path]:
+    return [] if cfg.resume else [cfg.run_dir / name for name in _OF_A_RUN]
+
+
+def _make_ready(cfg: Config) -> None:
+    from tepo_megatron.config_io import to_yaml
+
     try:
-        for name, former in _OUTCOME.items() if cfg.resume else ():
-            if (cfg.run_dir / name).exists():
-                (cfg.run_dir / name).replace(cfg.run_dir / former)
-        for path in removed:
+        if cfg.resume:
+            _rename(cfg.run_dir, _HANG)
+        for path in _removed(cfg):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        cfg.run_dir.mkdir(parents=True, exist_ok=True)
-        resolved = cfg.run_dir / "config.yaml"
-        resolved.write_text(to_yaml(cfg))
+        partial = cfg.run_dir / "config.yaml.partial"
+        partial.write_text(to_yaml(cfg))
+        partial.replace(cfg.run_dir / "config.yaml")  # ranks on other machines may read it meanwhile
     except OSError as e:
         raise ConfigError(f"output={cfg.output}: {cfg.run_dir} cannot be written ({e}); choose another directory") from None
-    return resolved
+
+
+def rename_outcome(run_dir: Path) -> None:
+    """Give the outcome of a run that had ended another name, because the run goes on.
+
+    Call it when nothing can refuse the resume any more: until then a finished run stays finished.
+    """
+    _rename(run_dir, _OUTCOME)
+
+
+def _rename(run_dir: Path, names: Mapping[str, str]) -> None:
+    for name, former in names.items():
+        if (run_dir / name).exists():
+            (run_dir / name).replace(run_dir / former)
 
 
 def finished(cfg: Config) -> bool:

@@ -25,6 +25,7 @@ from tepo_megatron.beside import Nothing
 from tepo_megatron.colocation import Apart
 from tepo_megatron.config import Config
 from tepo_megatron.driver import Driver
+from tepo_megatron.gate import WeightsGate
 from tepo_megatron.memory_report import MemoryReport
 from tepo_megatron.metrics import Metrics
 from tepo_megatron.parallel import Groups
@@ -46,8 +47,10 @@ class Schedule:
         first: int,
         turns: Apart,
         memory: MemoryReport,
+        gate: WeightsGate,
     ) -> None:
         self._driver, self._sync, self._groups, self._turns, self._memory = driver, sync, groups, turns, memory
+        self._gate = gate
         self._staleness, self._interrupts = cfg.rollout.max_staleness, cfg.rollout.in_flight != "finish"
         self._evaluates = cfg.data.eval is not None or bool(cfg.evaluation.benchmarks)
         self._evaluate_every = cfg.evaluation.every
@@ -150,6 +153,7 @@ class Schedule:
 
     def _push(self) -> None:
         self._sync.push(version=self._trained)
+        self._gate.delivered(self._trained)
         self._version = self._trained
 
 

@@ -5,11 +5,13 @@ Rank 0 alone opens a `RunLog`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
 import math
 import os
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +21,10 @@ from typing import Any
 
 from rich.console import Console
 
+from tepo_megatron import records
 from tepo_megatron.config import LoggingConfig
-from tepo_megatron.errors import ConfigError, DataError
+from tepo_megatron.errors import ConfigError, DataError, RunReplacedError
+from tepo_megatron.escaping import escaped
 from tepo_megatron.run_dir import lock
 
 METRICS_FILE = "metrics.jsonl"
@@ -29,6 +33,7 @@ LOG_FILE = "log.txt"
 HEADER_EVERY = 20  # progress lines
 _PACKAGE = "tepo_megatron"  # whose loggers are listened to
 _WANDB_ID = "wandb/run-id.txt"
+_FIRST_KEY = "step"  # of a record
 
 Value = float | int | None
 
@@ -89,6 +94,7 @@ class RunLog:
         self._metrics = _open_for_appending(run_dir / METRICS_FILE)
         lock(self._metrics, run_dir)
         self._log = _open_for_appending(run_dir / LOG_FILE)
+        _end_line(self._log, run_dir / LOG_FILE)
         self._console = Console()
         self._steps = steps
         self._lines = 0
@@ -109,6 +115,7 @@ class RunLog:
 
     def write(self, step: int, record: Mapping[str, Value]) -> None:
         """Record one step everywhere. None, and what is not finite, is null in JSON and "-" in the progress line."""
+        self.check_in_place()
         values = {key: _finite(value) for key, value in record.items()}
         _append(self._metrics, json.dumps({"step": step, **values}) + "\n")
         self._progress(step, values)
@@ -120,33 +127,75 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log(known, step=step)
 
-    def position(self) -> int:
-        """Bytes of metrics.jsonl, all of them on the disk."""
-        os.fsync(self._metrics)
-        return os.fstat(self._metrics).st_size
+    def check_in_place(self) -> None:
+        """Raise RunReplacedError where the metrics file that this run writes is not the one in the run's folder any more."""
+        path = self._run_dir / METRICS_FILE
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(self._metrics), path.stat()):
+                return
+        raise RunReplacedError(
+            f"{path} was removed or replaced while this run was under way: its records go nowhere, and the folder may be "
+            f"another run's; this run ends, and writes nothing more into it"
+        )
 
-    def rewind(self, position: int, step: int = 0) -> int:
-        """Go back to where metrics.jsonl had `position` bytes, after step `step`: the records after it, of steps that the run
-        will take again, move to metrics.lost.jsonl, and TensorBoard is told to forget them. Returns their number. Killed in
-        between and called again, it moves them once.
+    def sync(self) -> None:
+        """Return when every record written so far is on the disk. Raises RunReplacedError."""
+        self.check_in_place()
+        os.fsync(self._metrics)
+
+    def rewind(self, step: int) -> list[str]:
+        """Go back to where step `step` had been recorded: metrics.jsonl then holds the records of the steps up to it, each once
+        and in order, whatever had become of the file.
+
+        All else in it moves to metrics.lost.jsonl: records of later steps, which the run takes again, and what is damaged.
+        TensorBoard is told to forget later steps. Killed in between and called again, it moves everything once.
+
+        Returns:
+            What was moved and what is wrong with the file, a sentence each.
         """
-        metrics, path = self._run_dir / METRICS_FILE, self._run_dir / LOST_FILE
-        with metrics.open("rb") as f:
-            f.seek(position)
-            lost = f.read()
+        path = self._run_dir / METRICS_FILE
+        data = path.read_bytes() if path.exists() else b""
+        found = records.steps_of(records.parse_lines(data, _FIRST_KEY), last=step)
+        kept = b"".join(line.raw + b"\n" for line in found.kept)
+        lost = b"".join(line.raw + b"\n" for line in (*found.rest, *found.later))
         if lost:
-            known = path.read_bytes() if path.exists() else b""
-            moved = lost if lost.endswith(b"\n") else lost + b"\n"  # a line that a kill cut off stays a line of its own
-            if not known.endswith(moved):
-                replace_file(path, known + moved)
-            os.ftruncate(self._metrics, position)
+            self._add_lost(lost)
+        if data.startswith(kept):
+            os.ftruncate(self._metrics, len(kept))
+        else:
+            self._replace_metrics(kept)
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = _open_tensorboard(self._run_dir, forget_from=step + 1)
-        return lost.count(b"\n")
+        said = [f"{METRICS_FILE}: {fault}" for fault in found.faults]
+        if found.later:
+            said.append(f"{len(found.later)} recorded steps are taken again; their former records moved to {LOST_FILE}")
+        if found.rest:
+            said.append(f"{len(found.rest)} other lines of {METRICS_FILE} moved to {LOST_FILE}")
+        return said
+
+    def _add_lost(self, lost: bytes) -> None:
+        """Append to metrics.lost.jsonl, once however often it is called with the same, and with a line of its own."""
+        path = self._run_dir / LOST_FILE
+        known = path.read_bytes() if path.exists() else b""
+        if not known.endswith(lost):
+            replace_file(path, known + (b"" if known.endswith(b"\n") or not known else b"\n") + lost)
+
+    def _replace_metrics(self, data: bytes) -> None:
+        """Swap metrics.jsonl in one step; the lock of this run passes to the new file before anybody can see it."""
+        path = self._run_dir / METRICS_FILE
+        unfinished = path.with_name(path.name + ".partial")
+        unfinished.write_bytes(data)
+        file = _open_for_appending(unfinished)
+        lock(file, self._run_dir)
+        os.fsync(file)
+        os.replace(unfinished, path)
+        former, self._metrics = self._metrics, file
+        os.close(former)
 
     def message(self, text: str) -> None:
-        """Print `text` and keep it in the log."""
+        """Print `text` and keep it in the log; control characters in it, which may be foreign, are escaped."""
+        text = escaped(text)
         _append(self._log, text + "\n")
         self._print(text)
 
@@ -184,36 +233,37 @@ class _Warnings(logging.Handler):
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
-    """The records of a run, in the order in which they were written; without a last line that has not ended yet.
+    """The records of a run: each step once, in order, whatever had become of the file. What is wrong with it is warned of.
 
-    Raises DataError when there are none, or naming the file and line that is not a record.
+    Raises DataError when there is no record, naming the file.
     """
+    found = read_steps(run_dir)
+    records.report(run_dir / METRICS_FILE, found.faults)
+    return found.records
+
+
+def read_steps(run_dir: Path) -> records.Steps:
+    """The same with its faults as text. Raises DataError when there is no record, naming the file."""
     path = run_dir / METRICS_FILE
     try:
-        text = path.read_text()
+        lines = records.read_lines(path, _FIRST_KEY)
     except OSError as e:
         raise DataError(f"{path}: cannot read the metrics ({e.strerror}); give the folder of a run") from None
-    lines = text[: text.rfind("\n") + 1].splitlines()
-    if not lines:
-        raise DataError(f"{path}: no step has been recorded yet; wait for the first one")
-    return [_parse(line, where=f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    found = records.steps_of(lines)
+    if not found.kept:
+        what = f"{found.faults[0]}; restore the file, or repeat the run" if found.faults else "wait for the first one"
+        raise DataError(f"{path}: no step has been recorded yet; {what}")
+    return found
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file that is as it was, or whole, whenever the process is killed."""
+    """Write a file that is as it was, or whole, whenever the process is killed or the machine loses power."""
     unfinished = path.with_name(path.name + ".partial")
-    unfinished.write_bytes(data)
+    with unfinished.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(unfinished, path)
-
-
-def _parse(line: str, where: str) -> dict[str, Value]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as e:
-        raise DataError(f"{where}: not valid JSON ({e.msg}); remove the line") from None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise DataError(f'{where}: not an object with an integer "step"; remove the line')
-    return record
 
 
 def _finite(value: Value) -> Value:
@@ -222,6 +272,13 @@ def _finite(value: Value) -> Value:
 
 def _open_for_appending(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+
+def _end_line(file: int, path: Path) -> None:
+    """A line that a kill cut off stays a line of its own."""
+    with path.open("rb") as reader:
+        if reader.seek(0, os.SEEK_END) and (reader.seek(-1, os.SEEK_END), reader.read(1))[1] != b"\n":
+            os.write(file, b"\n")
 
 
 def _append(file: int, line: str) -> None:
@@ -259,7 +316,11 @@ def _open_wandb(run_dir: Path, project: str) -> Any:
 def wandb_id(run_dir: Path) -> str:
     """The id under which W&B knows this run, made at its first start and kept in its directory."""
     path = run_dir / _WANDB_ID
-    if not path.exists():
+    known = path.read_text(errors="replace").strip() if path.exists() else ""
+    if not re.fullmatch("[0-9a-f]{32}", known):
+        if path.exists():
+            records.report(path, ["not the id of a W&B run; a new one is begun there"])
         path.parent.mkdir(exist_ok=True)
-        replace_file(path, uuid.uuid4().hex.encode())
-    return path.read_text()
+        known = uuid.uuid4().hex
+        replace_file(path, known.encode())
+    return known

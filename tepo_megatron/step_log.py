@@ -24,6 +24,7 @@ KEYS = (
     "tepo/mask_below_noise", "tepo/entropy_noise_floor", "tepo/dH_up_p05", "tepo/dH_up_p50", "tepo/dH_up_p95",
     "tepo/dH_down_p05", "tepo/dH_down_p50", "tepo/dH_down_p95", "tepo/ratio_p01", "tepo/ratio_p50", "tepo/ratio_p99",
     "weighting/affected_share", "correction/weight_mean", "rollout/logprob_diff_mean", "rollout/logprob_diff_max",
+    "gate/logprob_diff_mean", "gate/logprob_diff_worst", "gate/compared_share",
     "rollout/response_tokens_mean", "rollout/truncated", "rollout/staleness", "rollout/sampled_groups", "rollout/kept_groups",
     "packing/computed_tokens", "packing/shared_share", "packing/padding_share", "packing/balance", "packing/bubble_share",
     "packing/microbatches",
@@ -49,11 +50,6 @@ class StepLog:
         rollouts, self._metrics = collected
         self._trained_tokens = sum(r.token_ids_L.numel() for r in rollouts)
         return rollouts
-
-    def mismatch(self, values: dict[str, float]) -> float:
-        """Record how far the engine is from the actor; returns the mean log-prob difference."""
-        self.note(values)
-        return values["rollout/logprob_diff_mean"]
 
     def note(self, values: Mapping[str, float | None]) -> None:
         """Record what is measured once in a step; None: it could not be."""

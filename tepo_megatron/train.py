@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from tepo_megatron.advantages import group_advantages, penalized
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
 from tepo_megatron.colocation import Apart, Colocation, everybody
 from tepo_megatron.config import Config, ParallelConfig
+from tepo_megatron.config_io import plain
 from tepo_megatron.driver import Driver, EngineFactory
+from tepo_megatron.gate import WeightsGate
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.memory_report import MemoryReport
 from tepo_megatron.platform import Platform
@@ -21,11 +23,9 @@ from tepo_megatron.schedule import Schedule
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.step_log import StepLog
 from tepo_megatron.timing import Clock
-from tepo_megatron.types import TrainBatch
+from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.weights.broadcast import BroadcastSync
-from tepo_megatron.weights.sync import NoSync, WeightSync, check_mismatch, check_one_host
-
-STUCK = 0.9  # of parallel.timeout_seconds: before a collective gives up, which says less
+from tepo_megatron.weights.sync import NoSync, WeightSync, check_one_host
 
 
 def train(
@@ -39,7 +39,7 @@ def train(
     make_engine: instead of the engine that the config names; end: see `watch.Watch`.
     """
     check_one_host(cfg.sync, servers_beside_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous is not None)
-    groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
+    groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
     with _watched(cfg.parallel, groups, cfg.run_dir, end), Driver.open(cfg, groups, make_engine) as driver:
         if cfg.rollout.only:
             _sample(cfg, driver)
@@ -49,7 +49,7 @@ def train(
 
 
 def _watched(cfg: ParallelConfig, groups: parallel.Groups, folder: Path, end: Callable[[str, bool], object]) -> watch.Watch:
-    seconds = {"silent_seconds": cfg.silent_seconds, "stuck_seconds": STUCK * cfg.timeout_seconds}
+    seconds = {"silent_seconds": cfg.silent_seconds, "stuck_seconds": cfg.stuck_seconds}
     return watch.Watch(parallel.world_store(), groups.rank, groups.world_size, folder, **seconds, end=end)
 
 
@@ -67,7 +67,8 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
         first = _resume(checkpoints, actor, driver) if cfg.resume else 0
         turns = Colocation(actor, driver.engine, groups) if cfg.rollout.colocate else Apart()
         memory = MemoryReport(groups, driver.engine, enabled=cfg.logging.memory or cfg.rollout.colocate)
-        schedule = Schedule(cfg, driver, sync, groups, first, turns, memory)
+        gate = WeightsGate(cfg, actor, groups)
+        schedule = Schedule(cfg, driver, sync, groups, first, turns, memory, gate)
         for step in range(first + 1, cfg.training.steps + 1):
             if schedule.ended:
                 break
@@ -75,24 +76,7 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
             rollouts = log.receive(schedule.take(step, clock))
             actor.start_step(step)
             if rollouts:
-                batch = TrainBatch.build(rollouts, group_advantages(rollouts, objective.advantage))
-                with clock.phase("old_stats"):
-                    if cfg.training.old_logprobs == "rollout":
-                        batch = replace(batch, old_logprobs_N=batch.rollout_logprobs_N)
-                    elif _needs_old_pass(batch, objective, cfg):
-                        batch = actor.attach_old_stats(batch)
-                        _check(log.mismatch(actor.mismatch(batch)), batch, step, cfg)
-                        if _is_due(step - 1, cfg.logging.noise_floor_every):
-                            log.note({"tepo/entropy_noise_floor": actor.measure_noise(batch)})
-                    batch = _with_reference(batch, actor, objective, log)
-                with clock.phase("update"):
-                    shuffle = derive_seed(cfg.seed, "minibatches", step)
-                    for minibatch in batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, shuffle):
-                        result = actor.update(minibatch, objective)
-                        log.add(result)
-                        if result.mismatch is not None:
-                            _check(log.mismatch(result.mismatch), batch, step, cfg)
-                    actor.finish_step()
+                learn(rollouts, step, actor, objective, cfg, log, clock, gate)
             schedule.give(step, clock)
             log.memory(memory.values())
             driver.log_step(step, log, clock)
@@ -112,6 +96,55 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
     if table := memory.table():
         driver.tell(table)
     driver.finish(schedule.trained)
+
+
+def learn(
+    rollouts: Sequence[Rollout],
+    step: int,
+    actor: Actor,
+    objective: Objective,
+    cfg: Config,
+    log: StepLog,
+    clock: Clock,
+    gate: WeightsGate,
+) -> None:
+    """Take all updates of one rollout batch: old statistics, reference log-probs, then minibatch after minibatch.
+
+    Every rank calls it, after `actor.start_step(step)`, and finds the parameters gathered when it returns.
+
+    Args:
+        rollouts: graded, contiguous by prompt, the same on every rank.
+        step: the number of the rollout batch; it seeds the order of the minibatches.
+        log: receives metrics and the mismatch between engine and actor.
+        clock: receives the seconds of the phases `old_stats` and `update`.
+        gate: compares each rollout with the log-probs of the weights that sampled it; it was told of their delivery.
+
+    Raises:
+        SyncError: The engine's log-probs are further from the actor's than `sync.max_logprob_diff`.
+        NumericalError: A loss or a gradient norm is not finite.
+    """
+    batch = TrainBatch.build(rollouts, group_advantages(rollouts, objective.advantage))
+    with clock.phase("old_stats"):
+        gate.before_updates(batch, step)
+        if cfg.training.old_logprobs == "rollout":
+            batch = replace(batch, old_logprobs_N=batch.rollout_logprobs_N)
+        elif _needs_old_pass(batch, objective, cfg):
+            batch = actor.attach_old_stats(batch)
+            log.note(actor.mismatch(batch))
+            gate.with_old_stats(batch, step)
+            if _is_due(step - 1, cfg.logging.noise_floor_every):
+                log.note({"tepo/entropy_noise_floor": actor.measure_noise(batch)})
+        batch = _with_reference(batch, actor, objective, log)
+    with clock.phase("update"):
+        shuffle = derive_seed(cfg.seed, "minibatches", step)
+        for minibatch in batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, shuffle):
+            result = actor.update(minibatch, objective)
+            log.add(result)
+            if result.mismatch is not None and result.measured is not None:
+                log.note(result.mismatch)
+                gate.with_old_stats(result.measured, step)
+        actor.finish_step()
+    log.note(gate.values())
 
 
 def _sample(cfg: Config, driver: Driver) -> None:
@@ -158,12 +191,6 @@ def _needs_old_pass(batch: TrainBatch, objective: Objective, cfg: Config) -> boo
     in_reward = bool(objective.ref_beta) and objective.ref_kl_in == "reward"
     several = batch.updates(cfg.training.epochs, cfg.training.minibatch_prompts) > 1
     return several or objective.needs_batch_statistics or in_reward
-
-
-def _check(mean_logprob_diff: float, batch: TrainBatch, step: int, cfg: Config) -> None:
-    """The engine against the actor, where it sampled with the weights that the actor has."""
-    if all(r.policy_version == step - 1 for r in batch.rollouts):
-        check_mismatch(mean_logprob_diff, version=step - 1, cfg=cfg.sync)
 
 
 def _with_reference(batch: TrainBatch, actor: Actor, objective: Objective, log: StepLog) -> TrainBatch:

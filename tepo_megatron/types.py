@@ -101,7 +101,8 @@ class Rollout:
     token_ids_L: int64; response_mask_L: bool, True where the policy chose the token;
     rollout_logprobs_L: fp32 nats, the engine's log-prob of each token after temperature (0 on the prompt);
     policy_version: the weights that sampled it, or the oldest of them; later_versions: (place, version) where newer ones took
-    over, which sampled the tokens from that place in the sequence on; stop_reason: "stop" or "length".
+    over, which sampled the tokens from that place in the sequence on; servers: (place, name) of the inference servers in the
+    same way, the first of them at place 0; empty: not known. stop_reason: "stop" or "length".
     reward: what the policy is trained on (shaped); score: the unshaped verdict of the grader, which group filters and
     accuracies use; status: why (`exact`, `no_box`, `timeout`, ...). Before grading: nan, nan, "ungraded".
     experts_LKT: int16, the experts that the engine's routers chose; NO_EXPERT of the last token, which never was an input.
@@ -120,6 +121,7 @@ class Rollout:
     status: str = "ungraded"
     later_versions: tuple[tuple[int, int], ...] = ()
     experts_LKT: Tensor | None = None
+    servers: tuple[tuple[int, str], ...] = ()
 
     def __post_init__(self) -> None:
         length = self.token_ids_L.numel()

@@ -19,12 +19,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
-
-import torch.distributed as dist
+from typing import NoReturn, Protocol
 
 BEAT_SECONDS = 1.0
 TRAINING = ("old_stats", "update")  # phases in which every rank moves; elsewhere it may wait for rank 0 for as long as it takes
+JOINING = "joining the servers in"  # and the meeting's name: a phase with a deadline of its own, in which every rank moves
 _VERDICT = "watch/verdict"
 _COLLECTIVES = os.path.join("torch", "distributed", "")
 
@@ -53,6 +52,26 @@ class Here:
 here = Here()
 
 
+class BeatStore(Protocol):
+    """What the ranks of a world put their heartbeats into: a torch `Store`, or files. Errors are RuntimeErrors."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether all keys are there."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """Return a key's value."""
+        ...
+
+    def set(self, key: str, value: str, /) -> None:
+        """Replace a key's value."""
+        ...
+
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
+        """Set a key that has the value `expected` ("": is not there); return what it has then."""
+        ...
+
+
 @dataclass
 class _Seen:
     """The last that was heard of a rank. unheard, unmoved: beats of who listens since it beat, and since its place changed."""
@@ -75,7 +94,7 @@ class Watch:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: BeatStore,
         rank: int,
         world_size: int,
         folder: Path,
@@ -154,7 +173,7 @@ class Watch:
                     f"is frozen, or its machine is gone; last at {of.place}"
                 )
         for rank, of in there.items() if self._rank == 0 else ():
-            if of.phase in TRAINING and of.unmoved * BEAT_SECONDS >= self._stuck_seconds:
+            if of.phase.startswith((*TRAINING, JOINING)) and of.unmoved * BEAT_SECONDS >= self._stuck_seconds:
                 return f"rank {rank} has been in one place for {self._stuck_seconds:g} s: {of.place}"
         return None
 

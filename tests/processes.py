@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from tepo_megatron.platform import activate
+from tepo_megatron.processes import die_with_parent
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,17 +25,22 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, folder: Path, t
 
     fn: of a module; folder: an empty one, for what is handed over. Raises AssertionError with the end of what the ranks said.
     """
-    (folder / "call").write_bytes(pickle.dumps((fn.__module__, fn.__qualname__, args)))
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "-m", __name__, str(folder)]
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
-    )  # fmt: skip
+    words = command(size, fn, *args, folder=folder)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(size)]
 
 
+def command(size: int, fn: Callable[..., Any], *args: Any, folder: Path) -> list[str]:
+    """Return the command that starts the ranks of `run_processes`, for a caller that does not wait for their end."""
+    (folder / "call").write_bytes(pickle.dumps((fn.__module__, fn.__qualname__, args)))
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    return [sys.executable, *start, "-m", __name__, str(folder)]
+
+
 def main() -> None:
     """One rank, on a GPU where there are any."""
+    die_with_parent(os.getppid(), signal.SIGKILL)  # torchrun may be killed
     activate("cuda" if torch.cuda.is_available() else "cpu")  # before Megatron-Core is imported
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     module, name, args = pickle.loads((folder / "call").read_bytes())

@@ -9,6 +9,7 @@ then it imports torch, which takes seconds.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -28,7 +29,8 @@ KEY = "TEPO_SCRIPTED_KEY"
 class Handler(BaseHTTPRequestHandler):
     """behaviour: errors (answers with 500 to come), slow (seconds of an answer), loading (seconds of a load), refuse or die (in
     the next update or change of sleep; at: in which of its requests), broadcast (what happens to its first rank in the next
-    round that is sent: `die` before it, or in the `midst` of it, `freeze` before it; `absent`: it never comes to a meeting),
+    round that is sent: `die` before it, or in the `midst` of it, `freeze` before it; `absent`: it never comes to a
+    meeting; `late`: all its ranks form the group and never broadcast in it; `leaves`: they form it, and the server dies),
     save (the folder for what its ranks got in an update), checksums (its answer when it is asked for those). loaded: names of
     the files of the last update; kept: what it left out. asleep: what it has released; like SGLang it dies of being told twice,
     or while it samples.
@@ -150,8 +152,13 @@ class Handler(BaseHTTPRequestHandler):
         first = body["first"]
         for i, rank in enumerate(Handler.ranks):
             rank.meeting = Meeting(**body | {"first": first + i})
-        absent = Handler.behaviour.get("broadcast") == "absent"
-        self.on_all_ranks(lambda rank: rank.join() if not absent else None)
+        fault = Handler.behaviour.get("broadcast")
+        if fault in ("late", "leaves"):
+            self.on_all_ranks(lambda rank: rank.form_only())
+            if fault == "leaves":
+                os._exit(3)
+        elif fault != "absent":
+            self.on_all_ranks(lambda rank: rank.join())
         return self.answer(200, {})
 
     def on_all_ranks(self, do: Callable[[Any], None]) -> None:
@@ -187,6 +194,16 @@ class Rank:
 
     def join(self) -> None:
         self.inbox.join(self.meeting, self.device)
+
+    def form_only(self) -> None:
+        """Come, and form the first sender's group, which nobody has broadcast in yet."""
+        from tepo_megatron.channel import came_key, form_group, join_store, tell
+
+        store = join_store(self.meeting)
+        rank = self.meeting.first
+        tell(store, came_key(self.meeting, rank))
+        with contextlib.suppress(RuntimeError):  # too slow for the deadline: it lives all the same
+            self.group = form_group(self.meeting, 0, rank, self.device)
 
     def load(self, buckets: list[str]) -> None:
         fault = Handler.behaviour.pop("broadcast", None) if self.number == 0 else None

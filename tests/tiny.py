@@ -44,19 +44,20 @@ def tiny_qwen3(
     layers: int = 3,
     scale: float = 4.0,
     vocab_size: int = VOCAB_SIZE,
+    **sizes: int,
 ) -> PreTrainedModel:
     """Write a Qwen3 and its tokenizer to `path`; returns the model (fp32, eval).
 
-    scale: multiplies the 2-dim weights, so that the next token's distribution is far from uniform and a wrong weight shows.
+    scale: multiplies the 2-dim weights, so that the next token's distribution is far from uniform and a wrong weight shows;
+    sizes: keys of the model's config, in the place of those here.
     """
+    shape = {
+        "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    } | sizes  # fmt: skip
     config = Qwen3Config(
         vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=384,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        **shape,
         max_position_embeddings=512,
         rope_theta=10000.0,
         tie_word_embeddings=tied,

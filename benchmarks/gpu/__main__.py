@@ -1,4 +1,4 @@
-"""Rows 8 and 9 of the table on this machine's GPU: prints them and writes benchmarks/results/gpu.json.
+"""Rows 8 and 9 of the table on this machine's GPU: prints them and writes benchmarks/results/gpu_rows.json.
 
     python -m benchmarks.gpu [--peers DIR] [--repetitions 20] [--rows 8192] [--vocab 151936] [--hidden 5120] [--out FILE]
 
@@ -27,7 +27,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--vocab", type=int, default=VOCAB)
     parser.add_argument("--hidden", type=int, default=HIDDEN)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu_rows.json")
     return parser.parse_args()
 
 

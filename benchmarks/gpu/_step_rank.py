@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from tepo_megatron.config_io import load_config
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.workload import Workload
 from tepo_megatron.platform import activate
+from tepo_megatron.processes import die_with_parent
 from tepo_megatron.types import Rollout, TrainBatch
 
 OLD, UPDATES = "old log-probs", "updates"
@@ -97,6 +100,7 @@ class Steps:
 
 def main() -> None:
     """Words: a JSON object with `config` (its file), `overrides`, `prompt`, `response`, `steps`, `folder`."""
+    die_with_parent(os.getppid(), signal.SIGKILL)  # torchrun may be killed
     asked = json.loads(sys.argv[1])
     cfg = load_config(asked["config"], asked["overrides"])
     steps = Steps(cfg, Workload.of(cfg, asked["prompt"], asked["response"]))

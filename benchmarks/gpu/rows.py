@@ -23,6 +23,7 @@ from benchmarks.gpu import COPY, GEMMS, HIDDEN, ROWS, TARGETS, VOCAB, name_of
 from benchmarks.gpu._timing import copy_bandwidth, matmul_rate, peaks, seconds
 from benchmarks.results import OURS, Measure
 from benchmarks.token_stats import Inputs, forward_backward
+from tepo_megatron.ops import output_layer
 from tepo_megatron.ops.output_layer import output_layer_stats
 
 Layer = tuple[Tensor, Tensor, Tensor, Tensor]  # hidden [R, H], weight [V, H], labels [R], gradients [2, R]
@@ -64,6 +65,15 @@ def our_layer(given: Layer, budget: int) -> tuple[Tensor | None, ...]:
     stats = output_layer_stats(hidden, weight, labels, 1.0, None, logits_budget=budget)
     outputs = [stats.logprob_R, stats.entropy_R]
     return torch.autograd.grad(outputs, [hidden, weight], list(gradients), allow_unused=True)
+
+
+def our_layer_mm_then_add(given: Layer, budget: int) -> tuple[Tensor | None, ...]:
+    """Run `our_layer` with the weight gradient's sum as before PyTorch 2.10: a product, then an addition in fp32."""
+    fused, output_layer.ADDS_WITHIN_PRODUCT = output_layer.ADDS_WITHIN_PRODUCT, False
+    try:
+        return our_layer(given, budget)
+    finally:
+        output_layer.ADDS_WITHIN_PRODUCT = fused
 
 
 def unfused_layer(given: Layer, statistics: Statistics) -> tuple[Tensor, ...]:
@@ -117,11 +127,12 @@ def measure(
     repetitions: int = 20, square: int = SQUARE,
 ) -> list[Measure]:  # fmt: skip
     """Both rows. Fused kernels of peers only on a GPU."""
-    statistics, on_gpu = alternatives(peers), device.type == "cuda"
+    statistics, on_gpu = alternatives(peers, forms=True), device.type == "cuda"
     size = 2 * rows * vocab
     logit_calls: dict[str, Call] = {k: partial(forward_backward, s) for k, s in statistics.items()}
     layer_calls: dict[str, Call] = {
-        OURS: partial(our_layer, budget=size), "ours, logits computed again": partial(our_layer, budget=0), GEMMS: gemms,
+        OURS: partial(our_layer, budget=size), "ours, logits computed again": partial(our_layer, budget=0),
+        "ours, mm then add": partial(our_layer_mm_then_add, budget=size), GEMMS: gemms,
         "plain": partial(unfused_layer, statistics=plain_formula),
     }  # fmt: skip
     if "verl" in statistics:

@@ -19,7 +19,10 @@ Not run on a GPU so far. On platform cpu it runs, which tests it (tests/parallel
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -36,6 +39,7 @@ from benchmarks.gpu._step_rank import OLD, UPDATES
 from benchmarks.results import ROOT, surroundings
 from tepo_megatron.config_io import load_config
 from tepo_megatron.plan.command import Request, predictor_of
+from tepo_megatron.processes import die_with_parent
 
 PRECISIONS = ("bf16", "fp8-current", "fp8-blockwise")
 PLANNED = {OLD: ("old log-probs",), UPDATES: ("forward and backward", "gradients and weights over dp", "optimizer")}
@@ -63,7 +67,8 @@ def measured(args: argparse.Namespace, overrides: Sequence[str], precision: str)
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         start = ["--standalone", "--nproc-per-node", str(cfg.parallel.world_size), "-m", "benchmarks.gpu._step_rank"]
         words = [sys.executable, "-m", "torch.distributed.run", *start, json.dumps(asked | {"folder": folder})]
-        subprocess.run(words, cwd=ROOT, check=True, timeout=args.timeout)
+        with_us = functools.partial(die_with_parent, os.getpid(), signal.SIGKILL)
+        subprocess.run(words, cwd=ROOT, check=True, timeout=args.timeout, preexec_fn=with_us)
         told = json.loads(Path(folder, "found.json").read_text())
         logprobs_N = torch.load(Path(folder, "logprobs.pt"))
     phases = predictor_of(cfg, Request(gpu=args.gpu, prompt=args.prompt, response=args.response)).step().phases

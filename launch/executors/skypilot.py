@@ -169,9 +169,7 @@ def run_script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
         'mapfile -t machines <<< "$SKYPILOT_NODE_IPS"',
         "rank=$SKYPILOT_NODE_RANK; here=${machines[$rank]}",
     ]
-    meet = (
-        f'--rdzv-endpoint "${{machines[0]}}:{cluster.network.port}" --rdzv-conf "is_host=$((rank == 0))" --local-addr "$here"'
-    )
+    meet = f'--rdzv-endpoint "${{machines[0]}}:{cluster.network.port}" --node-rank "$rank"'
     serves = '--host 0.0.0.0 --address "$here"'  # pods do not know each other by name
     starts = scripts.Starts("$((start - 1))", '"$SKYPILOT_TASK_ID-$start"', meet, serves, nemo_sky.CONFIG)
     *words, train = scripts.train_lines(cfg, cluster, layout, starts)

@@ -56,7 +56,7 @@ class Actor:
         self.arch = self.family.architecture(hf_config)
         self.cfg, self.groups = cfg, groups
         replays = cfg.rollout.replay_experts
-        self._shares = build.shares_prompts(cfg.training, cfg.model, groups.device)
+        self._shares = build.shares_prompts(cfg.training, cfg.model, groups.device, groups.cp.size)
         check_hardware(cfg.model, hardware(groups.device))
         check_transformer_engine(cfg.optimizer, cfg.parallel, installed())
         self._alignment = alignment(cfg.model, cfg.parallel, cfg.training)
@@ -83,7 +83,7 @@ class Actor:
             experts = ExpertReplay(self.chunks, self.arch.sparse_layers, groups, cfg.parallel.sequence_parallel)
         self._rows, self._schedule = rows, Schedule(self.chunks, rows, groups, experts)
         self._offload = Offload(self.chunks, self.optimizer, groups.device)
-        self._activations = HostActivations(self.chunks) if cfg.training.offload_activations else None
+        self._activations = HostActivations(self.chunks, groups.device) if cfg.training.offload_activations else None
         self._step = 0
         self._gathered = True
         self._reference: HostWeights | None = None
@@ -179,6 +179,18 @@ class Actor:
             "actor/entropy": entropy,
         }
 
+    def host_copy(self) -> HostWeights:
+        """Return a copy of the current parameters of this rank, in host memory (all ranks call it)."""
+        self.require_loaded("a copy of the weights", "parameters")
+        return HostWeights([b.parameter for b in self.bindings])
+
+    def logprobs(self, batch: TrainBatch) -> Tensor:
+        """Return fp32 [N] nats: log-probs of the response tokens under the current weights, valid on the last pipeline stage.
+
+        Collectives beyond the forward pass: those of `WholeStats`.
+        """
+        return self._whole_stats(batch).logprob_R
+
     def start_step(self, step: int) -> None:
         """Advance the learning-rate schedule by one rollout batch, the run's `step`-th; called before its first update."""
         self._step = step
@@ -223,7 +235,8 @@ class Actor:
         result.metrics.update((name, (value, 1.0)) for name, value in waste.items())
         if tally.whole is None:
             return result
-        return replace(result, mismatch=self.mismatch(batch.with_old_stats(tally.whole.gather())))
+        batch = batch.with_old_stats(tally.whole.gather())
+        return replace(result, mismatch=self.mismatch(batch), measured=batch)
 
     def backward(self, batch: TrainBatch, objective: Objective, plan: Plan | None = None) -> Tally:
         """Gradients of the objective on a minibatch, reduced over all ranks, left in `main_grad`.

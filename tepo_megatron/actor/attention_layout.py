@@ -53,20 +53,48 @@ class Bucket:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> list[Tensor]:
         """[query_rows, H, D], [key_rows, K, D], [key_rows, K, D] -> for each piece [n C, H, D], together [query_rows, H, D]."""
         key, value = (x.unflatten(0, (self.sequences, -1)).transpose(1, 2) for x in (key, value))
+        heads = query.size(1)
         outputs = []
         for i, (piece, mask) in enumerate(zip(self.pieces, self.masks, strict=True)):
             end = (piece + 1) * self.chunk
+            k, v = key[:, :, :end], value[:, :, :end]
+            if repeats_keys(query.device.type, query.dtype, mask is not None):
+                k, v = repeat_heads(k, heads), repeat_heads(v, heads)
             output = F.scaled_dot_product_attention(
                 query.unflatten(0, (len(self.pieces), self.sequences, self.chunk))[i].transpose(1, 2),
-                key[:, :, :end],
-                value[:, :, :end],
+                k,
+                v,
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=scale,
-                enable_gqa=key.size(1) != query.size(1),
+                enable_gqa=k.size(1) != heads,
             )
             outputs.append(output.transpose(1, 2).flatten(0, 1))
         return outputs
+
+
+def repeats_keys(device_type: str, dtype: torch.dtype, masked: bool) -> bool:
+    """Return whether keys and values are repeated for all query heads, instead of `enable_gqa`.
+
+    Of PyTorch's CUDA kernels (2.13, `sdp_utils.cpp`), flash attention takes grouped heads, but no mask and no fp32;
+    memory-efficient attention takes masks and fp32, but no grouped heads. cuDNN's takes both in 16 bits, and is preferred on
+    sm_90 and sm_100 only. What none takes goes to a kernel that stores all scores of all heads. A CPU's kernel takes all.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        dtype: Type of the queries.
+        masked: Whether the call has a mask; without one it is causal.
+    """
+    return device_type == "cuda" and (masked or dtype not in (torch.bfloat16, torch.float16))
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """[n, K, L, D] -> [n, heads, L, D], each of the K repeated heads / K times in a row. Backward sums, without atomics."""
+    n, groups, length, channels = x.shape
+    if groups == heads:
+        return x
+    repeated = x.unsqueeze(2).expand(n, groups, heads // groups, length, channels)
+    return repeated.reshape(n, heads, length, channels)
 
 
 @dataclass(frozen=True)

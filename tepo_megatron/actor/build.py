@@ -15,12 +15,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from tepo_megatron.actor import precision
+from tepo_megatron.actor import precision, rotary, weight_gradient
 from tepo_megatron.actor.attention import SDPACoreAttention
 from tepo_megatron.actor.kernels import Kernels, choose, installed
 from tepo_megatron.actor.layout import stage_layers
 from tepo_megatron.actor.modules import ApexRMSNorm, RMSNorm
-from tepo_megatron.actor.rotary import lend_to_megatron
 from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.parallel import Groups
@@ -29,9 +28,9 @@ from tepo_megatron.weights.ops import Architecture, padded_vocab_size
 _TRAINING = TrainingConfig()
 
 
-def shares_prompts(training: TrainingConfig, model: ModelConfig, device: torch.device) -> bool:
+def shares_prompts(training: TrainingConfig, model: ModelConfig, device: torch.device, cp: int) -> bool:
     """Whether sequences of a microbatch share prompts. Raises ConfigError where they should and cannot."""
-    if training.share_prompts == "always" and choose(model, training, device.type, installed()).layers == "te":
+    if training.share_prompts == "always" and choose(model, training, device.type, installed(), cp=cp).layers == "te":
         raise ConfigError(
             "training.share_prompts=always, and model.attention=auto takes Transformer Engine, whose packed attention cannot "
             "give several responses the keys of one prompt; set model.attention to sdpa, or share_prompts to auto or never"
@@ -51,8 +50,9 @@ def transformer_config(
     """Megatron's config of this architecture on this mesh. replay_experts: its routers can be told what to choose;
     share_prompts: its sequences may share them.
     """
-    kernels = choose(model, training, device.type, installed())
-    lend_to_megatron(share_prompts)
+    kernels = choose(model, training, device.type, installed(), cp=parallel.cp)
+    rotary.lend_to_megatron(share_prompts)
+    weight_gradient.lend_to_megatron()
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -99,8 +99,8 @@ def transformer_config(
         batch_p2p_comm=parallel.vpp == 1,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=kernels.gradient_accumulation == "apex",
+        bias_activation_fusion=True,  # SwiGLU as one function that keeps its input alone; compiled on a GPU
+        gradient_accumulation_fusion=kernels.gradient_accumulation != "separate",
         apply_rope_fusion=True,  # Transformer Engine's, or that of rotary.py
     )
 
@@ -143,7 +143,7 @@ def _left_to_the_checkpoint(weight: torch.Tensor) -> torch.Tensor:
 
 def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConfig, groups: Groups) -> list[GPTModel]:
     """This rank's model chunks (one per virtual pipeline stage), weights uninitialised, on the device."""
-    kernels = choose(model, _TRAINING, groups.device.type, installed())
+    kernels = choose(model, _TRAINING, groups.device.type, installed(), cp=groups.cp.size)
     chunks = []
     for chunk in range(groups.vpp):
         vp_stage = chunk if groups.vpp > 1 else None

@@ -19,19 +19,21 @@ from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, T
 from tepo_megatron.errors import ConfigError
 
 _MODULES = ("transformer_engine", "apex", "amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda")
-_NAMES = {"te": "Transformer Engine", "apex": "Apex", "torch": "PyTorch", "host": "this package"}
+_NAMES = {"te": "Transformer Engine", "apex": "Apex", "torch": "PyTorch", "host": "this package", "separate": "autograd"}
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Whose code runs. layers: linear modules and attention; gradient_accumulation: torch adds each weight's gradient to the
-    sum after its product, apex inside of it.
+    """Whose code runs.
+
+    layers: linear modules and attention. gradient_accumulation: who adds a weight's gradient to the fp32 sum inside of its
+    product, in Megatron's own linear layers (Transformer Engine's do it themselves); "separate": autograd adds it afterwards.
     """
 
     layers: Literal["te", "torch"]
     norms: Literal["te", "apex", "torch"]
     adam: Literal["te", "apex", "torch", "host"]
-    gradient_accumulation: Literal["apex", "torch"]
+    gradient_accumulation: Literal["apex", "torch", "separate"]
 
     def __str__(self) -> str:
         return (
@@ -45,21 +47,25 @@ def installed() -> frozenset[str]:
     return frozenset(name for name in _MODULES if importlib.util.find_spec(name) is not None)
 
 
-def choose(model: ModelConfig, training: TrainingConfig, device_type: str, found: frozenset[str]) -> Kernels:
-    """What runs for this config on a device of that type, with `found` as `installed` says it.
+def choose(model: ModelConfig, training: TrainingConfig, device_type: str, found: frozenset[str], *, cp: int = 1) -> Kernels:
+    """Return whose code runs for this config.
 
-    Raises ConfigError where what the config asks for is not there.
+    Args:
+        model: Its precision and attention.
+        training: Its accumulation of gradients.
+        device_type: "cpu", "cuda" or "meta".
+        found: What `installed` returns.
+        cp: Context-parallel ranks. Transformer Engine 2.20 has no attention in fp32 for more than one: its flash and cuDNN
+            kernels take 16 bits and less, its unfused form takes no context parallelism. `auto` then takes PyTorch's layers.
+
+    Raises:
+        ConfigError: What the config asks for is not installed.
     """
-    if device_type != "cuda":
-        return Kernels("torch", "torch", "host", "torch")
+    if device_type != "cuda":  # a CPU, or "meta", on which tools/convert.py builds models
+        return Kernels("torch", "torch", "host", _gradient_accumulation(training, "cpu", found))
     if (model.attention == "te" or model.fp8) and "transformer_engine" not in found:
         key, other = (f"model.precision={model.precision}", "bf16") if model.fp8 else ("model.attention=te", "auto")
         raise ConfigError(f"{key}, but transformer-engine is not installed; install the extra `te` or use {other}")
-    if training.fuse_gradient_accumulation and "fused_weight_gradient_mlp_cuda" not in found:
-        raise ConfigError(
-            "training.fuse_gradient_accumulation=true, but Apex's fused_weight_gradient_mlp_cuda is not installed (the "
-            "Dockerfile builds it); install it, or set this to false"
-        )
     adam: Literal["te", "apex", "torch"] = "torch"
     if "transformer_engine" in found:
         adam = "te"
@@ -70,14 +76,23 @@ def choose(model: ModelConfig, training: TrainingConfig, device_type: str, found
             "Apex is installed without its CUDA extensions, and Megatron would take its FusedAdam, which needs them; build it "
             "with APEX_CPP_EXT=1 APEX_CUDA_EXT=1 as the Dockerfile does, or remove it"
         )
-    layers: Literal["te", "torch"] = "te" if "transformer_engine" in found and model.attention != "sdpa" else "torch"
+    wanted = model.attention == "te" or (model.attention == "auto" and not (model.precision == "fp32" and cp > 1))
+    layers: Literal["te", "torch"] = "te" if "transformer_engine" in found and wanted else "torch"
     plain: Literal["apex", "torch"] = "apex" if {"apex", "fused_layer_norm_cuda"} <= found else "torch"
     return Kernels(
         layers,
         "te" if layers == "te" else plain,
         adam,
-        "apex" if training.fuse_gradient_accumulation else "torch",
+        _gradient_accumulation(training, device_type, found),
     )
+
+
+def _gradient_accumulation(
+    training: TrainingConfig, device_type: str, found: frozenset[str]
+) -> Literal["apex", "torch", "separate"]:
+    if not training.fuses_gradient_accumulation(device_type):
+        return "separate"
+    return "apex" if device_type == "cuda" and "fused_weight_gradient_mlp_cuda" in found else "torch"
 
 
 def check_transformer_engine(optimizer: OptimizerConfig, parallel: ParallelConfig, found: frozenset[str]) -> None:

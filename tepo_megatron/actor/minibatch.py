@@ -14,7 +14,14 @@ from tepo_megatron.types import Denominators, PackedMicrobatch, TokenStats, Trai
 class MinibatchInputs:
     """The `LossInputs` of any microbatch of a minibatch, and of all its tokens at once.
 
-    noise_floor: nats, for the metrics alone.
+    In the first update of a rollout batch the old statistics are those of the current pass itself (ratio 1, dH 0, exactly),
+    also where an old pass was made for the later updates: repeated under another packing, bf16 alone moves a sequence's ratio
+    by more than GSPO's clip range of 3e-4.
+
+    Args:
+        batch: the minibatch. Old log-probs without old entropies are the engine's, and used in every update.
+        device: of the tensors that the loss gets.
+        noise_floor: nats, for the metrics alone.
     """
 
     def __init__(self, batch: TrainBatch, device: torch.device, noise_floor: float | None) -> None:
@@ -66,6 +73,8 @@ class MinibatchInputs:
         self, token_R: Tensor, advantage_R: Tensor, segments: Segments, stats: TokenStats, weights: TokenWeights | None
     ) -> LossInputs:
         logprobs, entropies, ref = self._old_logprobs_N, self._old_entropies_N, self._ref_logprobs_N
+        if self._batch.update == 0 and entropies is not None:
+            logprobs = entropies = None
         return LossInputs(
             advantage_R=advantage_R,
             old_logprob_R=stats.logprob_R.detach() if logprobs is None else logprobs[token_R],

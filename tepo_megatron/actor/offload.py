@@ -16,7 +16,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from tepo_megatron.actor.device_caches import drop_device_caches
 from tepo_megatron.platform import memory
+from tepo_megatron.platform.host_memory import HostArena
 
 Part = Literal["gradients", "optimizer", "parameters"]
 PARTS: tuple[Part, ...] = ("gradients", "optimizer", "parameters")
@@ -38,8 +40,8 @@ class _Away:
 class Offload:
     """Takes parts of an actor off its device and puts them back.
 
-    Gradients hold nothing between two updates and are not kept. Copies are page-locked where the device is a GPU, and kept from
-    one time to the next: to lock pages takes longer than to fill them.
+    Gradients hold nothing between two updates and are not kept. Copies are page-locked where the device is a GPU, and their
+    memory, an arena for each part, is kept from one time to the next: to lock pages takes longer than to fill them.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Offload:
         self._chunks, self._optimizer, self._device = chunks, optimizer, device
         self._targets = targets or (ON_CUDA if device.type == "cuda" else ON_CPU)
         self._away: dict[Part, list[_Away]] = {}
-        self._copies: dict[int, Tensor] = {}  # by storage
+        self._arenas: dict[Part, HostArena] = {part: HostArena(device) for part in PARTS}
 
     def require(self, what: str, parts: Iterable[Part] = PARTS) -> None:
         """Raise RuntimeError when some of the parts are offloaded: what their tensors point to is not theirs then."""
@@ -67,6 +69,8 @@ class Offload:
         self.require("offloading", parts)
         if "gradients" in parts:
             self._optimizer.zero_grad()  # views of the buffers, or copies of them
+        if "parameters" in parts:
+            drop_device_caches(self._chunks)
         torch.cuda.synchronize()
         for part in parts:
             self._away[part] = self._copied(part)
@@ -88,20 +92,21 @@ class Offload:
                     _bytes(away.storage).copy_(away.copy, non_blocking=True)
         torch.cuda.synchronize()
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the copies take."""
+        return sum(arena.allocated for arena in self._arenas.values())
+
     def _copied(self, part: Part) -> list[_Away]:
         if self._targets[part] == "stays":
             return []
-        return [
-            _Away(storage, storage.nbytes(), self._copy(storage) if self._targets[part] == "host" else None)
-            for storage in self._storages(part)
-        ]
-
-    def _copy(self, storage: torch.UntypedStorage) -> Tensor:
-        copy = self._copies.get(storage._cdata)
-        if copy is None or copy.numel() != storage.nbytes():
-            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda")
-            self._copies[storage._cdata] = copy
-        return copy.copy_(_bytes(storage), non_blocking=True)
+        storages = self._storages(part)
+        if self._targets[part] == "nowhere":
+            return [_Away(storage, storage.nbytes(), None) for storage in storages]
+        copies = self._arenas[part].pieces([storage.nbytes() for storage in storages])
+        for storage, copy in zip(storages, copies, strict=True):
+            copy.copy_(_bytes(storage), non_blocking=True)
+        return [_Away(storage, storage.nbytes(), copy) for storage, copy in zip(storages, copies, strict=True)]
 
     def _storages(self, part: Part) -> list[torch.UntypedStorage]:
         """Each once, on the device and with memory; a storage of the parameters that the optimizer uses too is theirs."""

@@ -8,13 +8,24 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from tepo_megatron.platform.host_memory import HostArena
+
 
 class HostWeights:
-    """A copy, in host memory, of what some parameters held when it was made."""
+    """A copy, in host memory, of what some parameters held when it was made. arena: the memory."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
-        self._kept = [_to_host(p) for p in parameters]
+        self.arena = HostArena(parameters[0].device if parameters else torch.device("cpu"))
+        pieces = self.arena.pieces([p.nbytes for p in parameters])
+        self._kept = [piece.view(p.dtype).view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+        self.keep()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy what the parameters hold now, in the place of what was kept before."""
+        for parameter, kept in zip(self._parameters, self._kept, strict=True):
+            kept.copy_(parameter.detach())
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -35,8 +46,3 @@ class HostWeights:
             current = parameter.detach().clone()
             parameter.copy_(kept)
             kept.copy_(current)
-
-
-def _to_host(x: Tensor) -> Tensor:
-    host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
-    return host.copy_(x.detach())

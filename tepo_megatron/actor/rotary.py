@@ -6,13 +6,14 @@ of every layer. Here the tables are made once for a microbatch, and all its laye
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tepo_megatron.ops.context_parallel import zigzag_rows
 
@@ -54,11 +55,17 @@ class PackedRotary:
 
     def __init__(self) -> None:
         self._last: _Tables | None = None
-        self._started: tuple[Tensor, Sequence[int]] | None = None
+        # of every microbatch whose `cu_seqlens` is alive: a pipeline recomputes one after the forward passes of later ones
+        self._starts: MutableMapping[Tensor, Sequence[int]] = WeakTensorKeyDictionary()
 
     def start(self, cu_seqlens: Tensor, starts: Sequence[int]) -> None:
         """Positions of the pieces that this very tensor describes begin at `starts` (see PackedMicrobatch), not at 0."""
-        self._started = cu_seqlens, starts
+        self._starts[cu_seqlens] = starts
+
+    def clear(self) -> None:
+        """Forget the tables of the last microbatch, and the starts of its pieces."""
+        self._last = None
+        self._starts.clear()
 
     def __call__(
         self, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0, interleaved: bool = False
@@ -74,8 +81,8 @@ class PackedRotary:
             rows = zigzag_rows(cu_seqlens, cp_size, cp_rank)
             sequence = torch.searchsorted(cu_seqlens[1:].long(), rows, right=True)
             first = cu_seqlens[:-1].long()
-            if self._started is not None and self._started[0] is cu_seqlens:
-                first = first - torch.tensor(self._started[1], device=first.device)
+            if (starts := self._starts.get(cu_seqlens)) is not None:
+                first = first - torch.tensor(starts, device=first.device)
             angle = freqs[rows - first[sequence], 0, :, : freqs.size(-1) // 2]
             self._last = _Tables(cu_seqlens, freqs, t.dtype, angle.cos().to(t.dtype), angle.sin().to(t.dtype))
         turned: Tensor = _Rotation.apply(t, self._last.cos, self._last.sin)

@@ -23,7 +23,8 @@ class UpdateResult:
 
     metrics: name -> (numerator, denominator); histograms: name -> int64 counts; ratio_B: mean importance ratio of each
     sequence; knows_entropy_change: whether dH is that of earlier updates, not 0 or rounding; mismatch: `Actor.mismatch` of
-    these sequences, where this update measured it.
+    these sequences, where this update measured it; measured: these sequences with their old statistics, valid on the last
+    pipeline stage, then too.
     """
 
     metrics: dict[str, Pair]
@@ -31,6 +32,7 @@ class UpdateResult:
     ratio_B: Tensor
     knows_entropy_change: bool
     mismatch: dict[str, float] | None = None
+    measured: TrainBatch | None = None
 
 
 class Tally:

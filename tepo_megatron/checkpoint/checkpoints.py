@@ -26,6 +26,7 @@ from tepo_megatron.checkpoint.tensors import HostCopy
 from tepo_megatron.checkpoint.views import Views
 from tepo_megatron.config import CheckpointConfig
 from tepo_megatron.errors import CheckpointError
+from tepo_megatron.own_peers import own_peers_only
 from tepo_megatron.parallel import Groups
 
 _FAREWELL_SECONDS = 60.0  # for a save under way when an error ends the run
@@ -41,8 +42,9 @@ class Checkpoints:
     def __init__(self, folder: Path, cfg: CheckpointConfig, groups: Groups) -> None:
         self._folder, self._cfg, self._groups = folder, cfg, groups
         backend, limit = dist.get_backend(groups.host), datetime.timedelta(seconds=cfg.timeout_seconds)
-        self._plans = Plans(dist.new_group(backend=backend, timeout=limit))  # used by the saving threads alone
-        self._callers = dist.new_group(backend=backend, timeout=2 * limit)  # a rank may wait for its thread, another not
+        with own_peers_only():
+            self._plans = Plans(dist.new_group(backend=backend, timeout=limit))  # used by the saving threads alone
+            self._callers = dist.new_group(backend=backend, timeout=2 * limit)  # a rank may wait for its thread, another not
         self._views, self._memory = Views(), HostCopy()
         self._save: Save | None = None
         self._thread = SavingThread()

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tepo_megatron.checkpoint.state import Box
-from tepo_megatron.checkpoint.tensors import METADATA, chunk
+from tepo_megatron.checkpoint.tensors import chunk
 from tepo_megatron.errors import CheckpointError
+from tepo_megatron.restricted_pickle import MetadataReader
 
 
 class Reader:
@@ -25,11 +24,8 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError."""
-        self._reader = FileSystemReader(folder)
-        try:
-            self._metadata = self._reader.read_metadata()
-        except (OSError, pickle.UnpicklingError, AttributeError) as e:
-            raise CheckpointError(f"{folder / METADATA}: cannot be read ({e})") from None
+        self._reader = MetadataReader(folder)
+        self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
         self._folder = folder
 

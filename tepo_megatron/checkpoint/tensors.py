@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from tepo_megatron.checkpoint.files import FileSum, SummedFile, write
 from tepo_megatron.checkpoint.state import Box
+from tepo_megatron.platform.host_memory import HostArena
 
 METADATA = ".metadata"
 Stored = dict[MetadataIndex, _StorageInfo]
@@ -36,7 +37,8 @@ class HostCopy:
     """Memory of the host for what this rank writes, kept from one checkpoint to the next."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._device = torch.device("cpu")
+        self.arena = HostArena(self._device)
         self._boxes: Sequence[Box] = ()
         self._copies: Sequence[Box] = ()
         self._from: list[Tensor] = []
@@ -56,20 +58,13 @@ class HostCopy:
         return self._copies
 
     def _make_places(self, boxes: Sequence[Box]) -> None:
-        starts = [0]
-        for box in boxes:
-            starts.append(starts[-1] + -(-box.data.nbytes // 64) * 64)  # aligned for any dtype
-        if self._buffer.numel() < starts[-1]:
-            pinned = any(box.data.is_cuda for box in boxes)
-            self._copies, self._to = (), []  # the former buffer is free before the next is there
-            self._buffer = torch.empty(0, dtype=torch.uint8)
-            self._buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pinned)
-        memory = self._buffer.numpy()
-        # a storage of its own for each: torch.save writes whole storages
-        self._to = [
-            torch.frombuffer(memory, dtype=box.data.dtype, count=box.data.numel(), offset=start).view(box.data.shape)
-            for box, start in zip(boxes, starts, strict=False)
-        ]
+        self._copies, self._to = (), []  # a smaller arena is free before the larger one is allocated
+        device = next((box.data.device for box in boxes if box.data.is_cuda), torch.device("cpu"))
+        if self._device != device:
+            self._device, self.arena = device, HostArena(device)
+        # each piece has a storage of its own: torch.save writes whole storages
+        pieces = self.arena.pieces([box.data.nbytes for box in boxes])
+        self._to = [piece.view(box.data.dtype).view(box.data.shape) for piece, box in zip(pieces, boxes, strict=True)]
         self._from = [box.data for box in boxes]
         self._copies = [replace(box, data=data) for box, data in zip(boxes, self._to, strict=True)]
         self._boxes = boxes

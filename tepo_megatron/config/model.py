@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from tepo_megatron.config.fields import NonNegative, Positive, PositiveFloat, config
+from tepo_megatron.config.platform_defaults import default_of
 
 Precision = Literal["fp32", "bf16", "fp8-delayed", "fp8-current", "fp8-blockwise"]
 
@@ -92,12 +93,17 @@ class ParallelConfig:
 
     def reduces_early(self, platform: str) -> bool:
         """Whether gradients are reduced during backward."""
-        return self.overlap_grad_reduce or (self.overlap_grad_reduce is None and platform == "cuda")
+        return default_of("parallel.overlap_grad_reduce", platform, self.overlap_grad_reduce)
 
     def gathers_late(self, platform: str) -> bool:
         """Whether an update leaves parameters to be gathered by the next forward pass."""
-        wanted = self.overlap_param_gather or (self.overlap_param_gather is None and platform == "cuda")
+        wanted = default_of("parallel.overlap_param_gather", platform, self.overlap_param_gather)
         return wanted and self.reduces_early(platform)
+
+    @property
+    def stuck_seconds(self) -> float:
+        """A rank in one place for so long is reported as stuck, before a collective gives up, which says less."""
+        return 0.9 * self.timeout_seconds
 
     @property
     def world_size(self) -> int:

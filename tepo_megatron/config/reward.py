@@ -63,7 +63,7 @@ class HttpTermConfig:
 
     type: Literal["http"]
     url: str
-    timeout_seconds: PositiveFloat = 60.0  # of one request
+    timeout_seconds: PositiveFloat = 60.0  # seconds of one whole exchange, to the last byte of the answer
     attempts: Positive = 4  # requests for the same batch
     backoff_seconds: NonNegativeFloat = 1.0  # before the second of them, doubled each time
     key_variable: str | None = None  # the environment variable with the key that goes along as a bearer token

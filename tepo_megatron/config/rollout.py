@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, config
+from tepo_megatron.config.platform_defaults import default_of
 
 _LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")  # hosts that are this machine, whichever it is
 
@@ -27,7 +28,7 @@ class ServerConfig:
     rendezvous: str | None = None
     tp: Positive = 1  # tensor-parallel ranks of the engine
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: any free port
-    ready_seconds: PositiveFloat = 300.0  # from its start until it serves
+    ready_seconds: PositiveFloat | None = None  # from its start until it serves; None: 300 on cpu, 1800 on cuda
     request_seconds: PositiveFloat = 1800.0  # until it has answered one request
     silent_seconds: PositiveFloat = 60.0  # without an answer about its health: the server counts as frozen
     restarts: NonNegative = 3  # of a server that served before, one after the other, until it counts as lost
@@ -36,6 +37,10 @@ class ServerConfig:
     precision: Literal["fp32", "bf16"] | None = None  # None: as model.precision
     kv_cache_gib: PositiveFloat | None = None  # platform cpu: size of the KV cache; None leaves it to the engine
     extra_args: list[str] = Field(default_factory=list)  # passed to the engine's own command line
+
+    def ready_limit(self, platform: str) -> float:
+        """Seconds from the start of a server until it must serve."""
+        return default_of("rollout.server.ready_seconds", platform, self.ready_seconds)
 
     def __post_init__(self) -> None:
         if self.urls is not None and self.rendezvous is not None:
@@ -62,7 +67,8 @@ class RolloutConfig:
     min_servers: Positive = 1  # with fewer left the run fails
     attempts: Positive = 3  # to sample a prompt, on other servers where there are some
     # steps by which the weights that sampled a token may be older than those that learn from it; 0: training and sampling take
-    # turns; k: rollouts are sampled meanwhile, up to k steps ahead (objective.correction weighs the difference)
+    # turns; k: rollouts are sampled meanwhile, up to k steps ahead (objective.correction weighs the difference). Each rank then
+    # keeps k + 1 copies of its weights in host memory, with which tokens of older weights are compared (sync.max_logprob_diff)
     max_staleness: NonNegative = 0
     # responses that are under way when new weights are there; finish: they are waited for; continue: each goes on at once under
     # the new weights, those that oversample leaves over too; restart: their groups are sampled anew

@@ -112,6 +112,12 @@ class Config:
                 "training.share_prompts=always with model.attention=te, whose packed attention cannot give several responses "
                 "the keys of one prompt; set model.attention to sdpa, or share_prompts to auto or never"
             )
+        if self.model.precision == "fp32" and self.model.attention == "te" and self.parallel.cp > 1:
+            raise ValueError(
+                f"model.precision=fp32 with model.attention=te and parallel.cp={self.parallel.cp}: Transformer Engine has no "
+                "attention in fp32 under context parallelism; set model.attention to auto or sdpa, model.precision to bf16, or "
+                "parallel.cp to 1"
+            )
         if self.platform == "cpu":
             self._check_cpu()
         self._check_sync()
@@ -125,6 +131,13 @@ class Config:
             raise ValueError(
                 f"sync.timeout_seconds={self.sync.timeout_seconds:g} must be below rollout.server.silent_seconds="
                 f"{self.rollout.server.silent_seconds:g}: a server that waits for weights may not answer about its health"
+            )
+        join_seconds = self.sync.join_limit(self.platform)
+        if self.sync.transport == "group" and join_seconds >= self.parallel.stuck_seconds:
+            raise ValueError(
+                f"sync.join_seconds={join_seconds:g} must be below 0.9 of parallel.timeout_seconds="
+                f"{self.parallel.timeout_seconds:g}, after which a rank that forms a group counts as stuck; lower the first or "
+                "raise the second"
             )
         if self.sync.transport == "group" and self.sync.delta:
             raise ValueError(
@@ -177,7 +190,6 @@ class Config:
             (f"model.precision={self.model.precision}", self.model.fp8, "bf16 or fp32"),
             (f"optimizer.moments={self.optimizer.moments}", self.optimizer.moments != "fp32", "fp32"),
             (f"optimizer.offload={self.optimizer.offload:g}", self.optimizer.offload > 0, "0"),
-            ("training.fuse_gradient_accumulation=true", self.training.fuse_gradient_accumulation, "false"),
             ("parallel.tp_comm_overlap=true", self.parallel.tp_comm_overlap, "false"),
         ):
             if asked:

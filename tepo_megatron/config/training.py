@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from tepo_megatron.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, config
+from tepo_megatron.config.platform_defaults import default_of
 
 
 @config
@@ -94,9 +95,17 @@ class TrainingConfig:
     # all but the input of each layer
     recompute: Literal["none", "selective", "full"] = "none"
     offload_activations: bool = False  # what backward needs waits for it in host memory (`actor/activations.py`)
-    fuse_gradient_accumulation: bool = False  # weights' gradients are added up inside of their product; needs Apex's kernel
+    # each product of a weight's gradient adds straight into the fp32 sum over microbatches. null: on GPUs, without
+    # offload_activations
+    fuse_gradient_accumulation: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.offload_activations and self.fuse_gradient_accumulation:
+            raise ValueError(
+                "offload_activations=true with fuse_gradient_accumulation=true: the hooks that move what autograd saves hide "
+                "the parameter from the fused product, and Megatron's DDP finds no gradient; set fuse_gradient_accumulation "
+                "to null or false"
+            )
         if self.fixed_length and self.max_tokens_without_grad not in (None, self.max_tokens_per_microbatch):
             raise ValueError(
                 f"fixed_length=true pads all to max_tokens_per_microbatch={self.max_tokens_per_microbatch}, and "
@@ -105,7 +114,13 @@ class TrainingConfig:
 
     def shares_prompts(self, platform: str) -> bool:
         """Whether sequences of a microbatch share prompts, where attention can do that."""
-        return self.share_prompts == "always" or (self.share_prompts == "auto" and platform == "cpu")
+        asked = default_of("training.share_prompts", platform, None if self.share_prompts == "auto" else self.share_prompts)
+        return asked != "never"
+
+    def fuses_gradient_accumulation(self, platform: str) -> bool:
+        """Return whether the products of weight gradients add into the fp32 sums themselves."""
+        fuses = default_of("training.fuse_gradient_accumulation", platform, self.fuse_gradient_accumulation)
+        return fuses and not self.offload_activations
 
     @property
     def tokens_without_grad(self) -> int:
@@ -126,6 +141,10 @@ class SyncConfig:
     folder: where the files of `shm` lie; None: shared memory, which reaches the servers of the ranks' machines, each machine's
     its own. One that others see is on a file system which all ranks and servers share, and of this run alone: what killed runs
     left there is removed.
+    join_seconds: with `group`, ranks and servers form the groups at the first delivery and whenever a server comes back, and
+    connect in a first broadcast of one byte. A server that lives and does not come in this time, in three attempts, ends the
+    run with its name. It is apart from timeout_seconds because the first start of NCCL takes far longer than a round; servers
+    answer about their health meanwhile.
     address: of rank 0's machine, at which the groups meet; None: the one on the way to the servers. The port that is open there
     asks for no key.
     delta: with `shm` or `ipc`, only decoder layers (whole ones) and other parameters are sent whose bytes changed since the
@@ -140,6 +159,17 @@ class SyncConfig:
     bucket_mib: Positive = 512  # of a round, all owners together; shared memory, or the senders, hold two
     address: str | None = None
     delta: bool = False
-    timeout_seconds: PositiveFloat = 30.0  # of `group`: for all to meet, and for a round to arrive
+    timeout_seconds: PositiveFloat = 30.0  # of `group`: for a round to arrive
+    # of `group`: for all ranks of trainer and servers to form the groups; None: 30 on cpu, 300 on cuda
+    join_seconds: PositiveFloat | None = None
     verify_every: NonNegative = 0  # steps between deliveries that are checked at both ends; 0: none
-    max_logprob_diff: PositiveFloat = 0.05  # mean |rollout - old| in nats: above it the engine serves other weights
+    # nats: the run stops when the mean |log-prob of the engine - of the actor| of the tokens of a step is above it, each token
+    # under the weights that sampled it. Each server is judged by itself too, with some room where it has few tokens
+    max_logprob_diff: PositiveFloat = 0.05
+    # response tokens of each server and version that a step compares at most where that costs a forward pass of its own: those
+    # of older weights (rollout.max_staleness), and with training.old_logprobs: rollout. None: all
+    compared_tokens: Positive | None = None
+
+    def join_limit(self, platform: str) -> float:
+        """Seconds in which the groups must be formed, of one attempt."""
+        return default_of("sync.join_seconds", platform, self.join_seconds)

@@ -18,6 +18,7 @@ Row = dict[str, Any]
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _GZIP = b"\x1f\x8b"
 PARQUET = b"PAR1"
+LINE_BYTES = 256 * 2**20  # a gzipped file of a megabyte can hold a line of a gigabyte
 
 
 class Reader(Protocol):
@@ -123,7 +124,12 @@ def _lines(path: Path) -> Iterator[bytes]:
         raise DataError(f"{path}: is encoded in UTF-16; convert it (`iconv -f UTF-16 -t UTF-8`)")
     try:
         with gzip.open(path) if start.startswith(_GZIP) else path.open("rb") as file:
-            yield from cast(IO[bytes], file)
+            while line := cast(IO[bytes], file).readline(LINE_BYTES + 1):
+                if len(line) > LINE_BYTES:
+                    raise DataError(
+                        f"{path}: a line is longer than {LINE_BYTES / 2**20:.0f} MiB; each must hold one JSON object"
+                    )
+                yield line
     except (OSError, EOFError, zlib.error) as e:
         raise unreadable(path, e) from e
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,6 +33,7 @@ def examine(
         ("packages", machine.packages),
         ("versions", lambda: versions.combinations(versions.installed())),
         ("kernels", partial(versions.kernels, cfg)),
+        ("cuDNN", partial(versions.cudnn, cfg, os.environ)),
         ("config", config),
         ("processors", partial(machine.processors, cfg)),
         ("memory", partial(machine.memory, cfg)),

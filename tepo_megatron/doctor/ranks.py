@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import load_config
+from tepo_megatron.config_io import load_config, plain
 from tepo_megatron.launcher import run_rank
 from tepo_megatron.platform import Platform
 
@@ -26,7 +26,7 @@ def measure(cfg: Config, platform: Platform) -> None:
     """
     from tepo_megatron import parallel
 
-    groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
+    groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
     axes = {"tp": groups.tp, "pp": groups.pp, "cp": groups.cp, "dp": groups.dp, "ep": groups.ep}
     found = {name: _bandwidth(axis, groups.device) for name, axis in axes.items() if axis.size > 1}
     if groups.is_main:

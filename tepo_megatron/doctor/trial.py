@@ -14,6 +14,7 @@ from typing import Any
 from tepo_megatron import run_dir
 from tepo_megatron.config import Config
 from tepo_megatron.doctor.findings import Finding
+from tepo_megatron.sinks import read_metrics
 
 MOST_PROMPTS = 8
 NEAR = 0.3  # of the gate
@@ -47,8 +48,8 @@ def ranks(cfg: Config, launch: Callable[..., None]) -> Iterator[Finding]:
         return
     from tepo_megatron.doctor.ranks import RESULT
 
-    with _output_in(cfg.run_dir.with_suffix(".txt")):
-        launch(cfg, run_dir.prepare(cfg), worker="tepo_megatron.doctor.ranks")
+    with _output_in(cfg.run_dir.with_suffix(".txt")), run_dir.claim(cfg):
+        launch(cfg, worker="tepo_megatron.doctor.ranks")
     found = json.loads((cfg.run_dir / RESULT).read_text())
     speeds = ", ".join(f"{axis} {speed / 1e9:.2g} GB/s" for axis, speed in found.items())
     yield Finding("all-reduce", "pass", f"{cfg.parallel.world_size} ranks; {speeds}")
@@ -58,7 +59,7 @@ def step(cfg: Config, start: Callable[[Config], None]) -> Iterator[Finding]:
     """What a step says of the engine, the weights, the samples and the noise of dH."""
     with _output_in(cfg.run_dir.with_suffix(".txt")):
         start(cfg)
-    record = json.loads((cfg.run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    record = read_metrics(cfg.run_dir)[0]
     yield Finding("engine", "pass", f"{cfg.rollout.engine} started, sampled, and took the weights with their checksums")
     yield _log_probs(cfg, record)
     yield _samples(cfg, record)

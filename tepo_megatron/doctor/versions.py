@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from packaging.requirements import Requirement
 
@@ -18,13 +20,16 @@ from tepo_megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class KnownBad:
-    """together: what is wrong where all of it is installed ("python" is the interpreter); source: where that is known from."""
+    """together: what is wrong where all of it is installed ("python" is the interpreter); source: where that is known from;
+    variable: it is wrong only where this environment variable is set.
+    """
 
     together: tuple[str, ...]
     verdict: Verdict
     why: str
     mend: str
     source: str
+    variable: str | None = None
 
 
 KNOWN_BAD = (
@@ -56,7 +61,18 @@ KNOWN_BAD = (
         "use Python 3.12",
         "Requires-Python of its wheel; make test-pins",
     ),
+    KnownBad(
+        ("transformer-engine-cu13>=2.20,<2.21", "nvidia-cublas<13.2"),
+        "fail",
+        "with LD_BIND_NOW set Transformer Engine cannot be imported: its library names "
+        "cublasLtGroupedMatrixLayoutInit_internal, which this cuBLAS lacks, and which is never called with it",
+        "unset LD_BIND_NOW",
+        "both wheels, loaded on a CPU with and without it",
+        "LD_BIND_NOW",
+    ),
 )
+# where Transformer Engine looks for cuDNN before it takes that of the wheel, which PyTorch loads (2.20.2, common/__init__.py)
+_CUDNN_VARIABLES = ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH")
 
 
 def installed() -> dict[str, str]:
@@ -72,7 +88,12 @@ def installed() -> dict[str, str]:
 
 def combinations(there: Mapping[str, str]) -> Iterator[Finding]:
     """What KNOWN_BAD says of these versions."""
-    bad = [known for known in KNOWN_BAD if all(_has(there, Requirement(text)) for text in known.together)]
+    bad = [
+        known
+        for known in KNOWN_BAD
+        if all(_has(there, Requirement(text)) for text in known.together)
+        and (known.variable is None or known.variable in os.environ)
+    ]
     for known in bad:
         versions = ", ".join(f"{name} {there[name]}" for name in (Requirement(text).name for text in known.together))
         yield Finding("versions", known.verdict, f"{versions}: {known.why} ({known.source})", known.mend)
@@ -83,7 +104,7 @@ def combinations(there: Mapping[str, str]) -> Iterator[Finding]:
 def kernels(cfg: Config) -> Iterator[Finding]:
     """Whose code computes layers, norms, the optimizer's step and sums of gradients (`actor/kernels.py`)."""
     try:
-        chosen = choose(cfg.model, cfg.training, cfg.platform, computing())
+        chosen = choose(cfg.model, cfg.training, cfg.platform, computing(), cp=cfg.parallel.cp)
     except ConfigError as e:
         yield Finding("kernels", "fail", str(e), "install what is missing, or change that key")
         return
@@ -92,6 +113,30 @@ def kernels(cfg: Config) -> Iterator[Finding]:
     else:
         mend = "it works, and is slower; install the extra `te` and use model.attention=auto"
         yield Finding("kernels", "warn", str(chosen), mend)
+
+
+def cudnn(cfg: Config, environment: Mapping[str, str], toolkit: Path = Path("/usr/local/cuda")) -> Iterator[Finding]:
+    """Report a cuDNN that Transformer Engine would load beside the one that PyTorch brings.
+
+    Args:
+        cfg: of the run; `platform: cpu` has no cuDNN.
+        environment: variables of this process.
+        toolkit: where Transformer Engine looks when no variable names a folder.
+    """
+    if cfg.platform == "cpu":
+        return
+    folders = [Path(environment[name]) for name in _CUDNN_VARIABLES if environment.get(name)]
+    for folder in (*folders, toolkit):
+        if found := sorted(folder.glob("**/libcudnn.so*")):
+            yield Finding(
+                "cuDNN",
+                "warn",
+                f"{found[-1]}: Transformer Engine prefers it to that of the wheel nvidia-cudnn-cu13, which PyTorch loads in "
+                "the same process; two versions in one process are reported to fail",
+                "remove it, or use a CUDA image without cuDNN (nvidia/cuda:...-devel, not -cudnn-devel)",
+            )
+            return
+    yield Finding("cuDNN", "pass", "none beside that of the wheels")
 
 
 def _has(there: Mapping[str, str], wanted: Requirement) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.folder import read_record, samples_file
 from tepo_megatron.evaluation.results import compare
-from tepo_megatron.evaluation.samples import read_samples
+from tepo_megatron.evaluation.samples import Sample, read_samples
 from tepo_megatron.evaluation.tables import Grid, comparison
 
 
@@ -19,12 +21,36 @@ def compare_folders(ours: Path, theirs: Path) -> Grid:
     if not names:
         each = "; ".join(f"{folder}: {', '.join(r) or 'none'}" for folder, r in zip((ours, theirs), records, strict=True))
         raise DataError(f"the two evaluations have no benchmark in common ({each}); evaluate both on one")
-    found = {}
+    found, incomplete = {}, []
     for name in names:
-        ours_samples, theirs_samples = (read_samples(samples_file(folder, name)) for folder in (ours, theirs))
-        found[name] = compare(ours_samples, theirs_samples, name)
+        pair = [read_samples(samples_file(folder, name)) for folder in (ours, theirs)]
+        damaged = [
+            folder
+            for folder, record, samples in zip((ours, theirs), records, pair, strict=True)
+            if len(samples) < _samples_of(record[name])
+        ]
+        if damaged:
+            pair = _common(pair, name)
+            rest = f"of the others samples are missing in {' and '.join(map(str, damaged))}"
+            count = len({sample.problem for sample in pair[0]})
+            incomplete.append(f"{BENCHMARKS[name].title}: compared on the {count} problems that both have; {rest}.")
+        found[name] = compare(pair[0], pair[1], name)
     grid = comparison(str(ours), str(theirs), found)
-    return Grid(grid.title, grid.headings, grid.rows, [*grid.notes, *_differing(names, records)])
+    return Grid(grid.title, grid.headings, grid.rows, [*grid.notes, *incomplete, *_differing(names, records)])
+
+
+def _samples_of(entry: dict[str, Any]) -> int:
+    """How many samples a benchmark had when it was recorded."""
+    protocol = entry.get("protocol", {})
+    return int(protocol.get("problems", 0)) * int(protocol.get("samples", 0))
+
+
+def _common(pair: Sequence[Sequence[Sample]], name: str) -> list[list[Sample]]:
+    """Those of the problems that both have. Raises DataError where there is none."""
+    first, second = ({sample.problem for sample in samples} for samples in pair)
+    if not first & second:
+        raise DataError(f"{name}: the two evaluations have no problem in common; make the damaged one again")
+    return [[sample for sample in samples if sample.problem in first & second] for samples in pair]
 
 
 def _differing(names: list[str], records: list[dict]) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.comparing import compare_folders
 from tepo_megatron.evaluation.folder import RECORD_FILE, EvaluationFolder, read_record
 from tepo_megatron.evaluation.problems import Problems
@@ -17,6 +19,7 @@ from tepo_megatron.rewards import Reward
 from tepo_megatron.rollout.engine import RolloutEngine
 
 FOLDER = "evaluation"  # of a run
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,12 @@ class Benchmarks:
         """avg@k of each benchmark at a step, from the disk; None where it was not evaluated."""
         if not (self.folder(step) / RECORD_FILE).exists():
             return None
-        record = read_record(self.folder(step))["benchmarks"]
-        return {name: each["result"]["accuracy"]["mean"] for name, each in record.items()}
+        try:
+            record = read_record(self.folder(step))["benchmarks"]
+            return {name: float(each["result"]["accuracy"]["mean"]) for name, each in record.items()}
+        except (DataError, KeyError, TypeError, ValueError, AttributeError) as e:
+            _LOGGER.warning("%s: the benchmarks of step %d cannot be read and do not count (%s)", self.folder(step), step, e)
+            return None
 
     def means(self) -> dict[int, float]:
         """Step -> mean avg@k over the benchmarks, of each step at which all of them were evaluated, from the disk."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.problems import Problems
 from tepo_megatron.evaluation.results import Result, result
-from tepo_megatron.evaluation.samples import Sample, read_samples, to_lines
+from tepo_megatron.evaluation.samples import Sample, load_samples, to_lines
 from tepo_megatron.sinks import replace_file
 
 RECORD_FILE = "evaluation.json"
 TABLE_FILE = "evaluation.md"
+_LOGGER = logging.getLogger(__name__)
 
 
 class EvaluationFolder:
@@ -29,20 +31,41 @@ class EvaluationFolder:
 
     def keep(self, suite: Sequence[Problems]) -> list[Problems]:
         """Take over what a process that is gone has added, where its record has the same model, seed and protocol; returns what
-        is still to be done. Before any `add`.
+        is still to be done: what has been damaged is, too, and a warning says so. Before any `add`.
         """
-        former: dict[str, Any] = {}
-        if (self.path / RECORD_FILE).exists():
-            record = read_record(self.path)
-            if {key: record.get(key) for key in self._about} == self._about:
-                former = record["benchmarks"]
+        former = self._former()
         todo = []
         for problems in suite:
-            if former.get(problems.name, {}).get("protocol") == protocol(problems):
-                self._note(problems, read_samples(samples_file(self.path, problems.name)))
-            else:
+            entry = former.get(problems.name)
+            if not isinstance(entry, dict) or entry.get("protocol") != protocol(problems):
                 todo.append(problems)
+                continue
+            path = samples_file(self.path, problems.name)
+            try:
+                samples, faults = load_samples(path)
+            except DataError as e:
+                samples, faults = [], [str(e)]
+            expected = len(problems.prompts) * problems.entry.samples
+            if not faults and len(samples) != expected:
+                faults = [f"{path}: {len(samples)} of {expected} samples"]
+            if faults:
+                _LOGGER.warning("%s is evaluated again: %s", problems.name, faults[0])
+                todo.append(problems)
+            else:
+                self._note(problems, samples)
         return todo
+
+    def _former(self) -> dict[str, Any]:
+        """What another process has recorded of the same model and seed; nothing where the record is damaged."""
+        if not (self.path / RECORD_FILE).exists():
+            return {}
+        try:
+            record = read_record(self.path)
+        except DataError as e:
+            _LOGGER.warning("%s: all of it is evaluated again", e)
+            return {}
+        same = {key: record.get(key) for key in self._about} == self._about
+        return dict(record["benchmarks"]) if same else {}
 
     def add(self, problems: Problems, samples: Sequence[Sample]) -> Result:
         """Write the samples of a benchmark, then the record with its result. Each file is as it was, or whole."""

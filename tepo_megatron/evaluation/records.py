@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from tepo_megatron import records
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.runner import Accuracy
+from tepo_megatron.sinks import replace_file
 
 EVALUATION_FILE = "evaluation.jsonl"
 
@@ -21,26 +25,51 @@ class Scores:
 
 
 def write_evaluation(run_dir: Path, before: Accuracy, after: Accuracy) -> Path:
-    """One line per problem, in the order of the dataset: {"problem", "before", "after"}; returns the file's path."""
-    rows = [{"problem": problem, "before": before.scores[problem], "after": score} for problem, score in after.scores.items()]
+    """One line per problem, in the order of the dataset: {"problem", "before", "after", "of": number of problems}, so that a
+    missing line shows; returns the file's path. The file is as it was, or whole.
+    """
+    rows = [
+        {"problem": problem, "before": before.scores[problem], "after": score, "of": len(after.scores)}
+        for problem, score in after.scores.items()
+    ]
     path = run_dir / EVALUATION_FILE
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    replace_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
     return path
 
 
 def read_evaluation(run_dir: Path) -> Scores:
-    """What `write_evaluation` wrote. Raises DataError naming the file, and the line that is malformed."""
+    """What `write_evaluation` wrote, whatever had become of some lines: what is wrong with the file is warned of.
+
+    Raises DataError naming a file that cannot be read.
+    """
+    scores, faults = read_scores(run_dir)
+    records.report(run_dir / EVALUATION_FILE, faults)
+    return scores
+
+
+def read_scores(run_dir: Path) -> tuple[Scores, list[str]]:
+    """The same with what is wrong with the file, a sentence each. Raises DataError naming a file that cannot be read."""
     path = run_dir / EVALUATION_FILE
     try:
-        lines = path.read_text().splitlines()
+        rows, faults = records.read_rows(path, "problem", _row)
     except OSError as e:
         raise DataError(f"{path}: cannot read the evaluations ({e.strerror}); repeat the run, with data.eval") from None
     scores = Scores({}, {})
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            problem = row["problem"]
-            scores.before[problem], scores.after[problem] = float(row["before"]), float(row["after"])
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as e:
-            raise DataError(f"{path}:{number}: not the scores of a problem ({e!r}); repeat the run") from None
-    return scores
+    for problem, before, after, _ in rows:
+        scores.before[problem], scores.after[problem] = before, after
+    if len(rows) > len(scores.after):
+        faults.append(f"{len(rows) - len(scores.after)} problems stand there twice, of which the later line counts")
+    of = max((of for *_, of in rows if of is not None), default=None)
+    if of is not None and of > len(scores.after):
+        faults.append(f"the scores of {of - len(scores.after)} of {of} problems are missing, so its means are of the others")
+    return scores, faults
+
+
+def _row(row: dict[str, Any]) -> tuple[int, float, float, int | None]:
+    """Raises ValueError, TypeError, KeyError, OverflowError."""
+    problem, before, after, of = row["problem"], float(row["before"]), float(row["after"]), row.get("of")
+    if type(problem) is not int or type(of) not in (int, type(None)):
+        raise ValueError("not the scores of a problem")
+    if not math.isfinite(before) or not math.isfinite(after):
+        raise ValueError("a score is not finite")
+    return problem, before, after, of

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tepo_megatron import records
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.problems import Problems
 from tepo_megatron.rewards import Reward
@@ -74,26 +75,46 @@ def to_lines(samples: Iterable[Sample]) -> bytes:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """What `to_lines` made. Raises DataError naming the file, and the line that is malformed."""
+    """What `to_lines` made, every sample once. What is wrong with the file is warned of. A problem that lost some of its
+    samples is left out, so that every mean stays one over equally many.
+
+    Raises DataError naming a file that cannot be read, or holds no sample.
+    """
+    samples, faults = load_samples(path)
+    counts: dict[int, int] = {}
+    for sample in samples:
+        counts[sample.problem] = counts.get(sample.problem, 0) + 1
+    k = max(counts.values())
+    if short := sorted(problem for problem, count in counts.items() if count < k):
+        rest = ", ..." if len(short) > 5 else ""
+        faults.append(f"problems without all of their {k} samples are left out: {', '.join(map(str, short[:5]))}{rest}")
+    records.report(path, faults)
+    return [sample for sample in samples if counts[sample.problem] == k]
+
+
+def load_samples(path: Path) -> tuple[list[Sample], list[str]]:
+    """Every sample that can be read, once, and what is wrong with the file, a sentence each. Raises as `read_samples`."""
     try:
-        lines = path.read_bytes().splitlines()
+        found, faults = records.read_rows(path, "problem", _sample)
     except OSError as e:
         raise DataError(f"{path}: cannot read the samples ({e.strerror}); give the folder of an evaluation") from None
-    samples = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            samples.append(_sample(json.loads(line.decode(errors="surrogatepass"))))
-        except (ValueError, TypeError) as e:
-            raise DataError(f"{path}:{number}: not a sample ({e}); make the evaluation again") from None
-    if not samples:
-        raise DataError(f"{path}: there is no sample in it; make the evaluation again")
-    return samples
+    if not found:
+        what = f" ({faults[0]})" if faults else ""
+        raise DataError(f"{path}: there is no sample in it{what}; make the evaluation again")
+    once = {(sample.problem, sample.sample): sample for sample in found}
+    if len(once) < len(found):
+        faults.append(f"{len(found) - len(once)} samples stand there twice, of which the later line counts")
+    return [once[key] for key in sorted(once)], faults
 
 
 def _sample(row: Any) -> Sample:
-    if not isinstance(row, dict):
-        raise ValueError("it is no object")
     sample = Sample(**row)
+    if type(sample.problem) is not int or type(sample.sample) is not int or type(sample.tokens) is not int:
+        raise ValueError("its problem, sample or tokens is no integer")
+    if not all(type(text) is str for text in (sample.status, sample.gold, sample.stop, sample.text)):
+        raise ValueError("its status, gold, stop or text is no text")
+    if sample.answer is not None and type(sample.answer) is not str:
+        raise ValueError("its answer is no text")
     if not isinstance(sample.score, (int, float)) or not 0 <= sample.score <= 1:
         raise ValueError(f"its score is {sample.score!r}")
     return sample

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -58,13 +59,15 @@ def output_layer_stats(
         sum_hidden_gradient: backward sums the gradient of `hidden_R` over `group`. False under sequence parallelism, where
             the gather's own backward, a reduce-scatter, does it.
 
-    Gradients: to `hidden_R` in its type. To `weight`: added in fp32 to `weight.main_grad` where it has one, and autograd then
-    sees none, so that `.grad` holds what other uses (a tied embedding) give, and Megatron's hook adds that. Without a
-    `main_grad`, summed in fp32 and returned in the weight's type. Megatron's `overlap_grad_reduce` waits for `.grad` and does
-    not go with `main_grad` here.
+    Gradients: to `hidden_R` in its type. To `weight`: summed in fp32. Without a `weight.main_grad` the sum is returned in the
+    weight's type. With one (Megatron's DDP sets it) the sum is added there, and autograd gets an empty sparse gradient, as
+    Megatron's own fused weight gradient returns a dummy (`tensor_parallel/layers.py`): the backward hook of DDP needs `.grad`
+    under `overlap_grad_reduce`, and adds what other uses (a tied embedding) put there.
 
-    Memory beyond inputs and gradients: `logits_budget`, one chunk of logits, and for bf16 two fp32 pieces of CHUNK_COLUMNS rows
-    of `weight`. Collectives: forward one all-gather of [R, 4]; backward one all-reduce of [R, H] if `sum_hidden_gradient`.
+    Memory beyond inputs and gradients: `logits_budget`, one chunk of logits, and for bf16 on a CPU (or before PyTorch 2.10) two
+    fp32 pieces of CHUNK_COLUMNS rows of `weight`.
+
+    Collectives: forward one all-gather of [R, 4]; backward one all-reduce of [R, H] if `sum_hidden_gradient`.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -104,7 +107,7 @@ class _OutputLayerStats(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.columns, ctx.temperature, ctx.kept = shard.columns, temperature, kept
         ctx.summed_over, ctx.kernels = summed_over, kernels
-        ctx.main_grad = getattr(weight, "main_grad", None)
+        ctx.weight, ctx.main_grad = weight, getattr(weight, "main_grad", None)
         return logprob_R, entropy_R
 
     @staticmethod
@@ -125,12 +128,30 @@ class _OutputLayerStats(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(logits, weight, out=grad_hidden[rows])
             if total is not None:
-                _add_product(total, logits, hidden_R[rows])
+                add_product(total, logits, hidden_R[rows])
             kept.pop(rows.start, None)
         if grad_hidden is not None and ctx.summed_over is not None and grad_hidden.numel():
             dist.all_reduce(grad_hidden, group=ctx.summed_over)
-        grad_weight = None if total is None or ctx.main_grad is not None else total.to(weight.dtype)
+        grad_weight = None
+        if total is not None:
+            grad_weight = total.to(weight.dtype) if ctx.main_grad is None else _already_added(ctx.weight)
         return grad_hidden, grad_weight, None, None, None, None, None, None, None
+
+
+def _already_added(weight: Tensor) -> Tensor | None:
+    """Tell DDP's backward hook that `main_grad` has this gradient; return what autograd puts into `.grad`.
+
+    The empty sparse tensor takes no memory and adds nothing, neither to a tied embedding's gradient nor to `main_grad`.
+
+    Returns:
+        None where no DDP wraps the weight: nobody waits for `.grad` then.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    indices = torch.empty(2, 0, dtype=torch.int64, device=weight.device)
+    values = torch.empty(0, dtype=weight.dtype, device=weight.device)
+    return torch.sparse_coo_tensor(indices, values, weight.shape, check_invariants=False)
 
 
 def _logits(hidden_R: Tensor, weight: Tensor, kept: dict[int, Tensor], budget: int) -> Iterator[tuple[slice, Tensor]]:
@@ -154,16 +175,36 @@ def _logits(hidden_R: Tensor, weight: Tensor, kept: dict[int, Tensor], budget: i
         yield chunk, logits
 
 
-def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-    """total [V, H] += gradient [r, V] transposed @ hidden [r, H], in the type of `total`."""
+def add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    """Add gradient [r, V] transposed @ hidden [r, H] to `total` [V, H], summed in the type of `total`."""
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.t(), hidden)
-        return
-    on_gpu = total.device.type == "cuda"
-    wide = hidden if on_gpu else hidden.to(total.dtype)
-    for at in range(0, total.size(0), CHUNK_COLUMNS):
-        piece = gradient[:, at : at + CHUNK_COLUMNS].t()
-        if on_gpu:  # tensor cores multiply bf16 and add in fp32; only CUDA has this form of the product
-            total[at : at + CHUNK_COLUMNS].add_(torch.mm(piece, wide, out_dtype=total.dtype))
-        else:
+    elif total.device.type == "cuda":
+        _add_on_tensor_cores(total, gradient.t(), hidden)
+    else:
+        wide = hidden.to(total.dtype)
+        for at in range(0, total.size(0), CHUNK_COLUMNS):
+            piece = gradient[:, at : at + CHUNK_COLUMNS].t()
             total[at : at + CHUNK_COLUMNS].addmm_(piece.to(total.dtype), wide)
+
+
+def adds_within_product(version: str) -> bool:
+    """Return whether `torch.addmm` of bf16 matrices takes an fp32 sum: since PyTorch 2.10 (pytorch/pytorch#167931)."""
+    return Version(version).release >= (2, 10)
+
+
+ADDS_WITHIN_PRODUCT = adds_within_product(torch.__version__)
+
+
+def _add_on_tensor_cores(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a [V, r] @ b [r, H], both bf16, to the fp32 `total` [V, H]. Tensor cores multiply in bf16 and add in fp32.
+
+    `out` must be the very tensor that is added to, not a second view of it, else PyTorch copies the one to the other first.
+    Before PyTorch 2.10 the product is added in pieces, which reads and writes fp32 twice; so is it for a sum of one row or one
+    column, which PyTorch may take for a bias and send to cuBLASLt without the values that it holds.
+    """
+    if ADDS_WITHIN_PRODUCT and min(total.shape) > 1:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        return
+    for at in range(0, total.size(0), CHUNK_COLUMNS):
+        total[at : at + CHUNK_COLUMNS].add_(torch.mm(a[at : at + CHUNK_COLUMNS], b, out_dtype=total.dtype))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tepo_megatron.config import ParallelConfig
+from tepo_megatron.host_sizes import LEAST_OFFLOADED
 from tepo_megatron.weights.ops import Architecture
 
 Recompute = Literal["none", "selective", "full"]
@@ -27,7 +28,6 @@ RECOMPUTED: dict[Recompute, frozenset[Module]] = {
     "full": frozenset({"mlp", "rest"}),
 }
 FP32, INT64 = 4, 8
-LEAST_OFFLOADED = 2**20  # bytes of a tensor: `actor.activations.LEAST_BYTES`
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,7 @@ def _norm(what: str, size: float, rows: float, kernels: Kernels) -> list[Term]:
 
 def _swiglu(ffn: float) -> list[Term]:
     return [
-        Term("gate and up projections", "mlp", 2 * ffn, saved=ffn),
-        Term("the gate's activation", "mlp", ffn),
-        Term("up, offset by 0", "mlp", ffn),  # Megatron-Core 0.16: glu_linear_offset
+        Term("gate and up projections", "mlp", 2 * ffn),  # SwiGLU is one function, which computes the rest again
         Term("their product", "mlp", ffn),
     ]
 
@@ -137,7 +135,6 @@ def _expert_terms(arch: Architecture, parallel: ParallelConfig, hidden: float) -
         Term("router: which were chosen", "mlp", tokens * number, 1),
         Term("tokens as they reach the experts", "mlp", chosen * arch.hidden_size),
         *_swiglu(chosen * ffn),
-        Term("their products, weighted by the router", "mlp", chosen * ffn),
     ]
 
 

@@ -17,7 +17,8 @@ from tepo_megatron.plan.memory import ELEMENT, Model, host_bytes
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.search import Layout, judge, search
 from tepo_megatron.plan.step import Predictor
-from tepo_megatron.plan.tables import as_json, memory_lines, search_lines, time_lines
+from tepo_megatron.plan.tables import as_json, memory_lines, run_lines, search_lines, time_lines
+from tepo_megatron.plan.whole_run import whole_run
 from tepo_megatron.plan.workload import Workload, families_of
 
 # what to do about a state that does not fit, by its greatest component
@@ -35,13 +36,16 @@ _MENDS = {
 
 @dataclass(frozen=True)
 class Request:
-    """gpus: None: as many as the config takes; prompt, response: tokens on average, None: assumed (`workload.py`)."""
+    """gpus: None: as many as the config takes; prompt, response: tokens on average, dropped: share of the groups that are all
+    right or all wrong; None: assumed (`workload.py`).
+    """
 
     gpus: int | None = None
     gpu: str = "H100"
     prompt: int | None = None
     response: int | None = None
     json_file: Path | None = None
+    dropped: float | None = None
 
 
 def predictor_of(cfg: Config, request: Request) -> Predictor:
@@ -49,7 +53,7 @@ def predictor_of(cfg: Config, request: Request) -> Predictor:
     if request.gpu not in GPUS:
         raise ConfigError(f"--gpu {request.gpu}: not in the table; use one of {', '.join(GPUS)}")
     family, arch = read_model(cfg.model.path)
-    work = Workload.of(cfg, request.prompt, request.response)
+    work = Workload.of(cfg, request.prompt, request.response, request.dropped)
     kernels = ON_CPU if cfg.platform == "cpu" else Kernels("sdpa" if cfg.model.attention == "sdpa" else "te")
     if families_of(cfg, work.prompt, cfg.rollout.samples_per_prompt, Alignment(cfg.parallel.cp)) is not None:
         kernels = replace(kernels, attention="shared")
@@ -75,13 +79,20 @@ def plan(cfg: Config, request: Request, tell: Callable[[str], None]) -> int:
     tell(f"given: {given.name}")
     assumed = "given" if request.prompt and request.response else "assumed"
     tell(f"{assumed}: prompts of {work.prompt} tokens, responses of {work.response} on average, {work.longest} at most")
+    if work.dropped:
+        asked, kept = work.rounds(cfg)
+        how = "assumed" if request.dropped is None else "given"
+        tell(
+            f"{how}: {work.dropped:.0%} of the groups are dropped; {sum(asked)} are sampled in {len(asked)} rounds, {kept} kept"
+        )
     if given.states:
         tell("\n" + "\n".join(memory_lines(given, gpu)))
-        host = host_bytes(cfg, predictor.model, min(8, cfg.parallel.world_size))
+        host = host_bytes(cfg, predictor.model)
         for name, size in host.items():
             tell(f"  of a machine's memory: {size / GIB:.1f} GiB, {name}")
     if given.step is not None:
-        tell("\n" + "\n".join(time_lines(given.step)))
+        tell("\n" + "\n".join(time_lines(given.step, predictor.machine.assumed.error)))
+        tell("\n" + "\n".join(run_lines(whole_run(predictor, given.step.seconds))))
     found = search(predictor, gpus)
     tell("\n" + "\n".join(search_lines(found, gpus)))
     if request.json_file is not None:

@@ -130,7 +130,7 @@ def forward_feed_forward(model: Model, parallel: ParallelConfig, machine: Machin
     arch, tp, mine = model.arch, parallel.tp, tokens / parallel.cp
     hidden = arch.hidden_size / (tp if parallel.sequence_parallel else 1)
     ffn = arch.ffn_size if not sparse or arch.experts is None else arch.experts.ffn_size * arch.experts.per_token
-    moved = mine * model.element * 8 * ffn / tp  # the activation
+    moved = mine * model.element * 3 * ffn / tp  # SwiGLU, as one kernel: reads gate and up, writes their product
     links = _between_tensor_ranks(model, parallel, machine, mine)
     if sparse and arch.experts is not None and parallel.ep > 1:
         sent = 2 * arch.experts.per_token * mine * arch.hidden_size * model.element

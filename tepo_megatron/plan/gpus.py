@@ -43,6 +43,13 @@ class Assumptions:
 
     reserved: bytes of the CUDA context, NCCL's buffers and the libraries' workspaces; fragmentation: of what is allocated anew
     in every pass.
+
+    asleep: bytes that a sleeping engine keeps on each GPU: context, libraries, CUDA graphs, NCCL. graphs, nccl: the part of it
+    that vLLM's --sleep-mode-offload-cudagraph and, with tp > 1, --enable-nccl-comm-suspend give back.
+
+    uniform_groups: share of the groups whose samples are all right or all wrong, which are dropped. held_out: problems of a
+    `data.eval` whose size the config does not say. disk: bytes per second that a rank writes to the file system of its
+    checkpoints. error: how far a predicted time may be from the real one, as a share of the real one.
     """
 
     matmul: Mapping[int, float]
@@ -61,6 +68,13 @@ class Assumptions:
     engine_share: float = 0.92  # vLLM's default of --gpu-memory-utilization
     engine_sequences: int = 1024  # vLLM's default limit on a GPU of 80 GB
     engine_other: int = 4 * GIB  # activations and graphs of the engine, per GPU
+    asleep: int = 4 * GIB
+    graphs: int = 3 * GIB // 2
+    nccl: int = 1 * GIB
+    uniform_groups: float = 0.4
+    held_out: int = 1000
+    disk: float = 1e9
+    error: float = 0.3
 
 
 ASSUMED = Assumptions(matmul={1: 0.64, 2: 0.72, 4: 0.72})

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tepo_megatron.config import Config, OptimizerConfig, ParallelConfig
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.host_sizes import arena_bytes
 from tepo_megatron.plan import activations, parameters
 from tepo_megatron.plan.activations import Kept, Kernels, Recompute
-from tepo_megatron.plan.gpus import ASSUMED, GIB, Assumptions, Gpu
+from tepo_megatron.plan.gpus import ASSUMED, GIB, GPUS_PER_NODE, Assumptions, Gpu
 from tepo_megatron.plan.parameters import Held
 from tepo_megatron.plan.placement import placement_of
 from tepo_megatron.weights.families import Family
@@ -18,6 +20,7 @@ from tepo_megatron.weights.ops import Architecture
 
 ELEMENT: Mapping[str, int] = {"fp32": 4, "bf16": 2}
 MOMENT: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp8": 1}
+FP8_WORKSPACES = "FP8 copies of weights"
 HOST_OPTIMIZER = 16  # of an element that Megatron's hybrid optimizer steps there: master, gradient and two moments in fp32
 MIB = 2**20
 _OPTIMIZER = OptimizerConfig()
@@ -58,15 +61,35 @@ def state_bytes(held: Held, precision: str, optimizer: OptimizerConfig = _OPTIMI
     bf16: a master and two moments in fp32 of what the rank owns. fp32: the masters are the weights themselves. With smaller
     moments FusedAdam keeps the masters: of bf16 weights the 16 bits that these lack, of fp32 ones a copy.
     """
-    element, moments = ELEMENT[precision], 2 * MOMENT[optimizer.moments]
-    master = 4 if element < 4 else 0
-    if optimizer.moments != "fp32":
-        master = 4 if element == 4 else 2
     return {
-        "weights": held.buffer * element,
+        "weights": held.buffer * ELEMENT[precision],
         "gradients": held.buffer * 4,
-        "optimizer": held.owned * (master + moments) * (1 - optimizer.offload),
+        "optimizer": held.owned * sum(_kept_of_an_element(precision, optimizer)) * (1 - optimizer.offload),
     }
+
+
+def _kept_of_an_element(precision: str, optimizer: OptimizerConfig) -> tuple[int, ...]:
+    """Bytes of an owned element in each tensor that the optimizer keeps: the master, if there is one, and two moments."""
+    moment = MOMENT[optimizer.moments]
+    if optimizer.moments != "fp32":
+        return (4 if precision == "fp32" else 2, moment, moment)
+    return (moment, moment) if precision == "fp32" else (4, moment, moment)
+
+
+def offload_bytes(held: Held, precision: str, optimizer: OptimizerConfig = _OPTIMIZER) -> int:
+    """Return the host memory that one rank's weights and optimizer take while the engine has its GPU (`actor/offload.py`)."""
+    element = ELEMENT[precision]
+    weights = arena_bytes([n * element for n in held.buffers])
+    each = _kept_of_an_element(precision, optimizer)
+    return weights + arena_bytes([n * size for n in held.shards for size in each])
+
+
+def checkpoint_bytes(held: Held, precision: str) -> int:
+    """Return what one rank writes of a checkpoint, at most: of each owned element the weight, its master and both moments.
+
+    Weights that several ranks have, as norms, are written by one of them.
+    """
+    return held.owned * (ELEMENT[precision] + sum(_kept_of_an_element(precision, _OPTIMIZER)))
 
 
 def training(cfg: Config, model: Model, parallel: ParallelConfig, assumed: Assumptions = ASSUMED) -> State:
@@ -80,6 +103,8 @@ def _stage(cfg: Config, model: Model, parallel: ParallelConfig, rank: int, assum
     held = parameters.held(model.family.rows, model.arch, parallel, rank)
     parts: dict[str, float] = dict(state_bytes(held, cfg.model.dtype, cfg.optimizer))
     parts["activations"] = kept(cfg, model, parallel, rank).device + _there_for_a_while(cfg, model, parallel, rank)
+    if cfg.model.fp8:
+        parts[FP8_WORKSPACES] = _fp8_workspaces(cfg, model, parallel, rank)
     parts["gradients in passing"] = _in_passing(model, parallel, tokens)
     if rank == parallel.pp - 1:
         parts["logits and entropy"] = sum(_output(cfg, model, parallel, tokens))
@@ -87,6 +112,14 @@ def _stage(cfg: Config, model: Model, parallel: ParallelConfig, rank: int, assum
     parts["fragmentation"] = assumed.fragmentation * sum(parts.get(name, 0) for name in passing_parts)
     parts["context, NCCL"] = assumed.reserved
     return parts
+
+
+def _fp8_workspaces(cfg: Config, model: Model, parallel: ParallelConfig, rank: int) -> float:
+    """Bytes of the FP8 copies that Transformer Engine keeps of the layers' linear weights: one, and its transpose."""
+    ends = cfg.model.bf16_end_layers
+    linear = parameters.linear_parameters(model.family.rows, model.arch, parallel, rank, ends)
+    scales = 2 * 4 / 128**2 if cfg.model.precision == "fp8-blockwise" else 0.0  # in fp32, of 128 x 128 weights
+    return linear * (2 + scales)
 
 
 def kept(cfg: Config, model: Model, parallel: ParallelConfig, rank: int) -> Kept:
@@ -192,36 +225,68 @@ def states(cfg: Config, model: Model, gpu: Gpu, assumed: Assumptions = ASSUMED) 
     """All states that must fit, for cfg.parallel, as the config places trainer and engine."""
     train, generate = training(cfg, model, cfg.parallel, assumed), generating(cfg, model, gpu, assumed)
     buckets = {"sync buckets": cfg.sync.bucket_mib * MIB * (2 if cfg.sync.transport == "group" else 1)}
-    stays = {name: train.parts[name] for name in ("weights", "gradients", "optimizer", "context, NCCL")}
+    names = ("weights", "gradients", "optimizer", FP8_WORKSPACES, "context, NCCL")
+    stays = {name: train.parts[name] for name in names if name in train.parts}
     kind = placement_of(cfg).kind
     if kind == "apart":
         return [train, State("sync", stays | buckets), generate]
     engine = {name: generate.parts[name] for name in ("engine's weights", "engine's other")}
     mine = {"weights": stays["weights"], "context, NCCL": stays["context, NCCL"]}
     return [
-        State("train", {**train.parts, "engine's context": assumed.reserved / 2}),
+        State("train", {**train.parts, "sleeping engine": sleeping_bytes(cfg, assumed)}),
         State("sync", mine | engine | buckets),
         State("generate", {**generate.parts, "trainer's context, NCCL": assumed.reserved}),
     ]
 
 
-def host_bytes(cfg: Config, model: Model, gpu_count: int) -> dict[str, float]:
-    """Host memory that copies of one rank's state take, times the ranks of a machine (`gpu_count`)."""
-    held = parameters.held(model.family.rows, model.arch, cfg.parallel, 0)
-    state = state_bytes(held, cfg.model.dtype, cfg.optimizer)
+def sleeping_bytes(cfg: Config, assumed: Assumptions = ASSUMED) -> int:
+    """Return what a sleeping engine keeps on each GPU. vLLM's is always started with --sleep-mode-offload-cudagraph."""
+    size = assumed.asleep - (assumed.graphs if cfg.rollout.engine == "vllm" else 0)
+    if "--enable-nccl-comm-suspend" in cfg.rollout.server.extra_args and cfg.rollout.server.tp > 1:
+        size -= assumed.nccl
+    return size
+
+
+def host_bytes(cfg: Config, model: Model) -> dict[str, float]:
+    """Return the host memory that the copies of the ranks' state take, on the machine of ranks that needs most.
+
+    All but the optimizer's share is page-locked, in arenas and stacks whose sizes are those of `host_sizes`.
+    """
+    tp, whole = cfg.parallel.tp, cfg.parallel.dp * cfg.parallel.cp
+    ranks = [(rank // (tp * whole), rank // tp % whole) for rank in range(cfg.parallel.world_size)]
+    of_ranks = {rank: _host_bytes_of(cfg, model, *rank) for rank in dict.fromkeys(ranks)}
+    machines: list[dict[str, float]] = []
+    for first in range(0, len(ranks), GPUS_PER_NODE):
+        machine: dict[str, float] = defaultdict(float)
+        for rank in ranks[first : first + GPUS_PER_NODE]:
+            for name, size in of_ranks[rank].items():
+                machine[name] += size
+        machines.append(machine)
+    parts = max(machines, key=lambda machine: sum(machine.values()))
+    if cfg.sync.transport == "shm":
+        # two rounds of files, and the memory through which those of one leave the GPUs
+        rounds = 3 if cfg.platform == "cuda" else 2
+        parts["weights on their way to the engine"] = rounds * cfg.sync.bucket_mib * MIB
+    return parts
+
+
+def _host_bytes_of(cfg: Config, model: Model, pp_rank: int, dp_cp_rank: int) -> dict[str, float]:
+    held = parameters.held(model.family.rows, model.arch, cfg.parallel, pp_rank, dp_cp_rank)
     parts: dict[str, float] = {}
     if cfg.optimizer.offload:
         parts["optimizer's share of the host"] = held.owned * HOST_OPTIMIZER * cfg.optimizer.offload
     if cfg.training.offload_activations:
-        stages = range(cfg.parallel.pp)
-        parts["activations that wait for backward"] = max(kept(cfg, model, cfg.parallel, rank).host for rank in stages)
+        in_flight = activations.microbatches_in_flight(cfg.parallel, pp_rank)
+        of_each = kept(cfg, model, cfg.parallel, pp_rank).host / in_flight
+        parts["activations that wait for backward"] = in_flight * arena_bytes([math.ceil(of_each)])
     if cfg.rollout.colocate:
-        parts["weights and optimizer while the engine has the GPU"] = state["weights"] + state["optimizer"]
+        parts["weights and optimizer while the engine has the GPU"] = offload_bytes(held, cfg.model.dtype, cfg.optimizer)
     if cfg.checkpoint.every and cfg.checkpoint.asynchronous:
-        parts["checkpoint that is being written"] = held.owned * 12
+        parts["checkpoint that is being written"] = arena_bytes([checkpoint_bytes(held, cfg.model.dtype)])
+    found = parameters.rank_parameters(model.family.rows, model.arch, cfg.parallel, pp_rank)
+    weights = arena_bytes([p.elements * model.element for p in found])
     if cfg.objective.ref_beta:
-        parts["reference policy"] = held.parameters * model.element
-    parts = {name: size * gpu_count for name, size in parts.items()}
-    if cfg.sync.transport == "shm":
-        parts["weights on their way to the engine"] = 2 * cfg.sync.bucket_mib * MIB
+        parts["reference policy"] = weights
+    if cfg.rollout.max_staleness:
+        parts["weights that may have sampled"] = (cfg.rollout.max_staleness + 1) * weights
     return parts

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from tepo_megatron.actor.layout import stage_layers
 from tepo_megatron.config import ParallelConfig
@@ -25,6 +25,7 @@ _ORDER = (
     "input_layernorm.weight", "linear_proj.weight", "linear_qkv.weight", "linear_qkv.bias", "q_layernorm.weight",
     "k_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.router.weight", "linear_fc1.weight", "linear_fc2.weight",
 )  # fmt: skip
+_LINEAR = ("linear_proj.weight", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2.weight")
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,26 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Held:
-    """Elements that one rank holds. parameters: without padding; buffer: with it, so many weights and so many gradients;
-    owned: those whose optimizer state it keeps.
+    """Elements that one rank holds. parameters: without padding; buffers: with it, of each buffer of weights and of gradients;
+    shards: of each part of a parameter whose optimizer state it keeps.
     """
 
-    parameters: int
-    buffer: int
-    owned: int
+    parameters: int = 0
+    buffers: tuple[int, ...] = ()
+    shards: tuple[int, ...] = ()
+
+    @property
+    def buffer(self) -> int:
+        """Elements of all buffers of weights."""
+        return sum(self.buffers)
+
+    @cached_property
+    def owned(self) -> int:
+        """Elements whose optimizer state it keeps."""
+        return sum(self.shards)
 
     def __add__(self, other: Held) -> Held:
-        return Held(self.parameters + other.parameters, self.buffer + other.buffer, self.owned + other.owned)
+        return Held(self.parameters + other.parameters, self.buffers + other.buffers, self.shards + other.shards)
 
 
 @lru_cache(maxsize=8192)
@@ -125,6 +136,11 @@ def chunk_parameters(
             yield Parameter(output, by_name[output], alone=shared)
 
 
+def rank_parameters(rows: tuple[Row, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int) -> list[Parameter]:
+    """Return the parameters of all model chunks of a pipeline rank. rows: of the model's family."""
+    return [p for stage in stages(arch, parallel, pp_rank) for p in chunk_parameters(rows, arch, parallel, stage)]
+
+
 @lru_cache(maxsize=8192)
 def held(
     rows: tuple[Row, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int, dp_cp_rank: int | None = None
@@ -133,17 +149,38 @@ def held(
     (context-parallel neighbours first); None: the one that owns most.
     """
     whole = parallel.dp * parallel.cp
-    per_rank = [Held(0, 0, 0)] * whole
+    per_rank = [Held()] * whole
     for stage in stages(arch, parallel, pp_rank):
         found = list(chunk_parameters(rows, arch, parallel, stage))
         for expert, ranks in ((False, whole), (True, whole // parallel.ep)):
             sizes = tuple((p.elements, p.alone) for p in found if p.expert == expert)
-            buffer, owned = _buffer(sizes, ranks)
+            if not sizes:
+                continue
+            buffer, shards = _buffer(sizes, ranks)
             total = sum(n for n, _ in sizes)
             # ranks with the same experts are ep apart
             places = [rank // parallel.ep if expert else rank for rank in range(whole)]
-            per_rank = [a + Held(total, buffer, owned[at]) for a, at in zip(per_rank, places, strict=True)]
+            per_rank = [a + Held(total, (buffer,), shards[at]) for a, at in zip(per_rank, places, strict=True)]
     return max(per_rank, key=lambda h: h.owned) if dp_cp_rank is None else per_rank[dp_cp_rank]
+
+
+@lru_cache(maxsize=8192)
+def linear_parameters(rows: tuple[Row, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int, ends: int = 0) -> int:
+    """Return the elements of a rank's weights that Transformer Engine's linear modules multiply with.
+
+    Args:
+        rows: of the model's family.
+        arch: sizes of the model.
+        parallel: the mesh.
+        pp_rank: pipeline rank.
+        ends: layers at either end of the model that are left out (`model.bf16_end_layers`).
+    """
+    total = 0
+    for stage in stages(arch, parallel, pp_rank):
+        layers = tuple(layer for layer in stage.layers if ends <= layer < arch.num_layers - ends)
+        found = chunk_parameters(rows, arch, parallel, Stage(layers, False, False))
+        total += sum(p.elements for p in found if p.name.endswith(_LINEAR))
+    return total
 
 
 @lru_cache(maxsize=64)
@@ -161,9 +198,9 @@ def _place(row: Row) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _buffer(sizes: Sequence[tuple[int, bool]], ranks: int) -> tuple[int, tuple[int, ...]]:
-    """Elements of a buffer for parameters of these (elements, alone), and how many of them each of `ranks` ranks owns."""
-    owned = [0] * ranks
+def _buffer(sizes: Sequence[tuple[int, bool]], ranks: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """Elements of a buffer for parameters of these (elements, alone), and of the shards that each of `ranks` ranks owns."""
+    shards: list[list[int]] = [[] for _ in range(ranks)]
     multiple = math.lcm(ranks, _BUCKET_MULTIPLE)
     end = bucket = 0
     places: list[tuple[int, int]] = []  # of the bucket that is being filled
@@ -175,7 +212,7 @@ def _buffer(sizes: Sequence[tuple[int, bool]], ranks: int) -> tuple[int, tuple[i
         for start, stop in places:
             for rank in range((start - bucket) // share, (stop - 1 - bucket) // share + 1):
                 low = bucket + rank * share
-                owned[rank] += min(stop, low + share) - max(start, low)
+                shards[rank].append(min(stop, low + share) - max(start, low))
         bucket, places = end, []
 
     for elements, alone in reversed(sizes):
@@ -188,4 +225,4 @@ def _buffer(sizes: Sequence[tuple[int, bool]], ranks: int) -> tuple[int, tuple[i
             close()
     if places:
         close()
-    return end, tuple(owned)
+    return end, tuple(map(tuple, shards))

@@ -23,6 +23,7 @@ from tepo_megatron.plan.placement import Placement, placement_of
 from tepo_megatron.plan.workload import Workload, families_of
 
 _LAUNCHED_AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}  # of a layer's forward pass
+REFILLS = "sample again, for what was dropped"  # a phase
 _OPTIMIZER_BYTES = 34  # of an owned element: gradient, master and two moments read; these and the weight written
 
 
@@ -50,14 +51,17 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """From one step to the next."""
-        return (1 + self.beyond) * self.modelled
+        """From one step to the next. Published steps, from which `beyond` is, have no refills."""
+        return self.modelled + self.beyond * self._modelled(self.phases["sample"])
 
     @property
     def modelled(self) -> float:
         """Seconds of the phases, those at the same time once."""
-        sync, sample = self.phases["send weights"], self.phases["sample"]
-        rest = sum(self.phases.values()) - sync - sample
+        return self._modelled(self.phases["sample"] + self.phases[REFILLS])
+
+    def _modelled(self, sample: float) -> float:
+        sync = self.phases["send weights"]
+        rest = sum(self.phases.values()) - sync - self.phases["sample"] - self.phases[REFILLS]
         return sync + (max(sample, rest) if self.overlapping else sample + rest)
 
     @property
@@ -124,10 +128,10 @@ class Predictor:
         of_a_microbatch = max(
             kept(cfg, self.model, parallel, rank).host / microbatches_in_flight(parallel, rank) for rank in range(parallel.pp)
         )
-        return 2 * of_a_microbatch * tokens / cfg.training.max_tokens_per_microbatch / self._host_rate
+        return 2 * of_a_microbatch * tokens / cfg.training.max_tokens_per_microbatch / self.host_rate
 
     @property
-    def _host_rate(self) -> float:
+    def host_rate(self) -> float:
         """Bytes per second between a GPU and its host, in one direction."""
         return self.machine.gpu.host * self.machine.assumed.links
 
@@ -135,16 +139,18 @@ class Predictor:
         """A whole training step."""
         cfg, work = self.cfg, self.workload
         training, rollout = cfg.training, cfg.rollout
-        samples = rollout.prompts_per_step * rollout.samples_per_prompt
-        everything = work.sequences(samples)
-        updates = training.epochs * -(-rollout.prompts_per_step // training.minibatch_prompts)
-        minibatch = work.sequences(training.minibatch_prompts * rollout.samples_per_prompt)
+        groups = work.rounds(cfg)[1]
+        everything = work.sequences(groups * rollout.samples_per_prompt)
+        updates = training.epochs * -(-groups // training.minibatch_prompts)
+        minibatch = work.sequences(min(groups, training.minibatch_prompts) * rollout.samples_per_prompt)
         update = self.run(minibatch, training.max_tokens_per_microbatch, backward=True)
         without = self.run(everything, training.tokens_without_grad, backward=False)
         reduced, stepped = self.optimizer_seconds()
         phases = {
-            "sample": self.sample_seconds(),
+            "sample": self.sample_seconds()[0],
+            REFILLS: self.sample_seconds()[1],
             "old log-probs": without.seconds if updates > 1 and training.old_logprobs == "actor" else 0.0,
+            "log-probs of the weights that sampled": self.gate_share(updates) * without.seconds,
             "reference log-probs": without.seconds if cfg.objective.ref_beta else 0.0,
             "forward and backward": updates * update.seconds,
             "gradients and weights over dp": updates * reduced,
@@ -155,23 +161,45 @@ class Predictor:
         overlapping = rollout.max_staleness > 0 and not rollout.colocate
         return Step(phases, update, sum(everything), self.placement.gpus, overlapping, self.machine.assumed.beyond)
 
-    def sample_seconds(self) -> float:
-        """Of the slowest of equal servers."""
-        key = (self.cfg.rollout.servers, self.cfg.rollout.server.tp)
+    def gate_share(self, updates: int) -> float:
+        """Return the share of a step's tokens that the stale-weights gate compares in a pass of its own.
+
+        Args:
+            updates: optimizer steps on a rollout batch.
+        """
+        cfg = self.cfg
+        passes = cfg.rollout.max_staleness > 0 or (cfg.training.old_logprobs == "rollout" and updates > 1)
+        if not passes or cfg.sync.compared_tokens is None:
+            return float(passes)
+        sampled = sum(self.workload.responses(self.workload.rounds(cfg)[1] * cfg.rollout.samples_per_prompt))
+        return min(1.0, cfg.sync.compared_tokens * cfg.rollout.servers / sampled)
+
+    def sample_seconds(self) -> tuple[float, float]:
+        """Return the seconds of a step's first round, and those of all further rounds, one after the other."""
+        rollout = self.cfg.rollout
+        key = (rollout.servers, rollout.server.tp)
         if key not in self.known:
-            self.known[key] = self._sample_seconds()
-        found: float = self.known[key]
+            asked = self.workload.rounds(self.cfg)[0]
+            first, *further = (self.served_seconds(n, rollout.samples_per_prompt, self.workload) for n in asked)
+            self.known[key] = first, sum(further)
+        found: tuple[float, float] = self.known[key]
         return found
 
-    def _sample_seconds(self) -> float:
-        cfg, work = self.cfg, self.workload
-        server, rollout = cfg.rollout.server, cfg.rollout
-        prompts = -(-rollout.prompts_per_step // rollout.servers)
-        at_once = min(server.concurrency * rollout.samples_per_prompt, self.machine.assumed.engine_sequences)
+    def served_seconds(self, prompts: int, samples: int, work: Workload) -> float:
+        """Return the seconds until the slowest of equal servers has answered.
+
+        Args:
+            prompts: of all servers together.
+            samples: of each prompt.
+            work: lengths of prompts and responses.
+        """
+        cfg = self.cfg
+        server, each = cfg.rollout.server, -(-prompts // cfg.rollout.servers)
+        at_once = min(server.concurrency * samples, self.machine.assumed.engine_sequences)
         cache = max(generating(cfg, self.model, self.machine.gpu, self.machine.assumed).parts["KV cache"], 1.0)
         element = ELEMENT[server.precision or cfg.model.dtype]
         engine = Engine(self.model, self.machine, server.tp, cache, at_once, element)
-        return engine.seconds(work.prompt, prompts, work.responses(prompts * rollout.samples_per_prompt))
+        return engine.seconds(work.prompt, each, work.responses(each * samples))
 
     def optimizer_seconds(self) -> tuple[float, float]:
         """(gradients scattered and weights gathered over dp x cp, Adam) of one update, on the rank that has most."""
@@ -186,7 +214,7 @@ class Predictor:
         on_host = most.owned * self.cfg.optimizer.offload
         stepped = (most.owned - on_host) * _OPTIMIZER_BYTES / self.machine.memory_rate
         # gradients there and weights back, in fp32; between them the host's Adam
-        stepped += on_host * (2 * 4 / self._host_rate + _OPTIMIZER_BYTES / self.machine.assumed.host_adam)
+        stepped += on_host * (2 * 4 / self.host_rate + _OPTIMIZER_BYTES / self.machine.assumed.host_adam)
         return sent / link, stepped
 
     def moving_seconds(self) -> float:
@@ -195,7 +223,7 @@ class Predictor:
             return 0.0
         held = parameters.held(self.model.family.rows, self.model.arch, self.cfg.parallel, 0)
         state = state_bytes(held, self.cfg.model.dtype, self.cfg.optimizer)
-        return 2 * (state["weights"] + state["optimizer"]) / self._host_rate
+        return 2 * (state["weights"] + state["optimizer"]) / self.host_rate
 
     def sync_seconds(self) -> float:
         """All weights once: through files that one rank of each stage writes and every server reads, in a machine's memory, of

@@ -8,6 +8,7 @@ from typing import Any
 from tepo_megatron.plan.gpus import GIB, Gpu
 from tepo_megatron.plan.search import Found, Layout
 from tepo_megatron.plan.step import Predictor, Step
+from tepo_megatron.plan.whole_run import WholeRun, time_range, whole_run
 
 _SHOWN = 8
 
@@ -23,15 +24,16 @@ def memory_lines(layout: Layout, gpu: Gpu) -> Iterator[str]:
     yield f"  total, of {gpu.memory / GIB:.1f}".ljust(28) + "".join(f"{state.total / GIB:10.2f}" for state in states)
 
 
-def time_lines(step: Step) -> Iterator[str]:
-    """Seconds of each phase, and what comes of it."""
+def time_lines(step: Step, error: float) -> Iterator[str]:
+    """Seconds of each phase, and what comes of it. error: `Assumptions.error`."""
     yield "a step, s"
     for name, seconds in step.phases.items():
         if seconds:
-            yield f"  {name}".ljust(34) + f"{seconds:10.2f}"
-    yield "  beyond these, as others measured".ljust(34) + f"{step.seconds - step.modelled:10.2f}"
+            yield f"  {name}".ljust(38) + f"{seconds:10.2f}"
+    yield "  beyond these, as others measured".ljust(38) + f"{step.seconds - step.modelled:10.2f}"
     how = "the longer of sample and train" if step.overlapping else "one after the other"
-    yield f"  all, {how}".ljust(34) + f"{step.seconds:10.2f}"
+    low, high = time_range(step.seconds, error)
+    yield f"  all, {how}".ljust(38) + f"{step.seconds:10.2f}  ({low:.0f} to {high:.0f})"
     parts = step.update.cost
     shares = {"products": parts.products, "attention": parts.attention, "elementwise": parts.elementwise, "links": parts.links}
     words = ", ".join(f"{name} {seconds / parts.total:.0%}" for name, seconds in shares.items())
@@ -39,6 +41,24 @@ def time_lines(step: Step) -> Iterator[str]:
     waits = 1 - packing["packing/balance"] * (1 - packing["packing/bubble_share"])
     yield f"  of an update: {words}; {packing['packing/microbatches']:.0f} microbatches, {waits:.0%} waiting"
     yield f"  {step.tokens} tokens: {step.tokens_per_second:.0f} tokens/s, {step.tokens_per_second / step.gpus:.0f} per GPU"
+
+
+def run_lines(run: WholeRun) -> Iterator[str]:
+    """Hours of the whole run."""
+    low, high = time_range(run.seconds / 3600, run.error)
+    yield f"the whole run, {run.steps} steps, h"
+    yield "  steps".ljust(38) + f"{run.steps * run.step / 3600:10.2f}"
+    for name, number, seconds in (
+        ("evaluations", run.evaluations, run.evaluation),
+        ("checkpoints", run.checkpoints, run.checkpoint),
+    ):
+        if number and seconds:
+            yield f"  {name}, {number} x {seconds:.1f} s".ljust(38) + f"{number * seconds / 3600:10.2f}"
+    if run.ending >= 18:  # what two digits show
+        yield "  writing at the end".ljust(38) + f"{run.ending / 3600:10.2f}"
+    yield "  all".ljust(38) + f"{run.seconds / 3600:10.2f}  ({low:.1f} to {high:.1f})"
+    hours = (run.gpu_hours, *time_range(run.gpu_hours, run.error))
+    yield "  GPU-hours of {} GPUs: {:.0f} ({:.0f} to {:.0f})".format(run.gpus, *hours)
 
 
 def search_lines(found: Found, gpus: int) -> Iterator[str]:
@@ -67,11 +87,22 @@ def as_json(predictor: Predictor, layout: Layout, found: Found, gpus: int) -> di
         return out
 
     work = predictor.workload
+    given = one(layout)
+    if layout.step is not None:
+        run = whole_run(predictor, layout.step.seconds)
+        given["step_seconds_range"] = time_range(layout.step.seconds, run.error)
+        given["run_seconds"], given["run_seconds_range"] = run.seconds, time_range(run.seconds, run.error)
+        given["run_gpu_hours"], given["run_gpu_hours_range"] = run.gpu_hours, time_range(run.gpu_hours, run.error)
     return {
         "gpu": predictor.machine.gpu.name,
         "gpus": gpus,
-        "assumed": {"prompt_tokens": work.prompt, "response_tokens": work.response, "longest_response": work.longest},
-        "given": one(layout),
+        "assumed": {
+            "prompt_tokens": work.prompt,
+            "response_tokens": work.response,
+            "longest_response": work.longest,
+            "dropped_groups": work.dropped,
+        },
+        "given": given,
         "best": [one(best) for best in found.best],
         "refused": {why: list(names) for why, names in found.refused.items()},
     }

@@ -11,27 +11,49 @@ from statistics import NormalDist
 from tepo_megatron.config import Config
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.shared_prompts import LEAST_SAVED, Families
+from tepo_megatron.plan.gpus import ASSUMED
 
 _SIGMA = 0.7  # of the logarithm of a response's length
+_DYNAMIC_SAMPLING_REFILLS = 9  # `method.DYNAMIC_SAMPLING_REFILLS`
 _PROMPT_SHARE, _RESPONSE_SHARE = 1 / 8, 1 / 4  # of the most that the config allows
 
 
 @dataclass(frozen=True)
 class Workload:
-    """prompt: tokens of every prompt; response: of a response on average, longest: at most (all of those that are cut)."""
+    """prompt: tokens of every prompt; response: of a response on average, longest: at most (all of those that are cut);
+    dropped: share of the groups that are all right or all wrong, and so are not learned from.
+    """
 
     prompt: int
     response: int
     longest: int
+    dropped: float = 0.0
 
     @classmethod
-    def of(cls, cfg: Config, prompt: int | None = None, response: int | None = None) -> Workload:
-        """Of a config; None: an eighth of data.max_prompt_tokens, a quarter of the longest response."""
+    def of(cls, cfg: Config, prompt: int | None = None, response: int | None = None, dropped: float | None = None) -> Workload:
+        """Of a config; None: an eighth of data.max_prompt_tokens, a quarter of the longest response, and the share of
+        `Assumptions.uniform_groups`, where `rollout.filter_uniform_groups` drops any.
+        """
         longest = cfg.sequence_tokens - (prompt or 0)
         longest = min(longest, cfg.rollout.max_response_tokens)
         prompt = prompt or max(1, round(cfg.data.max_prompt_tokens * _PROMPT_SHARE))
         response = response or max(1, round(longest * _RESPONSE_SHARE))
-        return cls(min(prompt, cfg.data.max_prompt_tokens), min(response, longest), longest)
+        dropped = ASSUMED.uniform_groups if dropped is None else dropped
+        share = dropped if cfg.rollout.filter_uniform_groups else 0.0
+        return cls(min(prompt, cfg.data.max_prompt_tokens), min(response, longest), longest, share)
+
+    def rounds(self, cfg: Config) -> tuple[list[int], int]:
+        """Return the prompts that each round of a step samples, and the groups that are learned from.
+
+        A round asks for the groups that are still missing, and further rounds come as long as `rollout.max_refills` lets them.
+        """
+        wanted = cfg.rollout.prompts_per_step
+        asked: list[int] = []
+        kept = 0
+        while kept < wanted and len(asked) <= max_refills(cfg):
+            asked.append(math.ceil((wanted - kept) * cfg.rollout.oversample))
+            kept = min(wanted, kept + max(1, round(asked[-1] * (1 - self.dropped))))
+        return asked, kept
 
     def responses(self, count: int) -> tuple[int, ...]:
         """The lengths of `count` responses: quantiles of a lognormal distribution that is cut at `longest`."""
@@ -42,6 +64,14 @@ class Workload:
         lengths = self.responses(count)
         step = next(n for n in range(max(1, int(count * 0.618)), count + 1) if math.gcd(n, count) == 1)
         return [self.prompt + lengths[i * step % count] for i in range(count)]
+
+
+def max_refills(cfg: Config) -> int:
+    """Return `rollout.max_refills`, resolved as `method.resolve` does, which needs torch."""
+    if cfg.rollout.max_refills is not None:
+        return cfg.rollout.max_refills
+    dynamic = cfg.objective.dynamic_sampling
+    return _DYNAMIC_SAMPLING_REFILLS if (cfg.objective.name == "dapo" if dynamic is None else dynamic) else 0
 
 
 def families_of(cfg: Config, prompt: int, count: int, alignment: Alignment) -> Families | None:

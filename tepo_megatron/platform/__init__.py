@@ -8,13 +8,12 @@ GPU. The choice is the config's: a GPU in the machine changes nothing under `cpu
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from tepo_megatron.platform import cpu, cuda
+from tepo_megatron.platform import cpu, cuda, gloo, staged_gloo
 
 PlatformName = Literal["cpu", "cuda"]
 
@@ -24,36 +23,42 @@ class Platform:
     """Where tensors live and what carries collectives.
 
     name: the config's `platform`, which is also the device type; backend: of torch.distributed;
-    host_backend: of a group for objects on the host.
+    host_backend: of a group for objects on the host; shares_device: every rank of a machine uses GPU 0 (`staged_gloo.py`).
     """
 
     name: PlatformName
     backend: Literal["gloo", "nccl"]
     host_backend: Literal["gloo"] = "gloo"
+    shares_device: bool = False
 
     def device(self, local_rank: int) -> torch.device:
         """The device of a rank, from its index among the ranks of its machine."""
-        return torch.device(self.name, local_rank) if self.name == "cuda" else torch.device(self.name)
+        if self.name == "cuda":
+            return torch.device("cuda", 0 if self.shares_device else local_rank)
+        return torch.device(self.name)
 
 
-_PLATFORMS: dict[PlatformName, tuple[Platform, Callable[[], None]]] = {
-    "cpu": (Platform("cpu", "gloo"), cpu.install),
-    "cuda": (Platform("cuda", "nccl"), cuda.require),
-}
+_PLATFORMS: dict[PlatformName, Platform] = {"cpu": Platform("cpu", "gloo"), "cuda": Platform("cuda", "nccl")}
 _active: Platform | None = None
 
 
-def activate(name: PlatformName) -> Platform:
+def activate(name: PlatformName, *, transformer_engine: bool = False) -> Platform:
     """Make this process a `cpu` or a `cuda` process; again with the same name, it returns the same platform.
 
-    `cpu` imports Megatron-Core (about 3 s); `cuda` imports nothing.
+    `cpu` imports Megatron-Core (about 3 s); `cuda` imports nothing. With TEPO_STAGED_GLOO=1 in the environment, collectives go
+    through host memory and the ranks of `cuda` share GPU 0 (`staged_gloo.py`, for tests).
+
+    Args:
+        name: the platform.
+        transformer_engine: for `cpu`: let Megatron-Core find Transformer Engine and Apex if they are installed. Only tests of
+            their Python code want that (tests/transformer_engine): their kernels need a GPU.
 
     Raises ConfigError for `cuda` where PyTorch sees no GPU; RuntimeError when the process already runs on the other platform,
     or for `cpu` after `megatron.core` was imported without it: both are mistakes of the calling code.
     """
     global _active
-    platform, prepare = _PLATFORMS[name]
-    if _active is not None and _active is not platform:
+    platform = _PLATFORMS[name]
+    if _active is not None and _active.name != name:
         raise RuntimeError(
             f"platform {_active.name} is active in this process, {name} needs another process; the redirections of `cpu` "
             "cannot be undone"
@@ -63,6 +68,21 @@ def activate(name: PlatformName) -> Platform:
             raise RuntimeError(
                 "megatron.core was imported before activate('cpu'), which came too late to redirect it; activate first"
             )
-        prepare()
+        if name == "cpu":
+            if staged_gloo.requested():
+                staged_gloo.install(staged_gloo.everything)
+            cpu.install(transformer_engine)
+        else:
+            cuda.require()
+            if staged_gloo.requested():
+                platform = _with_ranks_on_one_gpu(platform)
         _active = platform
-    return platform
+    return _active
+
+
+def _with_ranks_on_one_gpu(platform: Platform) -> Platform:
+    """Return `cuda` with the collectives that `cpu` has, on GPU tensors, and GPU 0 for each rank."""
+    staged_gloo.install()
+    gloo.add_uneven_collectives()
+    gloo.shorten_groups_of_one()
+    return replace(platform, backend="gloo", shares_device=True)

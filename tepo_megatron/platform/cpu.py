@@ -20,8 +20,12 @@ import os
 from tepo_megatron.platform import cuda_api, gloo, mcore, memory, tensors
 
 
-def install() -> None:
-    """Redirect, then import Megatron-Core. Once per process, before anything of `megatron.core` is imported."""
+def install(transformer_engine: bool = False) -> None:
+    """Redirect, then import Megatron-Core. Once per process, before anything of `megatron.core` is imported.
+
+    Args:
+        transformer_engine: leave Transformer Engine and Apex visible, and Megatron-Core's choice of Adam as it is.
+    """
     hide_gpus()
     tensors.redirect_factories()
     tensors.redirect_tensor_methods()
@@ -32,13 +36,15 @@ def install() -> None:
     cuda_api.silence_nvtx()
     gloo.add_uneven_collectives()
     gloo.shorten_groups_of_one()
-    mcore.hide_gpu_packages()
+    if not transformer_engine:
+        mcore.hide_gpu_packages()
     mcore.lend_triton_to_paged_stash()
     with mcore.without_compilation(), mcore.without_import_warnings():
         mcore.load()
     mcore.mend_missing_transformer_engine_names()
     mcore.mend_host_copy_of_splits()
-    mcore.use_host_adam()
+    if not transformer_engine:
+        mcore.use_host_adam()
     mcore.silence_generator_warning()
     memory.keep_freed_memory()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import statistics
@@ -13,6 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 
+from tepo_megatron.errors import DataError
 from tepo_megatron.report.drawing import BLUE, GREEN, MUTED, ORANGE, PERCENT, PURPLE, RED, legend, stacked
 from tepo_megatron.report.figures import NOTHING
 from tepo_megatron.report.run import Run
@@ -73,9 +75,9 @@ def read_benchmarks(run: Run) -> Benchmarks:
         for name in sorted(scores[first].keys() & scores[last].keys()):
             files = {step: folders[step] / f"{name}.jsonl" for step in (first, last)}
             try:
-                groups += _changed(name, {step: _read(file) for step, file in files.items()})
-            except (OSError, ValueError, KeyError, TypeError) as e:
-                notes.append(f"{' or '.join(map(str, files.values()))}: not the samples of an evaluation ({e!r}).")
+                groups += _changed(name, {step: _read(file, notes) for step, file in files.items()})
+            except DataError as e:
+                notes.append(f"{e}.")
     return Benchmarks(scores, sorted(groups, key=lambda group: group.title), notes)
 
 
@@ -96,12 +98,15 @@ def _written(score: tuple[float, float] | None) -> str:
     return NOTHING if score is None else f"{100 * score[0]:.1f} ± {100 * score[1]:.1f}"
 
 
-def _read(path: Path) -> dict[int, list[dict[str, Any]]]:
+def _read(path: Path, notes: list[str]) -> dict[int, list[dict[str, Any]]]:
     """Samples by problem."""
-    rows = [json.loads(line.decode(errors="surrogatepass")) for line in path.read_bytes().splitlines()]
+    from tepo_megatron.evaluation.samples import load_samples  # imports torch, which a run without benchmarks needs not
+
+    samples, faults = load_samples(path)
+    notes += [f"{path}: {fault}." for fault in faults]
     found: dict[int, list[dict[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(int(row["problem"]), []).append(row)
+    for sample in samples:
+        found.setdefault(sample.problem, []).append(dataclasses.asdict(sample))
     return found
 
 

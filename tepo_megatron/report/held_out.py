@@ -57,12 +57,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Of one run. accuracies: (when, accuracy and error in words); after: problem -> score after the run, for comparisons."""
+    """Of one run. accuracies: (when, accuracy and error in words); after: problem -> score after the run, for comparisons;
+    notes: what is wrong with the file of scores.
+    """
 
     accuracies: Sequence[tuple[str, str]]
     change: Change | None
     changed: Sequence[Problem]
     after: Mapping[int, float]
+    notes: Sequence[str] = ()
 
 
 def change(scores: Mapping[int, float], baseline: Mapping[int, float]) -> Change | None:
@@ -82,14 +85,15 @@ def read_held_out(run: Run) -> HeldOut:
     accuracies = [(f"step {step}", f"{accuracy:.1%} ± {100 * error:.1f}") for step, accuracy, error in found]
     if not (run.folder / EVALUATION_FILE).exists():
         return HeldOut(accuracies, None, (), {})
-    from tepo_megatron.evaluation import read_evaluation  # imports torch, which a run without evaluations needs not
+    from tepo_megatron.evaluation.records import read_scores  # imports torch, which a run without evaluations needs not
 
-    scores = read_evaluation(run.folder)
+    scores, faults = read_scores(run.folder)
     order = sorted(scores.after, key=lambda p: -abs(scores.after[p] - scores.before[p]))
     most = [p for p in order[:MOST] if scores.after[p] != scores.before[p]]
     rows = _rows(run.cfg.data, most)
     changed = [Problem(p, scores.before[p], scores.after[p], *rows.get(p, ("", ""))) for p in most]
-    return HeldOut(accuracies, change(scores.after, scores.before), changed, scores.after)
+    notes = [f"{EVALUATION_FILE}: {fault}." for fault in faults]
+    return HeldOut(accuracies, change(scores.after, scores.before), changed, scores.after, notes)
 
 
 def accuracies(figure: Figure, cell: SubplotSpec, found: Sequence[tuple[str, float, float, str]]) -> None:

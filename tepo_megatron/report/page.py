@@ -19,18 +19,22 @@ from tepo_megatron.report.charts import Chart, Section
 from tepo_megatron.report.drawing import BLUE, MUTED
 from tepo_megatron.report.run import Run, facts
 from tepo_megatron.report.svg import css_color
+from tepo_megatron.safety import SafetyCheck, safety_checks
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True)
 class RunView:
-    """What the page shows of one run. contents: (heading, anchor); evaluation, over_steps: None where nothing was evaluated."""
+    """What the page shows of one run. contents: (heading, anchor); evaluation, over_steps: None where nothing was evaluated;
+    notes: what is wrong with its records."""
 
     name: str
     anchor: str
     color: str
     facts: Sequence[str]
+    safety: Sequence[SafetyCheck]
+    notes: Sequence[str]
     sections: Sequence[Section]
     contents: Sequence[tuple[str, str]]
     held_out: held_out.HeldOut
@@ -75,6 +79,8 @@ def _view(run: Run, name: str, place: int) -> RunView:
         anchor=anchor,
         color=css_color(comparison.color(place)),
         facts=facts(run.curves, run.cfg, run.summary),
+        safety=safety_checks(run.cfg),
+        notes=run.notes,
         sections=sections,
         contents=[*numbered, *rest],
         held_out=evaluated,

@@ -10,7 +10,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.config_io import load_config
 from tepo_megatron.errors import DataError
 from tepo_megatron.report.drawing import Curves
-from tepo_megatron.sinks import read_metrics
+from tepo_megatron.sinks import METRICS_FILE, read_steps
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,16 @@ class Summary:
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run with its config.yaml, metrics.jsonl and, once it has ended (else None), summary.json."""
+    """The folder of a run with its config.yaml, metrics.jsonl and, once it has ended (else None), summary.json.
+
+    notes: what is wrong with its records, a sentence each.
+    """
 
     folder: Path
     cfg: Config
     curves: Curves
     summary: Summary | None
+    notes: tuple[str, ...] = ()
 
     @property
     def last_step(self) -> float:
@@ -39,8 +43,10 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """Raises DataError when no step has been recorded or a file is malformed, ConfigError when config.yaml is."""
-    curves = Curves(read_metrics(folder))
-    return Run(folder, load_config(folder / "config.yaml"), curves, _read_summary(folder / "summary.json"))
+    found = read_steps(folder)
+    notes = tuple(f"{METRICS_FILE}: {fault}." for fault in found.faults)
+    summary = _read_summary(folder / "summary.json")
+    return Run(folder, load_config(folder / "config.yaml"), Curves(found.records), summary, notes)
 
 
 def facts(curves: Curves, cfg: Config, summary: Summary | None) -> tuple[str, ...]:

@@ -40,6 +40,8 @@ class GradingPool:
         self._limits, self._command, self._mend = limits, command, mend
         self._workers = [self._start() for _ in range(limits.workers)]
         self._failed_starts = 0  # in a row
+        self._repeat_next: list[int] = []  # requests whose workers died
+        self._repeated: set[int] = set()  # those given out a second time
         self._closed = False
 
     @property
@@ -50,6 +52,7 @@ class GradingPool:
     def grade(self, requests: Sequence[Sequence[str]]) -> list[Outcome]:
         """One outcome for each request, in order, whatever the texts in it do to their workers.
 
+        A request whose worker dies is given to another one, once: somebody may have killed the first for reasons of his own.
         Takes at most about len(requests) / workers * hard_seconds. Raises RewardError if a worker cannot start and
         ValueError after `close`.
         """
@@ -57,8 +60,10 @@ class GradingPool:
             raise ValueError("the grading pool is closed")
         todo = deque(enumerate(requests))
         outcomes: dict[int, Outcome] = {}
+        self._repeated = set()
         try:
             while len(outcomes) < len(requests):
+                self._repeat(todo, requests)
                 self._dispatch(todo, outcomes)
                 self._collect(outcomes)
         except BaseException:
@@ -83,6 +88,11 @@ class GradingPool:
     def _replace(self, worker: Worker) -> None:
         worker.kill()
         self._workers[self._workers.index(worker)] = self._start()
+
+    def _repeat(self, todo: deque[tuple[int, Sequence[str]]], requests: Sequence[Sequence[str]]) -> None:
+        todo.extendleft((task, requests[task]) for task in self._repeat_next)
+        self._repeated.update(self._repeat_next)
+        self._repeat_next = []
 
     def _dispatch(self, todo: deque[tuple[int, Sequence[str]]], outcomes: dict[int, Outcome]) -> None:
         """Give each idle worker the next request."""
@@ -136,7 +146,9 @@ class GradingPool:
 
         Raises RewardError where starting it again is in vain.
         """
-        if worker.task is not None:
+        if worker.task is not None and status == "died" and worker.task not in self._repeated:
+            self._repeat_next.append(worker.task)
+        elif worker.task is not None:
             outcomes[worker.task] = Outcome(status)
         elif status == "timeout" or self._failed_starts == _START_ATTEMPTS - 1:
             fate = "ended" if status == "died" else f"was not ready after {START_SECONDS:.0f} s"

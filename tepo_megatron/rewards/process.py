@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from tepo_megatron.processes import has_ended
 
 WORKER = Path(__file__).parents[1] / "grading" / "worker.py"
 START_SECONDS = 120.0  # generous: under a second on an idle machine, but the machine may be loading a model
@@ -76,7 +79,8 @@ class Worker:
         return bool(self._unsent)
 
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        """Whether it runs; one that has ended keeps its pid until `kill`."""
+        return not has_ended(self.pid)
 
     def send(self, task: int, texts: Sequence[str], hard_seconds: float) -> None:
         """Hand over a request; its time runs from here. Raises WorkerBroken."""
@@ -129,8 +133,9 @@ class Worker:
         return self._stderr.read().decode(errors="replace").strip()
 
     def kill(self) -> None:
-        """End the process and give back its pipes."""
-        self._process.kill()
+        """End the process, with those that a function of the user started in it, and give back its pipes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
         for file in (self._stdin, self._stdout, self._stderr):
             with contextlib.suppress(BrokenPipeError):  # a request that the process never read

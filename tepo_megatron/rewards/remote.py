@@ -8,38 +8,32 @@ import os
 import time
 from collections.abc import Sequence
 
-import httpx
-
 from tepo_megatron.errors import ConfigError, RewardError
+from tepo_megatron.escaping import excerpt
+from tepo_megatron.exchange import Answer, BadAnswer, BlockingHttp, ExchangeFailed, TimedOut
 from tepo_megatron.rewards.terms import Response, Verdict
 
-CONNECT_SECONDS = 10.0
+ANSWER_BYTES, SAMPLE_BYTES = 2**20, 4096  # the largest answer: the first, and the second for each sample
 _PASSING = frozenset({408, 425, 429})  # errors of the request that are not the request's fault
 
 
 class HttpTerm:
     """Posts {"samples": [{"prompt", "response", "answer"}, ...]}, expects {"rewards": [number, ...]}, one for each, in order.
 
-    timeout_seconds: for one answer; attempts: to get one, `backoff_seconds` and then twice as long apart; key_variable: the
-    environment variable with the key that goes along as a bearer token. Status: graded. Redirects are not followed.
+    timeout_seconds: for one whole exchange, from the look-up of the name to the last byte of the answer; attempts: to get one,
+    `backoff_seconds` and then twice as long apart; key_variable: the environment variable with the key that goes along as a
+    bearer token. Status: graded. Redirects are not followed.
 
     Whatever is no such answer is a failure, and the last one a RewardError: a sample is never graded 0 because a server was
-    away. Errors of the request (4xx but for 408, 425, 429) are not tried again.
+    away. Compressed answers, and those above ANSWER_BYTES + SAMPLE_BYTES for each sample, are none. Errors of the request (4xx
+    but for 408, 425, 429) are not tried again.
     """
 
     def __init__(
         self, url: str, *, timeout_seconds: float, attempts: int, backoff_seconds: float, key_variable: str | None
     ) -> None:
         self._url, self._timeout_seconds, self._attempts, self._backoff = url, timeout_seconds, attempts, backoff_seconds
-        key = key_from(key_variable)
-        self._http = httpx.Client(
-            headers={} if key is None else {"Authorization": f"Bearer {key}"},
-            timeout=httpx.Timeout(timeout_seconds, connect=min(CONNECT_SECONDS, timeout_seconds)),
-            # servers close connections that were idle, and a request that meets a closed one fails
-            limits=httpx.Limits(max_keepalive_connections=0),
-            trust_env=False,  # no proxy stands between us and the server
-            verify=url.startswith("https"),  # loading certificates takes a while
-        )
+        self._http = BlockingHttp(url, key_from(key_variable))
 
     def grade(self, responses: Sequence[Response]) -> list[Verdict]:
         """See `Term.grade`."""
@@ -65,17 +59,20 @@ class HttpTerm:
 
     def _ask(self, payload: bytes, samples: int) -> list[float]:
         """One request. Raises _Failure."""
+        most = ANSWER_BYTES + SAMPLE_BYTES * samples
         try:
-            response = self._http.post(self._url, content=payload, headers={"Content-Type": "application/json"})
-        except httpx.TimeoutException:
+            answer = self._http.exchange("POST", self._url, seconds=self._timeout_seconds, most_bytes=most, body=payload)
+            if answer.ok:
+                return _rewards(answer, samples)
+        except TimedOut:
             raise _Failure(f"did not answer within {self._timeout_seconds:g} s") from None
-        except httpx.HTTPError as e:
-            raise _Failure(f"broke off ({str(e) or type(e).__name__})") from None
-        if not response.is_success:
-            told = " ".join(response.text.split())[:200]
-            final = response.is_client_error and response.status_code not in _PASSING
-            raise _Failure(f"answered with {response.status_code}: {told}", final=final)
-        return _rewards(response, samples)
+        except BadAnswer as e:
+            raise _Failure(f"answered with {e}") from None
+        except ExchangeFailed as e:
+            raise _Failure(f"broke off ({e})") from None
+        final = 400 <= answer.status < 500 and answer.status not in _PASSING
+        moved = " (redirects are not followed)" if 300 <= answer.status < 400 else ""
+        raise _Failure(f"answered with {answer.status}{moved}: {excerpt(answer.text)}", final=final)
 
 
 class _Failure(Exception):
@@ -95,16 +92,20 @@ def key_from(variable: str | None) -> str | None:
     return key
 
 
-def _rewards(response: httpx.Response, samples: int) -> list[float]:
-    """Raises _Failure unless the answer is one finite number for each sample."""
+def _rewards(answer: Answer, samples: int) -> list[float]:
+    """Raises _Failure unless the answer is one finite number for each sample, BadAnswer."""
     try:
-        found = response.json()["rewards"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        found = answer.json()["rewards"]
+    except BadAnswer as e:
+        raise _Failure(f'answered with something other than {{"rewards": [...]}}: {e}') from None
+    except (KeyError, TypeError, IndexError):
         raise _Failure('answered with something other than {"rewards": [...]}') from None
     if not isinstance(found, list) or len(found) != samples:
         count = len(found) if isinstance(found, list) else "no list of"
         raise _Failure(f"answered with {count} rewards for {samples} samples")
     for place, value in enumerate(found):
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise _Failure(f"answered with {str(value)[:40]!r} as the reward of sample {place}, which is no finite number")
+            raise _Failure(
+                f"answered with {excerpt(str(value), 40)!r} as the reward of sample {place}, which is no finite number"
+            )
     return [float(value) for value in found]

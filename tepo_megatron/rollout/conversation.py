@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tepo_megatron.errors import RolloutError, TepoError
+from tepo_megatron.rollout.cut import continued
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -77,6 +78,7 @@ class Conversation:
         self._logprobs = [0.0] * len(prompt.token_ids)
         self._turns = 0
         self._versions: list[tuple[int, int]] = []  # (place, version): whose tokens begin there
+        self._servers: tuple[tuple[int, str], ...] = ()  # see `Rollout.servers`
         self._stop_reason = ""
         self._busy = self._finished = False
 
@@ -123,7 +125,9 @@ class Conversation:
             written = await self._ask(
                 replace(self.prompt, token_ids=self.token_ids), sampling, derive_seed(self._seed, self._turns)
             )
-            self._note_versions([(len(self._token_ids), written.policy_version), *written.later_versions])
+            begun = len(self._token_ids)
+            self._note_versions([(begun, written.policy_version), *written.later_versions])
+            self._servers = continued(self._servers, [(place or begun, name) for place, name in written.servers])
         except TepoError as e:
             self.failure = e
             raise
@@ -166,6 +170,7 @@ class Conversation:
             stop_reason=self._stop_reason,
             answer=self.prompt.answer,
             later_versions=tuple(self._versions[1:]),
+            servers=tuple((place if number else 0, name) for number, (place, name) in enumerate(self._servers)),
         )
 
     def _add(self, ids: Sequence[int], by_model: bool, logprobs: Sequence[float]) -> None:

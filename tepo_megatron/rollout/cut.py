@@ -54,10 +54,23 @@ def joined(cut: Rollout, end: Rollout) -> Rollout:
     newest = versions[-1][1] if versions else cut.policy_version
     if end.response_length:
         versions += [change for change in [(begun, end.policy_version), *end.later_versions] if change[1] != newest]
+    servers = cut.servers
+    if end.response_length:
+        servers = continued(servers, [(begun if place == 0 else place, name) for place, name in end.servers])
     return replace(
         end,
         response_mask_L=torch.cat([cut.response_mask_L, end.response_mask_L[begun:]]),
         rollout_logprobs_L=torch.cat([cut.rollout_logprobs_L, end.rollout_logprobs_L[begun:]]),
         policy_version=cut.policy_version,
         later_versions=tuple(versions),
+        servers=servers,
     )
+
+
+def continued(servers: Sequence[tuple[int, str]], more: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
+    """Return `Rollout.servers` of a sequence whose first tokens are from `servers` and whose later ones are from `more`."""
+    all_of_them = list(servers)
+    for place, name in more:
+        if not all_of_them or all_of_them[-1][1] != name:
+            all_of_them.append((place, name))
+    return tuple(all_of_them)

@@ -69,12 +69,12 @@ def build_engine(cfg: RolloutConfig, launch: Launch, log_path: Path) -> Fleet:
     standstill: Standstill | None = None
     servers: list[NamedServer] | list[FoundServer] | list[LocalServer]
     if cfg.server.urls is not None:
-        servers = [NamedServer(name_of(cfg, i), cfg.server, url) for i, url in enumerate(cfg.server.urls)]
+        servers = [NamedServer(name_of(cfg, i), cfg.server, launch, url) for i, url in enumerate(cfg.server.urls)]
     elif cfg.server.rendezvous is not None:
         rendezvous, run = Rendezvous(Path(cfg.server.rendezvous)), log_path.parent
         servers = found = _found(cfg, rendezvous, launch, run)
         if cfg.colocate:
-            standstill = _standstill(found, rendezvous, run, cfg.server)
+            standstill = _standstill(found, rendezvous, run, cfg.server, launch)
     else:
         servers = local_servers(cfg, apis, launch, log_path)
     pairs: list[tuple[Server, EngineApi]] = list(zip(servers, apis, strict=True))
@@ -103,10 +103,10 @@ def _found(cfg: RolloutConfig, rendezvous: Rendezvous, launch: Launch, run: Path
     ]
 
 
-def _standstill(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg: ServerConfig) -> Standstill:
+def _standstill(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg: ServerConfig, launch: Launch) -> Standstill:
     def starts() -> list[str]:
         return [server.start for server in servers if server.start is not None]
 
     # a server that is on its way up comes up before it is ended, and one that is asked for its health may take its time
-    seconds = cfg.ready_seconds + cfg.silent_seconds + 5 * GRACE_SECONDS
+    seconds = cfg.ready_limit(launch.platform) + cfg.silent_seconds + 5 * GRACE_SECONDS
     return Standstill(rendezvous, str(run.resolve()), starts, seconds)

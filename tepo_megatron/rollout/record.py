@@ -16,9 +16,10 @@ from torch import Tensor
 from tepo_megatron.errors import DataError
 from tepo_megatron.metrics import Metrics
 from tepo_megatron.types import Rollout
+from tepo_megatron.weights.hf_io import follow_umask
 
 FOLDER = "rollouts"
-_TEXTS = ("stop_reason", "answer", "status", "later_versions")  # as JSON
+_TEXTS = ("stop_reason", "answer", "status", "later_versions", "servers")  # as JSON
 _NUMBERS = {"prompt_id": torch.int64, "policy_version": torch.int64, "reward": torch.float64, "score": torch.float64}
 _SUM = "crc32"
 _TOKENS = ("token_ids_L", "response_mask_L", "rollout_logprobs_L")
@@ -46,20 +47,44 @@ def write(folder: Path, step: int, rollouts: Sequence[Rollout], metrics: Metrics
     path = file_of(folder, step)
     unfinished = path.with_suffix(".partial")
     save_file(tensors, unfinished, {**text, _SUM: _sum_of(tensors, text)})
+    follow_umask(unfinished)
     os.replace(unfinished, path)
 
 
-def set_aside(folder: Path, after: int) -> None:
-    """Rename the recordings of later steps, which the run takes again: whoever replays must not get steps of two courses."""
-    for step in steps(folder):
-        if step > after:
-            path = file_of(folder, step)
-            path.replace(path.with_suffix(".lost"))
+def set_aside(folder: Path, after: int) -> list[str]:
+    """Rename the recordings of later steps, which the run takes again: whoever replays must not get steps of two courses.
+
+    Of a step that is taken a third time the second recording replaces the first. Returns what was done, a sentence at most.
+    """
+    later = [step for step in steps(folder) if step > after]
+    for step in later:
+        path = file_of(folder, step)
+        path.replace(path.with_suffix(".lost"))
+    return [f"{len(later)} recorded rollout files of steps that are taken again are now called *.lost"] if later else []
+
+
+def faults(folder: Path, last: int) -> list[str]:
+    """Why recordings of the steps up to `last` cannot be replayed, a sentence each; their tokens are not read.
+
+    A file whose header and size are right may still be damaged: `read` compares its checksum.
+    """
+    said, present = [], set(steps(folder))
+    missing = [step for step in range(1, last + 1) if step not in present]
+    if missing:
+        said.append(f"{folder.name}: no recording of step {', '.join(map(str, missing[:5]))}{', ...' * (len(missing) > 5)}")
+    for step in sorted(present):
+        if step <= last:
+            try:
+                scores(folder, step)
+            except DataError as e:
+                said.append(str(e))
+    return said
 
 
 def steps(folder: Path) -> list[int]:
     """Those recorded, ascending; empty where there is no such folder."""
-    return sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.safetensors"))
+    names = (path.stem.removeprefix("step-") for path in folder.glob("step-*.safetensors"))
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
 def scores(folder: Path, step: int) -> list[tuple[int, float]]:
@@ -68,7 +93,7 @@ def scores(folder: Path, step: int) -> list[tuple[int, float]]:
     try:
         with safe_open(path, framework="pt") as f:
             return list(zip(f.get_tensor("prompt_id").tolist(), f.get_tensor("score").tolist(), strict=True))
-    except (OSError, SafetensorError, ValueError) as e:
+    except (OSError, SafetensorError, ValueError, OverflowError) as e:
         raise DataError(f"{path}: not the recorded rollouts of a step ({e!r}); record them again") from None
 
 
@@ -83,8 +108,10 @@ def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
         lengths = tensors.pop("length").tolist()
         names = [*_TOKENS, _EXPERTS] if _EXPERTS in tensors else _TOKENS
         per_token = {name: tensors.pop(name).split(lengths) for name in names}
+        text.setdefault("servers", json.dumps([[]] * len(lengths)))  # recorded before servers were
         columns = {name: tensors[name].tolist() for name in _NUMBERS} | {name: json.loads(text[name]) for name in _TEXTS}
-        columns["later_versions"] = [tuple(map(tuple, changes)) for changes in columns["later_versions"]]
+        for name in ("later_versions", "servers"):
+            columns[name] = [tuple(map(tuple, changes)) for changes in columns[name]]
         metrics = Metrics(json.loads(text["metrics"]))
     except FileNotFoundError:
         raise DataError(f"{path}: no rollouts of step {step} were recorded; lower training.steps or record more") from None

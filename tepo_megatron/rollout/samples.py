@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.errors import RolloutError
+from tepo_megatron.escaping import excerpt
+from tepo_megatron.exchange import CONTROL_BYTES
 from tepo_megatron.rollout.cut import CUT
 from tepo_megatron.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams
 
 LARGEST_SEED = 2**63 - 1
+TOKEN_BYTES = 512  # that an answer may have for one token of a prompt or response: ids, log-probs, texts
+EXPERT_BYTES = 8  # and for one expert of one layer
 RETURN_EXPERTS = "--enable-return-routed-experts"  # of both engines' servers
 
 
@@ -26,6 +30,14 @@ def prompt_seed(seed: int, prompt_id: int, samples: int) -> int:
     """
     digest = hashlib.blake2b(f"{seed}/{prompt_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % (LARGEST_SEED // samples) * samples
+
+
+def answer_bytes(prompt: Prompt, sampling: SamplingParams) -> int:
+    """The largest answer that is accepted for the samples of a prompt."""
+    tokens = sampling.samples * (len(prompt.token_ids) + sampling.max_tokens)
+    routing = sampling.routing
+    experts = 0 if routing is None else EXPERT_BYTES * routing.num_layers * routing.per_token
+    return CONTROL_BYTES + tokens * (TOKEN_BYTES + experts)
 
 
 def neutral(sampling: SamplingParams) -> dict[str, Any]:
@@ -43,11 +55,13 @@ def neutral(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def parsed(answer: Any, prompt: Prompt, engine: str, parse: Callable[[Any], list[Rollout]]) -> list[Rollout]:
-    """`parse(answer)`. Raises RolloutError naming prompt and engine where that raises KeyError, TypeError or ValueError."""
+    """`parse(answer)`. Raises RolloutError naming prompt and engine where the answer has another shape or other values."""
     try:
         return parse(answer)
-    except (KeyError, TypeError, ValueError, IndexError) as e:
-        reason = f"{type(e).__name__}: {e}" if isinstance(e, KeyError) else str(e)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError) as e:
+        if isinstance(e, RolloutError):
+            raise
+        reason = excerpt(f"{type(e).__name__}: {e}" if isinstance(e, KeyError) else str(e))
         raise RolloutError(f"prompt {prompt.id}: the answer is not what was asked for ({reason}); is this {engine}?") from None
 
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pickle
+import secrets
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ from torch import Tensor
 from tepo_megatron.channel import Kept, Meeting, Source
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, SyncError
+from tepo_megatron.escaping import excerpt
+from tepo_megatron.meeting_store import is_loopback
 from tepo_megatron.rollout.engine import (
     ENGINE_PARTS,
     About,
@@ -41,7 +44,8 @@ from tepo_megatron.rollout.engine import (
 from tepo_megatron.rollout.in_server.sglang_loader import BEGIN, FINISH, JOIN, KEEP, LOADER, MODEL_VARIABLE
 from tepo_megatron.rollout.in_server.sglang_server import CPU_VARIABLE, KEY_VARIABLE
 from tepo_megatron.rollout.samples import RETURN_EXPERTS, checked_rollout, neutral, parsed, prompt_seed
-from tepo_megatron.rollout.servers.environment import devices, without_torchrun
+from tepo_megatron.rollout.servers.environment import devices, new_file, on_this_machine, without_torchrun
+from tepo_megatron.rollout.servers.process import LOOPBACK
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 SERVER = "tepo_megatron.rollout.in_server.sglang_server"
@@ -83,13 +87,19 @@ class SglangApi:
 
     def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
         """The key is in it and not in argv, which everyone on the machine can read."""
-        env = without_torchrun(inherited) | {
+        env = without_torchrun(inherited) | on_this_machine(inherited, is_loopback(launch.host))
+        env |= {
             KEY_VARIABLE: key,
             MODEL_VARIABLE: str(launch.model_path),
             "HF_HUB_OFFLINE": "1",
             # Its health is a generated token, for which it waits 20 s by itself: less than a round of weights may take.
             "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(cfg.silent_seconds)),
         }
+        # Its processes meet in a file that only they can open, instead of a store without a key that listens on all interfaces.
+        # With AMX it names their shared memory after that store's address.
+        env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = "file://" + new_file(inherited, "sglang-dist")
+        env |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(1024 + secrets.randbelow(60000))}
+        env["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # a TCP socket that any local user could listen to
         if launch.platform == "cuda":
             env |= devices(inherited, launch.first_device, cfg.tp, launch.maps_memory)
         if launch.platform == "cpu":
@@ -145,7 +155,7 @@ class SglangApi:
         await send("POST", "/end_weight_update", {})
         served = (await send("GET", "/model_info", None)).get("weight_version")
         if served != str(version):
-            raise SyncError(f"sent weights of version {version}, but SGLang reports {served!r}")
+            raise SyncError(f"sent weights of version {version}, but SGLang reports {excerpt(repr(served))}")
 
     async def checksums(self, send: Send) -> Mapping[str, str] | None:
         """Of all parameters; it does not answer for its health meanwhile."""
@@ -222,7 +232,9 @@ def parse_generated(answer: Any, prompt: Prompt, sampling: SamplingParams, versi
     made = parsed(answer, prompt, SglangApi.name, rollouts)
     served = {sample["meta_info"].get("weight_version") for sample in answer}
     if served != {served_label(version)}:
-        raise StaleWeights(f"SGLang served the weights of {served} when it should have served those of version {version}")
+        raise StaleWeights(
+            f"SGLang served the weights of {excerpt(str(served))} when it should have served those of version {version}"
+        )
     return made
 
 

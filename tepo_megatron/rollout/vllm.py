@@ -21,6 +21,8 @@ from torch import Tensor
 from tepo_megatron.channel import Kept, Meeting, Source
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError, SyncError
+from tepo_megatron.escaping import excerpt
+from tepo_megatron.meeting_store import is_loopback
 from tepo_megatron.rollout.engine import (
     About,
     EnginePart,
@@ -33,7 +35,8 @@ from tepo_megatron.rollout.engine import (
 )
 from tepo_megatron.rollout.in_server.vllm_auth import API_KEY_VARIABLE
 from tepo_megatron.rollout.samples import RETURN_EXPERTS, checked_rollout, neutral, parsed, prompt_seed
-from tepo_megatron.rollout.servers.environment import devices, without_torchrun
+from tepo_megatron.rollout.servers.environment import devices, on_this_machine, without_torchrun
+from tepo_megatron.rollout.servers.process import LOOPBACK
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 BACKEND = "tepo_shm"  # registered inside the server by vllm_plugin.py
@@ -62,7 +65,8 @@ class VllmApi:
         if cfg.kv_cache_gib is not None:
             command += ["--kv-cache-memory-bytes", str(int(cfg.kv_cache_gib * 2**30))]
         if launch.sleeps and launch.platform == "cuda":
-            command += ["--enable-sleep-mode"]
+            # The graphs' memory goes to the host too, and comes back with the weights; without it a sleeping server keeps them.
+            command += ["--enable-sleep-mode", "--sleep-mode-offload-cudagraph"]
         if launch.returns_experts:
             command += [RETURN_EXPERTS]
         if launch.in_fp8:
@@ -78,11 +82,14 @@ class VllmApi:
 
     def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
         """The key is in it and not in argv, which everyone on the machine can read."""
-        env = without_torchrun(inherited) | {
+        env = without_torchrun(inherited) | on_this_machine(inherited, is_loopback(launch.host))
+        env |= {
             API_KEY_VARIABLE: key,
             "VLLM_SERVER_DEV_MODE": "1",  # the weight routes answer 404 otherwise
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            "VLLM_HOST_IP": LOOPBACK,  # of its own sockets, which are for its own processes
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # nothing that comes over its sockets or routes may be a pickle
         }
         if launch.returns_experts:
             env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other returns none
@@ -146,7 +153,7 @@ class VllmApi:
             raise SyncError(f"weights of version {version}: vLLM could not drop the prefix cache of the old weights")
         served = await send("GET", "/weight_info", None)
         if served != {"weight_version": str(version)}:
-            raise SyncError(f"sent weights of version {version}, but vLLM reports {served}")
+            raise SyncError(f"sent weights of version {version}, but vLLM reports {excerpt(str(served))}")
 
     async def checksums(self, send: Send) -> Mapping[str, str] | None:
         """Of parameters, not of buffers; on CPU none of a linear layer, whose parameters are empty there."""
@@ -166,12 +173,14 @@ class VllmApi:
     async def _switch(self, send: Send, path: str, status: str) -> None:
         answer = await send("POST", path, None)
         if answer.get("status") != status:
-            raise RolloutError(f"vLLM answered {path} with {answer} when it should have said that it is {status}")
+            raise RolloutError(f"vLLM answered {path} with {excerpt(str(answer))} when it should have said that it is {status}")
 
     async def _check_version(self, send: Send, version: int) -> None:
         served = await send("GET", "/weight_info", None)
         if served != {"weight_version": served_label(version)}:
-            raise StaleWeights(f"vLLM served the weights of {served} when it should have served those of version {version}")
+            raise StaleWeights(
+                f"vLLM served the weights of {excerpt(str(served))} when it should have served those of version {version}"
+            )
 
 
 def completion_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[str, Any]:

@@ -11,14 +11,13 @@ part, and a round that a living rank lacks is sent again to all; who has it drop
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.channel import (
@@ -29,21 +28,26 @@ from tepo_megatron.channel import (
     Meeting,
     Source,
     Taker,
-    address_towards,
     arrived_key,
+    came_key,
     join_store,
     joined_key,
-    open_store,
+    off_key,
     pack,
+    tell,
 )
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import ConfigError, ConversionError, SyncError
+from tepo_megatron.meeting_store import Store
 from tepo_megatron.parallel import Groups
+from tepo_megatron.watch import JOINING, here
 from tepo_megatron.weights.gather import Binding
+from tepo_megatron.weights.meeting import OwnedStore, own_address
 from tepo_megatron.weights.ops import Architecture
 from tepo_megatron.weights.rounds import Rounds
 
 ATTEMPTS = 3  # to send a round to servers that all live
+JOIN_POLL_SECONDS = 0.05
 
 
 class GroupReceiver(Protocol):
@@ -110,10 +114,12 @@ class BroadcastSync:
         self._rows: list[Tensor] = []
         self._sent: dict[str, int] = {}  # CRC-32 of what this rank sent when it was checked last
         # on rank 0
-        self._store: dist.TCPStore | None = None
+        self._owned: OwnedStore | None = None
+        self._store: Store | None = None  # that one
         self._address = ""
         self._ranks: dict[Taker, range] = {}  # of each server that was invited last, in every group
         self._meetings = 0
+        self._absent: list[str] = []  # names of the servers that missed the last meeting, or the last round
 
     def push(self, version: int) -> None:
         """All ranks call it; when it returns, the engine serves `version`.
@@ -217,7 +223,9 @@ class BroadcastSync:
     def _is_here(self, number: int, takers: Sequence[Taker]) -> bool:
         """Whether every rank of these servers has said that it has the round."""
         assert self._meeting is not None
-        return self._said([arrived_key(self._meeting, number, rank) for taker in takers for rank in self._ranks[taker]])
+        keys = {t: [arrived_key(self._meeting, number, rank) for rank in self._ranks[t]] for t in takers}
+        self._absent = [taker.name for taker, its in keys.items() if not self._said(its)]
+        return not self._absent
 
     def _said(self, keys: Sequence[str]) -> bool:
         """Whether all of these are in the store; they are removed."""
@@ -234,10 +242,11 @@ class BroadcastSync:
             return None
         if self._meeting is not None and takers == tuple(self._ranks):
             return self._meeting
-        if self._store is None:
+        if self._owned is None:
             try:
-                self._address = self.cfg.address or _own_address([taker.host for taker in takers])
-                self._store = open_store(self._address)
+                self._address = self.cfg.address or own_address([taker.host for taker in takers])
+                self._owned = OwnedStore(self._address)
+                self._store = self._owned.store
             except OSError as e:
                 raise ConfigError(
                     f"sync.address={self.cfg.address}: no port at {self._address or 'an address of this machine'} ({e}); set "
@@ -250,26 +259,58 @@ class BroadcastSync:
             end += taker.ranks
         self._meetings += 1
         name, senders = f"meeting-{self._meetings}", len(self._plan.senders)
-        return Meeting(self._address, self._store.port, name, senders, end, SENDER, self.cfg.timeout_seconds)
+        seconds, join_seconds = self.cfg.timeout_seconds, self.cfg.join_limit(self.groups.device.type)
+        owned = self._owned
+        return Meeting(self._address, owned.port, name, senders, end, SENDER, seconds, join_seconds, owned.folder)
 
     def _meet(self, meeting: Meeting) -> bool:
-        """Form the groups. Whether all came."""
+        """Form the groups. Whether all came. The watchdog reports a rank that never leaves this phase."""
         self._leave()
         joining = self.receiver.join({t: meeting.at(r.start) for t, r in self._ranks.items()}) if self.receiver else None
-        if self._sender is not None:
-            with contextlib.suppress(BrokenChannel):
-                store = self._store or join_store(meeting)
-                self._channel = Channel(store, meeting, self._sender, SENDER, self.groups.device)
-        came = self._sender is None or self._channel is not None
-        with self._plan.agreed():
-            if joining is not None:
-                joining.result()
-                came &= self._said([joined_key(meeting, rank) for ranks in self._ranks.values() for rank in ranks])
-        if not all(self._plan.from_all(came)):
-            self._leave()
-            return False
+        until = time.monotonic() + meeting.join_seconds
+        with here.within(f"{JOINING} {meeting.name}"):
+            if self._sender is not None:
+                with contextlib.suppress(BrokenChannel):
+                    store = self._store or join_store(meeting)
+                    device = self.groups.device
+                    self._channel = Channel(
+                        meeting, self._sender, SENDER, device, until, lambda: self._is_wanted(meeting, store)
+                    )
+            came = self._sender is None or self._channel is not None
+            with self._plan.agreed():
+                if joining is not None:
+                    joining.result()
+                    came = self._all_joined(meeting, until) and came
+            if not all(self._plan.from_all(came)):
+                self._leave()
+                return False
         self._meeting = meeting
         return True
+
+    def _is_wanted(self, meeting: Meeting, store: Store) -> bool:
+        """Whether the invited servers all live; rank 0 tells the others through the store when one does not."""
+        if self.receiver is not None and self.receiver.takers != tuple(self._ranks):
+            tell(store, off_key(meeting))
+            return False
+        return self.receiver is not None or not store.check([off_key(meeting)])
+
+    def _all_joined(self, meeting: Meeting, until: float) -> bool:
+        """Whether all ranks of the invited servers are in all groups. Rank 0 waits for it, while all these servers live."""
+        assert self._store is not None
+        joined = [joined_key(meeting, rank) for ranks in self._ranks.values() for rank in ranks]
+        while not self._store.check(joined):
+            if time.monotonic() > until or not self._is_wanted(meeting, self._store):
+                tell(self._store, off_key(meeting))
+                self._absent = self._without(meeting, came_key) or self._without(meeting, joined_key)
+                return False
+            time.sleep(JOIN_POLL_SECONDS)
+        return self._said(joined)
+
+    def _without(self, meeting: Meeting, key: Callable[[Meeting, int], str]) -> list[str]:
+        """Names of the invited servers with a rank that has not put its key into the store."""
+        assert self._store is not None
+        lacking = {t for t, ranks in self._ranks.items() for rank in ranks if not self._store.check([key(meeting, rank)])}
+        return [taker.name for taker in self._ranks if taker in lacking]
 
     def _leave(self) -> None:
         """Leave this rank's group: who still waits in it fails at once."""
@@ -278,29 +319,26 @@ class BroadcastSync:
         self._channel = self._meeting = None
 
     def _not_taken(self, it: _Round) -> str:
-        what = "did not take a round of weights" if it.sent else "did not meet the trainer's ranks"
-        assert self._store is not None
+        assert self._owned is not None
+        who = ", ".join(self._absent) or "inference servers"
+        what, key, seconds = "meet the trainer's ranks", "sync.join_seconds", self.cfg.join_limit(self.groups.device.type)
+        if it.sent:
+            what, seconds = "take a round of weights", self.cfg.timeout_seconds
+            key = "sync.timeout_seconds (or rather rollout.server's silent_seconds with it)"
         return (
-            f"inference servers that live {what} in {ATTEMPTS} attempts of {self.cfg.timeout_seconds:g} s, at "
-            f"{self._address}:{self._store.port}; see their logs, raise sync.timeout_seconds (or rather rollout.server's "
-            "silent_seconds with it), or set sync.address to an address of this machine that they reach"
+            f"{who}: alive, but did not {what} in {ATTEMPTS} attempts of {seconds:g} s, {self._owned.where}; "
+            f"see the log, raise {key}, or set sync.address to an address of this machine that the servers reach"
         )
 
     def close(self) -> None:
         """Leave the groups. A second call does nothing."""
         self._leave()
-        self._store = None
+        if self._owned is not None:
+            self._owned.close()
+        self._store = self._owned = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _own_address(hosts: Sequence[str]) -> str:
-    """This machine's address as servers on `hosts`, and ranks on other machines, see it; the loopback one if all are here."""
-    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
-        hosts = [*hosts, os.environ["MASTER_ADDR"]]  # this machine by its name for the others
-    addresses = [address_towards(host) for host in hosts]
-    return next((address for address in addresses if not address.startswith("127.")), addresses[0])

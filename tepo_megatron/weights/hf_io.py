@@ -21,12 +21,14 @@ _CARRIED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+_WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # of safetensors
 
 
 class HfReader:
     """The tensors of a HF directory, by name, read lazily (one tensor in memory at a time).
 
-    Raises CheckpointError for a missing or truncated file, ConversionError for a missing tensor.
+    Raises CheckpointError for a missing or truncated file, ConversionError for a missing tensor or one that is not floating
+    point of 16 to 64 bits: a cast would take the integers of a quantized model for its weights.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -42,6 +44,12 @@ class HfReader:
         if name not in self._file_of:
             raise ConversionError(f"{self.path}: tensor {name} is missing; the weights do not belong to this config.json")
         with self._open(self._file_of[name]) as f:
+            dtype = f.get_slice(name).get_dtype()
+            if dtype not in _WEIGHT_DTYPES:
+                raise ConversionError(
+                    f"{self._file_of[name]}: tensor {name} is {dtype}, not floating point of at least 16 bits; use the model "
+                    "that was not quantized, or convert it to bfloat16 first"
+                )
             return f.get_tensor(name)
 
     def shapes(self) -> dict[str, Tensor]:
@@ -96,6 +104,7 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path, prefix:
         file = f"{prefix}-{i:05d}.safetensors"
         try:
             save_file(bucket, directory / file, {"format": "pt"})
+            follow_umask(directory / file)
         except (OSError, SafetensorError) as e:
             wanted, free = sum(t.nbytes for t in bucket.values()), shutil.disk_usage(directory).free
             raise CheckpointError(
@@ -119,6 +128,13 @@ def _buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict
         size += tensor.nbytes
     if bucket:
         yield bucket
+
+
+def follow_umask(path: Path) -> None:
+    """Give a file the mode that any new file of this process has: safetensors makes its files 0600. Raises OSError."""
+    status = Path("/proc/self/status").read_text()
+    umask = int(status.split("Umask:")[1].split()[0], 8)  # `os.umask` would change it for a moment, for all threads
+    path.chmod(0o666 & ~umask)
 
 
 def write_index(directory: Path, written: dict[str, list[str]], total_bytes: int) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tepo_megatron import scratch
 from tepo_megatron.channel import Bucket, Source, pack
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import CheckpointError, ConfigError, SyncError, TepoError
@@ -56,7 +57,7 @@ class Relay:
         self._written: list[tuple[int, Path]] = []  # with the number of its round
         self._rows: dict[str, Tensor] = {}
         with plan.agreed() as said:
-            said.mine = _memory(stores.SHARED_MEMORY), stores.new_name()
+            said.mine = _memory(stores.SHARED_MEMORY), scratch.new_name(stores.PURPOSE)
         self.machines = together([memory for memory, _ in said.all])
         self.folder = stores.SHARED_MEMORY / said.all[0][1]
         try:
@@ -193,7 +194,7 @@ def _memory(root: Path) -> tuple[str, int, int]:
 def _make(folder: Path) -> int:
     """Make it; the lock that marks it as in use. Raises CheckpointError."""
     try:
-        _, lock = stores.claim(folder.parent, folder.name)
+        _, lock = scratch.claim(folder.parent, folder.name)
     except OSError as e:
         raise CheckpointError(f"{folder} on {socket.gethostname()}: cannot be made ({e.strerror})") from None
     return lock

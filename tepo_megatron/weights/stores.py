@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import fcntl
 import json
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,15 +20,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tepo_megatron import scratch
 from tepo_megatron.channel import Bucket, Source, crc32, pack
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import CheckpointError, ConfigError
 from tepo_megatron.ipc import Row, lend
 from tepo_megatron.parallel import Groups
+from tepo_megatron.platform.host_memory import HostArena
 from tepo_megatron.weights.rounds import Rounds
 
-SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "tepo-sync-"  # of folders
+SHARED_MEMORY = scratch.SHARED_MEMORY
+PURPOSE = "sync"  # of folders
 # what the engine is told, and CRC-32 of tensors
 Stored = tuple[Source, dict[str, int]]
 
@@ -70,14 +70,15 @@ class Files:
         self._owner, self._for_others = groups.owner, cfg.folder is not None
         folder = Path()
         if groups.is_main:
-            folder, self._in_use = _make_folder(cfg.folder)
+            folder, self._in_use = make_folder(cfg.folder)
         name = [str(folder)]
         dist.broadcast_object_list(name, src=0, group=groups.host, device=torch.device("cpu"))
         self.folder = Path(name[0])
+        self._staging = Staging(plan.largest, groups.device) if groups.device.type == "cuda" else None
 
     def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
         """See `Store.put`."""
-        there = {name: on_host(t) for name, t in tensors}
+        there = {name: on_host(t) for name, t in tensors} if self._staging is None else self._staging.copy(tensors)
         if not there:
             return None
         path = self.folder / f"v{version}-{number:05d}-{self._owner}.safetensors"
@@ -152,6 +153,36 @@ class Rows:
         self.clear()
 
 
+class Staging:
+    """Page-locked host memory through which a sender's bucket leaves its GPU; it is kept from one update to the next.
+
+    A copy to pageable memory goes through a small buffer of the driver, one tensor after the other, and waits for each.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """Take no memory yet.
+
+        Args:
+            nbytes: of the largest bucket, its tensors one after the other at multiples of their dtypes' sizes.
+            device: of the tensors.
+        """
+        self._nbytes, self._device, self._arena = nbytes, device, HostArena(device)
+
+    def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the tensors on the host, until the next call. Waits once, for all copies."""
+        row = self._arena.pieces([self._nbytes])[0]
+        there: dict[str, Tensor] = {}
+        end = 0
+        for name, tensor in tensors:
+            start = -(-end // tensor.element_size()) * tensor.element_size()
+            end = start + tensor.nbytes
+            there[name] = row[start:end].view(tensor.dtype).view(tensor.shape)
+            there[name].copy_(tensor.detach(), non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return there
+
+
 def on_host(tensor: Tensor) -> Tensor:
     """As a file takes it; a tensor that is like that already is not copied: it is written before training goes on."""
     return tensor.detach().to("cpu").contiguous()
@@ -193,8 +224,8 @@ def _flush(path: Path) -> None:
         os.close(file)
 
 
-def _make_folder(shared: str | None = None) -> tuple[Path, int]:
-    """See `claim`: in `shared`, or in shared memory. Raises ConfigError."""
+def make_folder(shared: str | None = None) -> tuple[Path, int]:
+    """See `scratch.claim`: in `shared`, or in shared memory. Raises ConfigError."""
     root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     if shared is not None:
         root = Path(shared).absolute()  # the servers have working directories of their own
@@ -204,40 +235,4 @@ def _make_folder(shared: str | None = None) -> tuple[Path, int]:
             raise ConfigError(
                 f"sync.folder={shared}: cannot be made ({e.strerror}); give a folder that all machines share"
             ) from None
-    return claim(root, new_name())
-
-
-def new_name() -> str:
-    """That no other folder has."""
-    return f"{PREFIX}{secrets.token_hex(8)}"
-
-
-def claim(root: Path, name: str) -> tuple[Path, int]:
-    """A private folder `name` in `root`, and the open lock that marks it as in use, after removing those of killed runs.
-    Raises OSError.
-
-    The kernel drops a lock with its process, and containers that share the memory share the locks, unlike process ids.
-    """
-    for folder in root.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, in use, or removed meanwhile
-            lock = _lock(folder)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-    # locked before it gets the name by which others would find and remove it; the lock stays with the folder
-    unnamed = Path(tempfile.mkdtemp(prefix=".tepo-", dir=root))
-    try:
-        lock = _lock(unnamed)
-    except OSError:  # the file system has no locks: nobody can take this folder for an abandoned one
-        lock = os.open(unnamed, os.O_RDONLY | os.O_DIRECTORY)
-    return unnamed.rename(root / name), lock
-
-
-def _lock(folder: Path) -> int:
-    """Lock a folder without waiting; returns the file to keep open. Raises OSError."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        raise
-    return file
+    return scratch.claim(root, scratch.new_name(PURPOSE))

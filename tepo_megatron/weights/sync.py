@@ -10,6 +10,7 @@ the last push is left out (see `delta.py`).
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -183,11 +184,32 @@ def check_one_host(cfg: SyncConfig, servers_beside_ranks: bool) -> None:
         raise ConfigError(f"{what} needs all ranks on one machine, but only {here} of {everywhere} are here; {mend}")
 
 
-def check_mismatch(mean_logprob_diff: float, version: int, cfg: SyncConfig) -> None:
-    """Raise SyncError when the engine's log-probs say that it serves other weights than the version it echoes."""
-    if not mean_logprob_diff <= cfg.max_logprob_diff:  # nan too
+def allowed_difference(tokens: int, cfg: SyncConfig) -> float:
+    """Return the mean |log-prob difference|, in nats, up to which `tokens` tokens of one server pass.
+
+    It is `cfg.max_logprob_diff` with room for chance, which fades with the number of tokens n: 4 / sqrt(n) for the spread of
+    a mean, and 20 / n because in bf16 a single token may differ by a nat. 1.15 times the limit at 1,000 tokens.
+    """
+    return cfg.max_logprob_diff * (1 + 4 / math.sqrt(tokens) + 20 / tokens)
+
+
+def check_mismatch(
+    mean_logprob_diff: float, version: int, cfg: SyncConfig, server: str = "", tokens: int | None = None
+) -> None:
+    """Raise SyncError when the engine's log-probs say that it serves other weights than the version it echoes.
+
+    Args:
+        mean_logprob_diff: mean |rollout - actor| in nats, under the weights of `version`.
+        version: of the weights.
+        cfg: the limit.
+        server: whose tokens they are; "": not known.
+        tokens: how many, of one server alone (see `allowed_difference`); None: all of a step, without that room.
+    """
+    limit = cfg.max_logprob_diff if tokens is None else allowed_difference(tokens, cfg)
+    if not mean_logprob_diff <= limit:  # nan too
+        where = "" if tokens is None else f" over {tokens} tokens{f' of {server}' if server else ''}"
         raise SyncError(
-            f"mean |rollout - actor| log-prob difference is {mean_logprob_diff:.2e} nats at version {version}, above "
-            f"sync.max_logprob_diff={cfg.max_logprob_diff}: the engine does not serve the weights that were sent "
+            f"mean |rollout - actor| log-prob difference is {mean_logprob_diff:.2e} nats at version {version}{where}, above "
+            f"sync.max_logprob_diff={cfg.max_logprob_diff}: {server or 'the engine'} does not serve the weights that were sent "
             f"(or, in low precision, the gate is too tight: raise sync.max_logprob_diff)"
         )

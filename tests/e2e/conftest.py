@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.tiny import tiny_qwen3
@@ -61,6 +62,13 @@ class Command:
     def interrupt(self) -> None:
         """Ctrl-C: SIGINT to the foreground process group."""
         os.killpg(self.process.pid, signal.SIGINT)
+
+    def oldest_server(self, word: str) -> int:
+        """Return the process that was started first of those with `word` in their command line, guards apart: a server that has
+        served longest, not one of its workers. Numbers of processes say nothing of their age: they begin again at some point.
+        """
+        found = [int(line.split()[0]) for line in self.left_over() if word in line and "guard" not in line]
+        return min(found, key=lambda pid: psutil.Process(pid).create_time())
 
     def left_over(self) -> list[str]:
         """Command lines of its descendants that still run."""

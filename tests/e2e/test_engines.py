@@ -91,8 +91,8 @@ def test_rollouts_are_of_the_actors_weights(
         overrides["rollout__replay_experts"] = "false"  # asked for by the run or not, the server could tell
     if layout == "EP2 replay":
         overrides["rollout__record"] = "true"
-    if layout.startswith("EP2"):  # the mixture never solves a problem: the entropy moves its weights
-        overrides |= {"rollout__filter_uniform_groups": "false", "objective__entropy_coefficient": 0.1, "training__epochs": 1}
+    # which problems are solved differs from machine to machine: every step trains, and the entropy moves the weights
+    overrides |= {"rollout__filter_uniform_groups": "false", "objective__entropy_coefficient": 0.1, "training__epochs": 1}
     command = tepo(*arguments(served.model, **overrides), env={"TEPO_SERVER_KEY": served.key})
     assert command.wait(240) == 0, command.output
     command.assert_nothing_left()

@@ -147,6 +147,14 @@ def test_an_engine_that_serves_other_weights(tepo, arguments, model: Path, tmp_p
     fault(command, tmp_path / "runs" / "stale", "sync.max_logprob_diff", "version 1", steps=1)
 
 
+@pytest.mark.full
+def test_an_engine_that_serves_other_weights_ahead_of_training(tepo, arguments, model: Path, tmp_path: Path) -> None:
+    """Version 1 samples for step 3, and that step has the weights of version 2: those of version 1 were kept."""
+    ahead = SHORT | {"rollout__max_staleness": 1, "rollout__filter_uniform_groups": "false"}
+    command = tepo(*arguments(model, **ahead, optimizer__lr="1e-3", name="stale"), engine="stale")
+    fault(command, tmp_path / "runs" / "stale", "sync.max_logprob_diff", "version 1", steps=2)
+
+
 def test_a_server_that_dies_in_mid_run(tepo, arguments, model: Path, tmp_path: Path) -> None:
     command = tepo(*arguments(model, **SHORT, name="dies"), engine="dies")
     fault(command, tmp_path / "runs" / "dies", "inference server was killed by SIGKILL", steps=1)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,17 +144,18 @@ def scripted(site: Site, model: Path, **more: object) -> Job:
 
 def test_a_run_goes_on_when_a_machine_is_lost(site: Site, random_model: Path) -> None:
     """Its Ray dies, and nothing else is told: what it had started ends by itself, and another machine takes its place."""
-    job = scripted(site, random_model)
+    job = scripted(site, random_model, training__steps=15)  # so many that the loss is noticed before the last
     job.until(lambda: steps_of(job.run) >= 3, timeout=240)
     assert len(of_the_run(site, "m0")) >= 2 and len(of_the_run(site, "m1")) >= 2  # torchrun and a rank
     os.kill(site.ray.raylet("m1"), signal.SIGKILL)
     job.until(lambda: not of_the_run(site, "m1"), timeout=60)
     site.ray.boot("m2")
     assert job.ended(300) == 0, job.output
-    assert [r["step"] for r in records(job.run)] == [1, 2, 3, 4, 5]
-    assert sorted(prompt for step in prompts_of(job.run).values() for prompt in step) == list(range(40))
+    assert [r["step"] for r in records(job.run)] == list(range(1, 16))
+    seen = Counter(prompt for step in prompts_of(job.run).values() for prompt in step)
+    assert seen.total() == 120 and max(seen.values()) - min(seen.values()) <= 1, "a prompt was lost or doubled"
     told = (job.run / "launch" / "run-head-1.log").read_text()
-    newest = re.search(r"is lost; started again; newest checkpoint: step-0000000([24])\n", told)  # 4 if it was under way
-    assert newest is not None, told
-    assert f"resume: from the checkpoint of step {newest[1]}" in (job.run / "log.txt").read_text()
+    newest = re.search(r"is lost; started again; newest checkpoint: step-(\d+)\n", told)
+    assert newest is not None and int(newest[1]) in range(2, 15, 2), told
+    assert f"resume: from the checkpoint of step {int(newest[1])}" in (job.run / "log.txt").read_text()
     assert of_the_run(site) == {} and no_secret_in(site.folder)

@@ -31,7 +31,7 @@ def test_a_served_engine_killed_in_mid_run_costs_no_sample(tepo, arguments, base
     before = json.loads(found.read_text())
     assert before["engine"] == "vllm" and before["url"].startswith("http://127.0.0.2:") and before["run"] == "far"
     assert not any(SERVER in line for line in train.left_over())
-    server = min(int(line.split()[0]) for line in serve.left_over() if SERVER in line and "guard" not in line)
+    server = serve.oldest_server(SERVER)
     os.kill(server, signal.SIGKILL)
     assert train.wait(240) == 0, f"{train.output}\n{serve.output}"
     train.assert_nothing_left()
@@ -63,7 +63,7 @@ def test_a_served_engine_takes_turns_and_is_killed_in_the_trainers(tepo, argumen
     train = tepo(*words)
     path, folder = run / "metrics.jsonl", Rendezvous(rendezvous)
     train.until(lambda: path.exists() and path.read_text() and rendezvous.exists() and folder.turn() is not None, timeout=240)
-    server = min(int(line.split()[0]) for line in serve.left_over() if SERVER in line and "guard" not in line)
+    server = serve.oldest_server(SERVER)
     os.kill(server, signal.SIGKILL)
     assert train.wait(240) == 0, f"{train.output}\n{serve.output}"
     train.assert_nothing_left()

@@ -97,9 +97,8 @@ def test_servers_killed_and_frozen_in_mid_run_cost_no_sample(tepo, arguments, ba
         return path.read_text().count("\n") if path.exists() else 0
 
     def first_process() -> int:
-        """Of the server whose log is written to by one that was started last."""
-        word = {"vllm": "-m vllm.entrypoints", "sglang": "in_server.sglang_server"}[engine]
-        return min(int(line.split()[0]) for line in command.left_over() if word in line and "guard" not in line)
+        """Of the server that has served longest."""
+        return command.oldest_server({"vllm": "-m vllm.entrypoints", "sglang": "in_server.sglang_server"}[engine])
 
     command.until(lambda: steps() >= 2, timeout=240)
     os.kill(first_process(), signal.SIGKILL)

@@ -59,8 +59,8 @@ def torchrun(host: Host, two: tuple[Host, Host]) -> list[str]:
     """A rank of two there. The first host keeps the rendezvous, and has rank 0."""
     return [
         *host.enter, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=0",
-        "--rdzv-id=two-hosts", "--rdzv-backend=c10d", f"--rdzv-endpoint={two[0].address}:{PORT}",
-        f"--rdzv-conf=is_host={int(host is two[0])}", f"--local-addr={host.address}",
+        "--rdzv-id=two-hosts", "--rdzv-backend=static", f"--rdzv-endpoint={two[0].address}:{PORT}",
+        f"--node-rank={int(host is not two[0])}",
     ]  # fmt: skip
 
 

@@ -132,7 +132,7 @@ def test_activations_leave_the_gpu(alone: Any) -> None:
 
     weight = torch.nn.Parameter(torch.randn(1024, 1024, device=DEVICE))
     held, gradients = [], []
-    for context in (torch.enable_grad(), HostActivations([torch.nn.ParameterList([weight])])):
+    for context in (torch.enable_grad(), HostActivations([torch.nn.ParameterList([weight])], DEVICE)):
         x = torch.randn(16384, 1024, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
         with context:
             for _ in range(4):
@@ -180,7 +180,7 @@ def test_fused_adam_steps_as_this_packages(name: str) -> None:
 
     if name not in FOUND or (name == "apex" and "amp_C" not in FOUND):
         pytest.skip(f"{name} is not installed")
-    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+    settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
     start = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.to(DEVICE))
     a, b = HostAdam([ours], **settings), _adam(name)([theirs], adam_w_mode=True, **settings)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tepo_megatron.ops import output_layer
 from tepo_megatron.ops.output_layer import output_layer_stats
 from tepo_megatron.ops.vocab_parallel import token_stats
 from tests.token_statistics import reference
@@ -40,6 +41,27 @@ def test_against_fp64(dtype: torch.dtype, shift: float) -> None:
         assert relative(gradient, expected) <= 1e-5
     else:  # rounded to bf16 once, and no more
         assert relative(gradient, expected) <= 1.001 * relative(expected.to(dtype), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [32_001, 32_016, 32_128])
+def test_padding_of_any_value_never_reaches_a_result(width: int, dtype: torch.dtype) -> None:
+    """32001 columns: with a width of 32001 the accesses are narrow; padded, they are of 16 bytes and reach into NaN."""
+    columns = 32_001
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    logits = torch.randn(65, columns, device=DEVICE, generator=generator).mul_(3).to(dtype)
+    labels = torch.randint(0, columns, (65,), device=DEVICE, generator=generator)
+    gradients = torch.randn(2, 65, device=DEVICE, generator=generator)
+    padded = torch.nn.functional.pad(logits, (0, width - columns), value=float("nan")).requires_grad_() * 1
+    stats = token_stats(padded, labels, 1.0, None, columns, backend="triton")
+    (gradient,) = torch.autograd.grad([stats.logprob_R, stats.entropy_R], padded, list(gradients))
+    exact = logits.double().requires_grad_()
+    logprob, entropy = reference(exact, labels, 1.0, columns)
+    (expected,) = torch.autograd.grad([logprob, entropy], exact, list(gradients.double()))
+    assert (stats.logprob_R - logprob).abs().max() <= 4e-6 and (stats.entropy_R - entropy).abs().max() <= 2e-6
+    rounding = 1e-5 if dtype == torch.float32 else 1.001 * relative(expected.to(dtype), expected)
+    assert relative(gradient[:, :columns], expected) <= rounding
+    assert torch.equal(gradient[:, columns:], torch.zeros_like(gradient[:, columns:]))
 
 
 def test_more_elements_than_an_int32_counts() -> None:
@@ -83,3 +105,25 @@ def test_the_output_layer(budget: int) -> None:
     assert hidden.grad is not None and weight.grad is None
     assert relative(hidden.grad, expected @ weight.double()) <= 0.01
     assert relative(weight.main_grad, expected.t() @ hidden.double()) <= 0.005
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["addmm", "mm then add"])
+def test_products_of_bf16_added_in_fp32(monkeypatch: pytest.MonkeyPatch, within: bool) -> None:
+    """Against fp64, into a sum that holds something already; the form of PyTorch 2.10 makes no fp32 temporary."""
+    if within and not output_layer.ADDS_WITHIN_PRODUCT:
+        pytest.skip("this PyTorch adds only after the product")
+    monkeypatch.setattr(output_layer, "ADDS_WITHIN_PRODUCT", within)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    gradient = torch.randn(1024, 9008, device=DEVICE, generator=generator).bfloat16()
+    hidden = torch.randn(1024, 512, device=DEVICE, generator=generator).bfloat16()
+    total = torch.randn(9008, 512, device=DEVICE, generator=generator)
+    exact = total.double()
+    for repetition in range(2):  # the first call may allocate cuBLAS's workspace
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        output_layer.add_product(total, gradient, hidden)
+        extra = torch.cuda.max_memory_allocated() - before
+        exact += gradient.double().t() @ hidden.double()
+        if repetition:
+            assert extra == 0 if within else 0 < extra <= 2 * 4096 * 512 * 4
+    assert relative(total, exact) <= 1e-5

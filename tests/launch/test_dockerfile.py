@@ -31,6 +31,28 @@ def test_a_target_for_each_engine(engine: str) -> None:
     assert base is not None and names["cuda-toolkit"].startswith(f"{base[1]}.")
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_only_cudnn_is_that_of_the_pins(engine: str) -> None:
+    """Transformer Engine prefers one of the system, and PyTorch loads the wheel's: two in one process do not go together."""
+    (base,) = re.findall(r"^ARG BASE_IMAGE=(\S+)$", TEXT, re.MULTILINE)
+    assert "cudnn" not in base and "-devel-" in base
+    installed = re.search(r"apt-get install .*?&&", TEXT, re.DOTALL)
+    assert installed is not None and "cudnn" not in installed[0]
+    pins = (ROOT / "requirements" / f"gpu-{engine}.txt").read_text()
+    assert len(re.findall(r"^nvidia-cudnn-cu\d+==", pins, re.MULTILINE)) == 1
+    # what is compiled finds the headers of that one
+    assert "CPATH=$nvidia/cudnn/include:" in (ROOT / "requirements" / "gpu-compile.sh").read_text()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_what_checks_and_watches_a_run_on_gpus_is_in_the_image(engine: str) -> None:
+    pins = (ROOT / "requirements" / f"gpu-{engine}.txt").read_text()
+    assert {"pytest", "wandb", "tensorboard"} <= {line.partition("==")[0] for line in pins.splitlines()}
+    assert {"!tests", "!benchmarks"} <= set((ROOT / ".dockerignore").read_text().splitlines())
+    assert re.search(r"apt-get install .*\bgit\b", TEXT)  # benchmarks say which commit was measured
+    assert all(f"--extra {extra}" in (ROOT / "Makefile").read_text() for extra in ("wandb", "tensorboard", "test"))
+
+
 def test_the_targets_differ_in_their_pins_only() -> None:
     shared, *targets = re.split(r"^FROM system AS train-", TEXT, flags=re.MULTILINE)
     vllm, sglang = (target.strip() for target in targets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -54,6 +55,16 @@ def test_the_scripts(told: dict[str, tuple[int, str, str]], case: str, tmp_path:
         file = tmp_path / f"{i}.sh"
         file.write_text(script.partition("\n")[2])
         subprocess.run(["bash", "-n", file], check=True)
+
+
+@pytest.mark.parametrize(("cores", "before", "threads"), [(96, None, "12"), (4, None, "1"), (96, "3", "3")])
+def test_each_rank_of_several_machines_gets_its_share_of_the_cores(cores: int, before: str | None, threads: str) -> None:
+    """8 ranks a machine; what the user set stays."""
+    script = (cases.GOLDEN / "apart.sh").read_text()
+    (assignment,) = re.findall(r"OMP_NUM_THREADS=\".*?\)\)}\"", script)
+    run = f"nproc() {{ echo {cores}; }}; env {assignment} printenv OMP_NUM_THREADS"
+    env = {"PATH": os.environ["PATH"]} | ({} if before is None else {"OMP_NUM_THREADS": before})
+    assert subprocess.run(["bash", "-c", run], env=env, check=True, capture_output=True, text=True).stdout.strip() == threads
 
 
 def test_a_dry_run_leaves_nothing(told: dict[str, tuple[int, str, str]]) -> None:

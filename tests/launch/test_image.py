@@ -6,6 +6,7 @@ compiler. What a stand-in cannot show is in docs/launch.md.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -46,7 +47,17 @@ COMPILED = {"transformer-engine-torch", "apex"}
 GIB = 2**30
 FREE = 48 * GIB
 ENGINES = ("vllm", "sglang")
-IN_THE_IMAGE = {"tepo_megatron", "pyproject.toml", "README.md", "LICENSE", "requirements", "tools", "examples"}
+IN_THE_IMAGE = {
+    "tepo_megatron",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "requirements",
+    "tools",
+    "examples",
+    "tests",
+    "benchmarks",
+}
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +158,28 @@ def test_what_is_installed_is_what_is_pinned(built: Built) -> None:
     assert {line.partition("==")[0] for line in frozen - lines} == {"pip", "uv", "tepo-megatron", "apex"} - left_out
     engine = f"import {built.engine}; print({built.engine}.__version__)"
     assert built.run("python", "-c", engine).splitlines()[-1] == stand_in.pin(built.engine, built.engine).partition("==")[2]
+
+
+CUDNN = """
+import re, torch, transformer_engine.common
+files = set(re.findall(r"/\\S*/libcudnn[^/\\s]*", open("/proc/self/maps").read()))
+print(sorted({file.rsplit("/", 1)[0] for file in files}))
+"""
+
+
+def test_one_cudnn_is_loaded_by_pytorch_and_transformer_engine(built: Built) -> None:
+    """`transformer_engine.common` loads the core library, which is a wheel, and with it whichever cuDNN it prefers."""
+    (folder,) = ast.literal_eval(built.run("python", "-c", CUDNN).splitlines()[-1])
+    assert folder == "/opt/venv/lib/python3.12/site-packages/nvidia/cudnn/lib"
+    assert "libcudnn" not in built.run("ldconfig", "-p")
+
+
+def test_the_gpu_tests_and_sinks_are_in_it(built: Built) -> None:
+    words = ["python", "-m", "pytest", "tests/gpu", "--confcutdir=tests/gpu", "--collect-only", "-p", "no:cacheprovider"]
+    said = built.run("sh", "-c", f"cd /opt/tepo_megatron && {' '.join(words)} || test $? = 5")
+    assert "no tests collected" in said  # without a GPU
+    assert built.run("python", "-c", "import wandb, tensorboard; print('found')").splitlines()[-1] == "found"
+    assert built.run("git", "--version").startswith("git version")
 
 
 @pytest.mark.skipif(

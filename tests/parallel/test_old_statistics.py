@@ -52,6 +52,18 @@ def test_a_single_update_needs_no_old_pass(case: cases.Case, layout: dict) -> No
             assert cases.distance(without["weights"][name], weight) <= 1e-5, name
 
 
+@pytest.mark.parametrize("layout", slow_but([{}], [{}, {"tp": 2}]), ids=str)
+def test_the_first_updates_ratio_is_one_in_bf16_too(case: cases.Case, layout: dict) -> None:
+    """The old pass packs other sequences together, which moves log-probs in bf16: by more than GSPO's clip range."""
+    batch = replace(case.batches[0], old_logprobs_N=None, old_entropies_N=None, update=0)
+    cfg = cases.run_config(case.model, layout, max_tokens=60)
+    cfg = replace(cfg, model=replace(cfg.model, precision="bf16"))
+    for with_pass, without in run_world(cfg.parallel.world_size, with_and_without, cfg, batch):
+        for made in (with_pass, without):
+            assert (made["result"].ratio_B - 1).abs().max() <= 1e-6
+        assert with_pass["mismatch"] != without["mismatch"], "the two passes round differently"
+
+
 class Count(w.Kill):
     """Kills nobody: tells the journal of each call of any of `where`, separated by spaces."""
 
@@ -103,19 +115,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"training": ONE_UPDATE}, 0),
         ({"training": ONE_UPDATE, "objective": {"name": "clip_cov", "beta": None}}, w.STEPS),
         ({"training": ONE_UPDATE, "objective": {"ref_beta": 0.1, "ref_kl_in": "reward"}}, 2 * w.STEPS),
-        ({"training": {"old_logprobs": "rollout"}, "objective": {"name": "grpo", "beta": None}}, 0),
+        # the gate's own: one where a step takes several updates
+        ({"training": {"old_logprobs": "rollout"}, "objective": {"name": "grpo", "beta": None}}, None),
     ],
     ids=["one update", "weights from the minibatch", "KL in the reward", "of the engine"],
 )
 @pytest.mark.slow
 def test_no_pass_is_wasted_and_the_engine_is_checked_all_the_same(
-    model: Path, tmp_path: Path, sections: dict, passes: int
+    model: Path, tmp_path: Path, sections: dict, passes: int | None
 ) -> None:
     records, calls = run(model, tmp_path, logging={"noise_floor_every": 0}, **sections)
-    assert calls["forward"] == passes
+    several = sum(updates_of(r, 2) > 1 for r in records)
+    assert calls["forward"] == (several if passes is None else passes)
+    records = [r for r in records if r["rollout/kept_groups"]]
     assert calls["update"] == sum(updates_of(r, 4 if sections["training"] is ONE_UPDATE else 2) for r in records)
     for record in records:
         assert record["rollout/logprob_diff_mean"] < 1e-5 and record["rollout/logprob_diff_max"] < 1e-4
+        assert record["gate/logprob_diff_worst"] < 1e-5 and record["gate/compared_share"] == 1
         assert record["actor/entropy"] > 0 and record["tepo/kl_mask_share"] is None and record["tepo/dH_up_p50"] is None
     spread = [r["tepo/ratio_p99"] - r["tepo/ratio_p01"] for r in records]
     assert max(spread) <= 1e-5 if sections["training"] is ONE_UPDATE else max(spread) >= 1e-3
@@ -123,9 +139,12 @@ def test_no_pass_is_wasted_and_the_engine_is_checked_all_the_same(
 
 @pytest.mark.slow
 def test_several_updates_have_their_pass(model: Path, tmp_path: Path) -> None:
-    """But for the step that kept few groups."""
-    records, calls = run(model, tmp_path, logging={"noise_floor_every": 0})
-    updates = [updates_of(r, 2) for r in records]
+    """But for steps that kept few groups. Which seeds have both kinds of steps hangs on the rounding of earlier ones."""
+    for seed in range(10):
+        records, calls = run(model, tmp_path / str(seed), logging={"noise_floor_every": 0}, seed=seed)
+        updates = [updates_of(r, 2) for r in records]
+        if set(updates) == {1, 2}:
+            break
     assert set(updates) == {1, 2}
     assert calls["forward"] == updates.count(2) and calls["update"] == sum(updates)
     assert [r["tepo/kl_mask_share"] is not None for r in records] == [n == 2 for n in updates]

@@ -136,22 +136,39 @@ def test_bf16_weight_gradient_is_summed_in_fp32(budget: int) -> None:
     assert relative(grad_weight, logits.grad.double().t() @ hidden[ROWS].double()) <= 1e-6
 
 
-def tied_on_rank(rank: int) -> list[torch.Tensor]:
+def tied_on_rank(rank: int, wrapped: bool) -> list[torch.Tensor]:
     hidden, weight, labels, tokens = inputs(torch.float32)
     h, w = hidden.requires_grad_(), weight.requires_grad_()
     w.main_grad = torch.zeros_like(weight)
+    if wrapped:
+        w.grad_added_to_main_grad = False
     states = h + torch.nn.functional.embedding(tokens, w)
     stats = output_layer.output_layer_stats(states[ROWS], w, labels, TEMPERATURE, None, VOCAB)
     loss_of(stats.logprob_R, stats.entropy_R).backward()
+    assert not wrapped or w.grad_added_to_main_grad
     return [stats.logprob_R.detach(), stats.entropy_R.detach(), h.grad, w.grad, w.main_grad]
 
 
-def test_a_tied_embedding_keeps_its_own_part_in_grad() -> None:
-    logprob, entropy, grad_hidden, embedding, output = run_world(1, tied_on_rank)[0]
+@pytest.mark.parametrize("wrapped", [False, True], ids=["no DDP", "DDP"])
+def test_a_tied_embedding_keeps_its_own_part_in_grad(wrapped: bool) -> None:
+    logprob, entropy, grad_hidden, embedding, output = run_world(1, tied_on_rank, wrapped)[0]
     exact = expected(torch.float32, tied=True)
     for ours, theirs in zip((logprob, entropy, grad_hidden, embedding + output), exact, strict=True):
         assert relative(ours, theirs) <= 1e-5
     assert embedding.norm() > 0 and output.norm() > 0
+
+
+def test_ddp_finds_a_gradient_that_adds_nothing_and_takes_no_memory() -> None:
+    """Megatron's hook asserts under `overlap_grad_reduce` that there is one."""
+    hidden, weight, labels, _ = inputs(torch.bfloat16)
+    w = weight.requires_grad_()
+    w.main_grad, w.grad_added_to_main_grad = torch.zeros(weight.shape), False
+    stats = output_layer.output_layer_stats(hidden[ROWS], w, labels, TEMPERATURE, None, VOCAB)
+    loss_of(stats.logprob_R, stats.entropy_R).backward()
+    assert w.grad_added_to_main_grad and w.main_grad.norm() > 0
+    assert w.grad is not None and w.grad.shape == w.shape and w.grad.dtype == w.dtype and w.grad._nnz() == 0
+    before = w.main_grad.clone()
+    assert torch.equal(w.main_grad.add_(w.grad.data), before)
 
 
 def test_a_second_backward_computes_the_logits_again() -> None:

@@ -12,11 +12,12 @@ from transformers import PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeCon
 
 from tepo_megatron.config import Config
 from tepo_megatron.config_io import plain, validate
+from tepo_megatron.host_sizes import arena_bytes
 from tepo_megatron.plan import activations
 from tepo_megatron.plan.activations import ON_CPU, final_norm_terms, kept_terms, output_bytes
-from tepo_megatron.plan.memory import ELEMENT, Model, state_bytes, training
+from tepo_megatron.plan.memory import ELEMENT, Model, checkpoint_bytes, offload_bytes, state_bytes, training
 from tepo_megatron.plan.models import read_model
-from tepo_megatron.plan.parameters import held
+from tepo_megatron.plan.parameters import held, rank_parameters
 from tepo_megatron.types import Rollout, TrainBatch
 from tests.marks import slow_but
 from tests.parallel import cases
@@ -47,14 +48,26 @@ def config(folder: Path, layout: dict[str, Any], precision: str, **training: Any
 
 
 def built(rank: int, cfg: Config) -> dict[str, int]:
-    """In a forked rank: bytes of the buffers and of the optimizer's tensors after one step with gradients of zero."""
+    """In a forked rank: bytes of the buffers and of the optimizer's tensors after one step with gradients of zero, and of the
+    host memory that they take as on a GPU.
+    """
     from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.actor.offload import ON_CUDA, Offload
+    from tepo_megatron.checkpoint.state import written
+    from tepo_megatron.checkpoint.tensors import HostCopy
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
     actor = Actor(cfg, groups)
     actor.optimizer.step()
+    actor._offload = Offload(actor.chunks, actor.optimizer, groups.device, ON_CUDA)
+    actor.offload()
+    actor.load()
+    actor.keep_reference()
+    assert actor._reference is not None
+    copied, boxes = HostCopy(), list(written(actor))
+    copied.take(boxes)
     buffers = [b for chunk in actor.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weights = {b.param_data.untyped_storage()._cdata: b.param_data.untyped_storage() for b in buffers}
     optimizer = {t.untyped_storage()._cdata: t.untyped_storage() for t in actor._offload._tensors("optimizer") if t.numel()}
@@ -65,6 +78,10 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
         "weights": sum(s.nbytes() for s in weights.values()),
         "gradients": sum(b.grad_data.nbytes for b in buffers),
         "optimizer": sum(s.nbytes() for key, s in optimizer.items() if key not in weights),
+        "host": actor._offload.host_bytes,
+        "reference": actor._reference.arena.allocated,
+        "checkpoint": copied.arena.allocated,
+        "boxes": len(boxes),
     }
     parallel.shutdown()
     return out
@@ -79,6 +96,13 @@ def test_states_to_the_byte(tmp_path: Path, model: str, layout: dict[str, Any], 
         mine = held(family.rows, arch, cfg.parallel, rank["pp"], rank["dp_cp"])
         assert mine.parameters == rank["parameters"]
         assert state_bytes(mine, precision) == {k: rank[k] for k in ("weights", "gradients", "optimizer")}
+        assert offload_bytes(mine, precision) == rank["host"]
+        planned = arena_bytes([checkpoint_bytes(mine, precision)])
+        assert rank["checkpoint"] <= planned + arena_bytes([1] * rank["boxes"])
+        if cfg.parallel.tp * cfg.parallel.pp == 1:  # else norms and tied tables are written by one of those that have them
+            assert rank["checkpoint"] >= planned
+        ours = rank_parameters(family.rows, arch, cfg.parallel, rank["pp"])
+        assert arena_bytes([p.elements * ELEMENT[precision] for p in ours]) == rank["reference"]
 
 
 WIDE = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 640}
@@ -126,9 +150,10 @@ def one_batch(shared: bool) -> TrainBatch:
     return TrainBatch(tuple(rollouts), torch.ones(len(LENGTHS)), torch.zeros(rows), torch.zeros(rows), update=1)
 
 
-def kept(rank: int, cfg: Config) -> tuple[int, int]:
+def kept(rank: int, cfg: Config) -> tuple[int, int, int]:
     """In a forked rank, of one microbatch: bytes of all storages that the forward pass saves for backward, but for the
-    parameters'; and of the copies that `training.offload_activations` makes of tensors of every size.
+    parameters'; of the copies that `training.offload_activations` makes of tensors of every size; and of the host memory that
+    they take.
     """
     from tepo_megatron import parallel
     from tepo_megatron.actor.activations import HostActivations
@@ -152,10 +177,11 @@ def kept(rank: int, cfg: Config) -> tuple[int, int]:
     actor.start_step(1)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         actor.backward(batch, objective)
-    away = actor._activations = HostActivations(actor.chunks, least_bytes=1)
-    actor.backward(batch, objective)
+    away = actor._activations = HostActivations(actor.chunks, torch.device("cpu"), least_bytes=1)
+    for _ in range(2):  # by the second time it is known how much a microbatch needs
+        actor.backward(batch, objective)
     parallel.shutdown()
-    return sum(storage.nbytes() for storage in saved.values()), away.moved
+    return sum(storage.nbytes() for storage in saved.values()), away.moved // 2, away.memory.allocated
 
 
 @pytest.mark.parametrize(("model", "layout", "precision", "training"), slow_but([KEPT[0], KEPT[3]], KEPT), ids=lambda x: str(x))
@@ -184,9 +210,10 @@ def test_activations(
     monkeypatch.setattr(activations, "LEAST_OFFLOADED", 1)
     stays = activations.kept(terms, element, tokens).device + output
     waits = activations.kept(terms, element, tokens, offloaded=True)
-    measured, moved = run_world(cfg.parallel.world_size, kept, cfg)[0]
+    measured, moved, allocated = run_world(cfg.parallel.world_size, kept, cfg)[0]
     assert stays == pytest.approx(measured, rel=0.05)
     assert waits.device == 0 and waits.host + output == pytest.approx(moved, rel=0.15), "copies on the host"
+    assert moved <= allocated < 1.03 * moved, "their memory: at multiples of 64 bytes, which is little even for small tensors"
 
 
 def test_the_plan_of_a_stage_is_made_of_these(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tepo_megatron import scratch
 from tepo_megatron.errors import TepoError
 from tepo_megatron.weights import stores
 from tests.marks import full_but
@@ -191,18 +192,21 @@ def test_a_fault_on_one_machine_ends_the_push_on_all_and_leaves_nothing(tmp_path
     assert left_in(root) == []
 
 
+KILLED, USED = f"tepo-sync-{'0' * 16}", f"tepo-sync-{'1' * 16}"
+
+
 @pytest.mark.slow
 def test_what_killed_runs_left_is_removed_on_every_machine_and_what_is_used_is_not(tmp_path: Path) -> None:
     cfg, machines, root = world(tmp_path, "PP2, one each")
     locks = []
     for machine in set(machines):
-        killed, lock = stores.claim(memory(root, machine), "tepo-sync-killed")
+        killed, lock = scratch.claim(memory(root, machine), KILLED)
         os.close(lock)
         (killed / "v1-00000-stage00.safetensors").write_bytes(b"some of it")
-        locks.append(stores.claim(memory(root, machine), "tepo-sync-used")[1])  # removes the one before, too
-        killed, lock = stores.claim(memory(root, machine), "tepo-sync-killed")
+        locks.append(scratch.claim(memory(root, machine), USED)[1])  # removes the one before, too
+        killed, lock = scratch.claim(memory(root, machine), KILLED)
         os.close(lock)
     run_world(len(machines), simulated, machines, root, push_twice, cfg)
-    assert left_in(root) == ["machine0/tepo-sync-used", "machine1/tepo-sync-used"]
+    assert left_in(root) == [f"machine0/{USED}", f"machine1/{USED}"]
     for lock in locks:
         os.close(lock)

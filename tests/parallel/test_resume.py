@@ -245,7 +245,41 @@ def test_damage_other_data_and_other_problems(model: Path, tmp_path: Path) -> No
     assert "resume: from the checkpoint of step 2" in log_of(cfg) and "1 recorded steps are taken again" in log_of(cfg)
     assert "resume: evaluation.max_problems was None and is 3" in log_of(cfg)
     summary = json.loads((cfg.run_dir / "summary.json").read_text())
+    finished = (cfg.run_dir / "summary.json").read_bytes()
+    refused = replace(other, data=replace(cfg.data, train=str(fewer)), training=replace(cfg.training, steps=4))
+    with pytest.raises(AssertionError, match="DataError: the checkpoint's place in the dataset"):
+        w.attempt(refused, tmp_path / "journal", 3)
+    assert (cfg.run_dir / "summary.json").read_bytes() == finished, "a refused resume demoted a finished run"
     assert summary["accuracy_before"] is None and summary["accuracy_after"] is not None
+
+
+def test_damaged_records_are_told_and_the_run_goes_on(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
+    """Every record that can be read is there once at the end, and the run ends as if nothing had happened to its records."""
+    cfg = made(model, tmp_path, rollout={"record": True})
+    metrics, lost, folder = (cfg.run_dir / name for name in ("metrics.jsonl", "metrics.lost.jsonl", "rollouts"))
+    first, second, third = metrics.read_text().splitlines()
+    # half of step 2 with step 1 behind it in the same line, all of it twice, and no end
+    metrics.write_text(f"{third}\r\n{second[:50]}{first}\n\0garbage\n{first}\n{third}")
+    record = folder / "step-000001.safetensors"
+    record.write_bytes(record.read_bytes()[:-3])
+    more = {"rollout": {"record": True}, "checkpoint": {"every": 1}, "resume": True}
+    w.attempt(w.run_config(model, tmp_path, training={"steps": 4}, **more), tmp_path / "journal", 1)
+    told = log_of(cfg)
+    for words in (
+        "resume: metrics.jsonl: line 2 cannot be read", "resume: metrics.jsonl: line 3 cannot be read",
+        "resume: metrics.jsonl: recorded more than once, of which the later record counts: steps 1, 3",
+        "resume: metrics.jsonl: no record of step 2, and what is lost cannot be made again",
+        "resume: metrics.jsonl: its records were not in the order of their steps",
+        "resume: 4 other lines of metrics.jsonl moved to metrics.lost.jsonl", f"resume: {record}: not the recorded rollouts",
+    ):  # fmt: skip
+        assert words in told, words
+    recorded = metrics.read_text().splitlines()
+    assert recorded[:2] == [first, third] and len(recorded) == 3 and lost.read_text().count(third) == 1
+    metrics.write_text("")  # and once more, all of it
+    w.attempt(w.run_config(model, tmp_path, **more), tmp_path / "journal", 2)
+    assert "resume: metrics.jsonl: no record of steps 1 to 4," in log_of(cfg)
+    metrics.write_text("\n".join([first, second, *recorded[1:], *metrics.read_text().splitlines()]))
+    w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(1))
 
 
 @pytest.mark.full

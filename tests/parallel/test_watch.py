@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tepo_megatron.parallel import world_store
 from tepo_megatron.timing import Clock
-from tepo_megatron.watch import Watch, here
+from tepo_megatron.watch import BEAT_SECONDS, JOINING, Watch, here
 from tests.marks import full_but
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill
@@ -97,6 +97,18 @@ def test_ranks_that_do_not_get_on_are_told(tmp_path: Path) -> None:
     assert "  rank 0: step 0, old_stats, in all_reduce\n" in told and "  rank 1: step 0, old_stats\n" in told
 
 
+def test_a_rank_that_never_leaves_the_forming_of_a_group_is_reported(tmp_path: Path) -> None:
+    watch = Watch(
+        dist.HashStore(), 0, 1, tmp_path, silent_seconds=60.0, stuck_seconds=5 * BEAT_SECONDS, end=lambda *_: pytest.fail()
+    )
+    with here.within(f"{JOINING} meeting-1"):
+        for _ in range(6):
+            assert watch._fault() is None
+            watch._say()
+            watch._listen(watch._seen)
+    assert f"rank 0 has been in one place for 5 s: step {here.step}, joining the servers in meeting-1" in str(watch._fault())
+
+
 def leaving(rank: int) -> int:
     if rank == 0:
         with Clock().phase("wait"):
@@ -138,7 +150,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_with_a_frozen_rank_ends_and_says_which(model: Path, tmp_path: Path, where: str, rank: int) -> None:
     """Rank 0 keeps the store of these worlds: where it is frozen, that is what the other one tells."""
     parallel = {"tp": 2, "silent_seconds": SILENT, "timeout_seconds": 60.0}
-    cfg = w.run_config(model, tmp_path, parallel=parallel, checkpoint={"every": 1, "asynchronous": False})
+    every_group = {"filter_uniform_groups": False, "max_refills": 0}  # so that every step has several updates, and an old pass
+    checkpoint = {"every": 1, "asynchronous": False}
+    cfg = w.run_config(model, tmp_path, parallel=parallel, rollout=every_group, checkpoint=checkpoint)
     with pytest.raises(AssertionError):
         w.attempt(cfg, tmp_path / "journal", 0, Freeze(where, step=2 if "export" not in where else 0, rank=rank))
     told = (cfg.run_dir / "hang.txt").read_text()

@@ -330,10 +330,10 @@ def test_a_fault_in_mid_push_ends_it_on_every_rank(tmp_path: Path, fault: str, l
 def test_folders_of_killed_runs_are_removed_and_those_in_use_are_not() -> None:
     from tepo_megatron.weights import stores
 
-    mine, lock = stores._make_folder()
-    abandoned, abandoned_lock = stores._make_folder()
+    mine, lock = stores.make_folder()
+    abandoned, abandoned_lock = stores.make_folder()
     os.close(abandoned_lock)  # what the kernel does for a killed process
-    other, other_lock = stores._make_folder()
+    other, other_lock = stores.make_folder()
     try:
         assert mine.exists() and other.exists() and not abandoned.exists()
     finally:

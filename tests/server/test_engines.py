@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -24,6 +25,8 @@ from tepo_megatron.ipc import lend
 from tepo_megatron.rollout.engine import INITIAL_VERSION
 from tepo_megatron.rollout.servers.checksums import Checks
 from tepo_megatron.rollout.servers.client import RequestFailed
+from tepo_megatron.rollout.sglang import generate_request
+from tepo_megatron.rollout.vllm import completion_request
 from tepo_megatron.types import Prompt, SamplingParams
 from tepo_megatron.weights.stores import write_file
 from tests.server.served import (
@@ -133,6 +136,39 @@ def test_samples_depend_on_the_seed_and_not_on_the_batch(served: Served) -> None
     assert all(first[p.id] != other[p.id] for p in prompts)
 
 
+def test_samples_do_not_depend_on_requests_with_other_parameters(served: Served) -> None:
+    prompts = make_prompts(16, seed=4)
+    alone = responses(served.engine.generate(prompts, SAMPLING, seed=5))
+    over, answered = threading.Event(), 0
+
+    def disturb() -> None:  # SGLang answers for its health with a greedy token, which joins the batch
+        nonlocal answered
+        while not over.is_set():
+            call(served, "GET", "/health")
+            call(served, "POST", *_filtered_request(served.name))
+            answered += 1
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        disturbed = [responses(served.engine.generate(prompts, SAMPLING, seed=5)) for _ in range(3)]
+    finally:
+        over.set()
+        thread.join(timeout=60)
+    assert answered > 0
+    assert disturbed == [alone] * 3
+
+
+def _filtered_request(engine: str) -> tuple[str, dict[str, Any]]:
+    """Path and body of a request for few tokens under top-k and top-p."""
+    prompt, sampling = make_prompts(1, seed=6)[0], replace(SAMPLING, samples=1, max_tokens=8)
+    few = {"top_k": 5, "top_p": 0.8}
+    if engine == "vllm":
+        return "/v1/completions", completion_request(prompt, sampling, 0) | few
+    body = generate_request(prompt, sampling, 0)
+    return "/generate", body | {"sampling_params": [params | few for params in body["sampling_params"]]}
+
+
 def test_samples_of_equal_prompts_are_independent(served: Served) -> None:
     same = make_prompts(1, seed=8)[0].token_ids
     prompts = [Prompt(id=i, token_ids=same, answer="") for i in range(16)]
@@ -160,7 +196,7 @@ def test_only_health_answers_without_the_key(served: Served, host: str) -> None:
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer"}):
                 answer = stranger.request(method, path, json={}, headers=headers)
                 assert answer.status_code == 401, (method, path, headers)
-    key = client(served)._key
+    key = served.engine._members[0].endpoint.address.key
     assert key not in served.log_path.read_text()
     assert not any(key in word for process in server_processes(served.engine) for word in process.cmdline())
 

@@ -236,6 +236,30 @@ def test_versions_that_are_known_not_to_work_together(there: dict[str, str], ver
     assert found.verdict == verdict and all(word in found.said for name in there if verdict != "pass" for word in (name,))
 
 
+def test_a_loader_that_binds_all_symbols_and_an_older_cublas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"transformer-engine-cu13": "2.20.2", "nvidia-cublas": "13.1.1.3"}
+    assert [found.verdict for found in versions.combinations(there)] == ["pass"]
+    monkeypatch.setenv("LD_BIND_NOW", "1")
+    (found,) = versions.combinations(there)
+    assert found.verdict == "fail" and "unset LD_BIND_NOW" in str(found)
+    assert [found.verdict for found in versions.combinations(there | {"nvidia-cublas": "13.2.0.9"})] == ["pass"]
+
+
+def test_a_second_cudnn_is_found_where_transformer_engine_looks(made: Make, tmp_path: Path) -> None:
+    home, toolkit = tmp_path / "home", tmp_path / "toolkit"
+    for folder in (home, toolkit):
+        (folder / "lib64").mkdir(parents=True)
+    cfg = made(platform="cuda", model={"precision": "bf16"})
+    environment = {"CUDNN_HOME": "", "CUDA_HOME": str(home)}
+    assert [found.verdict for found in versions.cudnn(cfg, environment, toolkit)] == ["pass"]
+    for folder in (toolkit, home):
+        library = folder / "lib64" / "libcudnn.so.9"
+        library.touch()
+        (found,) = versions.cudnn(cfg, environment, toolkit)
+        assert found.verdict == "warn" and str(library) in found.said
+    assert list(versions.cudnn(made(), environment, toolkit)) == []
+
+
 def test_what_computes_is_told(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def told(*installed: str, **model: str) -> tuple[str, str]:
         monkeypatch.setattr(versions, "computing", lambda: frozenset(installed))
@@ -285,7 +309,7 @@ def test_what_a_step_tells(made: Make, tmp_path: Path, changes: dict[str, Any], 
 
     def start(cfg: Config) -> None:
         cfg.run_dir.mkdir(parents=True)
-        (cfg.run_dir / "metrics.jsonl").write_text(json.dumps(record(**changes)) + "\n")
+        (cfg.run_dir / "metrics.jsonl").write_text(json.dumps({"step": 1} | record(**changes)) + "\n")
 
     found = {f.check: f.verdict for f in trial.step(cfg, start)}
     expected = dict.fromkeys(("engine", "log-probs", "samples", "noise of dH", "seconds"), "pass")

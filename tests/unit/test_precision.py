@@ -210,7 +210,6 @@ def test_no_more_layers_in_bf16_than_a_stage_has() -> None:
         ({"optimizer": {"offload": 1}, "resume": True}, "offload=1 with resume=true: .*offload to 0"),
         ({"optimizer": {"offload": 1}, "rollout": {"colocate": True}}, "offload=1 with rollout.colocate=true"),
         ({"rollout": {"replay_experts": True}, "training": {"recompute": "full"}}, "recompute=full: routers that compute"),
-        ({"training": {"fuse_gradient_accumulation": True}, "platform": "cpu"}, "true needs platform=cuda; use false"),
     ],
 )  # fmt: skip
 def test_contradictions_name_key_value_reason_and_mend(change: dict[str, Any], said: str) -> None:
@@ -281,10 +280,11 @@ APEX = ALL - {"transformer_engine"}
 @pytest.mark.parametrize(
     ("keys", "device", "found", "wanted"),
     [
-        ({}, "cpu", ALL, ("torch", "torch", "host", "torch")),
-        ({}, "cuda", ALL, ("te", "te", "te", "torch")),
-        ({"attention": "sdpa"}, "cuda", ALL, ("torch", "apex", "te", "torch")),
-        ({}, "cuda", APEX, ("torch", "apex", "apex", "torch")),
+        ({}, "cpu", ALL, ("torch", "torch", "host", "separate")),
+        ({}, "cuda", ALL, ("te", "te", "te", "apex")),
+        ({"attention": "sdpa"}, "cuda", ALL, ("torch", "apex", "te", "apex")),
+        ({}, "cuda", APEX, ("torch", "apex", "apex", "apex")),
+        ({}, "cuda", frozenset({"transformer_engine"}), ("te", "te", "te", "torch")),
         ({}, "cuda", frozenset(), ("torch", "torch", "torch", "torch")),
     ],
 )
@@ -293,11 +293,31 @@ def test_who_does_what(keys: dict[str, Any], device: str, found: frozenset[str],
     assert dataclasses.astuple(chosen) == wanted
 
 
-def test_fused_accumulation_is_apexs() -> None:
-    fused = TrainingConfig(fuse_gradient_accumulation=True)
-    assert kernels.choose(model("bf16"), fused, "cuda", ALL).gradient_accumulation == "apex"
-    with pytest.raises(ConfigError, match=r"fuse_gradient_accumulation=true, but Apex's .* is not installed .*to false"):
-        kernels.choose(model("bf16"), fused, "cuda", frozenset({"transformer_engine"}))
+@pytest.mark.parametrize(
+    ("precision", "attention", "cp", "layers"),
+    [("fp32", "auto", 2, "torch"), ("fp32", "auto", 1, "te"), ("bf16", "auto", 2, "te"), ("fp32", "sdpa", 2, "torch"),
+     ("fp8-current", "auto", 2, "te")],
+)  # fmt: skip
+def test_no_fp32_attention_of_transformer_engine_under_context_parallelism(
+    precision: str, attention: str, cp: int, layers: str
+) -> None:
+    cfg = ModelConfig(path="model", precision=precision, attention=attention)
+    assert kernels.choose(cfg, TrainingConfig(), "cuda", ALL, cp=cp).layers == layers
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "found", "who"),
+    [
+        (None, "cpu", ALL, "separate"),
+        (True, "cpu", ALL, "torch"),
+        (None, "cuda", ALL, "apex"),
+        (None, "cuda", frozenset(), "torch"),
+        (False, "cuda", ALL, "separate"),
+    ],
+)
+def test_who_accumulates_gradients(asked: bool | None, device: str, found: frozenset[str], who: str) -> None:
+    training = TrainingConfig(fuse_gradient_accumulation=asked)
+    assert kernels.choose(model("bf16"), training, device, found).gradient_accumulation == who
 
 
 @pytest.mark.parametrize(
@@ -339,7 +359,7 @@ def test_microbatches_of_one_length(cp: int) -> None:
 
 def test_what_doctor_says() -> None:
     said = str(kernels.choose(model("bf16"), TrainingConfig(), "cpu", kernels.installed()))
-    assert said == "layers and attention: PyTorch; norms: PyTorch; Adam: this package; gradient accumulation: PyTorch"
+    assert said == "layers and attention: PyTorch; norms: PyTorch; Adam: this package; gradient accumulation: autograd"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -50,7 +50,7 @@ def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
         "import sys; from pathlib import Path\n"
         "from tepo_megatron.sinks import RunLog; from tepo_megatron.config import LoggingConfig\n"
         "log = RunLog(Path(sys.argv[1]), LoggingConfig(), steps=10**6)\n"
-        "for step in range(10**6): log.write(step, {'padding': 1.0} | {f'key{i}': i for i in range(500)})\n"
+        "for step in range(1, 10**6): log.write(step, {'padding': 1.0} | {f'key{i}': i for i in range(500)})\n"
     )
     child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE)
     assert child.stdout is not None
@@ -59,7 +59,7 @@ def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
     child.send_signal(signal.SIGKILL)
     child.communicate(timeout=60)
     records = read_metrics(tmp_path)
-    assert [r["step"] for r in records] == list(range(len(records)))
+    assert len(records) >= 40 and [r["step"] for r in records] == list(range(1, len(records) + 1))
     assert all(len(r) == 502 for r in records)
 
 
@@ -166,16 +166,44 @@ def test_a_run_keeps_its_id_at_wandb(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "wandb").iterdir()] == ["run-id.txt"]
 
 
-def test_malformed_metrics_are_named_by_file_and_line(tmp_path: Path) -> None:
+def test_malformed_metrics_are_named_by_file_and_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / sinks.METRICS_FILE
     with pytest.raises(DataError, match=r"metrics\.jsonl: cannot read"):
         read_metrics(tmp_path)
     path.write_text("")
     with pytest.raises(DataError, match="no step has been recorded"):
         read_metrics(tmp_path)
-    path.write_text('{"step": 1}\n{"step": 2, "rew\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl:2: not valid JSON"):
+    path.write_text('{"step": 2, "rew\n')
+    with pytest.raises(DataError, match=r"no step has been recorded yet; line 1 cannot be read: not valid JSON"):
         read_metrics(tmp_path)
-    path.write_text('{"step": 1}\n{"reward/mean": 2}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl:2: not an object with an integer"):
-        read_metrics(tmp_path)
+    path.write_text('{"step": 1}\n{"reward/mean": 2}\n{"step": 3}')
+    assert [r["step"] for r in read_metrics(tmp_path)] == [1, 3]
+    assert [record.getMessage() for record in caplog.records] == [
+        f'{path}: line 2 cannot be read: not an object with an integer "step"',
+        f"{path}: no record of step 2, and what is lost cannot be made again",
+    ]
+
+
+def test_foreign_text_reaches_neither_terminal_nor_log_raw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(tmp_path, LoggingConfig(), steps=1) as log:
+        log.message("model \x1b[31mred\x07 \u202egnp.exe\nand \u00fc \U0001f600")
+    printed = capsys.readouterr().out
+    assert printed == "model \\x1b[31mred\\x07 \\u202egnp.exe\nand \u00fc \U0001f600\n"
+    assert (tmp_path / "log.txt").read_text() == printed
+
+
+def test_a_log_that_was_cut_off_goes_on_in_a_new_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.txt").write_text("half a l")
+    with RunLog(tmp_path, LoggingConfig(), steps=1) as log:
+        log.message("more")
+    assert (tmp_path / "log.txt").read_text() == "half a l\nmore\n"
+
+
+@pytest.mark.parametrize("damage", [b"", b"half", b"\xff\x00" * 16])
+def test_a_damaged_id_at_wandb_is_replaced(tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    sinks.wandb_id(tmp_path)
+    (tmp_path / "wandb" / "run-id.txt").write_bytes(damage)
+    assert len(sinks.wandb_id(tmp_path)) == 32 == len(sinks.wandb_id(tmp_path))
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "not the id of a W&B run; a new one is begun there"
+    ]

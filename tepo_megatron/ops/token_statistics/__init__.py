@@ -40,13 +40,37 @@ class Coefficients:
 
 
 class RowKernels(Protocol):
-    """The two passes over logits [R, C] with C > 0 real columns, each row contiguous; they must be finite."""
+    """The two passes over logits [R, W], each row contiguous: C real columns, 0 < C <= W, then padding.
 
-    def statistics(self, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """[R] each, fp32 at least: top = max x; sum exp(d); sum d exp(d), with d = (x - top) / temperature."""
+    Real logits must be finite. Padding may hold anything, infinities and NaN included: it never reaches a result. Passes take
+    the whole width because a vector load must not end at C: W is a multiple of 16 where C may be odd.
+    """
 
-    def gradient(self, logits: Tensor, column_R: Tensor, temperature: float, row: Coefficients, out: Tensor) -> None:
-        """Write the gradient into `out` [R, C], which may be `logits`. column_R: the label's; any where `row.label` is 0."""
+    def statistics(self, logits: Tensor, columns: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Return top = max x, sum exp(d) and sum d exp(d) over the real columns, with d = (x - top) / temperature.
+
+        Args:
+            logits: [R, W].
+            columns: C.
+            temperature: Divisor of the logits, above 0.
+
+        Returns:
+            Three tensors [R], in `compute_dtype(logits)`.
+        """
+
+    def gradient(
+        self, logits: Tensor, columns: int, column_R: Tensor, temperature: float, row: Coefficients, out: Tensor
+    ) -> None:
+        """Write the gradient of the logits into `out`, and zeros into its padding.
+
+        Args:
+            logits: [R, W].
+            columns: C.
+            column_R: int64, the label's column. It may be any real column where `row.label` is 0.
+            temperature: Divisor of the logits, above 0.
+            row: Coefficients of each row.
+            out: [R, W], written in full. It may be `logits`.
+        """
 
 
 def row_kernels(backend: str | None, device: torch.device) -> RowKernels:

@@ -34,8 +34,9 @@ class _Chunk(NamedTuple):
     flat_e: Tensor
 
 
-def statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def statistics(logits: Tensor, columns: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """See RowKernels."""
+    logits = logits[:, :columns]
     dtype = compute_dtype(logits)
     top, total, moment = logits.new_empty(3, logits.size(0), 1, dtype=dtype).unbind(0)
     for rows, d, e, flat_d, flat_e in _chunks(logits, dtype):
@@ -48,8 +49,10 @@ def statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tens
     return top.squeeze(1), total.squeeze(1), moment.squeeze(1).mul_(math.log(2))
 
 
-def gradient(logits: Tensor, column_R: Tensor, temperature: float, row: Coefficients, out: Tensor) -> None:
+def gradient(logits: Tensor, columns: int, column_R: Tensor, temperature: float, row: Coefficients, out: Tensor) -> None:
     """See RowKernels."""
+    out[:, columns:] = 0
+    logits, out = logits[:, :columns], out[:, :columns]
     dtype = compute_dtype(logits)
     for rows, d, e, flat_d, flat_e in _chunks(logits, dtype):
         x = logits[rows] if logits.dtype == dtype else d.copy_(logits[rows])

@@ -60,7 +60,7 @@ def local_statistics(kernels: RowKernels, logits: Tensor, shard: Shard, temperat
     if shard.columns == 0:
         out[:, 0] = NO_COLUMNS
     elif logits.size(0):
-        for column, x in enumerate(kernels.statistics(logits[:, : shard.columns], temperature)):
+        for column, x in enumerate(kernels.statistics(logits, shard.columns, temperature)):
             out[:, column] = x
         out[:, 3] = torch.where(shard.owned_R, logits.gather(1, shard.column_R[:, None]).squeeze(1), 0)
     return out
@@ -111,8 +111,8 @@ def write_gradient(
     kernels: RowKernels, logits: Tensor, shard: Shard, temperature: float, row: Coefficients, out: Tensor
 ) -> None:
     """Gradient of all columns, 0 at padding, into `out`, which may be `logits`; autograd learns that `out` has changed."""
-    columns = shard.columns
-    out[:, columns:] = 0
-    if columns and logits.size(0):
-        kernels.gradient(logits[:, :columns], shard.column_R, temperature, row, out[:, :columns])
+    if shard.columns == 0:
+        out.zero_()
+    elif logits.size(0):
+        kernels.gradient(logits, shard.columns, shard.column_R, temperature, row, out)
     torch.autograd.graph.increment_version(out)  # a kernel's stores are invisible to autograd

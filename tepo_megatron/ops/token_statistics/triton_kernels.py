@@ -1,5 +1,9 @@
 """The two passes in Triton: one program a row reads the logits once; the gradient is one pass that may overwrite them.
 
+Loads and stores cover the padded width W of a row, and padding is masked by value. Where W and the stride are multiples of 16,
+Triton then moves 16 bytes per lane, also where the number C of real columns is odd (vocabulary 32001); where they are not, the
+compiler specializes the same kernel for narrower accesses. `python -m benchmarks.triton_aot` compiles and counts.
+
 Without a GPU the kernels run in Triton's interpreter: set TRITON_INTERPRET=1 before anything imports triton.
 """
 
@@ -15,35 +19,38 @@ from tepo_megatron.ops.token_statistics import NO_COLUMNS, Coefficients, compute
 
 # Columns that a program works on at a time.
 BLOCK = 4096
-WARPS = 8
+# Compiler options. FP fusion is named because its default differs between Triton's versions.
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2))
 _NO_COLUMNS = tl.constexpr(NO_COLUMNS)
 
 
-def statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def statistics(logits: Tensor, columns: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """See RowKernels."""
-    rows, columns = logits.shape
+    rows, width = logits.shape
     top, total, moment = logits.new_empty(3, rows, dtype=compute_dtype(logits)).unbind(0)
     block = min(BLOCK, triton.next_power_of_2(columns))
-    _statistics[(rows,)](logits, logits.stride(0), columns, top, total, moment, temperature, block, num_warps=WARPS)
+    _statistics[(rows,)](logits, logits.stride(0), width, columns, top, total, moment, temperature, block, **OPTIONS)
     return top, total, moment
 
 
-def gradient(logits: Tensor, column_R: Tensor, temperature: float, row: Coefficients, out: Tensor) -> None:
+def gradient(logits: Tensor, columns: int, column_R: Tensor, temperature: float, row: Coefficients, out: Tensor) -> None:
     """See RowKernels."""
-    rows, columns = logits.shape
-    block = min(BLOCK, triton.next_power_of_2(columns))
+    rows, width = logits.shape
+    block = min(BLOCK, triton.next_power_of_2(width))
     slope = row.constant if row.slope is None else row.slope
-    _gradient[(rows, triton.cdiv(columns, block))](
-        logits, logits.stride(0), out, out.stride(0), columns, column_R,
-        row.top, row.constant, slope, row.label, temperature, row.slope is not None, block, num_warps=WARPS,
+    _gradient[(rows, triton.cdiv(width, block))](
+        logits, logits.stride(0), out, out.stride(0), width, columns, column_R,
+        row.top, row.constant, slope, row.label, temperature, row.slope is not None, block, **OPTIONS,
     )  # fmt: skip
 
 
 @triton.jit
-def _statistics(x_ptr, stride, columns, top_ptr, total_ptr, moment_ptr, temperature: tl.constexpr, block: tl.constexpr):
+def _statistics(
+    x_ptr, stride, width, columns, top_ptr, total_ptr, moment_ptr, temperature: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
     """One row. The running sums are kept per lane and shrunk when the maximum grows; they meet only at the end."""
     row = tl.program_id(0).to(tl.int64)
     dtype = top_ptr.dtype.element_ty
@@ -54,7 +61,7 @@ def _statistics(x_ptr, stride, columns, top_ptr, total_ptr, moment_ptr, temperat
     moment = tl.zeros((block,), dtype)  # of d in base 2
     for at in range(0, columns, block):
         real = at + lane < columns
-        x = tl.load(x_ptr + row * stride + at + lane, mask=real, other=0).to(dtype)
+        x = tl.load(x_ptr + row * stride + at + lane, mask=at + lane < width, other=0).to(dtype)
         new_top = tl.maximum(top, tl.max(tl.where(real, x, _NO_COLUMNS), 0))
         move = (top - new_top) * factor
         shrink = tl.exp2(move)
@@ -70,7 +77,7 @@ def _statistics(x_ptr, stride, columns, top_ptr, total_ptr, moment_ptr, temperat
 
 @triton.jit
 def _gradient(
-    x_ptr, x_stride, out_ptr, out_stride, columns, column_ptr,
+    x_ptr, x_stride, out_ptr, out_stride, width, columns, column_ptr,
     top_ptr, constant_ptr, slope_ptr, label_ptr,
     temperature: tl.constexpr, with_slope: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
@@ -80,11 +87,12 @@ def _gradient(
     column = tl.program_id(1) * block + tl.arange(0, block)
     real = column < columns
     factor: tl.constexpr = _LOG2_E / temperature
-    x = tl.load(x_ptr + row * x_stride + column, mask=real, other=0).to(dtype)
-    d = (x - tl.load(top_ptr + row)) * factor
+    x = tl.load(x_ptr + row * x_stride + column, mask=column < width, other=0).to(dtype)
+    d = tl.where(real, x - tl.load(top_ptr + row), 0) * factor
     weight = tl.load(constant_ptr + row)
     if with_slope:
         weight += tl.load(slope_ptr + row) * _LN_2 * d
-    g = weight * tl.exp2(tl.where(real, d, 0))
+    g = weight * tl.exp2(d)
     g += tl.where(column == tl.load(column_ptr + row), tl.load(label_ptr + row), 0)
-    tl.store(out_ptr + row * out_stride + column, g.to(out_ptr.dtype.element_ty), mask=real)
+    g = tl.where(real, g, 0)
+    tl.store(out_ptr + row * out_stride + column, g.to(out_ptr.dtype.element_ty), mask=column < width)

@@ -9,13 +9,27 @@ groups, and dropped by who has it.
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.channel import BrokenChannel, Bucket, Channel, Kept, Meeting, arrived_key, join_store, joined_key, tell
+from tepo_megatron.channel import (
+    BrokenChannel,
+    Bucket,
+    Channel,
+    Kept,
+    Meeting,
+    arrived_key,
+    came_key,
+    join_store,
+    joined_key,
+    off_key,
+    tell,
+)
 from tepo_megatron.ipc import borrowed
 from tepo_megatron.rollout.in_server.weight_files import Update, tensors
 
@@ -24,20 +38,21 @@ _CPU = torch.device("cpu")
 
 
 class Inbox:
-    """One process's."""
+    """One process's.
+
+    lent: the round that was taken last lies in memory that the trainer writes over two rounds later.
+    """
 
     def __init__(self) -> None:
+        self.lent = False
         self._update: Update | None = None
         self._next = 0  # number of the round that is to come
         # versions that updates gave which said theirs: of the model now, before the update under way, and that of this update
         self._version: int | None = None
         self._before: int | None = None
         self._coming: int | None = None
-        self._store: dist.Store | None = None
-        self._meeting: Meeting | None = None
-        self._rank = 0
         self._device = _CPU
-        self._channels: list[Channel] = []
+        self._membership: Membership | None = None
 
     def begin(self, model: str | Path, tied_embeddings: bool, device: torch.device = _CPU) -> None:
         """Forget what an earlier update gave. See `Update`. device: of the model."""
@@ -63,24 +78,19 @@ class Inbox:
         return self._update.kept
 
     def join(self, meeting: Meeting, device: torch.device) -> None:
-        """Leave the groups of before and meet the senders. What goes wrong is logged: the trainer misses the word of it."""
+        """Leave the groups of before and begin to form those of the meeting, in a thread: the server answers about its health
+        meanwhile. What goes wrong is logged: the trainer misses the word of it.
+        """
         self.leave()
-        self._rank = meeting.first + (dist.get_rank() if dist.is_initialized() else 0)
-        self._device, self._meeting = device, meeting
-        try:
-            self._store = join_store(meeting)
-            for sender in range(meeting.senders):
-                self._channels.append(Channel(self._store, meeting, sender, self._rank, device))
-            tell(self._store, joined_key(meeting, self._rank))
-        except BrokenChannel as e:
-            logger.warning("tepo: could not join %s: %s", meeting.name, e)
-            self.leave()
+        self._device = device
+        rank = meeting.first + (dist.get_rank() if dist.is_initialized() else 0)
+        self._membership = Membership(meeting, rank, device)
 
     def leave(self) -> None:
         """Leave all groups."""
-        for channel in self._channels:
-            channel.close()
-        self._channels, self._store = [], None
+        if self._membership is not None:
+            self._membership.leave()
+        self._membership = None
 
     def take(self, sources: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]] | None:
         """The (name, tensor) of a round, to be loaded before the next: paths of files, or what `Bucket.to_json` wrote.
@@ -90,10 +100,12 @@ class Inbox:
         """
         assert self._update is not None, "the update has to begin first"
         buckets = [Bucket.from_json(source) for source in sources if source.startswith("{")]
+        self.lent = False
         if not buckets:
             self._update.add_files(sources)
             return tensors(sources)
-        number, lent = buckets[0].number, buckets[0].handle is not None
+        number = buckets[0].number
+        self.lent = lent = buckets[0].handle is not None
         rows = [] if lent else self._receive(buckets)
         if rows is None or (number == self._next - 1 and not lent):
             return None
@@ -120,18 +132,71 @@ class Inbox:
 
     def _receive(self, buckets: Sequence[Bucket]) -> list[torch.Tensor] | None:
         """The buckets' rows, uint8, in the order in which the servers' ranks all take them; None if they do not come."""
-        if self._meeting is None or self._store is None:
+        member = self._membership
+        if member is None or not member.joined.is_set():
             return None
         rows = []
         try:
             for bucket in buckets:
                 row = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
-                self._channels[bucket.sender].start(row)
-                self._channels[bucket.sender].wait()
+                member.channels[bucket.sender].start(row)
+                member.channels[bucket.sender].wait()
                 rows.append(row)
-            tell(self._store, arrived_key(self._meeting, buckets[0].number, self._rank))
+            member.tell_arrived(buckets[0].number)
         except BrokenChannel as e:
             logger.warning("tepo: round %d did not arrive: %s", buckets[0].number, e)
             self.leave()
             return None
         return rows
+
+
+class Membership:
+    """One process's place in the groups of a meeting, one group for each sender. A thread forms them.
+
+    channels: to the senders, once `joined` is set.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
+        self.channels: list[Channel] = []
+        self.joined = threading.Event()
+        self._left, self._closing = threading.Event(), threading.Lock()
+        self._meeting, self._rank, self._device = meeting, rank, device
+        self._store: dist.Store | None = None
+        threading.Thread(target=self._form, name="join groups", daemon=True).start()
+
+    def _form(self) -> None:
+        until = time.monotonic() + self._meeting.join_seconds
+        try:
+            self._store = join_store(self._meeting)
+            tell(self._store, came_key(self._meeting, self._rank))
+            for sender in range(self._meeting.senders):
+                channel = Channel(self._meeting, sender, self._rank, self._device, until, self._is_wanted)
+                self.channels.append(channel)
+            self.joined.set()
+            tell(self._store, joined_key(self._meeting, self._rank))
+        except (BrokenChannel, RuntimeError) as e:
+            logger.warning("tepo: could not join %s: %s", self._meeting.name, e)
+            self._left.set()
+        if self._left.is_set():
+            self._close()
+
+    def _is_wanted(self) -> bool:
+        assert self._store is not None
+        return not self._left.is_set() and not self._store.check([off_key(self._meeting)])
+
+    def tell_arrived(self, number: int) -> None:
+        """Tell rank 0 that the round `number` is here. Raises BrokenChannel."""
+        assert self._store is not None
+        tell(self._store, arrived_key(self._meeting, number, self._rank))
+
+    def leave(self) -> None:
+        """Leave the groups, those that are being formed as well."""
+        self._left.set()
+        if self.joined.is_set():
+            self._close()
+
+    def _close(self) -> None:
+        with self._closing:
+            self.joined.clear()
+            while self.channels:
+                self.channels.pop().close()

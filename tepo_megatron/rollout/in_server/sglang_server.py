@@ -4,7 +4,8 @@ Runs in SGLang's environment and imports nothing of the trainer's. On CPU five t
 no wheel of SGLang 0.5.23 brings: the schemas of two image operators (PyPI has CUDA builds of torchvision only), the names of
 `sgl_kernel` (imported, never called), its hash of (seed, position, column), from which seeded sampling draws, the switch to
 batch-invariant kernels (Triton's), which seeded sampling asks for and which does nothing here (a sample depends on its
-neighbours by rounding alone), and host memory that is not pinned, in which the chosen experts are kept.
+neighbours by rounding alone), and host memory that is not pinned, in which the chosen experts are kept. One thing is replaced:
+`seeded_choice` draws where a request in the batch is greedy, or asks for top-k or top-p.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+
+from tepo_megatron.own_peers import guard_process_groups
+from tepo_megatron.rollout.in_server import lifeline
 
 KEY_VARIABLE = "TEPO_SGLANG_KEY"
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
@@ -60,6 +64,51 @@ def fill_gaps() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = _unpinned
+    from sglang.srt.layers import sampler
+
+    _upstream["choice"], sampler.top_k_top_p_min_p_sampling_from_probs_torch = (
+        sampler.top_k_top_p_min_p_sampling_from_probs_torch,
+        seeded_choice,
+    )
+
+
+_upstream: dict[str, Any] = {}  # SGLang's functions that are replaced here
+
+
+def seeded_choice(
+    probs_BV: Any, top_ks_B: Any, top_ps_B: Any, min_ps_B: Any, need_min_p: bool, seed_B: Any, positions_B: Any, **how: Any
+) -> Any:
+    """Sample under top-k and top-p such that a request's tokens depend on its own parameters alone.
+
+    One filtered request in a batch sends the whole batch here, and a greedy one is filtered: SGLang answers `/health` with a
+    greedy token. SGLang's own function then gives the noise of column i to the token of rank i instead of token i, so that one
+    health check changed every sample that ran at the same time. Here noise stays with its token, and rows without a filter
+    draw from the same numbers as in a batch without filters.
+
+    Args:
+        probs_BV: fp32 probabilities, [batch, vocabulary].
+        top_ks_B: int32; the number of tokens to choose from, at least the vocabulary where all.
+        top_ps_B: fp32; 1.0 for no filter.
+        min_ps_B: fp32; left to SGLang, which refuses it with seeds.
+        need_min_p: whether any row has a min-p.
+        seed_B: int64, or None without seeds, which is left to SGLang.
+        positions_B: the sampled tokens' positions, from which the noise is hashed.
+        how: the keywords of SGLang's function; filtered probabilities are left to it.
+
+    Returns:
+        int32 token ids, [batch].
+    """
+    if seed_B is None or need_min_p or how.get("return_filtered_probs"):
+        return _upstream["choice"](probs_BV, top_ks_B, top_ps_B, min_ps_B, need_min_p, seed_B, positions_B, **how)
+    import torch
+    from sglang.srt.layers import sampler
+
+    sorted_BV, ids_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
+    before_BV = sorted_BV.cumsum(-1) - sorted_BV
+    beyond_k_BV = torch.arange(probs_BV.shape[-1]) >= top_ks_B[:, None]
+    beyond_p_BV = (before_BV > top_ps_B[:, None]) & (top_ps_B[:, None] < 1)  # a sum of rounded numbers may exceed 1
+    kept_BV = torch.zeros_like(probs_BV).scatter_(1, ids_BV, sorted_BV.masked_fill(beyond_k_BV | beyond_p_BV, 0.0))
+    return sampler.multinomial_with_seed(kept_BV.log(), seed_B, positions_B).view(-1).to(torch.int32)
 
 
 def _unpinned(dims: tuple[int, ...], *, dtype: Any, device: str, allocator: Any, **pinning: Any) -> Any:
@@ -139,7 +188,9 @@ def main(argv: list[str]) -> None:
 if __name__ in ("__main__", "__mp_main__"):
     if not os.environ.get(KEY_VARIABLE):
         raise SystemExit(f"{KEY_VARIABLE} is not set: without a key anyone could replace the weights")
+    lifeline.hold()
     hide(os.environ[KEY_VARIABLE])
+    guard_process_groups()
     if os.environ.get(CPU_VARIABLE):
         fill_gaps()
 if __name__ == "__main__":

@@ -21,14 +21,20 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from tepo_megatron.channel import Kept, Meeting
+from tepo_megatron.own_peers import guard_process_groups
+from tepo_megatron.rollout.in_server import lifeline
 from tepo_megatron.rollout.in_server.inbox import Inbox
 
 BACKEND = "tepo_shm"
+_OWN = "_tepo_own"  # attribute of tensors that `own_waiting_tensors` made
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 def register() -> None:
-    """Make the backend known; vLLM calls this in each of its processes, in some of them twice."""
+    """Make the backend known, end with the server, and have no other user in a process group; vLLM calls this in each of its
+    processes, in some of them twice."""
+    lifeline.hold()
+    guard_process_groups()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, InboxEngine.__name__)
 
@@ -96,8 +102,11 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 _forget_packed_experts(self.model, self._inbox.kept)
             initialize_layerwise_reload(self.model)
             self._touched = True
-        # Copies: vLLM keeps the tensors of a layer until it has all of them, and one would keep its whole round's memory.
-        self.model.load_weights((name, tensor.clone()) for name, tensor in arrived)
+        if self._inbox.lent:  # the trainer writes over its memory two rounds later, when a module may still wait for others
+            arrived = ((name, tensor.clone()) for name, tensor in arrived)
+        self.model.load_weights(arrived)
+        if not self._inbox.lent:
+            own_waiting_tensors(self.model)
 
     def finish_weight_update(self) -> None:
         """Pack what is packed and put the weights where the compiled model expects them.
@@ -121,6 +130,23 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Leave the groups."""
         if self._inbox is not None:
             self._inbox.leave()
+
+
+def own_waiting_tensors(model: torch.nn.Module) -> None:
+    """Copy the tensors of a round that a module still holds, so that the memory of the round is free.
+
+    vLLM's loader keeps the tensors of a module (q, k and v; gate and up) until it has all of them, and loads them then: of the
+    others no copy is made. A tensor that was copied after an earlier round is not copied again.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    for module in model.modules():
+        info = LAYERWISE_INFO.get(module)
+        for _, call in info.loaded_weights if info is not None else ():
+            for name, value in call.arguments.items():
+                if isinstance(value, torch.Tensor) and value.device.type != "meta" and not hasattr(value, _OWN):
+                    call.arguments[name] = value.clone()
+                    setattr(call.arguments[name], _OWN, True)
 
 
 def _forget_packed_experts(model: torch.nn.Module, kept: Set[str]) -> None:

@@ -6,12 +6,16 @@ What the server is, a process of this machine or one that others started, is kno
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from tepo_megatron.channel import Kept, Meeting, Source
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError, SyncError
+from tepo_megatron.escaping import excerpt
 from tepo_megatron.rollout.cut import Ask
 from tepo_megatron.rollout.engine import (
     ENGINE_PARTS,
@@ -25,8 +29,17 @@ from tepo_megatron.rollout.engine import (
     Send,
     Server,
 )
+from tepo_megatron.rollout.samples import answer_bytes
 from tepo_megatron.rollout.servers.client import Client, RequestFailed
 from tepo_megatron.types import Rollout
+
+Asked = TypeVar("Asked")
+# What reading an answer of another shape than the engine's raises.
+_ODD_ANSWER = (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError)
+
+
+def _odd(error: Exception) -> str:
+    return f"answered with something other than was asked for ({excerpt(repr(error))})"
 
 
 class Connected:
@@ -56,14 +69,15 @@ class Connected:
         client = Client(address.url, address.key, request_seconds=cfg.request_seconds, silent_seconds=cfg.silent_seconds)
         self.client, self.address = client, address
         try:
-            self.about = await self.api.about(client.send)
+            about = await self.api.about(client.send)
+            self.about = replace(about, engine_version=excerpt(about.engine_version, 60))
             await self._greet(client, self.about)
         except RequestFailed as e:
             raise await self.failure(e.what) from None
-        except (KeyError, TypeError, IndexError, ValueError) as e:
+        except _ODD_ANSWER as e:
             if isinstance(e, ConfigError):
                 raise
-            raise await self.failure(f"does not tell what it serves ({e!r}); is this {self.api.name}?") from None
+            raise await self.failure(f"does not tell what it serves ({excerpt(repr(e))}); is this {self.api.name}?") from None
 
     async def _greet(self, client: Client, about: About) -> None:
         """What this user of it says first."""
@@ -139,15 +153,18 @@ class Endpoint(Connected):
         """The samples that are asked for, of the version served. Raises RequestFailed, and RolloutError for an answer that is
         not what was asked for.
         """
-        send, version = self._connected().send, self.version
+        client, version = self._connected(), self.version
+
+        async def generate(ask: Ask) -> list[Rollout]:
+            send = functools.partial(client.send, most_bytes=answer_bytes(ask.prompt, ask.sampling))
+            return await self._asked(self.api.generate(send, ask.prompt, ask.sampling, ask.seed, version))
+
         try:
             async with asyncio.TaskGroup() as tasks:
-                answers = [
-                    tasks.create_task(self.api.generate(send, ask.prompt, ask.sampling, ask.seed, version)) for ask in asks
-                ]
+                answers = [tasks.create_task(generate(ask)) for ask in asks]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        return [rollout for answer in answers for rollout in answer.result()]
+        return [replace(rollout, servers=((0, self.name),)) for answer in answers for rollout in answer.result()]
 
     async def interrupt(self) -> None:
         """Have what is under way answered with what there is of it. Raises RequestFailed."""
@@ -186,6 +203,8 @@ class Endpoint(Connected):
             if e.answered:
                 raise SyncError(f"checksums of version {self.version}: {self.name} {e.what}") from None
             raise
+        except _ODD_ANSWER as e:
+            raise SyncError(f"checksums of version {self.version}: {self.name} {_odd(e)}") from None
 
     async def _updating(self, say: Callable[[Send], Awaitable[None]]) -> None:
         try:
@@ -194,6 +213,10 @@ class Endpoint(Connected):
             if e.answered:
                 raise SyncError(f"weights of version {self._coming}: {self.name} {e.what}") from None
             raise
+        except _ODD_ANSWER as e:
+            if isinstance(e, ConfigError):
+                raise
+            raise SyncError(f"weights of version {self._coming}: {self.name} {_odd(e)}") from None
 
     async def sleep(self) -> None:
         """Release weights and KV cache. Raises (as `wake`) RequestFailed, and RolloutError for an answer that is not what was
@@ -202,16 +225,25 @@ class Endpoint(Connected):
         client = self._connected()
         await client.rest()
         self.version = UNKNOWN_VERSION
-        await self.api.sleep(client.send)
+        await self._asked(self.api.sleep(client.send))
         self.asleep = frozenset(ENGINE_PARTS)
 
     async def wake(self, part: EnginePart) -> None:
         """Take the memory of `part` again."""
         client = self._connected()
-        await self.api.wake(client.send, part)
+        await self._asked(self.api.wake(client.send, part))
         self.asleep -= {part}
         if not self.asleep:
             client.rise()
+
+    async def _asked(self, asking: Awaitable[Asked]) -> Asked:
+        """Its answer. Raises RolloutError where that has another shape than the engine's, and what `asking` raises."""
+        try:
+            return await asking
+        except _ODD_ANSWER as e:
+            if isinstance(e, ConfigError):
+                raise
+            raise RolloutError(f"{self.name} {_odd(e)}") from None
 
     def _connected(self) -> Client:
         if self.client is None:

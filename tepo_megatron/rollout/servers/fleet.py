@@ -130,7 +130,8 @@ class Fleet:
     @property
     def takers(self) -> tuple[Taker, ...]:
         """See `RolloutEngine.takers`."""
-        return tuple(Taker(m.endpoint.host, m.endpoint.ranks, life) for m, life in self._updating if m.life is life)
+        taking = [(m.endpoint, life) for m, life in self._updating if m.life is life]
+        return tuple(Taker(e.name, e.host, e.ranks, life) for e, life in taking)
 
     def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
         """See `RolloutEngine.join`."""

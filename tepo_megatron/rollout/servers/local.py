@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import secrets
 import socket
@@ -50,8 +49,9 @@ class LocalServer:
             env=self._api.environment(self._cfg, launch, inherited, key),
             health_url=f"{url}/health",
             log_path=self.log_path,
-            ready_seconds=self._cfg.ready_seconds,
+            ready_seconds=self._cfg.ready_limit(self._launch.platform),
             name=self.name,
+            folder=self._served.folder,
         )
         process.start()
         self.process, self._address = process, Address(url, key)
@@ -111,11 +111,3 @@ def url_of(host: str, port: int) -> str:
     if host in ("0.0.0.0", "::"):
         host = LOOPBACK if host == "0.0.0.0" else "::1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address, is reached from this machine alone."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

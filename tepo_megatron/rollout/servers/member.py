@@ -51,6 +51,7 @@ class Member(Generic[C]):
         self.endpoint = endpoint
         self.life: Life | None = None
         self.lost: TepoError | None = None
+        self._ending = False  # it was up, and whether it is lost is not decided yet
         self._cfg, self._tell, self._event, self._may_start = cfg, tell, event, may_start
         self._restarts = self._errors = 0  # answers with an error; both since the last good one
 
@@ -61,8 +62,8 @@ class Member(Generic[C]):
 
     @property
     def between(self) -> bool:
-        """Whether a process that is no server any more, or not yet, holds memory."""
-        return not self.up and self.endpoint.running
+        """Whether a process that is no server any more, or not yet, holds memory, or may be a server that is lost."""
+        return not self.up and (self._ending or self.endpoint.running)
 
     async def keep(self) -> None:
         """Keep the server, which was launched, alive until it is lost."""
@@ -76,11 +77,12 @@ class Member(Generic[C]):
                 except RolloutError as e:
                     error = e
                 await endpoint.close()
-                await self._tell()
                 self._restarts += 1
                 # one that fails before it ever served has a wrong setting, which waiting would hide
                 if not once_up or self._restarts > self._cfg.restarts:
                     raise error
+                self._ending = False
+                await self._tell()
                 pause = min(LONGEST_PAUSE, self._cfg.backoff_seconds * 2 ** (self._restarts - 1))
                 self._event(f"{error}\n{endpoint.name} {endpoint.server.again} (restart {self._restarts}) after {pause:g} s")
                 await asyncio.sleep(pause)
@@ -93,6 +95,7 @@ class Member(Generic[C]):
             self.lost = RolloutError(f"{endpoint.name}: {e!r}")
             raise
         finally:
+            self._ending = False
             await self._tell()
 
     def delivered(self) -> None:
@@ -119,6 +122,6 @@ class Member(Generic[C]):
         try:
             return await life.ended() or await self.endpoint.failure(watch.result())
         finally:
-            self.life = None
+            self.life, self._ending = None, True
             watch.cancel()
             await self._tell()

@@ -5,23 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-import httpx
 import psutil
 
 from tepo_megatron.errors import RolloutError
+from tepo_megatron.exchange import ERROR_BYTES, BlockingHttp, ExchangeFailed
+from tepo_megatron.processes import end_family, has_ended
 from tepo_megatron.rollout.servers import guard
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
+HEALTH_SECONDS = 5.0
+_ENDED_POLL_SECONDS = 0.02
 # vLLM ends all its processes about 2 s after SIGTERM, also while it is still loading a model.
 GRACE_SECONDS = 10.0
 # What an error message shows of the log: the last lines, and as many distinct errors from above them.
@@ -64,7 +69,8 @@ class ServerProcess:
 
     command: argv, free of secrets (anyone on the machine can read it); env: its whole environment; health_url: answers 200
     once the server takes requests; log_path: its stdout and stderr go there, each start below a line that numbers it;
-    ready_seconds: from `start`; name: in messages.
+    ready_seconds: from `start`; name: in messages; folder: a `scratch.PrivateFolder` of the server, which the guard removes if
+    this process is killed.
     """
 
     def __init__(
@@ -76,14 +82,16 @@ class ServerProcess:
         log_path: Path,
         ready_seconds: float,
         name: str = "the inference server",
+        folder: Path | None = None,
     ) -> None:
-        self._name = name
+        self._name, self._folder = name, folder
         self._command = list(command)
         self._env = dict(env)
         self._health_url = health_url
         self._log_path = log_path
         self._ready_seconds = ready_seconds
         self._guard: subprocess.Popen[bytes] | None = None
+        self._ending = threading.Lock()
         self._deadline = 0.0
         self._log_start = 0  # bytes that earlier starts left in the log
 
@@ -95,7 +103,7 @@ class ServerProcess:
             self._log_start = _begin(log)
         except OSError as e:
             raise RolloutError(f"{self._log_path}: cannot write the log of the inference server ({e.strerror})") from None
-        guarded = [sys.executable, "-P", "-m", guard.__name__, str(os.getpid()), str(GRACE_SECONDS)]
+        guarded = [sys.executable, "-P", "-m", guard.__name__, str(os.getpid()), str(GRACE_SECONDS), str(self._folder or "-")]
         with log:
             # A session of its own: Ctrl-C in the terminal reaches this process, which then stops the server in order.
             self._guard = subprocess.Popen(
@@ -106,12 +114,40 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        # a guard that is killed is noticed at once, whatever this process is doing
+        threading.Thread(target=self._watch, args=(os.pidfd_open(self._guard.pid),), name="tepo-server", daemon=True).start()
         self._deadline = time.monotonic() + self._ready_seconds
+
+    def _watch(self, guard_ended: int) -> None:
+        try:
+            select.select([guard_ended], [], [])
+        finally:
+            os.close(guard_ended)
+        self._has_ended()
 
     @property
     def running(self) -> bool:
-        """Whether the server's first process lives."""
-        return self._guard is not None and self._guard.poll() is None
+        """Whether the server's first process lives, and the guard that would end the others."""
+        return self._guard is not None and not self._has_ended()
+
+    def _has_ended(self, seconds: float = 0.0) -> bool:
+        """Whether the guard has ended, or does so within `seconds`; if so, nothing of the server is left.
+
+        A guard that was killed ends nobody. Its pid is the number of the server's session, which the kernel gives to nobody
+        else before the guard is waited for.
+        """
+        assert self._guard is not None
+        deadline = time.monotonic() + seconds
+        with self._ending:  # several threads ask
+            while self._guard.returncode is None:
+                if has_ended(self._guard.pid):
+                    end_family(self._guard.pid, guard.KILLED_SECONDS)
+                    self._guard.wait()
+                elif time.monotonic() >= deadline:
+                    return False
+                else:
+                    time.sleep(min(_ENDED_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+        return True
 
     @property
     def resident_bytes(self) -> int:
@@ -126,10 +162,11 @@ class ServerProcess:
 
     def wait_ready(self) -> None:
         """Return when `health_url` answers 200. Raises RolloutError if the server ends, or `ready_seconds` after `start`."""
-        with httpx.Client(trust_env=False, timeout=5.0) as client:
+        with contextlib.closing(BlockingHttp(self._health_url)) as http:
             while self.running:
-                with contextlib.suppress(httpx.TransportError):
-                    if client.get(self._health_url).status_code == httpx.codes.OK:
+                with contextlib.suppress(ExchangeFailed):
+                    answer = http.exchange("GET", self._health_url, seconds=HEALTH_SECONDS, most_bytes=ERROR_BYTES)
+                    if answer.status == 200:
                         return
                 if time.monotonic() > self._deadline:
                     raise self.failure(
@@ -145,17 +182,9 @@ class ServerProcess:
         Where its first process has ended by then, the rest of it, which the guard is ending, is waited for: on a busy machine
         the memory of an engine takes seconds to be given back.
         """
-        if self._guard is None:
+        if self._guard is None or self._has_ended(seconds):
             return True
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._guard.wait(seconds)
-            return True
-        if _leader_lives(self._guard.pid):
-            return False
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._guard.wait(2 * guard.KILLED_SECONDS)
-            return True
-        return False
+        return not _leader_lives(self._guard.pid) and self._has_ended(2 * guard.KILLED_SECONDS)
 
     def failure(self, what: str) -> RolloutError:
         """An error that says `what` the server did, whether it has ended, and how its log ends."""
@@ -184,19 +213,19 @@ class ServerProcess:
         """End every process of the server, at the latest GRACE_SECONDS (0 if `at_once`) and a few seconds later. May be called
         again.
         """
-        if self._guard is None or self._guard.poll() is not None:
+        if self._guard is None or self._has_ended():
             return
         self._guard.send_signal(guard.AT_ONCE if at_once else signal.SIGTERM)
         if not self.ends_within(GRACE_SECONDS + 2 * guard.KILLED_SECONDS):
-            self._guard.kill()  # the kernel then tells the server to end
-            self._guard.wait()
+            self._guard.kill()
+            self._has_ended(guard.KILLED_SECONDS)
 
 
 def _leader_lives(guard_pid: int) -> bool:
-    """Whether the first process of the server, which leads its session, lives; its orphans are the guard's children too."""
+    """Whether the first process of the server, the leader of its process group, lives; orphans are the guard's children too."""
     with contextlib.suppress(psutil.Error, ProcessLookupError):
         for child in psutil.Process(guard_pid).children():
-            if os.getsid(child.pid) == child.pid:
+            if os.getpgid(child.pid) == child.pid:
                 return bool(child.status() != psutil.STATUS_ZOMBIE)
     return False
 

@@ -35,9 +35,9 @@ class NamedServer(_Elsewhere):
     again = "is waited for"
     running = True
 
-    def __init__(self, name: str, cfg: ServerConfig, url: str) -> None:
+    def __init__(self, name: str, cfg: ServerConfig, launch: Launch, url: str) -> None:
         self.name = f"{name} ({url})"
-        self._url, self._ready_seconds = url, cfg.ready_seconds
+        self._url, self._ready_seconds = url, cfg.ready_limit(launch.platform)
         self._deadline = 0.0
 
     def launch(self) -> None:
@@ -93,11 +93,11 @@ class FoundServer(_Elsewhere):
         self._cfg, self._launch, self._rendezvous = cfg, launch, rendezvous
         self._engine, self._run, self._used = engine, str(run.resolve()), used
         self._record: Record | None = None
-        self._looking, self._deadline = False, 0.0
+        self._looking, self._deadline, self._ready_seconds = False, 0.0, cfg.ready_limit(launch.platform)
 
     def launch(self) -> None:
         """Begin to look."""
-        self._looking, self._deadline = True, time.monotonic() + self._cfg.ready_seconds
+        self._looking, self._deadline = True, time.monotonic() + self._ready_seconds
 
     @property
     def start(self) -> str | None:
@@ -136,7 +136,7 @@ class FoundServer(_Elsewhere):
                 whose = "" if turn is None else f". None is started in the turn of {turn.run}; {mend}"
                 raise RolloutError(
                     f"{self.name}: no free server in rollout.server.rendezvous={self._rendezvous.folder} within "
-                    f"{self._cfg.ready_seconds:g} s; start `tepo serve` with this config, lower rollout.servers, or raise "
+                    f"{self._ready_seconds:g} s; start `tepo serve` with this config, lower rollout.servers, or raise "
                     f"rollout.server.ready_seconds. Servers that were there, healthy or not: {seen}{whose}"
                 )
             await asyncio.sleep(POLL_SECONDS)

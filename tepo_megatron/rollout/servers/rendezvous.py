@@ -108,25 +108,47 @@ class Rendezvous:
         """Make the folder if there is none. Raises ConfigError where others could put records into it."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            mode = self.folder.stat().st_mode
         except OSError as e:
             raise ConfigError(f"rollout.server.rendezvous={self.folder}: cannot be made ({e.strerror}); give another") from None
-        if mode & 0o022:
-            raise ConfigError(f"rollout.server.rendezvous={self.folder}: others can write in it; chmod 700 it, or give another")
+        self.check()
+
+    def check(self) -> None:
+        """Raise ConfigError unless this user, or root, alone decides what lies in the folder.
+
+        Both sides ask before they read anything of it: whoever writes a record is sent the key and the weights. A folder that
+        is not there yet passes.
+        """
+        name = f"rollout.server.rendezvous={self.folder}"
+        try:
+            if self.folder.is_symlink():
+                raise ConfigError(f"{name}: is a symbolic link, which may lead elsewhere tomorrow; give the folder it leads to")
+            found = self.folder.stat()
+        except FileNotFoundError:
+            return
+        except OSError as e:
+            raise ConfigError(f"{name}: cannot be read ({e.strerror}); run as the user who serves") from None
+        if found.st_uid not in (os.geteuid(), 0):
+            raise ConfigError(
+                f"{name}: belongs to user {found.st_uid}; give a folder of your own, or run as the user who serves"
+            )
+        if found.st_mode & 0o022:
+            raise ConfigError(f"{name}: others can write in it; chmod 700 it, or give another")
 
     def key(self) -> str | None:
         """What the servers ask for: TEPO_SERVER_KEY, or what the folder says; None while that says nothing."""
+        self.check()
         given = key_from_environment()
         if given is not None:
             return given
         path = self.folder / KEY_FILE
         try:
-            mode, key = path.stat().st_mode, path.read_text().strip()
+            found = path.lstat()
+            key = _text(path).strip()
         except FileNotFoundError:
             return None
         except OSError as e:
             raise ConfigError(f"{path}: cannot read the servers' key ({e.strerror}); run as the user who serves") from None
-        if stat.S_IMODE(mode) & 0o077:
+        if stat.S_IMODE(found.st_mode) & 0o077:
             raise ConfigError(f"{path}: others can read the servers' key; remove it and start the servers again")
         return checked_key(key, str(path))
 
@@ -143,13 +165,19 @@ class Rendezvous:
         return made
 
     def records(self) -> list[Record]:
-        """The servers that are or were healthy, ordered by name. Raises RolloutError for a file that is no record."""
+        """The servers that are or were healthy, ordered by name. Raises RolloutError for a file that is no record.
+
+        Raises ConfigError as `check` does.
+        """
+        self.check()
         found = []
         for path in sorted(self.folder.glob("*.json")):
             try:
                 text = _read(path)
                 if text is not None:  # else withdrawn meanwhile
                     found.append(Record(**json.loads(text)))
+            except ConfigError:  # a ValueError too
+                raise
             except (OSError, ValueError, TypeError) as e:
                 raise RolloutError(
                     f"{path}: not the record of a server ({e}); remove it, or use one version of `tepo`"
@@ -274,13 +302,31 @@ def _read(path: Path) -> str | None:
     """What a file says that others replace; None: it is not there."""
     for _ in range(_READS):
         try:
-            return path.read_text()
+            return _text(path)
         except FileNotFoundError:
             return None
         except OSError as e:
             if e.errno != errno.ESTALE:  # replaced meanwhile, over NFS
                 raise
     raise RolloutError(f"{path}: replaced {_READS} times while it was read; is its file system well?")
+
+
+def _text(path: Path) -> str:
+    """What a file of this user's, or of root's, says: where others may rename folders above, theirs may lie there for a moment.
+
+    Raises ConfigError for a link, or for another's; OSError.
+    """
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as e:
+        if e.errno == errno.ELOOP:
+            raise ConfigError(f"{path}: is a symbolic link, which no part of a rendezvous is; remove it") from None
+        raise
+    with os.fdopen(opened) as file:
+        owner = os.fstat(opened).st_uid
+        if owner not in (os.geteuid(), 0):
+            raise ConfigError(f"{path}: belongs to user {owner}, so it is not read; run as the user who serves")
+        return file.read()
 
 
 def key_from_environment() -> str | None:

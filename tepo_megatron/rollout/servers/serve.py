@@ -18,9 +18,10 @@ from pathlib import Path
 
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError, RolloutError
+from tepo_megatron.meeting_store import is_loopback
 from tepo_megatron.rollout.engines import ENGINES, launch_of, local_servers
 from tepo_megatron.rollout.servers.endpoint import Connected
-from tepo_megatron.rollout.servers.local import LocalServer, is_loopback
+from tepo_megatron.rollout.servers.local import LocalServer
 from tepo_megatron.rollout.servers.member import Member
 from tepo_megatron.rollout.servers.rendezvous import Record, Rendezvous, fingerprint, keeper_name, this_host
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 
 from torch import Tensor
 
 from tepo_megatron.errors import ConversionError
+from tepo_megatron.scratch import PrivateFolder
 from tepo_megatron.weights import fp8
 from tepo_megatron.weights.families import find_family, read_config
 from tepo_megatron.weights.hf_io import INDEX, HfReader
@@ -19,14 +19,16 @@ _FORMATS = {"float8_e4m3fn": "F8_E4M3", "float32": "F32", "bfloat16": "BF16", "f
 
 
 class ServedModel:
-    """path: links to the files of `model`, its advice on sampling left out; scratch: for the server's sockets and the like.
+    """folder: private, of both others; path: links to the files of `model`, its advice on sampling left out; scratch: for the
+    server's sockets and the like.
 
     in_fp8: the same model, quantized, without its weights: config.json, and one file that says which tensors updates will give.
     """
 
     def __init__(self, model: Path, in_fp8: bool = False) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="tepo-served-")
-        self.path, self.scratch = Path(self._folder.name) / "model", Path(self._folder.name) / "tmp"
+        self._private = PrivateFolder("served")
+        self.folder = self._private.path
+        self.path, self.scratch = self.folder / "model", self.folder / "tmp"
         self.path.mkdir()
         self.scratch.mkdir()
         for file in model.iterdir():
@@ -37,7 +39,7 @@ class ServedModel:
 
     def remove(self) -> None:
         """All of it, the model's own files excepted."""
-        self._folder.cleanup()
+        self._private.remove()
 
 
 def _announce_fp8(model: Path, folder: Path) -> None:

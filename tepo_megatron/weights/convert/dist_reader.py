@@ -14,10 +14,11 @@ from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from tepo_megatron.errors import CheckpointError
+from tepo_megatron.restricted_pickle import load_metadata
 
 _COMMON = "common.pt"
 
@@ -30,7 +31,7 @@ class Reader:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        metadata = read_metadata(directory)
+        metadata = load_metadata(directory)
         self.tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
         self._places: dict[MetadataIndex, Any] = metadata.storage_data
         self._check_files()
@@ -96,25 +97,6 @@ class Reader:
                 raise CheckpointError(f"{path}: {state}, but .metadata puts {index.fqn} there; copy the checkpoint again")
             if getattr(place, "transform_descriptors", None):
                 raise CheckpointError(f"{path}: {index.fqn} is compressed, which is not read; save the checkpoint without it")
-
-
-def read_metadata(directory: Path) -> Metadata:
-    """`.metadata`: what the checkpoint holds. It is a pickle, as all of Megatron's checkpoints are: read those you trust.
-
-    Raises CheckpointError.
-    """
-    path = directory / ".metadata"
-    try:
-        metadata = pickle.loads(path.read_bytes())
-    except OSError:
-        raise CheckpointError(
-            f"{path}: not found; {directory} is no torch_dist checkpoint, or one whose writing did not end"
-        ) from None
-    except Exception as e:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{path}: truncated or corrupt ({e!r}); copy the checkpoint again") from None
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"{path}: holds no checkpoint metadata; copy the checkpoint again")
-    return metadata
 
 
 def read_common(directory: Path) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from tepo_megatron.errors import CheckpointError, ConversionError
+from tepo_megatron.restricted_pickle import load_metadata
 from tepo_megatron.weights.convert import HF_FOLDER
-from tepo_megatron.weights.convert.dist_reader import read_common, read_metadata
+from tepo_megatron.weights.convert.dist_reader import read_common
 from tepo_megatron.weights.convert.places import megatron_directory
 from tepo_megatron.weights.families import find_family, read_config
 from tepo_megatron.weights.fp8 import SCALE_SUFFIX
@@ -76,7 +77,7 @@ def inspect(path: Path) -> Contents:
 
 def _megatron(directory: Path) -> Contents:
     tensors, others = {}, Counter[str]()
-    for name, entry in read_metadata(directory).state_dict_metadata.items():
+    for name, entry in load_metadata(directory).state_dict_metadata.items():
         if not hasattr(entry, "size"):  # an object
             continue
         if name.split(".")[0] in _MODEL:

@@ -14,6 +14,7 @@ from torch import Tensor
 from tepo_megatron.config import ModelConfig, ParallelConfig
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.parallel import Groups
+from tepo_megatron.restricted_pickle import restricted_loading
 from tepo_megatron.weights.convert import HF_FOLDER
 from tepo_megatron.weights.convert.dist_reader import Reader, read_common
 from tepo_megatron.weights.convert.exporting import hf_tensors, plan_of
@@ -138,7 +139,7 @@ def _megatron_outputs(
     (chunk,) = build.build_chunks(config, arch, model, groups)
     # as a trainer loads it: the reading side of this package has no part in it
     content = read_common(checkpoint).get("content_metadata")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), restricted_loading():
         warnings.filterwarnings("ignore", category=FutureWarning)  # Megatron-Core calls what PyTorch is about to rename
         loaded = dist_checkpointing.load({"model": chunk.sharded_state_dict(metadata=content)}, str(checkpoint))
     chunk.load_state_dict(loaded["model"])

@@ -52,6 +52,10 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             {"sync": {"transport": "group", "timeout_seconds": 60}},
             r"sync.timeout_seconds=60 must be below rollout.server.silent_seconds=60",
         ),
+        (
+            {"sync": {"transport": "group", "join_seconds": 540}},
+            r"sync.join_seconds=540 must be below 0.9 of parallel.timeout_seconds=600, after which a rank .* counts as stuck",
+        ),
         ({"sync": {"transport": "group", "delta": True}}, r"sync\.delta=true with sync\.transport=group is not built"),
         (
             {"sync": {"transport": "ipc"}, "rollout": {"server": {"rendezvous": "/shared"}}},
@@ -87,6 +91,10 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             {"training": {"share_prompts": "always"}, "model": {"path": "m", "attention": "te"}},
             "training.share_prompts=always with model.attention=te.*set model.attention to sdpa",
         ),
+        (
+            {"parallel": {"cp": 2}, "model": {"path": "m", "attention": "te", "precision": "fp32"}, "platform": "cuda"},
+            "precision=fp32 with model.attention=te and parallel.cp=2: .*set model.attention to auto or sdpa",
+        ),
         ({"reward": {"soft_seconds": 5}}, "hard_seconds=4.0 must exceed soft_seconds=5"),
         (
             {"evaluation": {"samples": 4, "temperature": 0}},
@@ -118,6 +126,14 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
 def test_refused(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(MINIMAL | change)
+
+
+@pytest.mark.parametrize(("platform", "join", "ready"), [("cpu", 30.0, 300.0), ("cuda", 300.0, 1800.0)])
+def test_gpus_get_longer_to_start(platform: str, join: float, ready: float) -> None:
+    cfg = validate({**MINIMAL, "platform": platform})
+    assert (cfg.sync.join_limit(platform), cfg.rollout.server.ready_limit(platform)) == (join, ready)
+    own = validate({**MINIMAL, "sync": {"join_seconds": 7.0}, "rollout": {"server": {"ready_seconds": 8.0}}})
+    assert (own.sync.join_limit(platform), own.rollout.server.ready_limit(platform)) == (7.0, 8.0)
 
 
 def test_missing_keys_are_named_together() -> None:

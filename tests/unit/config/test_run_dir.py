@@ -41,10 +41,13 @@ def test_resume_keeps_everything(tmp_path: Path) -> None:
     assert files(run) == {*RUN, "config.yaml"}
 
 
-def test_resume_of_a_finished_run_keeps_its_outcome_under_another_name(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_keeps_its_outcome_under_another_name(tmp_path: Path) -> None:
     run = write_run(tmp_path, *RUN, *END)
     for _ in range(2):
         run_dir.prepare(config(tmp_path, resume=True))
+        assert files(run) >= {*RUN, *END, "config.yaml"}, "a resume that is refused later leaves a finished run finished"
+    for _ in range(2):
+        run_dir.rename_outcome(run)
         assert files(run) == {*RUN, "config.yaml", "summary.former.json", "evaluation.former.jsonl", "report.png"}
     assert (run / "summary.former.json").read_text() == "summary.json\n"
 
@@ -146,23 +149,22 @@ def test_lost_records_move_once_whenever_the_move_is_cut_off(tmp_path: Path, mon
         raise InterruptedError
 
     with RunLog(cfg.run_dir, cfg.logging, steps=9) as log:
-        assert log.rewind(0) == 0 and not lost.exists()
+        assert log.rewind(0) == [] and not lost.exists()
         log.write(1, {"x": 1.0})
-        position = log.position()
         log.write(2, {"x": 2.0})
         os.write(log._metrics, b'{"step": 3, ')  # a kill in the midst of a line
         assert [r["step"] for r in read_metrics(cfg.run_dir)] == [1, 2]
         for place in ("replace", "ftruncate"):
             with monkeypatch.context() as patched, pytest.raises(InterruptedError):
                 patched.setattr(os, place, cut_off)
-                log.rewind(position)
+                log.rewind(1)
             assert [r["step"] for r in read_metrics(cfg.run_dir)] == [1, 2]
-        assert log.rewind(position) == 1
+        assert "1 recorded steps are taken again; their former records moved to metrics.lost.jsonl" in log.rewind(1)
         assert [r["step"] for r in read_metrics(cfg.run_dir)] == [1]
-        assert lost.read_text() == '{"step": 2, "x": 2.0}\n{"step": 3, \n'
+        assert lost.read_text() == '{"step": 3, \n{"step": 2, "x": 2.0}\n'
         log.write(2, {"x": 3.0})
-        assert log.rewind(position) == 1
-    assert lost.read_text() == '{"step": 2, "x": 2.0}\n{"step": 3, \n{"step": 2, "x": 3.0}\n'
+        assert len(log.rewind(1)) == 1
+    assert lost.read_text() == '{"step": 3, \n{"step": 2, "x": 2.0}\n{"step": 2, "x": 3.0}\n'
 
 
 def test_tensorboard_forgets_what_is_taken_again(tmp_path: Path) -> None:
@@ -171,11 +173,10 @@ def test_tensorboard_forgets_what_is_taken_again(tmp_path: Path) -> None:
     run_dir.prepare(cfg)
     with RunLog(cfg.run_dir, cfg.logging, steps=9) as log:
         log.write(1, {"x": 1.0})
-        position = log.position()
         log.write(2, {"x": 2.0})
         log.write(3, {"x": 3.0})
     with RunLog(cfg.run_dir, cfg.logging, steps=9) as log:
-        assert log.rewind(position, step=1) == 2
+        assert [line.split()[0] for line in log.rewind(1)] == ["2"]
         log.write(2, {"x": 4.0})
     accumulator = events.EventAccumulator(str(cfg.run_dir / "tensorboard"))
     accumulator.Reload()

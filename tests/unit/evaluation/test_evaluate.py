@@ -108,6 +108,11 @@ def test_it_goes_on_where_it_was_killed_and_ends_the_same(model: Path, engines: 
     assert len(engines.launches) == 3
     run(request(model, part, **wanted), told.append, engines)
     assert len(engines.launches) == 3  # nothing was left to do
+    samples = (part / "amc.jsonl").read_bytes()
+    for damaged in (samples[:-9], samples[samples.index(b"\n") + 1 :], b"\0" + samples, b""):
+        (part / "amc.jsonl").write_bytes(damaged)
+        run(request(model, part, **wanted), told.append, engines)
+        assert (part / "amc.jsonl").read_bytes() == (whole / "amc.jsonl").read_bytes(), "damaged samples are taken again"
     run(request(model, part, **wanted, seed=1), told.append, engines)  # another evaluation: nothing is kept
     assert (part / "amc.jsonl").read_bytes() != (whole / "amc.jsonl").read_bytes()
 
@@ -123,6 +128,11 @@ def test_two_evaluations_are_compared(
     assert expected in capsys.readouterr().out and expected in (b / "evaluation.md").read_text()
     assert cli.main(["compare", str(b), str(a)]) == 0
     printed = capsys.readouterr().out
+    lines = (b / "aime24.jsonl").read_bytes().splitlines(keepends=True)
+    (b / "aime24.jsonl").write_bytes(b"".join(lines[1:])[:-9])  # of the first and the last problem a sample is gone
+    assert cli.main(["compare", str(b), str(a)]) == 0
+    problems = len({sample.problem for sample in read_samples(a / "aime24.jsonl")})
+    assert f"compared on the {problems - 2} problems that both have" in " ".join(capsys.readouterr().out.split())
     assert expected in printed and "AIME24: the two runs also differ in samples" in printed and "Minerva" not in printed
 
     assert cli.main(["compare", str(b), str(tmp_path)]) == 1

@@ -48,13 +48,16 @@ def test_scores_of_single_problems_survive_the_file(tmp_path: Path) -> None:
     assert read_evaluation(tmp_path) == Scores({3: 0.0, 7: 0.5}, {3: 0.5, 7: 1.0})
 
 
-def test_a_malformed_line_of_scores_is_named(tmp_path: Path) -> None:
+def test_a_malformed_line_of_scores_is_named_and_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(DataError, match=r"evaluation\.jsonl: cannot read"):
         read_evaluation(tmp_path)
     for line in ("{", "[]", '{"problem": 1, "before": 0.5}', '{"problem": 1, "before": 0.5, "after": null}'):
-        (tmp_path / "evaluation.jsonl").write_text('{"problem": 0, "before": 0, "after": 1}\n' + line)
-        with pytest.raises(DataError, match=r"evaluation\.jsonl:2: not the scores"):
-            read_evaluation(tmp_path)
+        caplog.clear()
+        (tmp_path / "evaluation.jsonl").write_text('{"problem": 0, "before": 0, "after": 1, "of": 2}\n' + line)
+        assert read_evaluation(tmp_path) == Scores({0: 0.0}, {0: 1.0})
+        unreadable, missing = (record.getMessage() for record in caplog.records)
+        assert "evaluation.jsonl: line 2 cannot be read: " in unreadable
+        assert "the scores of 1 of 2 problems are missing" in missing
 
 
 def result(update: int, mask: float, ratios: list[float]) -> UpdateResult:
@@ -98,3 +101,9 @@ def test_mismatch_above_the_limit_is_a_sync_error() -> None:
         check_mismatch(1.1e-3, 3, cfg)
     with pytest.raises(SyncError):
         check_mismatch(math.nan, 3, cfg)
+    # a server alone has room for chance, less with more tokens, and is named
+    check_mismatch(1.1e-3, 3, cfg, "server 1", 1000)
+    with pytest.raises(SyncError, match=r"at version 3 over 10000 tokens of server 1, above .*: server 1 does not serve"):
+        check_mismatch(1.1e-3, 3, cfg, "server 1", 10000)
+    with pytest.raises(SyncError):
+        check_mismatch(math.nan, 3, cfg, "server 1", 1)

@@ -147,13 +147,15 @@ def test_a_family_is_kept_together_or_cut_where_that_is_faster() -> None:
 def test_where_prompts_are_shared(monkeypatch: pytest.MonkeyPatch, share: Any, device: str, shares: bool) -> None:
     monkeypatch.setattr(build, "installed", lambda: frozenset({"transformer_engine"} if device == "te" else ()))
     where = torch.device("cpu" if device == "cpu" else "cuda")
-    assert build.shares_prompts(TrainingConfig(share_prompts=share), ModelConfig(path="m"), where) == shares
+    assert build.shares_prompts(TrainingConfig(share_prompts=share), ModelConfig(path="m"), where, 1) == shares
 
 
 def test_sharing_on_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "installed", lambda: frozenset({"transformer_engine"}))
     with pytest.raises(ConfigError, match=r"model.attention=auto takes Transformer Engine.*set model.attention to sdpa"):
-        build.shares_prompts(TrainingConfig(share_prompts="always"), ModelConfig(path="m"), torch.device("cuda"))
+        build.shares_prompts(TrainingConfig(share_prompts="always"), ModelConfig(path="m"), torch.device("cuda"), 1)
+    fp32 = ModelConfig(path="m", precision="fp32")  # under context parallelism `auto` takes PyTorch's layers for it
+    assert build.shares_prompts(TrainingConfig(share_prompts="always"), fp32, torch.device("cuda"), 2)
 
 
 def test_metrics_by_hand() -> None:

@@ -99,6 +99,21 @@ def test_padded_columns_get_no_probability_and_no_gradient(backend: str) -> None
     assert ours[2][:, 50:].abs().max() == 0
 
 
+@pytest.mark.parametrize("padding", [1e4, float("inf"), float("nan")])
+@pytest.mark.parametrize(("columns", "width"), [(32001, 32016), (32001, 32128), (1000, 9000), (50, 53)])
+def test_padding_of_any_value_changes_no_bit(backend: str, columns: int, width: int, padding: float) -> None:
+    """Also where the real columns are odd, several blocks are all padding, or the width is no multiple of 16."""
+    logits, labels = case(3, columns, torch.bfloat16)
+    padded = torch.nn.functional.pad(logits, (0, width - columns), value=padding)
+    expected = token_stats_and_gradient(logits, labels, backend, columns)
+    leaf = padded.to(device_of(backend)).requires_grad_()
+    in_place = leaf * 1  # not a leaf, so that backward writes in its place
+    stats = token_stats(in_place, labels.to(leaf.device), 1.0, None, columns, backend=backend)
+    mixed((stats.logprob_R, stats.entropy_R), "logprob and entropy").backward()
+    assert torch.equal(stats.logprob_R.detach().cpu(), expected[0]) and torch.equal(stats.entropy_R.detach().cpu(), expected[1])
+    assert torch.equal(in_place[:, :columns].detach().cpu(), expected[2]) and in_place[:, columns:].abs().max() == 0
+
+
 def token_stats_and_gradient(
     logits: torch.Tensor, labels: torch.Tensor, backend: str, vocab_size: int, **options: Any
 ) -> Values:

@@ -148,6 +148,14 @@ def test_what_lies_under_the_pointer_is_what_was_recorded(hostile: tuple[Page, s
     assert 0 < left < right < 1 and 0 < top < bottom < 1
 
 
+def test_the_page_names_the_safety_checks_that_do_not_work(hostile: tuple[Page, str], tmp_path: Path) -> None:
+    assert "Safety checks: 2 of 3 work in this run" in hostile[1] and "sync.max_logprob_diff): every token" in hostile[1]
+    write_run(tmp_path, [{"step": 1}], rollout={"replay": "rollouts"})
+    text = write_report(tmp_path).read_text()
+    assert "Safety checks: 0 of 3 work in this run" in text
+    assert "sync.max_logprob_diff): OFF, rollout.replay has no engine" in text
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_seconds_of_a_step_add_up(ahead: bool) -> None:
     """Rollouts that are sampled beside training take none of its time."""
@@ -218,11 +226,21 @@ def test_a_comparison_that_cannot_be_made(tmp_path: Path) -> None:
         write_page(tmp_path / "no" / "c.html", "text")
 
 
-def test_malformed_scores_are_named_and_the_older_page_stays(tmp_path: Path) -> None:
-    write_run(tmp_path, measured(1))
-    (tmp_path / "report.html").write_text("older")
+def test_damaged_records_are_told_on_the_page(tmp_path: Path) -> None:
+    write_run(tmp_path, [*measured(2), *measured(5)[3:]])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "rew')
     (tmp_path / "evaluation.jsonl").write_text('{"problem": 0}\n')
-    with pytest.raises(DataError, match=r"evaluation\.jsonl:1: not the scores of a problem"):
+    page = write_report(tmp_path).read_text()
+    assert "metrics.jsonl: line 5 cannot be read: not valid JSON" in page
+    assert "metrics.jsonl: no record of step 3, and" in page
+    assert "evaluation.jsonl: line 1 cannot be read: KeyError" in page
+
+
+def test_no_record_at_all_is_an_error_and_the_older_page_stays(tmp_path: Path) -> None:
+    write_run(tmp_path, [])
+    (tmp_path / "report.html").write_text("older")
+    with pytest.raises(DataError, match=r"metrics\.jsonl: no step has been recorded"):
         write_report(tmp_path)
     assert (tmp_path / "report.html").read_text() == "older"
 

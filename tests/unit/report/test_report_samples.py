@@ -192,4 +192,4 @@ def test_benchmarks_of_a_run(run: Run) -> None:
     write_benchmark(run, 1, {0: [1.0]})
     found = read_benchmarks(run)
     assert list(found.scores) == [1, 2] and len(found.notes) == 2
-    assert "evaluation.json: not the results" in found.notes[0] and "amc.jsonl: not the samples" in found.notes[1]
+    assert "evaluation.json: not the results" in found.notes[0] and "amc.jsonl: there is no sample in it" in found.notes[1]

@@ -377,6 +377,7 @@ def test_samples_repeat_whatever_the_servers_do(tmp_path: Path) -> None:
         rollouts = made.generate(PROMPTS, SAMPLING, seed=7)
         killer.join()
         assert ids(rollouts) == expected and {r.policy_version for r in rollouts} == {4}
+        assert all(r.servers[0][0] == 0 for r in rollouts) and len({name for r in rollouts for _, name in r.servers}) > 1
         assert "is sampled again" in "\n".join(made.take_events())
 
 

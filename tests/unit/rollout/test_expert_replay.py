@@ -123,6 +123,10 @@ def test_a_response_that_new_weights_interrupt_has_the_experts_of_the_last_ones(
     ask = rest(cut, PROMPT, sampling, 0)
     given = torch.arange(6 * 3 * 2).view(6, 3, 2)
     end = checked_rollout(ask.prompt, [10, 11], [-0.5, -0.5], "length", ask.sampling, 2, given)
+    cut, end = (replace(r, servers=((0, name),)) for r, name in ((cut, "a"), (end, "b")))
+    assert joined(cut, end).servers == ((0, "a"), (5, "b")) and joined(cut, replace(end, servers=cut.servers)).servers == (
+        (0, "a"),
+    )
     whole = joined(cut, end)
     assert whole.experts_LKT is not None and whole.experts_LKT[:-1].tolist() == given[:, [0, 2]].tolist()
     assert whole.experts_LKT.shape[0] == whole.token_ids_L.numel() == 7 and whole.later_versions == ((5, 2),)

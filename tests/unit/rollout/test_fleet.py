@@ -200,6 +200,7 @@ def test_weights_that_come_in_mid_generation_wait_for_what_is_being_sampled(expe
         assert ids(rollouts) == expected
         versions = [r.policy_version for r in rollouts]
         assert set(versions) == {1, 2} and two.take_events() == []
+        assert {r.servers for r in rollouts} == {((0, endpoint.name),) for endpoint in two._endpoints}
         assert all(len(set(versions[i : i + 3])) == 1 for i in range(0, len(versions), 3)), "a group of two versions"
 
 
@@ -252,6 +253,7 @@ def test_what_is_under_way_when_new_weights_come(in_flight: str, expected: list[
             assert waited < 8 and versions <= {(0,) * n + (1,) * (5 - n) for n in range(1, 5)}
             for r, whole in zip(made, expected, strict=False):  # what was there stays, and the rest is drawn anew
                 begun = r.later_versions[0][0] - 2
+                assert all(place in (0, r.later_versions[0][0]) for place, _ in r.servers) and r.servers[0][0] == 0
                 assert r.response_ids[:begun] == whole[:begun] and r.response_ids != whole
             assert len({tuple(r.response_ids) for r in made}) == 24
         assert two.take_events() == []

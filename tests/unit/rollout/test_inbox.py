@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,12 +24,13 @@ from tepo_megatron.channel import (
     Kept,
     Meeting,
     arrived_key,
+    came_key,
     crc32,
     join_store,
     joined_key,
-    open_store,
     tell,
 )
+from tepo_megatron.meeting_store import open_store
 from tepo_megatron.rollout.in_server.inbox import Inbox
 
 CPU = torch.device("cpu")
@@ -56,12 +59,10 @@ class Trainer:
     def meet(self, inbox: Inbox, seconds: float = SECONDS) -> Meeting:
         """A new group with that inbox."""
         self.meetings += 1
-        self.meeting = Meeting("127.0.0.1", self.store.port, f"m{self.meetings}", 1, 2, SENDER + 1, seconds)
-        with ThreadPoolExecutor() as threads:
-            joining = threads.submit(inbox.join, self.meeting, CPU)
-            self.channel = Channel(self.store, self.meeting, 0, SENDER, CPU)
-            joining.result()
-        assert self.store.check([joined_key(self.meeting, SENDER + 1)])
+        self.meeting = Meeting("127.0.0.1", self.store.port, f"m{self.meetings}", 1, 2, SENDER + 1, seconds, SECONDS)
+        inbox.join(self.meeting, CPU)
+        self.channel = Channel(self.meeting, 0, SENDER, CPU)
+        self.store.wait([joined_key(self.meeting, SENDER + 1)], datetime.timedelta(seconds=SECONDS))
         return self.meeting
 
     def send(self, inbox: Inbox, bucket: Bucket, row: torch.Tensor) -> dict[str, torch.Tensor] | None:
@@ -150,11 +151,14 @@ def test_nobody_waits_longer_than_the_meeting_says(tmp_path: Path) -> None:
         trainer.meet(inbox, seconds=2.0)
         bucket, _ = packed(0, "a.weight")
         assert inbox.take([bucket.to_json()]) is None  # a sender that lives and says nothing
-        alone = Meeting("127.0.0.1", trainer.store.port, "alone", 1, 2, SENDER + 1, 0.3)
+        alone = Meeting("127.0.0.1", trainer.store.port, "alone", 1, 2, SENDER + 1, SECONDS, 0.3)
         inbox.join(alone, CPU)
-        assert not trainer.store.check([joined_key(alone, SENDER + 1)])
+        start = time.monotonic()
         with pytest.raises(BrokenChannel):
-            Channel(join_store(alone), replace(alone, name="alone too"), 0, SENDER, CPU)
+            Channel(replace(alone, name="alone too"), 0, SENDER, CPU)
+        assert time.monotonic() - start < 0.3 + SECONDS / 2
+        assert trainer.store.check([came_key(alone, SENDER + 1)])
+        assert not trainer.store.check([joined_key(alone, SENDER + 1)])
 
 
 def test_only_who_has_the_version_before_may_keep_tensors_of_it(tmp_path: Path) -> None:
@@ -184,7 +188,7 @@ def test_only_who_has_the_version_before_may_keep_tensors_of_it(tmp_path: Path) 
 
 def test_what_is_told_is_there_for_others_at_once() -> None:
     store = open_store("127.0.0.1")
-    other = join_store(Meeting("127.0.0.1", store.port, "m", 1, 2, SENDER + 1, SECONDS))
+    other = join_store(Meeting("127.0.0.1", store.port, "m", 1, 2, SENDER + 1, SECONDS, SECONDS))
     for i in range(5000):  # with `TCPStore.set`, 2 to 35 in 1000 were not
         tell(other, f"key {i}")
         assert store.check([f"key {i}"])

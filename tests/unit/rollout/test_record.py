@@ -19,7 +19,13 @@ def rollouts() -> list[Rollout]:
         logprobs = torch.randn(n, generator=generator)
         logprobs[0] = 0.0
         mask = torch.arange(n) > 1
-        out.append(Rollout(i // 2, torch.arange(n) + i, mask, logprobs, 7, "stop", "1/3", 0.1 + i, float(i % 2), "exact"))
+        servers = ((0, "server 0"), (2, "server 1")) if n > 2 else ()
+        out.append(
+            Rollout(
+                *(i // 2, torch.arange(n) + i, mask, logprobs, 7, "stop", "1/3", 0.1 + i, float(i % 2), "exact"),
+                servers=servers,
+            )
+        )
     return out
 
 
@@ -40,6 +46,13 @@ def test_rollouts_and_metrics_come_back_bit_for_bit(tmp_path: Path, count: int) 
     assert len(found) == count and all(same(a, b) for a, b in zip(found, rollouts(), strict=False))
     assert read_metrics.pairs() == metrics.pairs() and math.isclose(read_metrics.means()["reward/mean"], 0.075)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000004.safetensors"]
+
+
+def test_what_was_recorded_before_servers_were_named_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "_TEXTS", tuple(name for name in record._TEXTS if name != "servers"))
+    record.write(tmp_path, 1, rollouts(), Metrics())
+    monkeypatch.undo()
+    assert [r.servers for r in record.read(tmp_path, 1)[0]] == [()] * 3
 
 
 def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:

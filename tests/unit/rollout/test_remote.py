@@ -347,9 +347,58 @@ def test_all_who_make_a_key_at_once_get_the_same(tmp_path: Path) -> None:
     tmp_path.chmod(0o770)
     with pytest.raises(ConfigError, match="others can write in it"):
         Rendezvous(tmp_path).create()
+    tmp_path.chmod(0o750)
     (tmp_path / KEY_FILE).chmod(0o640)
     with pytest.raises(ConfigError, match="others can read the servers' key"):
         Rendezvous(tmp_path).key()
+
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
+
+def stranger_owns(folder: Path) -> None:
+    os.chown(folder, NOBODY, NOBODY)
+
+
+def led_elsewhere(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder.with_name("elsewhere"))
+
+
+UNSAFE = {
+    "group may write": (lambda folder: folder.chmod(0o770), "others can write in it"),
+    "all may write": (lambda folder: folder.chmod(0o1777), "others can write in it"),
+    "another's": (stranger_owns, f"belongs to user {NOBODY}"),
+    "a link": (led_elsewhere, "is a symbolic link"),
+    "another's record": (lambda folder: stranger_owns(next(folder.glob("*.json"))), f"json: belongs to user {NOBODY}"),
+    "another's key": (lambda folder: stranger_owns(folder / "key"), f"key: belongs to user {NOBODY}"),
+    "a linked key": (lambda folder: led_elsewhere(folder / "key"), "key: is a symbolic link"),
+}
+
+
+@as_root
+@pytest.mark.parametrize("side", ["trainer", "tepo serve"])
+@pytest.mark.parametrize("fault", UNSAFE)
+def test_a_rendezvous_that_others_can_change_is_refused_on_both_sides(
+    fault: str, side: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before a request that holds the key is sent anywhere, even where the key comes by the environment."""
+    spoil, complaint = UNSAFE[fault]
+    folder = tmp_path / "rendezvous"
+    rendezvous = Rendezvous(folder)
+    rendezvous.create()
+    rendezvous.make_key()
+    rendezvous.publish(record_of(tmp_path, "http://127.0.0.2:9"))
+    assert rendezvous.records() and rendezvous.key()
+    spoil(folder)
+    if "key" not in fault:
+        monkeypatch.setenv("TEPO_SERVER_KEY", "k" * 32)
+    with pytest.raises(ConfigError, match=complaint):
+        if side == "tepo serve" and "key" not in fault:
+            rendezvous.create()
+        rendezvous.key()
+        rendezvous.records()
 
 
 @pytest.mark.parametrize("bad", ["", "short", "with a space in the middle", "not-ascii-enough-ü"])

@@ -119,7 +119,15 @@ def test_a_model_in_fp8_has_no_weights_yet(tmp_path: Path) -> None:
 def test_the_key_and_torchrun_stay_where_they_belong(tmp_path: Path) -> None:
     inherited = {"PATH": "/bin", "RANK": "0", "MASTER_PORT": "29500"}
     env = SglangApi().environment(ServerConfig(), launch(tmp_path), inherited, "sekrit")
-    assert "sekrit" in env.values() and env["PATH"] == "/bin" and not env.keys() & {"RANK", "MASTER_PORT"}
+    assert "sekrit" in env.values() and env["PATH"] == "/bin" and "RANK" not in env and env["MASTER_PORT"] != "29500"
+
+
+def test_its_processes_meet_in_a_file_of_their_own(tmp_path: Path) -> None:
+    """In TMPDIR, which is private to a server, and on loopback; another start has another file."""
+    made = [SglangApi().environment(ServerConfig(), launch(tmp_path), {"TMPDIR": str(tmp_path)}, "sekrit") for _ in range(2)]
+    files = {env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] for env in made}
+    assert len(files) == 2 and all(file.startswith(f"file://{tmp_path}/") for file in files)
+    assert all(env["GLOO_SOCKET_IFNAME"] == "lo" and env["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] == "0" for env in made)
 
 
 def test_a_missing_environment_is_named_with_its_mend(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -192,8 +194,30 @@ def test_engines_are_started_for_it_on_gpus(platform: Any, flags: bool, sleeps: 
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}')
     launch = Launch(tmp_path, max_model_len=64, platform=platform, precision="bf16", seed=0, sleeps=sleeps)
     cfg = ServerConfig(python="python3")
-    assert ("--enable-sleep-mode" in VllmApi().command(cfg, launch, 1)) is (flags and sleeps)
+    released = VllmApi().command(cfg, launch, 1)[-2:] == ["--enable-sleep-mode", "--sleep-mode-offload-cudagraph"]
+    assert released is (flags and sleeps)
     assert ("--enable-memory-saver" in SglangApi().command(cfg, launch, 1)) is (flags and sleeps)
+
+
+PARSER = """
+import sys
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+args, others = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_known_args(sys.argv[1:])
+print(args.enable_sleep_mode, args.sleep_mode_offload_cudagraph, args.enable_nccl_comm_suspend, others)
+"""
+
+
+@pytest.mark.slow
+def test_the_vllm_that_is_installed_knows_the_options_of_sleep(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, max_model_len=64, platform="cuda", precision="bf16", seed=0, sleeps=True)
+    words = VllmApi().command(ServerConfig(), launch, 1)
+    engine = words[words.index("--model") : words.index("--served-model-name")] + words[-2:]
+    read = subprocess.run(
+        [sys.executable, "-P", "-c", PARSER, *engine], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert read.stdout.splitlines()[-1] == "True True False []"
 
 
 async def _vllm() -> None:

@@ -11,9 +11,10 @@ import torch
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.rollout.engine import Launch
+from tepo_megatron.rollout.engine import EngineApi, Launch
 from tepo_megatron.rollout.engines import build_engine
 from tepo_megatron.rollout.samples import LARGEST_SEED, prompt_seed
+from tepo_megatron.rollout.sglang import SglangApi
 from tepo_megatron.rollout.vllm import VllmApi, completion_request, parse_completion
 from tepo_megatron.types import Prompt, SamplingParams
 
@@ -119,6 +120,15 @@ def test_the_key_and_torchrun_stay_where_they_belong() -> None:
     assert env["VLLM_API_KEY"] == "sekrit" and env["PATH"] == "/bin"
     assert not env.keys() & {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
     assert "OMP_NUM_THREADS" not in VllmApi().environment(ServerConfig(), CUDA, inherited, "sekrit")
+
+
+@pytest.mark.parametrize("api", [VllmApi(), SglangApi()], ids=["vllm", "sglang"])
+def test_what_ranks_set_for_themselves_is_not_for_their_servers(api: EngineApi) -> None:
+    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "16"}
+    of_a_rank = api.environment(ServerConfig(), CUDA, own | {"RANK": "0"}, "sekrit")
+    assert not own.keys() & of_a_rank.keys()
+    of_serve = api.environment(ServerConfig(), CUDA, own, "sekrit")
+    assert own.items() <= of_serve.items()  # there the user set them
 
 
 def test_the_size_of_the_kv_cache_reaches_the_engine_and_extra_arguments_win() -> None:

@@ -316,4 +316,4 @@ def test_the_benchmark_runs() -> None:
     words = [sys.executable, str(ROOT / "benchmarks/convert.py"), "--quick", "--repetitions", "1"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["copy", "import", "export"]
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["copy", "import", "export", "there"]

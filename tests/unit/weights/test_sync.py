@@ -16,12 +16,12 @@ from tepo_megatron.channel import crc32
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.rollout.in_server.weight_files import tensors
-from tepo_megatron.weights import broadcast
+from tepo_megatron.weights import meeting
 from tepo_megatron.weights.ops import Replicated
 from tepo_megatron.weights.relay import _memory, takers, together
 from tepo_megatron.weights.rounds import cut as cut_into_buckets
 from tepo_megatron.weights.rounds import whole_bytes
-from tepo_megatron.weights.stores import _make_folder, write_file
+from tepo_megatron.weights.stores import Staging, make_folder, write_file
 from tepo_megatron.weights.sync import check_one_host
 
 SENT = {
@@ -40,6 +40,19 @@ def sent(path: Path, with_checksums: bool) -> Path:
 def test_what_is_sent_arrives(tmp_path: Path, with_checksums: bool) -> None:
     read = dict(tensors([str(sent(tmp_path / "sent", with_checksums))]))
     assert read.keys() == SENT.keys() and all(torch.equal(read[name], SENT[name]) for name in SENT)
+
+
+def test_a_bucket_is_staged_in_one_row_and_the_row_is_used_again(tmp_path: Path) -> None:
+    widest_first = dict(sorted(SENT.items(), key=lambda item: -item[1].element_size()))
+    staging = Staging(sum(t.nbytes for t in SENT.values()), torch.device("cpu"))
+    for name, factor in (("first", 1), ("second", 2)):
+        sent = {name: tensor * factor for name, tensor in widest_first.items()}
+        staged = staging.copy(sent.items())
+        assert len({tensor.untyped_storage().data_ptr() for tensor in staged.values()}) == 1
+        write_file(staged, tmp_path / name, {name: crc32(t) for name, t in sent.items()})
+        read = dict(tensors([str(tmp_path / name)]))
+        assert read.keys() == sent.keys() and all(torch.equal(read[name], sent[name]) for name in sent)
+    assert Staging(0, torch.device("cpu")).copy([]) == {}  # on ranks that send nothing
 
 
 def test_a_file_for_another_machine_has_its_name_once_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,14 +83,14 @@ def test_a_shared_folder_works_without_locks_and_is_named_where_it_cannot_be_mad
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    first, file = _make_folder(str(tmp_path / "shared"))
-    second, other = _make_folder(str(tmp_path / "shared"))
+    first, file = make_folder(str(tmp_path / "shared"))
+    second, other = make_folder(str(tmp_path / "shared"))
     assert first.parent == second.parent == tmp_path / "shared" and first.exists() and second.exists()
     os.close(file)
     os.close(other)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"sync\.folder=.*: cannot be made"):
-        _make_folder(str(tmp_path / "file" / "folder"))
+        make_folder(str(tmp_path / "file" / "folder"))
 
 
 @pytest.mark.parametrize("back", [1, 30])
@@ -154,8 +167,8 @@ def test_the_store_is_at_an_address_that_those_see_who_are_elsewhere(monkeypatch
     for name, value in {"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8", "MASTER_ADDR": "elsewhere"}.items():
         monkeypatch.setenv(name, value)
     towards = {"127.0.0.1": "127.0.0.1", "a": "10.0.0.7", "elsewhere": "10.0.0.9"}
-    monkeypatch.setattr(broadcast, "address_towards", towards.__getitem__)
-    assert broadcast._own_address(["127.0.0.1", "127.0.0.1"]) == "127.0.0.1"
-    assert broadcast._own_address(["127.0.0.1", "a"]) == "10.0.0.7"
+    monkeypatch.setattr(meeting, "address_towards", towards.__getitem__)
+    assert meeting.own_address(["127.0.0.1", "127.0.0.1"]) == "127.0.0.1"
+    assert meeting.own_address(["127.0.0.1", "a"]) == "10.0.0.7"
     monkeypatch.setenv("WORLD_SIZE", "16")
-    assert broadcast._own_address(["127.0.0.1"]) == "10.0.0.9"
+    assert meeting.own_address(["127.0.0.1"]) == "10.0.0.9"

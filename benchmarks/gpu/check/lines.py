@@ -1,0 +1,87 @@
+"""How a part reports: one line of JSON for each result, as soon as it is known."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["passed", "failed", "measured", "skipped"]
+
+
+class Skip(Exception):
+    """Raised inside `Check.line` where the line cannot be measured here. Its message is the reason."""
+
+
+@dataclass
+class Check:
+    """What the code of a part gets.
+
+    Args:
+        platform: "cpu" (tiny sizes) or "cuda".
+        folder: scratch space that all parts of a run share.
+        file: where the lines go, one JSON object each.
+        seconds: time limit of the part.
+    """
+
+    platform: Literal["cpu", "cuda"]
+    folder: Path
+    file: Path
+    seconds: float
+    names: list[str] = field(default_factory=list)  # of the lines so far
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the part runs on a GPU."""
+        return self.platform == "cuda"
+
+    def report(
+        self, name: str, status: Status, value: float | str | None = None, unit: str = "", why: str = "", **more: Any
+    ) -> None:
+        """Write one line.
+
+        Args:
+            name: one of the part's lines, or an additional one.
+            value: the result, None if there is none.
+            unit: of the value.
+            why: the reason for a failure or a skip; else a remark.
+            more: further values, for the JSON file.
+        """
+        self.names.append(name)
+        line = {"name": name, "status": status, "value": value, "unit": unit, "why": why, **more}
+        with self.file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def verdict(self, name: str, value: float, limit: float, unit: str = "", **more: Any) -> None:
+        """Report a value that must not exceed its limit."""
+        status: Status = "passed" if value <= limit else "failed"  # NaN fails
+        self.report(name, status, value, unit, f"limit {limit:g}", limit=limit, **more)
+
+    @contextlib.contextmanager
+    def line(self, *names: str) -> Iterator[None]:
+        """Report an exception as the failure of these lines, and go on with the next ones."""
+        try:
+            yield
+        except Skip as e:
+            self._all(names, "skipped", str(e))
+        except Exception as e:  # a check goes on: the next line may say why this one failed
+            traceback.print_exc()
+            self._all(names, "failed", f"{type(e).__name__}: {e}"[-600:])
+
+    def _all(self, names: tuple[str, ...], status: Status, why: str) -> None:
+        for name in names:
+            if name not in self.names:
+                self.report(name, status, why=why)
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Return the lines written so far. A last one that was cut off in the middle is left out."""
+    found = []
+    for text in file.read_text().splitlines() if file.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(text))
+    return found

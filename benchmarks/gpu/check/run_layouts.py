@@ -1,0 +1,21 @@
+"""Part `layouts`: each parallel layout of at most 4 ranks, all ranks on one device, against the fp64 reference."""
+
+from __future__ import annotations
+
+from benchmarks.gpu.check.lines import Check
+from benchmarks.gpu.check.parts import LAYOUTS, WITHOUT_LOGITS
+from benchmarks.gpu.check.worlds import Job, train
+from tests.parallel import cases
+
+
+def run(check: Check) -> None:
+    """See the top of the file."""
+    folder = check.folder / "layouts"
+    folder.mkdir(exist_ok=True)
+    case = cases.make_case(folder, tied=True)
+    jobs = [Job(f"fp32, {name}", case, cases.LAYOUTS[name], "fp32", {}) for name in LAYOUTS]
+    jobs += [Job(f"fp32, DP2, {WITHOUT_LOGITS}", case, cases.LAYOUTS["DP2"], "fp32", {"logits_budget_mib": 0})]
+    overlapped = cases.LAYOUTS["DP2"] | {"overlap_grad_reduce": True, "overlap_param_gather": True}  # as on `cuda`
+    jobs += [Job("fp32, DP2, overlapped", case, overlapped, "fp32", {})]
+    jobs += [Job(f"bf16, {name}", case, cases.LAYOUTS[name], "bf16", {}) for name in LAYOUTS]
+    train(check, jobs, staged=True)

@@ -1,0 +1,12 @@
+"""Part `tests`: tests/gpu without the engines, which are the last part."""
+
+from __future__ import annotations
+
+from benchmarks.gpu.check.lines import Check
+from benchmarks.gpu.check.parts import gpu_tests
+from benchmarks.gpu.check.pytests import run_files
+
+
+def run(check: Check) -> None:
+    """See the top of the file."""
+    run_files(check, gpu_tests(), {"test_colocation.py": "not vllm", "test_layouts.py": "1 and rank"})

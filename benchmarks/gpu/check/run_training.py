@@ -1,0 +1,45 @@
+"""Part `training`: two optimizer steps of one rank, in each precision, against the fp64 reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.check.lines import Check, Skip
+from benchmarks.gpu.check.parts import FP8, WITHOUT_LOGITS
+from benchmarks.gpu.check.worlds import Job, train
+from tepo_megatron.actor import kernels, precision
+from tests.parallel import cases
+
+# of the FP8 model: sizes that are multiples of 128
+WIDE: dict[str, Any] = {"scale": 1.0, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+
+
+def run(check: Check) -> None:
+    """See the top of the file."""
+    folder = check.folder / "training"
+    folder.mkdir(exist_ok=True)
+    case = cases.make_case(folder, tied=True)
+    fused = {"logits_budget_mib": 0}
+    jobs = [Job(name, case, {}, name, {}) for name in ("fp32", "bf16")]
+    jobs += [Job(f"{name}, {WITHOUT_LOGITS}", case, {}, name, fused) for name in ("fp32", "bf16")]
+    train(check, jobs + _fp8(check, folder / "wide"), staged=False)
+
+
+def _fp8(check: Check, folder: Path) -> list[Job]:
+    """Return the jobs of the presets that run here, and report the others."""
+    here = kernels.hardware(torch.device(check.platform))
+    names = []
+    for name in FP8:
+        reason = precision.refusal(name, here)  # type: ignore[arg-type]
+        with check.line(name):
+            if reason is not None:
+                raise Skip(reason)
+            names.append(name)
+    if not names:
+        return []
+    folder.mkdir(exist_ok=True)
+    case = cases.make_case(folder, tied=True, **WIDE)
+    return [Job(name, case, {}, name, {}) for name in names]

@@ -1,0 +1,166 @@
+"""Training steps of tests/parallel/cases.py on several ranks: one world of processes serves many configs, one after the other.
+
+CUDA does not survive a fork, and a world per config would spend most of its time on imports.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import signal
+import subprocess
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from benchmarks.gpu.check.lines import Check
+from benchmarks.results import ROOT
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import plain, validate
+from tepo_megatron.platform import activate
+from tepo_megatron.platform.staged_gloo import VARIABLE
+from tepo_megatron.processes import die_with_parent
+from tests.parallel import cases
+from tests.processes import command
+
+START_SECONDS = {"cpu": 240.0, "cuda": 90.0}  # until the first config is done; imports take most of it
+JOB_SECONDS = {"cpu": 120.0, "cuda": 60.0}  # of each further config
+FP32_LIMIT = {"cpu": 1e-5, "cuda": 1e-4}  # of each tensor
+NEAR_BF16, NEAR_FP8 = (0.05, 0.1), (0.1, 0.2)  # of 1 - cosine of the gradients, and of their norm
+
+
+@dataclass(frozen=True)
+class Job:
+    """Two optimizer steps of a config.
+
+    Args:
+        line: of the report.
+        case: the batches, and what the fp64 reference made of them.
+        layout: keys of the config's section `parallel`.
+        precision: a preset.
+        training: keys of the config's section `training`.
+    """
+
+    line: str
+    case: cases.Case
+    layout: dict[str, Any]
+    precision: str
+    training: dict[str, Any]
+
+    def config(self, platform: str) -> Config:
+        """Return the config, with what the platform switches on by default."""
+        tree = plain(cases.run_config(self.case.model, self.layout, **self.training)) | {"platform": platform}
+        attention = "sdpa" if self.precision == "fp32" else "auto"
+        tree["model"] |= {"precision": self.precision, "attention": attention}
+        return validate(tree)
+
+    def report(self, check: Check, ranks: list[list[dict[str, Any]]]) -> None:
+        """Compare with the reference, and report."""
+        if self.precision == "fp32":
+            found = cases.errors(ranks, self.case.steps)
+            worst = max(found, key=found.__getitem__)
+            check.verdict(self.line, found[worst], FP32_LIMIT[check.platform], worst=worst)
+            return
+        apart, norm = cases.nearness(ranks, self.case.steps)
+        most, most_norm = NEAR_BF16 if self.precision == "bf16" else NEAR_FP8
+        good = apart <= most and norm <= most_norm
+        why = f"1 - cosine of the gradients, limit {most}; their norm is {norm:.1e} off, limit {most_norm}"
+        check.report(self.line, "passed" if good else "failed", apart, why=why, norm=norm)
+
+
+def train(check: Check, jobs: Sequence[Job], staged: bool) -> None:
+    """Run the jobs and report each when it is done. After a failure the rest goes on in a new world.
+
+    Args:
+        staged: whether collectives go through host memory, and the ranks share a device.
+    """
+    remaining = list(jobs)
+    while remaining:
+        done = _world(check, remaining, staged)
+        remaining = remaining[done:]
+
+
+def _world(check: Check, jobs: Sequence[Job], staged: bool) -> int:
+    """Run jobs in one world; return the number of those that are reported: all, or up to the first that failed."""
+    configs = [job.config(check.platform) for job in jobs]
+    with tempfile.TemporaryDirectory(dir=check.folder) as name:
+        folder, log = Path(name), Path(name, "log")
+        work = [(cfg, job.case.batches) for cfg, job in zip(configs, jobs, strict=True)]
+        words = command(max(cfg.parallel.world_size for cfg in configs), serve, work, folder, folder=folder)
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                words, cwd=ROOT, env={**os.environ, VARIABLE: str(int(staged))}, stdout=output, stderr=output,
+                preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGKILL),
+            )  # fmt: skip
+            try:
+                for number, (job, cfg) in enumerate(zip(jobs, configs, strict=True)):
+                    files = [folder / f"{number}-{rank}" for rank in range(cfg.parallel.world_size)]
+                    failure = _wait(process, files, (JOB_SECONDS if number else START_SECONDS)[check.platform])
+                    if failure:
+                        raised = "".join(sorted(file.read_text() for file in folder.glob("*.error"))[:1])
+                        told = raised or "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+                        print(f"{job.line}: {failure}\n{told}", flush=True)
+                        check.report(job.line, "failed", why=f"{failure}: {_last(told)}")
+                        if not raised and number == 0 and process.poll() is not None:
+                            raise RuntimeError(f"the ranks did not start: {_last(told)}")
+                        return number + 1
+                    with check.line(job.line):
+                        job.report(check, [pickle.loads(file.read_bytes()) for file in files])
+                return len(jobs)
+            finally:
+                process.kill()  # its ranks end with it
+                process.wait()
+
+
+def _wait(process: subprocess.Popen[Any], files: Sequence[Path], seconds: float) -> str:
+    """Return "" when all files are there, else what happened."""
+    deadline = time.monotonic() + seconds
+    while not all(file.exists() for file in files):
+        if any(file.with_suffix(".error").exists() for file in files):
+            return "a rank failed"
+        if process.poll() is not None and not all(file.exists() for file in files):
+            return f"a rank ended (exit status {process.returncode})"
+        if time.monotonic() > deadline:
+            return f"no result in {seconds:.0f} s"
+        time.sleep(0.02)
+    return ""
+
+
+def serve(rank: int, work: Sequence[tuple[Config, Any]], folder: Path) -> None:
+    """In a rank: train each config whose world has this rank, and write what `cases.train_steps` returns."""
+    store, _, _ = next(rendezvous("env://", rank, int(os.environ["WORLD_SIZE"])))
+    for number, (cfg, batches) in enumerate(work):
+        size = cfg.parallel.world_size
+        if rank >= size:
+            continue
+        try:
+            os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+            backend, timeout = activate(cfg.platform).backend, timedelta(seconds=JOB_SECONDS[cfg.platform])
+            own = dist.PrefixStore(f"job{number}", store)  # the keys of an earlier world are still in the store
+            dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
+            found = cases.train_steps(rank, cfg, batches)
+        except BaseException:
+            partial = folder / f"{number}-{rank}.partial"
+            partial.write_text(f"{time.time()} rank {rank}:\n{traceback.format_exc()}")
+            partial.rename(folder / f"{number}-{rank}.error")
+            raise
+        partial = folder / f"{number}-{rank}.partial"
+        partial.write_bytes(pickle.dumps(found))
+        partial.rename(folder / f"{number}-{rank}")
+        del found
+        torch.cuda.empty_cache()
+
+
+def _last(text: str) -> str:
+    found = [line.strip() for line in text.splitlines() if line.strip()]
+    return found[-1][:400] if found else "no output"

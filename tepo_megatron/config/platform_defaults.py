@@ -1,0 +1,103 @@
+"""The config defaults that differ between `platform: cpu` and `platform: cuda`, in one table.
+
+A key in this table is `null` or `auto` in the config until somebody sets it; `default_of` gives the value of the platform then.
+Nothing else in the package may choose a value of a config key by the platform: `tests/unit/config/test_platform_defaults.py`
+reads the source and fails. The recipe gate (`tests/gate/`) trains every shipped YAML on a CPU with the `cuda` column forced on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PlatformDefault:
+    """The value that a key takes on each platform when the config leaves it at null, and the reason for the difference."""
+
+    cpu: Any
+    cuda: Any
+    why: str
+
+
+PLATFORM_DEFAULTS: Mapping[str, PlatformDefault] = {
+    "parallel.overlap_grad_reduce": PlatformDefault(False, True, "gloo has no stream that runs beside the backward pass"),
+    "parallel.overlap_param_gather": PlatformDefault(False, True, "gloo has no stream that runs beside the forward pass"),
+    "training.share_prompts": PlatformDefault(
+        "where it saves", "never", "Transformer Engine's packed attention cannot share keys; on GPUs it is not measured"
+    ),
+    "training.fuse_gradient_accumulation": PlatformDefault(
+        False, True, "saves a GPU one write and two reads of every weight gradient; published CPU runs were made without"
+    ),
+    "sync.join_seconds": PlatformDefault(30.0, 300.0, "the first start of NCCL over InfiniBand can take minutes"),
+    "rollout.server.ready_seconds": PlatformDefault(
+        300.0, 1800.0, "14B weights from a cold disk, compilation and the capture of CUDA graphs"
+    ),
+}
+
+
+def default_of(key: str, platform: str, value: T | None) -> T:
+    """Return `value`, or the platform's default where `value` is None.
+
+    Args:
+        key: dotted key of the config; it must be in PLATFORM_DEFAULTS.
+        platform: "cpu" or "cuda".
+        value: what the config says.
+    """
+    if value is not None:
+        return value
+    found: T = getattr(PLATFORM_DEFAULTS[key], platform)
+    return found
+
+
+# Every other place of the package that asks for the platform (file below tepo_megatron/, function), and what differs there.
+PLATFORM_BRANCHES: Mapping[str, str] = {
+    "actor/activations.py:HostActivations._away": "a GPU copies on a stream of its own, to page-locked memory",
+    "actor/attention_layout.py:repeats_keys": "CUDA's attention with a mask knows no grouped heads",
+    "actor/build.py:transformer_config": "Megatron initializes parameters on the host",
+    "actor/kernels.py:choose": "Transformer Engine and Apex run on a GPU only",
+    "actor/kernels.py:_gradient_accumulation": "Apex's extension runs on a GPU only",
+    "actor/kernels.py:hardware": "a CPU has no compute capability",
+    "actor/offload.py:Offload.__init__": "what leaves the device: the gate has a CPU do as a GPU does",
+    "channel.py:Channel._form": "a thread that forms a group works on this rank's GPU",
+    "channel.py:Channel.close": "work on a GPU is waited for before NCCL's group goes",
+    "channel.py:form_group": "NCCL needs to know its device",
+    "checkpoint/generators.py:capture": "a GPU has random generators of its own",
+    "checkpoint/generators.py:restore": "likewise",
+    "checkpoint/saving.py:SavingThread.__init__": "copies from a GPU have a stream of their own",
+    "checkpoint/tensors.py:HostCopy.take": "a copy from a GPU is waited for",
+    "checkpoint/tensors.py:HostCopy._make_places": "page-locked memory for copies from a GPU",
+    "config/run.py:Config.__post_init__": "refuses what only a GPU has",
+    "config/run.py:Config._check_sync": "NCCL has no group of two processes on one GPU",
+    "config/run.py:Config._check_quantize": "engines compute blockwise FP8 on GPUs",
+    "doctor/machine.py:enough_devices": "counts GPUs",
+    "doctor/machine.py:processors": "asks for the driver, or for cores",
+    "doctor/versions.py:kernels": "advice about Transformer Engine",
+    "doctor/versions.py:cudnn": "a CPU loads no cuDNN",
+    "ipc.py:lend": "CUDA IPC, or an unnamed file in memory",
+    "ipc.py:borrowed": "likewise",
+    "ipc.py:_device_row": "likewise",
+    "launcher.py:_environment": "threads of a rank",
+    "ops/flash_attention.py:(module)": "PyTorch's kernels of each device: parity in tests/unit/ops and tests/gpu",
+    "ops/output_layer.py:add_product": "tensor cores add bf16 products in fp32: parity in tests/unit/ops and tests/gpu",
+    "ops/token_statistics/__init__.py:row_kernels": "Triton, or PyTorch: parity in Triton's interpreter and in tests/gpu",
+    "ops/token_statistics/pytorch.py:_chunks": "size of a chunk",
+    "parallel.py:initialize": "the rank's GPU is made current",
+    "plan/memory.py:host_bytes": "the page-locked memory of `weights/stores.py:Staging`",
+    "plan/command.py:predictor_of": "kernels that the plan assumes",
+    "report/panels.py:has_limits": "which limits the report draws",
+    "rollout/engines.py:launch_beside_ranks": "GPUs that the ranks leave to the servers",
+    "rollout/experts.py:replayed_routing": "vLLM returns no experts on a CPU",
+    "rollout/in_server/vllm_plugin.py:InboxEngine.update_weights": "vLLM reloads layer by layer on GPUs",
+    "rollout/in_server/vllm_plugin.py:InboxEngine.receive_weights": "likewise",
+    "rollout/sglang.py:SglangApi.command": "options of the server",
+    "rollout/sglang.py:SglangApi.environment": "its environment",
+    "rollout/vllm.py:VllmApi.command": "options of the server",
+    "rollout/vllm.py:VllmApi.environment": "its environment",
+    "safety.py:_checksums": "vLLM on a CPU packs linear layers, of which it tells no checksum",
+    "weights/stores.py:Files.__init__": "files of weights leave a GPU through page-locked memory",
+    "weights/stores.py:Staging.copy": "copies from a GPU are waited for",
+}

@@ -1,0 +1,221 @@
+"""Compare every rollout with the log-probs of the weights that sampled it, before or with the update that uses it.
+
+A server only echoes the version that it was told. What it samples shows which weights it has: the actor computes the log-probs
+of the same tokens under the same version, and where the two lie too far apart the run ends. Every server is judged by itself,
+for the mean over several would dilute one that is stale. `docs/decisions/0027-*` says why this way.
+
+    tokens of                 | are compared
+    the newest version        | with the old statistics, which the step computes anyway
+    an older version          | in a pass of their own, with the weights of that version, kept in host memory at their delivery
+    training.old_logprobs:    | in a pass of their own, where a batch takes several updates: there is no pass for old statistics
+      rollout                 |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.actor.actor import Actor
+from tepo_megatron.actor.reference import HostWeights
+from tepo_megatron.config import Config
+from tepo_megatron.errors import SyncError
+from tepo_megatron.parallel import Groups
+from tepo_megatron.types import Rollout, TrainBatch
+from tepo_megatron.weights.sync import allowed_difference, check_mismatch
+
+Source = tuple[int, str]  # (version, name of the server, "" where it is not known)
+
+
+@dataclass
+class Difference:
+    """Sum over `tokens` response tokens of |log-prob of the engine - of the actor|, in nats."""
+
+    total: float = 0.0
+    tokens: int = 0
+
+    @property
+    def mean(self) -> float:
+        """Nats per token."""
+        return self.total / max(1, self.tokens)
+
+    def add(self, other: Difference) -> None:
+        """Add the tokens of another."""
+        self.total, self.tokens = self.total + other.total, self.tokens + other.tokens
+
+
+class WeightsGate:
+    """The comparison over a run. Every method is called by all ranks alike, with the same rollouts.
+
+    Args:
+        cfg: of the run. `rollout.max_staleness` says how many versions are kept, and `sync` how much is compared and how far
+            the log-probs may lie apart.
+        actor: computes the log-probs; its parameters are those that are delivered.
+        groups: of this rank.
+    """
+
+    def __init__(self, cfg: Config, actor: Actor, groups: Groups) -> None:
+        self._cfg, self._actor, self._groups = cfg, actor, groups
+        # replayed rollouts are by another run's weights: only those that are said to be of the newest can be compared
+        self._keeps = cfg.rollout.max_staleness if cfg.rollout.replay is None else 0
+        self._kept: dict[int, HostWeights] = {}  # by version
+        self._compared: dict[Source, Difference] = {}  # of the step
+        self._step_tokens = 0
+        self._newest_too = False  # whether `before_updates` compared the tokens of the newest version
+
+    def delivered(self, version: int) -> None:
+        """Keep the actor's weights, which the engine was given as `version`, for as long as rollouts of them may be used."""
+        if not self._keeps or version in self._kept:
+            return
+        unused = [self._kept.pop(v) for v in sorted(self._kept) if v < version - self._keeps]
+        if unused:  # page-locked memory is dear to get
+            self._kept[version] = unused[0]
+            unused[0].keep()
+        else:
+            self._kept[version] = self._actor.host_copy()
+
+    def before_updates(self, batch: TrainBatch, step: int) -> None:
+        """Compare, in passes of their own, the tokens that no pass of the step gives the log-probs of.
+
+        Args:
+            batch: the whole rollout batch of the step.
+            step: its number; the actor has the weights of version `step` - 1.
+
+        Raises:
+            SyncError: A server serves other weights than it says, or rollouts are of a version that was never delivered.
+        """
+        cfg, newest = self._cfg, step - 1
+        self._compared, self._step_tokens, self._newest_too = {}, batch.num_tokens, False
+        if cfg.rollout.replay is not None:
+            return
+        several = batch.updates(cfg.training.epochs, cfg.training.minibatch_prompts) > 1
+        self._newest_too = cfg.training.old_logprobs == "rollout" and several
+        compared: dict[Source, Difference] = {}
+        for version in sorted({version for r in batch.rollouts for _, (version, _) in pieces(r)}):
+            if version != newest or self._newest_too:
+                part = batch.select(chosen(batch.rollouts, version, cfg.sync.compared_tokens), update=0)
+                with self._weights_of(version, newest):
+                    logprobs_N = self._actor.logprobs(part)
+                compared |= self._differences(part, logprobs_N, version)
+        self._judge(compared)
+
+    def with_old_stats(self, batch: TrainBatch, step: int) -> None:
+        """Compare the tokens of the newest version with the batch's old log-probs, which are the actor's.
+
+        Args:
+            batch: the rollout batch, or the minibatch of its only update; `old_logprobs_N` valid on the last pipeline stage.
+            step: as in `before_updates`, which is called first.
+
+        Raises:
+            SyncError: As `before_updates`.
+        """
+        assert batch.old_logprobs_N is not None, "the batch has no old statistics"
+        if self._newest_too:
+            return
+        self._judge(self._differences(batch, batch.old_logprobs_N, step - 1))
+
+    def values(self) -> dict[str, float | None]:
+        """Return the metrics of the step: mean and the worst server's mean in nats, and the share of tokens compared."""
+        whole = self._whole()
+        if not whole.tokens:
+            return {}
+        return {
+            "gate/logprob_diff_mean": whole.mean,
+            "gate/logprob_diff_worst": max(difference.mean for difference in self._compared.values()),
+            "gate/compared_share": whole.tokens / self._step_tokens,
+        }
+
+    @contextlib.contextmanager
+    def _weights_of(self, version: int, newest: int) -> Iterator[None]:
+        """Within, the actor has the weights of `version`; afterwards, bit for bit, its own."""
+        if version == newest:
+            yield
+            return
+        if version not in self._kept:
+            known = ", ".join(map(str, sorted(self._kept))) or "none"
+            raise SyncError(
+                f"rollouts say that version {version} of the weights sampled them, which this run did not deliver (it keeps "
+                f"{known}): they cannot be compared with the actor; end the servers and start them again"
+            )
+        with self._kept[version].in_place():
+            yield
+
+    def _differences(self, batch: TrainBatch, logprobs_N: Tensor, version: int) -> dict[Source, Difference]:
+        """Return the difference of each server's tokens of `version`. Collectives: one broadcast over pp."""
+        sources, counts = _layout(batch.rollouts)
+        sums = torch.zeros(len(sources), dtype=torch.float64, device=self._groups.device)
+        if self._groups.is_last_stage:
+            owner_N = torch.repeat_interleave(*counts).to(sums.device)
+            diff_N = (batch.rollout_logprobs_N.to(sums.device) - logprobs_N).abs().double()
+            sums.index_add_(0, owner_N, diff_N)
+        totals = self._groups.broadcast_from_last_stage(sums).tolist()
+        tokens = torch.zeros(len(sources), dtype=torch.int64).index_add_(0, *counts).tolist()
+        found = {s: Difference(total, n) for s, total, n in zip(sources, totals, tokens, strict=True)}
+        return {source: difference for source, difference in found.items() if source[0] == version and difference.tokens}
+
+    def _judge(self, compared: Mapping[Source, Difference]) -> None:
+        """Add to what the step compared, and raise SyncError where a server, or all of them together, lie too far off."""
+        if not compared:
+            return
+        for source, difference in compared.items():
+            self._compared.setdefault(source, Difference()).add(difference)
+        limit = self._cfg.sync
+        # the server that is furthest beyond what its number of tokens allows comes first: it names the fault best
+        worst = sorted(compared.items(), key=lambda item: -item[1].mean / allowed_difference(item[1].tokens, limit))
+        for (version, server), difference in worst:
+            check_mismatch(difference.mean, version, limit, server, difference.tokens)
+        check_mismatch(self._whole().mean, max(version for version, _ in compared), limit)
+
+    def _whole(self) -> Difference:
+        whole = Difference()
+        for difference in self._compared.values():
+            whole.add(difference)
+        return whole
+
+
+def pieces(rollout: Rollout) -> list[tuple[int, Source]]:
+    """Return (response tokens, their source) of each part of a sequence that one version on one server sampled, in order."""
+    versions, servers = dict(rollout.later_versions), dict(rollout.servers)
+    version, server, found = rollout.policy_version, "", []
+    bounds = [*sorted({0, *versions, *servers}), rollout.token_ids_L.numel()]
+    for start, end in itertools.pairwise(bounds):
+        version, server = versions.get(start, version), servers.get(start, server)
+        tokens = int(rollout.response_mask_L[start:end].sum())
+        if tokens:
+            found.append((tokens, (version, server)))
+    return found
+
+
+def chosen(rollouts: Sequence[Rollout], version: int, most_tokens: int | None) -> list[int]:
+    """Return the sequences to compare for `version`: all that have tokens of it.
+
+    Args:
+        rollouts: of the batch.
+        version: of the weights.
+        most_tokens: of each server; beyond them no further sequence is chosen for it. None: no limit.
+    """
+    counted: dict[str, int] = {}
+    found = []
+    for place, rollout in enumerate(rollouts):
+        of_it = [(tokens, server) for tokens, (its, server) in pieces(rollout) if its == version]
+        if any(most_tokens is None or counted.get(server, 0) < most_tokens for _, server in of_it):
+            found.append(place)
+            for tokens, server in of_it:
+                counted[server] = counted.get(server, 0) + tokens
+    return found
+
+
+def _layout(rollouts: Sequence[Rollout]) -> tuple[list[Source], tuple[Tensor, Tensor]]:
+    """Return the sources, and (index of the source, number of tokens) of each piece in the order of the _N tensors."""
+    numbers: dict[Source, int] = {}
+    owners, counts = [], []
+    for rollout in rollouts:
+        for tokens, source in pieces(rollout):
+            owners.append(numbers.setdefault(source, len(numbers)))
+            counts.append(tokens)
+    return list(numbers), (torch.tensor(owners, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64))

@@ -1,0 +1,37 @@
+"""Whether this machine lets the processes of a run open as many files as they need."""
+
+from __future__ import annotations
+
+import resource
+
+from tepo_megatron.config import Config
+from tepo_megatron.errors import ConfigError
+
+# Of a process with PyTorch, gloo, safetensors and logs; a rank of a small run has about 60 open, an API server 100.
+_BASE = 192
+_PER_RANK = 4  # connections of gloo and of the store
+_PER_WORKER = 3  # pipes of a grading worker
+
+
+def needed_open_files(cfg: Config) -> int:
+    """Return the most files, pipes and connections that one process of the run may have open at once."""
+    requests = cfg.rollout.servers * cfg.rollout.server.concurrency
+    terms = 1 if cfg.reward.terms is None else len(cfg.reward.terms)
+    return _BASE + requests + _PER_RANK * cfg.parallel.world_size + _PER_WORKER * cfg.reward.workers * terms
+
+
+def check_open_files(cfg: Config) -> None:
+    """Raise the limit of this process where it is too low; the processes that it starts inherit it.
+
+    Raises ConfigError if the hard limit is too low.
+    """
+    needed = needed_open_files(cfg)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"a process may open {hard} files here, and this run needs {needed}; raise the limit (`ulimit -n {needed}`), or "
+            "lower rollout.server.concurrency or reward.workers"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

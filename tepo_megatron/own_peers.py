@@ -1,0 +1,123 @@
+"""Process groups of gloo, whose members on this machine are shown to be this user's processes.
+
+gloo has no key: a member takes whoever connects first and says the small number of the member it waits for. On loopback any
+local user could do so, and what it sends would be taken for weights, or unpickled. (Its TLS is not in PyTorch's wheels.) The
+kernel knows the user behind each end of a connection within one machine, and tells everybody in /proc/net/tcp. Facts are of
+PyTorch 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LOOPBACK_INTERFACE = "lo"
+READS, READ_SECONDS = 10, 0.05  # the table is not read at one instant: a missing row is looked for again
+_LISTENS, _ESTABLISHED, _CLOSE_WAIT = "0A", "01", "08"
+_MAPPED = "0000000000000000FFFF0000"  # before an IPv4 address in a table of IPv6
+
+
+class Stranger(RuntimeError):
+    """A process group may have a member on this machine that is not this user's process."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One line of /proc/net/tcp: its own end, the other end, its state, and the user and the inode of its own end."""
+
+    local: str
+    remote: str
+    state: str
+    user: int
+    inode: str
+
+    @property
+    def port(self) -> str:
+        """Of its own end."""
+        return self.local.rpartition(":")[2]
+
+
+@contextlib.contextmanager
+def own_peers_only() -> Iterator[None]:
+    """Form process groups of gloo in this block; nothing is known of members on other machines.
+
+    Raises:
+        Stranger: a port that was opened in the block has a connection from this machine whose other end is not this user's, or
+            is gone. The groups must not be used. A stranger who only connects ends them as well.
+    """
+    mine = _inodes()
+    before = {row.local for row in _rows() if row.state == _LISTENS and row.inode in mine}
+    yield
+    for left in reversed(range(READS)):
+        mine, rows = _inodes(), _rows()
+        ends = {(row.local, row.remote): row for row in rows}
+        ports = {row.port for row in rows if row.state == _LISTENS and row.inode in mine and row.local not in before}
+        taken = [row for row in rows if row.inode in mine and row.port in ports and row.state in (_ESTABLISHED, _CLOSE_WAIT)]
+        others = [(row, ends.get((row.remote, row.local))) for row in taken]
+        here = [other for row, other in others if other is not None or _is_loopback(row.remote)]
+        users = {other.user for other in here if other is not None} - {os.getuid(), os.geteuid()}
+        known = all(other is not None and other.state == _ESTABLISHED for other in here)
+        if users or not (left or known):
+            who = f"user {min(users)}" if users else "a process that has ended"
+            raise Stranger(
+                f"{who} of this machine connected to a process group of pid {os.getpid()} that was being formed; only this "
+                f"user's processes may, so nothing was exchanged in it"
+            )
+        if known:
+            return
+        time.sleep(READ_SECONDS)
+
+
+def guard_process_groups() -> None:
+    """Form every process group of this process as in `own_peers_only` from now on, where gloo is bound to loopback.
+
+    A second call does nothing.
+    """
+    import torch.distributed.distributed_c10d as c10d
+
+    original = c10d._new_process_group_helper
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("GLOO_SOCKET_IFNAME") != LOOPBACK_INTERFACE:
+            return original(*args, **kwargs)
+        with own_peers_only():
+            return original(*args, **kwargs)
+
+    c10d._new_process_group_helper = guarded
+
+
+def _rows() -> list[_Row]:
+    rows = []
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError):  # no IPv6
+            for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+                words = line.split()
+                local, remote = (word.removeprefix(_MAPPED) for word in words[1:3])
+                rows.append(_Row(local, remote, words[3], int(words[7]), words[9]))
+    return rows
+
+
+def _is_loopback(address: str) -> bool:
+    """127.0.0.0/8 or ::1, as the kernel prints them: in words of little-endian bytes."""
+    host = address.rpartition(":")[0]
+    return host[6:] == "7F" or host == "00000000000000000000000001000000"
+
+
+def _inodes() -> set[str]:
+    """Of this process's sockets."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if target.startswith("socket:["):
+                found.add(target[8:-1])
+    return found

@@ -1,0 +1,120 @@
+"""Hours of a whole run: its steps, its evaluations, and the checkpoints as far as training waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from tepo_megatron.config import Config
+from tepo_megatron.config.data import SLICE
+from tepo_megatron.plan import parameters
+from tepo_megatron.plan.gpus import ASSUMED, Assumptions
+from tepo_megatron.plan.memory import checkpoint_bytes
+from tepo_megatron.plan.step import Predictor
+
+# name -> (problems, samples of each), as `evaluation.benchmarks` has them, whose package needs torch
+BENCHMARKS: Mapping[str, tuple[int, int]] = {
+    "aime24": (30, 32),
+    "aime25": (30, 32),
+    "amc": (83, 32),
+    "math500": (500, 1),
+    "omni_math": (4428, 1),
+    "olympiad_bench": (674, 1),
+    "minerva": (272, 1),
+}
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """What happens how often, and the seconds of each. ending: seconds after the last step; error: `Assumptions.error`."""
+
+    steps: int
+    step: float
+    evaluations: int
+    evaluation: float
+    checkpoints: int
+    checkpoint: float
+    ending: float
+    gpus: int
+    error: float
+
+    @property
+    def seconds(self) -> float:
+        """Of all of it, without the start of servers and ranks."""
+        often = self.steps * self.step + self.evaluations * self.evaluation + self.checkpoints * self.checkpoint
+        return often + self.ending
+
+    @property
+    def gpu_hours(self) -> float:
+        """Hours times GPUs."""
+        return self.seconds / 3600 * self.gpus
+
+
+def time_range(predicted: float, error: float) -> tuple[float, float]:
+    """Return (low, high): the real values from which a prediction differs by at most `error` of the real one."""
+    return predicted / (1 + error), predicted / (1 - error)
+
+
+def whole_run(predictor: Predictor, step_seconds: float) -> WholeRun:
+    """Return the run of the predictor's config, whose steps take `step_seconds`."""
+    cfg, assumed = predictor.cfg, predictor.machine.assumed
+    each, last = _checkpoint_seconds(predictor)
+    every = cfg.checkpoint.every
+    return WholeRun(
+        steps=cfg.training.steps,
+        step=step_seconds,
+        evaluations=_evaluations(cfg),
+        evaluation=_evaluation_seconds(predictor),
+        checkpoints=-(-cfg.training.steps // every) if every else 0,
+        checkpoint=each,
+        ending=last,
+        gpus=predictor.placement.gpus,
+        error=assumed.error,
+    )
+
+
+def _evaluations(cfg: Config) -> int:
+    """Before the first step, after the last, and every `evaluation.every` steps between."""
+    if cfg.rollout.replay is not None or cfg.rollout.only:
+        return 0
+    every, steps = cfg.evaluation.every, cfg.training.steps
+    return 2 + ((steps - 1) // every if every else 0)
+
+
+def asked(cfg: Config, assumed: Assumptions = ASSUMED) -> Iterator[tuple[int, int, int]]:
+    """Yield (problems, samples of each, tokens of a response at most) of what an evaluation samples, one after the other."""
+    evaluation = cfg.evaluation
+    most = evaluation.max_problems
+    if cfg.data.eval is not None:
+        sliced = SLICE.fullmatch(cfg.data.eval)
+        bounds = [] if sliced is None else [sliced["start"] or "0", sliced["stop"] or ""]
+        known = int(bounds[1]) - int(bounds[0]) if bounds and all(bound.isdigit() for bound in bounds) else assumed.held_out
+        yield min(known, most or known), evaluation.samples, cfg.rollout.max_response_tokens
+    for name in evaluation.benchmarks:
+        problems, samples = BENCHMARKS[name]
+        if samples > 1:  # else it is greedy
+            samples = evaluation.benchmark_samples or samples
+        yield min(problems, most or problems), samples, evaluation.benchmark_tokens
+
+
+def _evaluation_seconds(predictor: Predictor) -> float:
+    """Problems and responses are taken to be as long as in training."""
+    work, seconds = predictor.workload, 0.0
+    for problems, samples, longest in asked(predictor.cfg, predictor.machine.assumed):
+        lengths = replace(work, longest=longest, response=min(work.response, longest))
+        seconds += predictor.served_seconds(problems, samples, lengths)
+    return seconds
+
+
+def _checkpoint_seconds(predictor: Predictor) -> tuple[float, float]:
+    """(of each checkpoint, after the last step): copies to host memory block, and what is not written beside training."""
+    cfg, model, disk = predictor.cfg, predictor.model, predictor.machine.assumed.disk
+    mine = checkpoint_bytes(parameters.held(model.family.rows, model.arch, cfg.parallel, 0), cfg.model.dtype)
+    whole = parameters.total_parameters(model.family.rows, model.arch) * model.element / disk
+    each = mine / predictor.host_rate + (whole if cfg.checkpoint.hf else 0.0)
+    last = whole if cfg.export_hf else 0.0
+    if not cfg.checkpoint.asynchronous:
+        each += mine / disk
+    elif cfg.checkpoint.every:
+        last += mine / disk
+    return each, last

@@ -1,0 +1,197 @@
+"""Host memory of an exact size that a GPU reads and writes directly: page-locked on CUDA, plain memory on a CPU.
+
+PyTorch's allocator of page-locked memory rounds each block up to a power of two (`CachingHostAllocator.h`), which for the
+state of a 14B model takes 314 GiB instead of 220. Here a block is an anonymous mapping that `cudaHostRegister` locks:
+tensors over it are pinned for PyTorch (`is_pinned`), so that copies to and from it are asynchronous. See decision 0025.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.host_sizes import arena_bytes, block_bytes, starts
+
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK of madvise(2), which Python's mmap does not name
+
+
+class _Mapping(mmap.mmap):
+    """Private memory of whole pages. It is unlocked and unmapped when the last tensor over it is gone.
+
+    A child that `fork` makes finds zeros here. Otherwise the kernel would copy page-locked pages for the child, or, before
+    Linux 5.9, could leave the GPU writing to pages that the parent no longer has.
+    """
+
+    locked_at: int | None = None
+    owner: int
+
+    def __new__(cls, size: int, device: torch.device) -> _Mapping:
+        """Raises OSError or RuntimeError where the machine does not have, or cannot lock, so much memory."""
+        self = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.madvise(_WIPE_ON_FORK)
+        self.owner = os.getpid()
+        if device.type == "cuda":
+            address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+            status = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
+            if status:
+                raise RuntimeError(
+                    f"CUDA error {status}: cudaHostRegister could not lock {size / 2**30:.2f} GiB of host memory; compare what "
+                    "`tepo plan` says of a machine's memory with the machine's, and with the container's limit"
+                )
+            self.locked_at = address
+        return self
+
+    def __del__(self) -> None:
+        if self.locked_at is None or self.owner != os.getpid() or sys.is_finalizing():
+            return  # the end of a process unlocks its memory too
+        torch.cuda.synchronize()  # copies may be under way
+        torch.cuda.cudart().cudaHostUnregister(self.locked_at)
+
+
+class HostArena:
+    """One block for several tensors that are used together. It is kept, since to lock pages takes longer than to fill them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: _Mapping | None = None
+
+    @property
+    def allocated(self) -> int:
+        """Bytes."""
+        return 0 if self._memory is None else len(self._memory)
+
+    def pieces(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Return one uint8 tensor of each size, each with a storage of its own.
+
+        The next call reuses the memory, so that earlier pieces must not be used after it. If it needs more memory, the block
+        is freed before the larger one is allocated, as soon as nobody has a piece of it.
+
+        Args:
+            sizes: bytes of each piece.
+        """
+        needed = arena_bytes(sizes)
+        if needed > self.allocated:
+            self._memory = None
+            self._memory = _Mapping(needed, self._device)
+        return [_piece(self._memory, start, size) for start, size in zip(starts(sizes), sizes, strict=False)]
+
+
+class HostPiece:
+    """Memory for one tensor, on loan from a stack until this object is gone. data: its bytes, uint8."""
+
+    def __init__(self, data: Tensor, stack: _Stack, returned: deque[_Stack]) -> None:
+        self.data, self._stack, self._returned = data, stack, returned
+
+    def __del__(self) -> None:
+        self._returned.append(self._stack)
+
+
+class _Stack:
+    """The pieces of one microbatch, one after the other. used: bytes that they need; lent: pieces that somebody has."""
+
+    def __init__(self) -> None:
+        self.used = self.lent = 0
+        self._memory: _Mapping | None = None
+        self._beyond: list[_Mapping] = []  # one for each piece for which the memory was too small
+        self._spare: list[_Mapping] = []  # the same of earlier microbatches
+
+    @property
+    def allocated(self) -> int:
+        """Bytes."""
+        return sum(len(memory) for memory in (self._memory, *self._beyond, *self._spare) if memory is not None)
+
+    def restart(self) -> None:
+        """Begin again, empty, with the same memory."""
+        self.used = 0
+        self._spare += self._beyond
+        self._beyond = []
+
+    def join(self, size: int, device: torch.device) -> None:
+        """Have one block of at least `size` bytes and nothing else. No piece is lent."""
+        self.restart()
+        self._spare = []
+        if size and (self._memory is None or len(self._memory) < size):
+            self._memory = None
+            self._memory = _Mapping(block_bytes(size), device)
+
+    def push(self, size: int, device: torch.device) -> Tensor:
+        """Return the next `size` bytes."""
+        start, self.used = self.used, self.used + starts([size])[-1]
+        if self._memory is not None and self.used <= len(self._memory):
+            return _piece(self._memory, start, size)
+        fitting = [memory for memory in self._spare if len(memory) >= size]
+        memory = min(fitting, key=len) if fitting else _Mapping(block_bytes(size), device)
+        if fitting:
+            self._spare = [other for other in self._spare if other is not memory]
+        self._beyond.append(memory)
+        return _piece(memory, 0, size)
+
+
+class HostStacks:
+    """Memory for the tensors of several microbatches at once, which come one by one and go in any order.
+
+    Each microbatch under way has a stack. A stack has the size of the largest microbatch before the last `settle`; what goes
+    beyond that is allocated piece by piece. So all of them together take what the largest needs, times the microbatches under
+    way, and only until the first `settle` somewhat more.
+
+    Memory is unlocked in `settle` alone: that waits for the device, and amid a pipeline's schedule the device may wait for what
+    this rank has yet to send. Who takes a piece orders its first write after the last use of the same memory, as by streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stacks: list[_Stack] = []
+        self._current: _Stack | None = None
+        self._largest = 0
+        self._returned: deque[_Stack] = deque()  # a piece may be collected at any moment, in any thread
+
+    @property
+    def allocated(self) -> int:
+        """Bytes."""
+        return sum(stack.allocated for stack in self._stacks)
+
+    def settle(self) -> None:
+        """Give all stacks whose pieces are back the size of the largest microbatch so far. No microbatch is under way."""
+        self._collect()
+        self._current = None
+        for stack in self._stacks:
+            if not stack.lent:
+                stack.join(self._largest, self._device)
+
+    def begin(self) -> None:
+        """Begin another microbatch: pieces are its own from now on."""
+        self._collect()
+        free = next((stack for stack in self._stacks if not stack.lent), None)
+        if free is None:
+            free = _Stack()
+            self._stacks.append(free)
+        free.restart()
+        self._current = free
+
+    def take(self, size: int) -> HostPiece:
+        """Return memory for `size` bytes."""
+        if self._current is None:
+            self.begin()
+        stack = self._current
+        assert stack is not None
+        data = stack.push(size, self._device)
+        stack.lent += 1
+        return HostPiece(data, stack, self._returned)
+
+    def _collect(self) -> None:
+        self._largest = max(self._largest, self._current.used if self._current is not None else 0)
+        while self._returned:
+            self._returned.popleft().lent -= 1
+
+
+def _piece(memory: _Mapping | None, start: int, size: int) -> Tensor:
+    if memory is None or size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)

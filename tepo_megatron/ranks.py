@@ -1,0 +1,188 @@
+"""The ranks of a run on this machine as child processes: started, watched, ended, and asked why they failed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tepo_megatron.escaping import escaped
+
+_POLL_SECONDS = 0.1
+_GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
+
+# Where a rank leaves its last message: a JSON file of ours, or of torchrun's agent.
+ERROR_FILE, _AGENT_FILE = "TEPO_ERROR_FILE", "TORCHELASTIC_ERROR_FILE"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended: its process, exit status (negative: a signal), and the message that it left, if any."""
+
+    pid: int
+    status: int
+    message: Mapping[str, Any] | None
+
+
+class RankProcesses:
+    """A context manager, within which ranks are started and waited for; none is left afterwards."""
+
+    def __init__(
+        self, words: Sequence[str], size: int, folder: Path, shared: Mapping[str, str], inherit: Sequence[int]
+    ) -> None:
+        """Prepare the ranks.
+
+        Args:
+            words: arguments of this Python.
+            size: number of ranks.
+            folder: a private folder, for the messages of ranks that fail.
+            shared: environment of all ranks, in addition to this process's.
+            inherit: file descriptors that the ranks keep open.
+        """
+        self._words, self._size, self._folder = words, size, folder
+        self._shared, self._inherit = shared, inherit
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._end()
+
+    def start(self) -> None:
+        """Start all ranks."""
+        for rank in range(self._size):
+            own = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._size), "LOCAL_WORLD_SIZE": str(self._size),
+                ERROR_FILE: str(self._error_file(rank)),
+            }  # fmt: skip
+            # sessions of their own: Ctrl-C in a terminal reaches the launcher alone, which ends the ranks in order
+            self._started.append(
+                subprocess.Popen(
+                    [sys.executable, *self._words], env={**os.environ, **self._shared, **own},
+                    start_new_session=True, pass_fds=self._inherit,
+                )
+            )  # fmt: skip
+
+    def wait(self) -> dict[int, Failure]:
+        """Return {} once all ranks have ended well; after the first failure, end the others and return all failures by rank."""
+        while True:
+            statuses = [process.poll() for process in self._started]
+            if any(statuses):
+                self._end()
+                return self._failures()
+            if all(status == 0 for status in statuses):
+                return {}
+            time.sleep(_POLL_SECONDS)
+
+    def _end(self) -> None:
+        """SIGTERM to the ranks and what they started in their sessions, then SIGKILL to who is still there."""
+        self._send(signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while any(process.poll() is None for process in self._started) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS / 10)
+        self._send(signal.SIGKILL)
+        for process in self._started:
+            process.wait()
+
+    def _send(self, number: signal.Signals) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+    def _failures(self) -> dict[int, Failure]:
+        found = {}
+        for rank, process in enumerate(self._started):
+            if process.returncode:
+                found[rank] = Failure(process.pid, process.returncode, _read(self._error_file(rank)))
+        return found
+
+    def _error_file(self, rank: int) -> Path:
+        return self._folder / f"error-{rank}.json"
+
+
+def first_failure(failures: Mapping[int, Failure]) -> str:
+    """Return the message of the failure that caused the others.
+
+    An error of ours comes first; then a rank that was killed from outside; then the earliest traceback (ranks whose peers
+    vanished fail too, in their collectives). What only follows comes last: aborts and the launcher's own SIGTERM.
+    """
+
+    def order(rank: int) -> tuple[int, float]:
+        message, status = failures[rank].message, failures[rank].status
+        if message is not None:
+            return (0 if message["expected"] else 2), float(message["time"])
+        return (1 if -status in _KILLED else 3), 0.0
+
+    rank = min(failures, key=order)
+    failure = failures[rank]
+    if failure.message is not None:
+        return f"rank {rank}: {failure.message['message']}"
+    if failure.status < 0:
+        name = signal.Signals(-failure.status).name
+        why = "; the machine may be out of memory" if -failure.status == signal.SIGKILL else ""
+        return f"rank {rank} (pid {failure.pid}) was ended by {name}{why}"
+    return f"rank {rank} (pid {failure.pid}) exited with status {failure.status} without a message"
+
+
+def leave_message(message: str, expected: bool) -> None:
+    """Leave a rank's last message for the launcher or torchrun's agent, on stderr without either.
+
+    Args:
+        message: what the user is told.
+        expected: whether it is an error of ours, not a traceback.
+    """
+    now = time.time()
+    if (path := os.environ.get(ERROR_FILE)) is not None:
+        partial = Path(f"{path}.partial")
+        partial.write_text(json.dumps({"message": message, "expected": expected, "time": now}))
+        partial.replace(path)
+    elif (path := os.environ.get(_AGENT_FILE)) is not None:
+        extra = {"timestamp": str(int(now)), "time": now, "expected": expected}
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    else:
+        print(f"tepo: rank {os.environ.get('RANK', '0')}: {escaped(message)}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """Turn the signals that end a command into KeyboardInterrupt("signal NAME"); handlers are restored afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _HANDLED}
+    ignored = {number for number, handler in before.items() if handler is signal.SIG_IGN}  # by nohup, say
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        for other in _HANDLED:
+            signal.signal(other, signal.SIG_IGN)  # the ranks are being ended already
+        raise KeyboardInterrupt(f"signal {signal.Signals(number).name}")
+
+    for number in before.keys() - ignored:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _read(path: Path) -> Mapping[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError):
+        read = json.loads(path.read_text())
+        if isinstance(read, dict) and {"message", "expected", "time"} <= read.keys():
+            return read
+    return None

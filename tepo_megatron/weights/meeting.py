@@ -1,0 +1,50 @@
+"""The store in which a trainer's ranks and its servers meet, on the trainer's side (`meeting_store.py`)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from tepo_megatron.meeting_store import FolderStore, Store, address_towards, is_loopback, open_store
+from tepo_megatron.weights.stores import make_folder
+
+
+class OwnedStore:
+    """A private folder where all who meet are on this machine, else a port at one of its addresses.
+
+    store: what it is; port, folder: where the others find it, as in `channel.Meeting`.
+
+    Raises:
+        OSError: no port can be had at the address.
+        ConfigError: no folder can be made.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.store: Store
+        self.port, self.folder = 0, ""
+        self._in_use: int | None = None
+        self.where = ""  # in messages
+        if is_loopback(address):
+            folder, self._in_use = make_folder()
+            self.store, self.folder, self.where = FolderStore(folder), str(folder), f"in {folder}"
+        else:
+            tcp: dist.TCPStore = open_store(address)
+            self.store, self.port, self.where = tcp, tcp.port, f"at {address}:{tcp.port}"
+
+    def close(self) -> None:
+        """Remove the folder. A second call does nothing."""
+        if self._in_use is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self._in_use)
+            self._in_use = None
+
+
+def own_address(hosts: Sequence[str]) -> str:
+    """This machine's address as servers on `hosts`, and ranks on other machines, see it; the loopback one if all are here."""
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        hosts = [*hosts, os.environ["MASTER_ADDR"]]  # this machine by its name for the others
+    addresses = [address_towards(host) for host in hosts]
+    return next((address for address in addresses if not address.startswith("127.")), addresses[0])

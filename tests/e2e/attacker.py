@@ -1,0 +1,240 @@
+"""What somebody without any right tries on a run: `python -m tests.e2e.attacker UID TARGETS` (JSON of `Targets`).
+
+Prints a JSON list of attacks: what was tried, what came of it, and whether it succeeded. An attack succeeds when something was
+read or changed that is the owner's. Code that runs shows in the folder of `Targets.canary`, whoever runs it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ctypes
+import encodings.idna  # noqa: F401 (another user may not read what would be imported later)
+import json
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from http.client import HTTPConnection, HTTPException
+
+import torch.distributed as dist
+
+SECONDS, TOTAL_SECONDS = 3.0, 40.0
+PTRACE_ATTACH = 16
+
+
+@dataclass(frozen=True)
+class Targets:
+    """host: where the ports are tried; ports: of TCP listeners; server: the port of the inference server; routes: of it that
+    control something; sockets: paths of Unix sockets; files, folders: the run's; pids: its processes; canary: a folder in which
+    everybody may make files.
+    """
+
+    host: str
+    ports: list[int]
+    server: int
+    routes: list[str]
+    sockets: list[str]
+    files: list[str]
+    folders: list[str]
+    pids: list[int]
+    canary: str
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One attempt. read: what it got to see, for the test to look for secrets in."""
+
+    name: str
+    result: str
+    succeeded: bool
+    read: str = ""
+
+
+class Payload:
+    """Unpickled, it leaves a file in the folder of canaries."""
+
+    def __init__(self, canary: str) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> object:
+        return os.system, (f"touch {self.canary}/$$-$(id -u)",)
+
+
+def attacks(targets: Targets) -> list[tuple[str, Callable[[], Attack]]]:
+    """All of them, each with its name."""
+    payload = pickle.dumps(Payload(targets.canary))
+    made: list[tuple[str, Callable[[], Attack]]] = []
+
+    def add(name: str, attempt: Callable[[], tuple[str, bool, str]]) -> None:
+        made.append((name, lambda: Attack(name, *attempt())))
+
+    for port in targets.ports:
+        add(f"store at port {port}: set pickles", lambda port=port: in_store(targets.host, port, payload))
+        add(f"port {port}: say what a member of gloo would", lambda port=port: as_member(targets.host, port, payload))
+    for route in targets.routes:
+        for method in ("POST", "GET"):
+            for key in (None, "wrong"):
+                with_key = "without a key" if key is None else "with a wrong key"
+                add(
+                    f"{method} {route} {with_key}",
+                    lambda route=route, key=key, method=method: over_http(targets, method, route, key),
+                )
+    for path in targets.sockets:
+        add(f"connect to {path}", lambda path=path: to_unix(path, payload))
+    for path in targets.files:
+        add(f"read {path}", lambda path=path: reading(path))
+        add(f"write {path}", lambda path=path: writing(path))
+        add(f"replace {path}", lambda path=path: replacing(path))
+    for path in targets.folders:
+        add(f"list {path}", lambda path=path: listing(path))
+        add(f"make a file in {path}", lambda path=path: writing(f"{path}/planted"))
+    for pid in targets.pids:
+        for what in ("environ", "mem", "maps"):
+            add(f"read /proc/{pid}/{what}", lambda pid=pid, what=what: reading(f"/proc/{pid}/{what}"))
+        add(f"enter the files of {pid} by /proc", lambda pid=pid: listing(f"/proc/{pid}/fd"))
+        add(f"ptrace {pid}", lambda pid=pid: tracing(pid))
+        add(f"send {pid} a signal", lambda pid=pid: signalling(pid))
+    return made
+
+
+def in_store(host: str, port: int, payload: bytes) -> tuple[str, bool, str]:
+    """Write a pickle, plain and in base 64, into every key of a store, and those of PyTorch's launcher."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), SECONDS):
+        try:
+            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=SECONDS))
+            keys = store.list_keys()
+            for key in keys:
+                store.set(key, base64.b64encode(payload) if "rendezvous" in key else payload)
+        except RuntimeError as e:
+            return f"no store ({str(e).splitlines()[0][:60]})", False, ""
+        return f"a store: {len(keys)} keys read and set", True, " ".join(keys)
+    return "no connection", False, ""
+
+
+def as_member(host: str, port: int, payload: bytes) -> tuple[str, bool, str]:
+    """Its number first, then a message."""
+    answer = b""
+    for number in range(4):
+        try:
+            with socket.create_connection((host, port), SECONDS) as connection:
+                connection.settimeout(0.3)
+                connection.sendall(struct.pack("<q", number) + struct.pack("<QQ", 64, len(payload)) + payload)
+                with contextlib.suppress(TimeoutError):
+                    answer += connection.recv(4096)
+        except OSError as e:
+            return f"no connection ({e})", False, answer.decode("latin-1")
+    return "said; nothing came of it unless a canary is there", False, answer.decode("latin-1")
+
+
+def over_http(targets: Targets, method: str, route: str, key: str | None) -> tuple[str, bool, str]:
+    """A route that could change what is sampled."""
+    connection = HTTPConnection(targets.host, targets.server, timeout=SECONDS)
+    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    try:
+        connection.request(method, route, b"{}", headers)
+        answer = connection.getresponse()
+        body = answer.read(65536).decode("latin-1")
+    except (OSError, HTTPException) as e:
+        return f"no answer ({type(e).__name__})", False, ""
+    finally:
+        connection.close()
+    return f"status {answer.status}", answer.status not in (401, 403), body
+
+
+def to_unix(path: str, payload: bytes) -> tuple[str, bool, str]:
+    """A connection is a success: what listens there unpickles."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.settimeout(SECONDS)
+            connection.connect("\0" + path[1:] if path.startswith("@") else path)
+            connection.sendall(payload)
+        except OSError as e:
+            return e.strerror or str(e), False, ""
+    return "connected", True, ""
+
+
+def attempt(act: Callable[[], str]) -> tuple[str, bool, str]:
+    try:
+        return "done", True, act()
+    except OSError as e:
+        return e.strerror or str(e), False, ""
+
+
+def reading(path: str) -> tuple[str, bool, str]:
+    """Not a success by itself: what the owner lets all read is no secret. The test looks for secrets in what was read."""
+
+    def act() -> str:
+        with open(path, "rb") as file:
+            return file.read(1 << 20).decode("latin-1")
+
+    result, _, read = attempt(act)
+    return result, False, read
+
+
+def writing(path: str) -> tuple[str, bool, str]:
+    def act() -> str:
+        with open(path, "ab") as file:
+            file.write(b"planted")
+        return ""
+
+    return attempt(act)
+
+
+def replacing(path: str) -> tuple[str, bool, str]:
+    def act() -> str:
+        os.rename(path, f"{path}.moved")
+        return ""
+
+    return attempt(act)
+
+
+def listing(path: str) -> tuple[str, bool, str]:
+    result, _, read = attempt(lambda: " ".join(os.listdir(path)))
+    return result, False, read
+
+
+def tracing(pid: int) -> tuple[str, bool, str]:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.ptrace(PTRACE_ATTACH, pid, None, None) == 0:
+        return "attached", True, ""
+    return os.strerror(ctypes.get_errno()), False, ""
+
+
+def signalling(pid: int) -> tuple[str, bool, str]:
+    def act() -> str:
+        os.kill(pid, signal.SIGCONT)
+        return ""
+
+    return attempt(act)
+
+
+def main(user: int, targets: Targets) -> None:
+    """Become that user, and try everything at once."""
+    todo = attacks(targets)
+    if user:
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+    threads, end = ThreadPoolExecutor(len(todo)), time.monotonic() + TOTAL_SECONDS
+    begun = [(name, threads.submit(act)) for name, act in todo]
+    results = []
+    for name, future in begun:
+        try:
+            results.append(future.result(max(0.0, end - time.monotonic())))
+        except FutureTimeout:  # a store's client waits for ever for the answer of what is no store (PyTorch 2.13)
+            results.append(Attack(name, f"no answer in {TOTAL_SECONDS:g} s", succeeded=False))
+    print(json.dumps([asdict(result) for result in results]), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Targets(**json.loads(sys.argv[2])))

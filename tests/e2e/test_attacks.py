@@ -1,0 +1,172 @@
+"""A real run, and what another machine and another user of this one can do to it: nothing.
+
+The sockets are listed while the run lives, so that the test covers whatever the package opens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import hosts
+from tests.e2e.attacker import Targets
+from tests.e2e.conftest import MARK, ROOT, Command, commands, settings
+from tests.e2e.test_secrets import keys_of_servers
+from tests.hosts import Host
+from tests.listening import Listener, Watch, listeners
+from tests.server.test_engines import CONTROLS
+
+pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
+NOBODY = 65534
+ATTACKS = 60  # at least
+SHORT = {
+    "training__steps": 500, "training__minibatch_prompts": 4, "rollout__prompts_per_step": 8, "rollout__samples_per_prompt": 2,
+    "rollout__filter_uniform_groups": "false", "rollout__max_response_tokens": 8, "rollout__record": "true", "parallel__tp": 2,
+    "checkpoint__every": 5, "evaluation__max_problems": 8, "name": "attacked",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Everybody may enter it, unlike pytest's own."""
+    made = Path(tempfile.mkdtemp(prefix="tepo-attacked-"))
+    made.chmod(0o755)
+    (made / "canary").mkdir()
+    (made / "canary").chmod(0o1777)
+    yield made
+    shutil.rmtree(made, ignore_errors=True)  # a run that the test could not end still writes there
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Host, Host]]:
+    """The first one's name leads to its address on the link, as on a cluster: what binds to the name can be reached."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    if why := hosts.missing():
+        pytest.skip(why)
+    with hosts.two_hosts() as (ours, other), tempfile.NamedTemporaryFile("w", suffix=".hosts") as names:
+        names.write(f"127.0.0.1 localhost\n{ours.address} {socket.gethostname()}\n")
+        names.flush()
+        ours.call("mount", "--bind", names.name, "/etc/hosts")
+        yield ours, other
+
+
+def attack(host: Host, user: int, targets: Targets) -> list[dict[str, Any]]:
+    """What `tests.e2e.attacker` printed."""
+    words = [sys.executable, "-m", "tests.e2e.attacker", str(user), json.dumps(asdict(targets))]
+    env = {name: value for name, value in os.environ.items() if name != MARK}
+    done = subprocess.run([*host.enter, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stdout))
+
+
+def pids_of(command: Command) -> list[int]:
+    return [int(line.split()[0]) for line in command.left_over()]
+
+
+def targets_of(found: set[Listener], pids: list[int], run: Path, canary: Path, engine: str) -> Targets:
+    ports = sorted({one.port for one in found if one.kind == "tcp"})
+    server = [one.port for one in found if one.kind == "tcp" and "--port" in one.process and f" {one.port}" in one.process]
+    scratch = {str(path) for root in ("/dev/shm", "/tmp") for path in Path(root).glob("tepo-*") if path != run.parents[1]}
+    files = [str(path) for path in sorted(run.rglob("*")) if path.is_file()][:12]
+    return Targets(
+        host="127.0.0.1",
+        ports=ports,
+        server=server[0],
+        routes=list(CONTROLS[engine]),
+        sockets=sorted({one.address for one in found if one.kind == "unix" and one.address}),
+        files=files,
+        folders=[str(run), str(run.parent), *sorted(scratch)[:12]],
+        pids=pids[:6],
+        canary=str(canary),
+    )
+
+
+def has_steps(run: Path, count: int) -> bool:
+    path = run / "metrics.jsonl"
+    return path.exists() and path.read_text().count("\n") >= count
+
+
+@pytest.mark.parametrize(("engine", "transport"), [("vllm", "group")])
+def test_nobody_gets_in(
+    folder: Path, two: tuple[Host, Host], random_model: Path, tmp_path: Path, engine: str, transport: str
+) -> None:
+    ours, other = two
+    run = folder / "runs" / "attacked"
+    words = settings(random_model, output=folder / "runs", rollout__engine=engine, sync__transport=transport, **SHORT)
+    with commands(tmp_path) as start:
+        command = start("train", "examples/demo.yaml", *words, by=[*ours.enter, sys.executable])
+        with Watch(lambda: pids_of(command)) as watch:
+            command.until(lambda: has_steps(run, 2), timeout=240)
+            pids = pids_of(command)
+            found = listeners(pids)
+            local = targets_of(found, pids, run, folder / "canary", engine)
+            keys = keys_of_servers(command.left_over())
+            assert len(keys) == 1, "the server's key, which the test can read and others must not"
+            rows = [("this machine, another user", row) for row in attack(ours, NOBODY, local)]
+            far = replace(local, host=ours.address, sockets=[], files=[], folders=[], pids=[])
+            rows += [("another machine", row) for row in attack(other, 0, far)]
+            told = [(where, row) for where, row in rows if row["succeeded"] or any(key in row["read"] for key in keys)]
+            won = [(where, row["name"], row["result"]) for where, row in told]
+            for where, row in rows:
+                print(f"{row['name'][:80]:80} | {where:26} | {row['result'][:60]}{' | SUCCEEDED' if row['succeeded'] else ''}")
+            print(f"{len(rows)} attacks, {len(won)} succeeded")
+            canaries = sorted(path.name for path in (folder / "canary").iterdir())
+            assert canaries == [], "code ran"
+            assert won == []
+            before = (run / "metrics.jsonl").read_text().count("\n")
+            command.until(lambda: has_steps(run, before + 2), timeout=60)
+            lines = command.left_over()
+        command.process.kill()
+    assert len(rows) >= ATTACKS
+    assert not any(key in line for line in lines for key in keys)
+    assert not list(folder.rglob("planted*")) and not list(folder.rglob("*.moved"))
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == list(range(1, len(records) + 1))
+    assert all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records), "weights were changed"
+    assert reached_from_outside(watch) == []
+
+
+def reached_from_outside(watch: Watch) -> list[Listener]:
+    """Sockets that another machine, or by their path another user, could reach at some time of the run's life."""
+    return sorted(one for one in watch.public if one.kind == "unix" or not one.is_loopback)
+
+
+def test_the_list_of_sockets_sees_what_is_open(tmp_path: Path) -> None:
+    """Of each kind, in this process: the test above could not fail otherwise."""
+    tmp_path.chmod(0o700)
+    private, public = str(tmp_path / "private"), f"\0tepo-test-{os.getpid()}"
+    with (
+        socket.create_server(("0.0.0.0", 0)) as everywhere,
+        socket.create_server(("127.0.0.1", 0)) as here,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
+        socket.socket(socket.AF_UNIX) as named,
+        socket.socket(socket.AF_UNIX) as abstract,
+        Watch(lambda: [os.getpid()]) as watch,
+    ):
+        datagrams.bind(("0.0.0.0", 0))
+        for door, address in ((named, private), (abstract, public)):
+            door.bind(address)
+            door.listen()
+        ports = {one.getsockname()[1]: one for one in (everywhere, here, datagrams)}
+        deadline = time.monotonic() + 60
+        wanted = {private, "@" + public[1:]}
+        while not ({one.port for one in watch.found} >= ports.keys() and {one.address for one in watch.found} >= wanted):
+            assert time.monotonic() < deadline, watch.found
+            time.sleep(0.05)
+    outside = reached_from_outside(watch)
+    seen = {one.port or one.address for one in outside}
+    assert {everywhere_port for everywhere_port, door in ports.items() if door is not here} | {"@" + public[1:]} <= seen
+    assert private not in seen and next(port for port, door in ports.items() if door is here) not in seen

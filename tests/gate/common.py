@@ -1,0 +1,103 @@
+"""What recipes and covering array share: the reference's answer to a config, and the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.config import Config
+from tepo_megatron.losses import build_objective
+from tepo_megatron.seeding import derive_seed, hash_rows
+from tepo_megatron.types import Rollout, TrainBatch
+from tests.gate import reference
+from tests.gate.data import Material, response_logprobs
+from tests.gate.world import Outcome, distance
+from tests.objective_cases import method_of
+
+TOLERANCE = 1e-5
+LEAST_MOVED = 0.01  # of each tensor's norm: a change that is smaller says little about the update
+MARGIN = 1e-5  # between two numbers of which one decides: nearer, fp32 and fp64 may rightly differ
+BF16_GRADIENT, BF16_CHANGE = 0.1, 0.9
+
+
+def expectation(cfg: Config, material: Material, found: Sequence[Mapping[str, Tensor]] | None = None) -> reference.Trained:
+    """Train the fp64 reference as the config says, on the rollouts of all steps. found: see `reference.Trainer`."""
+    objective = build_objective(cfg.objective)
+    optimizer = cfg.optimizer
+    settings = reference.Settings(
+        optimizer.lr, optimizer.eps, (optimizer.beta1, optimizer.beta2), optimizer.weight_decay, optimizer.clip_grad,
+        cfg.rollout.temperature, cfg.training.old_logprobs,
+    )  # fmt: skip
+    ref = Path(cfg.model.reference) if cfg.model.reference else None
+    if objective.ref_beta and ref is None:
+        ref = material.model
+    trainer = reference.Trainer(material.model, method_of(objective), settings, ref, found)
+    for step, rollouts in enumerate(material.steps, 1):
+        _step(trainer, cfg, rollouts, step)
+    return trainer.trained()
+
+
+def _step(trainer: reference.Trainer, cfg: Config, rollouts: tuple[Rollout, ...], step: int) -> None:
+    """Minibatches and random keys are drawn by the product's own seeds: which they are is no part of the arithmetic."""
+    batch = TrainBatch.build(rollouts, torch.zeros(len(rollouts)))
+    shuffle = derive_seed(cfg.seed, "minibatches", step)
+    parts = list(batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, shuffle))
+    place = {id(r): i for i, r in enumerate(rollouts)}
+    samples = [
+        reference.Sample(r.token_ids_L, r.response_mask_L, r.prompt_id, r.reward, response_logprobs(r)) for r in rollouts
+    ]
+
+    def keys(update: int, chosen: object) -> Tensor:
+        return hash_rows(derive_seed(cfg.seed, "weighting", step, update), parts[update].token_keys_N)
+
+    trainer.step(samples, [[place[id(r)] for r in part.rollouts] for part in parts], keys)
+
+
+def check_equal(found: Outcome, expected: reference.Trained, what: str, tolerance: float = TOLERANCE) -> None:
+    """Assert that loss and gradients of each update, and what the weights changed by, are the reference's.
+
+    Args:
+        found: of all ranks together, in fp32.
+        expected: the reference's answer.
+        what: said of a failure.
+        tolerance: per tensor, ||a - b|| / ||b||.
+    """
+    assert len(found.gradients) == len(expected.updates), what
+    for i, update in enumerate(expected.updates):
+        assert update.margin >= MARGIN, f"{what}: update {i} compares numbers that fp32 cannot tell apart; take another seed"
+        assert abs(found.losses[i] - update.loss) <= tolerance * max(1.0, abs(update.loss)), f"{what}: loss of update {i}"
+        _check_tensors(found.gradients[i], update.gradients, tolerance, f"{what}: gradients of update {i}")
+    moved = {n: (c.norm() / (expected.weights[n] - c).norm()).item() for n, c in expected.change.items()}
+    assert min(moved.values()) >= LEAST_MOVED, f"{what}: a weight moved by {min(moved.values()):.2%}"
+    _check_tensors(_changes(found, expected), expected.change, tolerance, f"{what}: change of the weights")
+
+
+def check_near(found: Outcome, expected: reference.Trained, what: str) -> None:
+    """Assert that bf16 is finite, its first gradient near the reference's, and the change of the weights in its direction."""
+    gradients, changes = found.gradients[0], _changes(found, expected)
+    for tensors in (*found.gradients, changes):
+        assert all(torch.isfinite(t).all() for t in tensors.values()), what
+    off = distance(_flat(gradients), _flat(expected.updates[0].gradients))
+    assert off <= BF16_GRADIENT, f"{what}: bf16 gradients are off by {off:.2f}"
+    alike = torch.nn.functional.cosine_similarity(_flat(changes), _flat(expected.change), dim=0).item()
+    assert alike >= BF16_CHANGE, f"{what}: the change of the weights has cosine {alike:.3f} to the reference's"
+
+
+def _changes(found: Outcome, expected: reference.Trained) -> dict[str, Tensor]:
+    start = {n: w - expected.change[n] for n, w in expected.weights.items()}
+    assert found.weights.keys() == start.keys()
+    return {n: w.double() - start[n] for n, w in found.weights.items()}
+
+
+def _check_tensors(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, what: str) -> None:
+    assert found.keys() == expected.keys(), what
+    apart = {name: distance(found[name], tensor) for name, tensor in expected.items()}
+    worst = max(apart, key=apart.__getitem__)
+    assert apart[worst] <= tolerance, f"{what}: {worst} is off by {apart[worst]:.1e}"
+
+
+def _flat(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensors[name].double().flatten() for name in sorted(tensors)])

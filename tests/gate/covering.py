@@ -1,0 +1,237 @@
+"""A covering array of strength 2 over all training switches: every pair of values is in a row, or refused by config.
+
+Each row is one world of at most four ranks. `python -m tests.gate.covering` prints the rows and the refusals.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tepo_megatron.actor.layout import check_layout
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import validate
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.method import resolve
+from tepo_megatron.weights.families import find_family
+from tepo_megatron.weights.ops import Architecture
+from tests.gate import plan
+from tests.gate.data import FAMILIES, LONGEST, PROMPTS, SIZES, TEMPERATURE
+
+Value = Any
+Row = Mapping[str, Value]
+Pair = frozenset[tuple[str, Value]]
+
+FACTORS: dict[str, tuple[Value, ...]] = {
+    "tp": (1, 2),
+    "sequence_parallel": (False, True),
+    "pp": (1, 2),
+    "vpp": (1, 2),
+    "cp": (1, 2),
+    "dp": (1, 2),
+    "ep": (1, 2),
+    "experts": (False, True),
+    "tied": (False, True),
+    "overlap": ("none", "gradients", "both"),
+    "logits_budget_mib": (None, 0, 512),
+    "fuse_gradient_accumulation": (False, True),
+    "recompute": ("none", "selective", "full"),
+    "offload_activations": (False, True),
+    "colocate": (False, True),
+    "share_prompts": ("never", "always"),
+    "fixed_length": (False, True),
+    "reference": ("none", "loss", "reward"),
+    "weighting": ("none", "clip_cov", "kl_cov", "steer"),
+    "correction": ("none", "tis", "mis", "icepop"),
+    "old_logprobs": ("actor", "rollout"),
+}
+DEFAULTS = {name: values[0] for name, values in FACTORS.items()}
+LAYERS = 4  # one for each virtual stage
+LEARNING_RATE = 0.035  # moves every weight tensor by 1 % at least in two updates
+TRIES = 60  # completions of a pair that are drawn for a row, of which the best is taken
+_OVERLAP = {"none": (False, False), "gradients": (True, False), "both": (True, True)}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A pair that config refuses, in the words of the refusal."""
+
+    pair: Pair
+    reason: str
+
+
+def family_of(row: Row) -> tuple[str, bool]:
+    """The key of `data.FAMILIES`, and whether embeddings are tied."""
+    return ("qwen3_moe" if row["experts"] else "qwen3"), row["tied"]
+
+
+def config_of(row: Row, model: str = "model", other: str = "other") -> Config:
+    """The config of a row.
+
+    Raises:
+        ConfigError: two of its values contradict each other.
+    """
+    objective: dict[str, Any] = {"name": row["weighting"]}
+    if row["weighting"] == "none":
+        # tepo's mask compares entropies, which an engine does not tell
+        objective = {"name": "tepo", "beta": 0.5} if row["old_logprobs"] == "actor" else {"name": "tepo_no_kl"}
+    if row["weighting"] in ("clip_cov", "kl_cov"):
+        objective |= {"cov_share": 0.2}  # of a tiny minibatch: several tokens
+    if row["weighting"] == "clip_cov":
+        objective |= {"cov_low": 0.1}
+    if row["correction"] != "none":
+        objective["correction"] = row["correction"]
+    if row["reference"] != "none":
+        objective |= {"ref_beta": 0.1, "ref_kl_in": row["reference"]}
+    gradients, parameters = _OVERLAP[row["overlap"]]
+    layout = {axis: row[axis] for axis in ("tp", "pp", "vpp", "cp", "dp", "ep", "sequence_parallel")}
+    same = ("logits_budget_mib", "fuse_gradient_accumulation", "recompute", "offload_activations", "share_prompts")
+    cfg = validate({
+        "name": "pair", "platform": "cpu",
+        "model": {"path": model, "precision": "fp32"} | ({"reference": other} if row["reference"] != "none" else {}),
+        "data": {"train": "unused", "max_prompt_tokens": max(PROMPTS)},
+        "parallel": layout | {
+            "overlap_grad_reduce": gradients, "overlap_param_gather": parameters,
+            "bucket_parameters": plan.BUCKET if gradients else None,
+        },
+        "rollout": {
+            "prompts_per_step": len(PROMPTS), "samples_per_prompt": 3, "temperature": TEMPERATURE,
+            "max_response_tokens": LONGEST - max(PROMPTS), "colocate": row["colocate"],
+        },
+        "training": {name: row[name] for name in same} | {
+            "fixed_length": row["fixed_length"], "old_logprobs": row["old_logprobs"], "epochs": 2,
+            "minibatch_prompts": len(PROMPTS), "max_tokens_per_microbatch": plan.MICROBATCH,
+        },
+        "objective": objective,
+        "optimizer": {"lr": LEARNING_RATE, "eps": plan.EPS, "beta2": 0.95, "weight_decay": 0.01},
+        "sync": {"max_logprob_diff": 10.0},
+        "logging": {"noise_floor_every": 0},
+    })  # fmt: skip
+    resolve(cfg)
+    check_layout(_architecture(*family_of(row)), cfg.parallel)
+    return cfg
+
+
+@cache
+def _architecture(family: str, tied: bool) -> Architecture:
+    hf = FAMILIES[family](num_hidden_layers=LAYERS, tie_word_embeddings=tied, **SIZES).to_dict()
+    hf["architectures"] = [{"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[family]]
+    return find_family(hf).architecture(hf)
+
+
+def refusal(row: Row) -> str | None:
+    """Return why config refuses a row; None where it does not."""
+    try:
+        config_of(row)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def ranks(row: Row) -> int:
+    """Of the row's world."""
+    return int(row["tp"] * row["pp"] * row["cp"] * row["dp"])
+
+
+def pairs_of(row: Row) -> set[Pair]:
+    """All pairs of a row's values."""
+    return {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
+
+
+def all_pairs() -> list[Pair]:
+    """All pairs of values of two factors, in a fixed order."""
+    found = []
+    for (a, values), (b, others) in itertools.combinations(FACTORS.items(), 2):
+        found += [frozenset({(a, x), (b, y)}) for x in values for y in others]
+    return found
+
+
+@cache
+def array() -> tuple[tuple[Row, ...], tuple[Refusal, ...]]:
+    """The rows, and the pairs that no row can have. Drawn with a fixed seed: the same in every run."""
+    rng = random.Random(0)
+    rows: list[Row] = []
+    refusals: list[Refusal] = []
+    missing = dict.fromkeys(all_pairs())
+    while missing:
+        pair = next(iter(missing))
+        best = max(_completions(pair, missing, rng), key=lambda row: len(pairs_of(row) & missing.keys()), default=None)
+        if best is None:
+            del missing[pair]
+            refusals.append(Refusal(pair, _reason(pair)))
+            continue
+        rows.append(best)
+        for covered in pairs_of(best):
+            missing.pop(covered, None)
+    return tuple(rows), tuple(refusals)
+
+
+def _completions(pair: Pair, missing: Mapping[Pair, None], rng: random.Random) -> Iterator[Row]:
+    """Valid rows with this pair. Values are taken one after the other, those first that are in many missing pairs."""
+    for _ in range(TRIES):
+        row = dict(pair)
+        names = [name for name in FACTORS if name not in row]
+        rng.shuffle(names)
+        for name in names:
+            values = [value for value in FACTORS[name] if _may_go_on(row | {name: value})]
+            if not values:
+                break
+            rng.shuffle(values)
+            row[name] = max(values, key=lambda value: sum(frozenset({(name, value), item}) in missing for item in row.items()))
+        whole = {name: row[name] for name in FACTORS if name in row}
+        if len(whole) == len(FACTORS) and refusal(whole) is None:
+            yield whole
+
+
+def _may_go_on(row: Row) -> bool:
+    """Return whether a row that lacks some values may become valid. It only saves tries: `refusal` has the last word."""
+    held = dict(row)
+    sizes = [held.get(axis, 1) for axis in plan.AXES]
+    return (
+        math.prod(sizes) <= plan.RANKS
+        and not (held.get("sequence_parallel") and held.get("tp") == 1)
+        and not (held.get("vpp") == 2 and held.get("pp") == 1)
+        and not (held.get("ep") == 2 and (held.get("experts") is False or (held.get("dp"), held.get("cp")) == (1, 1)))
+        and not (held.get("experts") and held.get("tp") == 2 and held.get("sequence_parallel") is False)
+        and not (held.get("old_logprobs") == "rollout" and held.get("correction", "none") != "none")
+    )
+
+
+def _reason(pair: Pair) -> str:
+    """Return the words in which config refuses the pair, everything else being at its default."""
+    row = DEFAULTS | dict(pair)
+    if row["ep"] == 2 and row["cp"] == 1 and ("dp", 1) not in pair:
+        row["dp"] = 2
+    said = refusal(row)
+    assert said is not None, f"{sorted(map(str, pair))} is in no row, and config does not refuse it"
+    return said
+
+
+def describe(row: Row) -> str:
+    """What of a row is not the default."""
+    return ", ".join(f"{name}={value}" for name, value in row.items() if value != DEFAULTS[name]) or "defaults"
+
+
+def words_of(pair: Pair) -> str:
+    """A pair, in the order of the factors."""
+    order: Sequence[str] = list(FACTORS)
+    return " with ".join(f"{name}={value}" for name, value in sorted(pair, key=lambda item: order.index(item[0])))
+
+
+def main() -> None:
+    """Print the array."""
+    rows, refusals = array()
+    print(f"{len(all_pairs())} pairs, {len(rows)} rows, {len(refusals)} refused")
+    for row in rows:
+        print(f"  {ranks(row)} ranks: {describe(row)}")
+    for each in refusals:
+        print(f"  refused: {words_of(each.pair)}: {each.reason}")
+
+
+if __name__ == "__main__":
+    main()

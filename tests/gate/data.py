@@ -1,0 +1,120 @@
+"""Tiny models of each family and the fixed rollouts on which the gate trains them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from tepo_megatron.types import Rollout
+from tests.gate import reference
+from tests.tiny import tiny_model
+
+VOCAB = 70  # no multiple of 16 tp: every layout pads it
+TEMPERATURE = 0.8
+PROMPTS = (5, 3, 8, 2)  # tokens of each group's prompt
+RESPONSES = ((9, 2, 12), (7, 1, 10), (4, 14, 6), (11, 5, 8))  # tokens of each group's responses
+REWARDS = ((1.0, 0.0, 0.0), (0.0, 1.0, 1.0), (1.0, 0.0, 1.0), (0.0, 0.0, 1.0))
+LONGEST = 22  # of a prompt and its response
+
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
+    "qwen2": Qwen2Config,
+    "qwen3": lambda **sizes: Qwen3Config(head_dim=16, **sizes),
+    "llama": LlamaConfig,
+    "mistral": lambda **sizes: MistralConfig(sliding_window=None, **sizes),
+    "qwen3_moe": lambda **sizes: Qwen3MoeConfig(head_dim=16, num_experts=4, norm_topk_prob=True, **_EXPERTS, **sizes),
+    "mixtral": lambda **sizes: MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **sizes),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Material:
+    """A model directory, another one of the same shape (a reference policy), and the rollouts of one or two steps."""
+
+    model: Path
+    other: Path
+    steps: tuple[tuple[Rollout, ...], ...]
+
+
+def make_material(folder: Path, family: str, *, tied: bool, layers: int, steps: int = 2, seed: int = 0) -> Material:
+    """Write the models and draw the rollouts.
+
+    Args:
+        folder: where the model directories go.
+        family: a key of FAMILIES.
+        tied: the output layer is the embedding.
+        layers: decoder layers.
+        steps: rollout batches.
+        seed: of weights and rollouts.
+    """
+    config = FAMILIES[family](num_hidden_layers=layers, tie_word_embeddings=tied, **SIZES)
+    name = f"{family}-{'tied' if tied else 'untied'}-{layers}"
+    model, other = folder / name, folder / f"{name}-other"
+    for path in (model, other):
+        tiny_model(path, config, seed=seed + 1, scale=3.0)
+    _perturb(other, seed + 2)
+    policy = reference.load(model)
+    generator = torch.Generator().manual_seed(seed + 3)
+    return Material(model, other, tuple(_rollouts(policy, step, generator) for step in range(steps)))
+
+
+def _perturb(path: Path, seed: int) -> None:
+    """Change every weight of a model directory by some per cent."""
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    file = path / "model.safetensors"
+    weights = {n: w + 0.03 * w.std() * torch.randn(w.shape, generator=generator) for n, w in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def _rollouts(policy: torch.nn.Module, step: int, generator: torch.Generator) -> tuple[Rollout, ...]:
+    """Random tokens; the engine's log-probs are the policy's at the start, off by up to half a nat for some tokens."""
+    out: list[Rollout] = []
+    for group, (length, responses, rewards) in enumerate(zip(PROMPTS, RESPONSES, REWARDS, strict=True)):
+        # never id 0: transformers keeps the padding token out of the gradient (padding_idx)
+        prompt = torch.randint(1, VOCAB, (length,), generator=generator)
+        for tokens, reward in zip(responses, rewards, strict=True):
+            ids = torch.cat((prompt, torch.randint(1, VOCAB, (tokens,), generator=generator)))
+            mask = torch.arange(ids.numel()) >= length
+            noise = 0.02 * torch.randn(tokens, generator=generator)
+            noise += 0.5 * (torch.rand(tokens, generator=generator) < 0.2) * torch.randn(tokens, generator=generator).sign()
+            with torch.no_grad():
+                logprob, _ = reference.statistics(policy, [ids], [mask], TEMPERATURE)
+            logprobs = torch.zeros(ids.numel())
+            logprobs[mask] = (logprob + noise).float()
+            out.append(
+                Rollout(
+                    prompt_id=step * len(PROMPTS) + group,
+                    token_ids_L=ids,
+                    response_mask_L=mask,
+                    rollout_logprobs_L=logprobs,
+                    policy_version=0,
+                    stop_reason="stop",
+                    reward=reward,
+                    score=reward,
+                )
+            )
+    return tuple(out)
+
+
+def response_logprobs(rollout: Rollout) -> Tensor:
+    """Return the engine's log-probs of the response tokens, fp64."""
+    return rollout.rollout_logprobs_L[rollout.response_mask_L].double()

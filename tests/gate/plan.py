@@ -1,0 +1,95 @@
+"""From a shipped config to the smallest worlds that train it on a CPU with the switches of a GPU.
+
+Only sizes shrink: model, tokens, axes of the layout. What chooses code stays as the config has it, and what the config leaves
+to the platform is set to what `platform: cuda` takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from tepo_megatron.config import Config
+from tepo_megatron.config.platform_defaults import PLATFORM_DEFAULTS
+from tepo_megatron.config_io import plain, validate
+from tests.gate.data import LONGEST, PROMPTS, TEMPERATURE
+
+RANKS = 4  # of a world
+AXES = ("tp", "pp", "cp", "dp")
+EPS = 1e-3  # of Adam: with 1e-8 it turns the sign of rounding noise into a step, in any arithmetic
+LEARNING_RATE = 0.02  # moves every weight tensor by 1 % at least in two updates
+MICROBATCH = 64  # tokens: several microbatches
+BUCKET = 5_000  # parameters: several buckets where there is overlap
+
+
+def worlds(cfg: Config) -> list[dict[str, Any]]:
+    """Return the layouts of at most RANKS ranks in which every axis above 1 is 2, and every pair of such axes is together."""
+    above = [axis for axis in AXES if getattr(cfg.parallel, axis) > 1]
+    most = RANKS.bit_length() - 1
+    chosen = [tuple(above)] if len(above) <= most else list(itertools.combinations(above, most))
+    return [_layout(cfg, axes) for axes in chosen]
+
+
+def _layout(cfg: Config, axes: tuple[str, ...]) -> dict[str, Any]:
+    layout: dict[str, Any] = {axis: 2 if axis in axes else 1 for axis in AXES}
+    layout["vpp"] = 2 if "pp" in axes and cfg.parallel.vpp > 1 else 1
+    layout["ep"] = 2 if cfg.parallel.ep > 1 and ("dp" in axes or "cp" in axes) else 1
+    layout["sequence_parallel"] = cfg.parallel.sequence_parallel and "tp" in axes
+    return layout
+
+
+def name_of(layout: dict[str, Any]) -> str:
+    """A layout in the words of the field: TP2+SP DP2."""
+    words = [f"{axis.upper()}{layout[axis]}" for axis in ("tp", "pp", "vpp", "cp", "ep", "dp") if layout[axis] > 1]
+    if layout["sequence_parallel"]:
+        words[0] += "+SP"
+    return " ".join(words) or "1 rank"
+
+
+def on_a_cpu(cfg: Config, model: str, layout: dict[str, Any], precision: str) -> Config:
+    """The config of one world.
+
+    Args:
+        cfg: as shipped, resolved.
+        model: directory of the tiny model.
+        layout: one of `worlds`.
+        precision: fp32 or bf16.
+    """
+    tree = plain(cfg)
+    if cfg.platform == "cuda":
+        for key, default in PLATFORM_DEFAULTS.items():
+            section, _, name = key.rpartition(".")
+            found = tree
+            for part in section.split("."):
+                found = found[part]
+            if found[name] in (None, "auto"):
+                found[name] = default.cuda
+    tree["platform"] = "cpu"
+    tree["model"] |= {"path": model, "precision": precision, "bf16_end_layers": 0}
+    tree["parallel"] |= layout
+    if tree["parallel"]["overlap_grad_reduce"]:
+        tree["parallel"]["bucket_parameters"] = BUCKET
+    tree["data"] |= {"train": "unused", "eval": None, "max_prompt_tokens": max(PROMPTS)}
+    tree["evaluation"] |= {"every": 0, "benchmarks": []}
+    tree["rollout"] |= {
+        "prompts_per_step": len(PROMPTS), "samples_per_prompt": 3, "temperature": TEMPERATURE, "function": None,
+        "max_response_tokens": LONGEST - max(PROMPTS), "max_sequence_tokens": None,
+    }  # fmt: skip
+    epochs, minibatch, _ = updates(cfg)
+    tree["training"] |= {
+        "max_tokens_per_microbatch": MICROBATCH, "max_tokens_without_grad": None, "epochs": epochs,
+        "minibatch_prompts": minibatch,
+    }  # fmt: skip
+    # the rollouts' log-probs are off by design, and `sync` has no engine
+    tree["sync"] |= {"max_logprob_diff": 10.0, "quantize": "none"}
+    tree["optimizer"] |= {"lr": LEARNING_RATE, "warmup_steps": 0, "eps": EPS, "moments": "fp32", "offload": 0.0}
+    tree["logging"]["noise_floor_every"] = 0
+    return validate(tree)
+
+
+def updates(cfg: Config) -> tuple[int, int, int]:
+    """Return epochs, prompts of a minibatch and steps that come to two updates, as like the config's own as they can be."""
+    parts = -(-cfg.rollout.prompts_per_step // cfg.training.minibatch_prompts)
+    if cfg.training.epochs > 1:
+        return 2, len(PROMPTS), 1
+    return (1, len(PROMPTS) // 2, 1) if parts > 1 else (1, len(PROMPTS), 2)

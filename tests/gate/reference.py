@@ -1,0 +1,195 @@
+"""The fp64 reference of the gate: transformers and plain autograd, any method of `tests/reference`, AdamW with clipping.
+
+No packing, no microbatches, no parallelism. It shares no code with the product but for the random keys of tokens, which it is
+given (Clip-Cov and KL-Cov draw tokens by them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.parallel.test_families import in_file_names
+from tests.reference import objectives
+from tests.reference.parts import Method, Response
+from tests.reference.rewards import group_advantages, reward_towards_reference
+
+Statistics = tuple[Tensor, Tensor]  # log-probs and entropies of all response tokens, fp64 [N]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """ids: int64 [L]; response: bool [L]; group: number of its prompt; rollout: the engine's log-probs, fp64 [|y|]."""
+
+    ids: Tensor
+    response: Tensor
+    group: int
+    reward: float
+    rollout: Tensor
+
+
+@dataclass(frozen=True)
+class Settings:
+    """lr, eps, betas, weight_decay: AdamW's. clip: 2-norm, 0 never clips. old: who says the old log-probs."""
+
+    lr: float
+    eps: float
+    betas: tuple[float, float]
+    weight_decay: float
+    clip: float
+    temperature: float
+    old: str = "actor"
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer step: what the loss was, its gradients before clipping, and the narrowest comparison it made."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    margin: float
+
+
+@dataclass(frozen=True)
+class Trained:
+    """All updates, and what they changed in sum: weights after the last one less those before the first."""
+
+    updates: list[Update]
+    change: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def load(path: Path) -> torch.nn.Module:
+    """The Hugging Face model in fp64, with its plainest attention and experts."""
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **plain).double()
+
+
+def statistics(model: torch.nn.Module, ids: Sequence[Tensor], responses: Sequence[Tensor], temperature: float) -> Statistics:
+    """Log-prob and entropy of every response token, sequence after sequence, from softmax(logits / temperature).
+
+    Sequences are padded on the right, which causal attention does not see.
+    """
+    padded = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True, padding_value=3)
+    logits = model(padded).logits[:, :-1] / temperature
+    logp = torch.log_softmax(logits, dim=-1)
+    chosen = logp.gather(2, padded[:, 1:, None])[..., 0]
+    entropy = -(logp.exp() * logp).sum(-1)
+    rows = [(i, mask[1:].nonzero()[:, 0]) for i, mask in enumerate(responses)]
+    return torch.cat([chosen[i, keep] for i, keep in rows]), torch.cat([entropy[i, keep] for i, keep in rows])
+
+
+class Trainer:
+    """Rollout batches and their updates on one model."""
+
+    def __init__(
+        self,
+        path: Path,
+        method: Method,
+        settings: Settings,
+        ref: Path | None = None,
+        found: Sequence[Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        """Load the models.
+
+        Args:
+            path: of the policy.
+            method: the objective.
+            settings: of optimizer and sampling.
+            ref: of the reference policy, None: `path`.
+            found: gradients of each update as the run had them, with which the optimizer then steps in the place of those that
+                are computed here. Without them the second update starts from weights that differ by the rounding of the first
+                gradient, and a large step makes ten times as much of that.
+        """
+        self.model, self.method, self.settings = load(path), method, settings
+        self.ref = None if ref is None else load(ref)
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim == 1]  # norms and biases: never decayed
+        groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, eps=settings.eps, betas=settings.betas)
+        self.start = self._weights()
+        self.updates: list[Update] = []
+        self._found = found
+
+    def step(
+        self, samples: Sequence[Sample], minibatches: Sequence[Sequence[int]], keys: Callable[[int, Sequence[int]], Tensor]
+    ) -> None:
+        """Take the updates of one rollout batch.
+
+        Args:
+            samples: all of the batch, groups together.
+            minibatches: the samples of each update.
+            keys: of an update's number and samples, the random key of each token, int64 [N].
+        """
+        responses = self._responses(samples)
+        for number, chosen in enumerate(minibatches):
+            drawn = keys(number, chosen).split([len(responses[i].old) for i in chosen])
+            batch = [replace(responses[i], keys=k.tolist()) for i, k in zip(chosen, drawn, strict=True)]
+            self._update([samples[i] for i in chosen], batch, number)
+
+    def trained(self) -> Trained:
+        """What all steps so far came to."""
+        weights = self._weights()
+        return Trained(self.updates, {n: w - self.start[n] for n, w in weights.items()}, weights)
+
+    def _weights(self) -> dict[str, Tensor]:
+        return self._named({n: p.detach().clone() for n, p in self.model.named_parameters()})
+
+    def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As the files of a checkpoint are named, in which every expert has tensors of its own."""
+        return in_file_names(type(self.model).__name__.lower(), tensors)
+
+    def _responses(self, samples: Sequence[Sample]) -> list[Response]:
+        """What is known before the first update: old, rollout and reference statistics, and advantages."""
+        lengths = [int(s.response.sum()) for s in samples]
+        with torch.no_grad():
+            old, entropy = (x.split(lengths) for x in self._statistics(self.model, samples))
+            ref = self._statistics(self.ref or self.model, samples)[0].split(lengths)
+        if self.settings.old == "rollout":
+            old = tuple(s.rollout for s in samples)
+        rows = zip(samples, old, entropy, ref, strict=True)
+        responses = [Response(0.0, o.tolist(), h.tolist(), s.rollout.tolist(), r.tolist(), [0] * len(o)) for s, o, h, r in rows]
+        rewards = [s.reward for s in samples]
+        if self.method.ref_beta and self.method.ref_kl_in == "reward":
+            rewards = [reward_towards_reference(self.method, x, r) for x, r in zip(rewards, responses, strict=True)]
+        names = list(dict.fromkeys(s.group for s in samples))
+        groups = [[x for x, s in zip(rewards, samples, strict=True) if s.group == name] for name in names]
+        advantages = group_advantages(self.method.advantage, groups)
+        return [replace(r, advantage=a) for r, a in zip(responses, advantages, strict=True)]
+
+    def _statistics(self, model: torch.nn.Module, samples: Sequence[Sample]) -> Statistics:
+        return statistics(model, [s.ids for s in samples], [s.response for s in samples], self.settings.temperature)
+
+    def _update(self, samples: Sequence[Sample], batch: list[Response], number: int) -> None:
+        self.optimizer.zero_grad()
+        logprob_N, entropy_N = self._statistics(self.model, samples)
+        if self.settings.old == "rollout":  # the engine knows no entropy: that of the current pass stands for it
+            entropies = entropy_N.detach().split([len(r.old) for r in batch])
+            batch = [replace(r, old_entropy=h.tolist()) for r, h in zip(batch, entropies, strict=True)]
+        elif number == 0:  # the old statistics are those of this very pass
+            logprobs, entropies = (x.detach().split([len(r.old) for r in batch]) for x in (logprob_N, entropy_N))
+            batch = [
+                replace(r, old=x.tolist(), old_entropy=h.tolist()) for r, x, h in zip(batch, logprobs, entropies, strict=True)
+            ]
+        outcome = objectives.evaluate(self.method, batch, logprob_N, entropy_N)
+        # where every token is clipped the loss is a constant, and its gradient 0
+        (outcome.loss + 0 * logprob_N.sum()).backward()
+        gradients = self._named({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
+        if self._found is not None:
+            self._take(self._found[len(self.updates)])
+        if self.settings.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        self.optimizer.step()
+        self.updates.append(Update(outcome.loss.item(), gradients, outcome.margin))
+
+    def _take(self, gradients: Mapping[str, Tensor]) -> None:
+        """Let the parameters have these gradients, which are named as in a checkpoint's files."""
+        own = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        for name, view in self._named(own).items():
+            view.copy_(gradients[name])
+        assert all(torch.equal(g, gradients[n].double()) for n, g in self._named(own).items()), "a name is of a copy"

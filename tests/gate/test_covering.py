@@ -1,0 +1,52 @@
+"""Every pair of training switches trains to the fp64 reference, or is refused by config with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gate import common, covering, plan
+from tests.gate.data import make_material
+from tests.gate.world import Job, merged, run_jobs
+from tests.marks import full_but
+from tests.worlds import run_world
+
+ROWS, REFUSALS = covering.array()
+# what config refuses, and nothing else: a pair that comes to this list was trained before
+REFUSED = {
+    "tp=1 with sequence_parallel=True": "sequence_parallel=true needs tp > 1",
+    "pp=1 with vpp=2": "vpp=2 needs pp > 1",
+    "ep=2 with experts=False": "the model has no experts",
+    "fuse_gradient_accumulation=True with offload_activations=True": "hide the parameter from the fused",
+    "correction=tis with old_logprobs=rollout": "nothing to correct",
+    "correction=mis with old_logprobs=rollout": "nothing to correct",
+    "correction=icepop with old_logprobs=rollout": "nothing to correct",
+}
+
+
+def test_every_pair_is_in_a_row_or_refused() -> None:
+    covered = {pair for row in ROWS for pair in covering.pairs_of(row)}
+    refused = {refusal.pair for refusal in REFUSALS}
+    assert covered | refused == set(covering.all_pairs()) and not covered & refused
+    assert all(covering.ranks(row) <= plan.RANKS and covering.refusal(row) is None for row in ROWS)
+
+
+def test_what_is_refused_and_why() -> None:
+    found = {covering.words_of(refusal.pair): refusal.reason for refusal in REFUSALS}
+    assert found.keys() == REFUSED.keys()
+    for pair, reason in REFUSED.items():
+        assert reason in found[pair], pair
+
+
+@pytest.mark.parametrize("number", full_but([1], [], range(len(ROWS))))
+def test_a_row_trains_to_the_reference(number: int, tmp_path: Path) -> None:
+    row = ROWS[number]
+    family, tied = covering.family_of(row)
+    material = make_material(tmp_path, family, tied=tied, layers=covering.LAYERS, steps=1)
+    cfg = covering.config_of(row, str(material.model), str(material.other))
+    found = merged([of_rank[0] for of_rank in run_world(covering.ranks(row), run_jobs, [Job(cfg, material.steps)])])
+    expected = common.expectation(cfg, material, found.gradients)
+    what = covering.describe(row)
+    common.check_equal(found, expected, what)
+    assert found.buckets > 1 or row["overlap"] == "none", f"{what}: there is nothing to overlap"

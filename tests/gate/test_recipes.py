@@ -1,0 +1,100 @@
+"""What ships is what is tested: every YAML file under examples/ takes two updates equal to the fp64 reference.
+
+On a CPU, with a tiny model of the same family, the layout shrunk, and every default that `platform: cuda` switches on
+(`tests/gate/plan.py`). Run with `-s` to see which file is trained by which job.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gate import common, plan, recipes
+from tests.gate.data import Material, make_material
+from tests.gate.reference import Trained
+from tests.gate.world import Job, Outcome, merged, run_jobs
+from tests.worlds import run_world
+
+JOBS = 8  # of a world that is forked at once
+
+
+def parts() -> Iterator[tuple[str, int]]:
+    """Worlds, and the first job of each part of them."""
+    for name, jobs in recipes.worlds().items():
+        yield from ((name, first) for first in range(0, len(jobs), JOBS))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gate")
+
+
+def _material(folder: Path, job: recipes.JobPlan) -> Material:
+    family, tied = job.family
+    return make_material(folder, family, tied=tied, layers=2, steps=plan.updates(job.cfg)[2])
+
+
+@pytest.mark.parametrize(("world", "first"), parts())
+def test_recipes_train_to_the_reference(world: str, first: int, folder: Path) -> None:
+    plans = recipes.worlds()[world][first : first + JOBS]
+    jobs: list[Job] = []
+    expected: list[Trained] = []
+    for number, job in enumerate(plans):
+        material = _material(folder / f"{world}-{first + number}", job)
+        for precision in ("fp32", "bf16"):
+            cfg = plan.on_a_cpu(job.cfg, str(material.model), dict(job.layout), precision)
+            serves = precision == "fp32" and _is_first_of_its_kind(plans, number)
+            jobs.append(Job(cfg, material.steps, folder / f"{world}-{first + number}" if serves else None))
+        expected.append(common.expectation(jobs[-2].cfg, material))
+    ranks = run_world(jobs[0].cfg.parallel.world_size, run_jobs, jobs)
+    outcomes = [merged(of_ranks) for of_ranks in zip(*ranks, strict=True)]
+    for job, reference, (exact, rough) in zip(plans, expected, zip(outcomes[::2], outcomes[1::2], strict=True), strict=True):
+        what = f"{world}: {', '.join(job.names)}"
+        print(what)
+        common.check_equal(exact, reference, what)
+        common.check_near(rough, reference, what)
+        _check_service(exact, what)
+
+
+def _is_first_of_its_kind(plans: list[recipes.JobPlan], number: int) -> bool:
+    """Return whether no earlier job delivers weights in the same way: jobs of several objectives differ in nothing else."""
+
+    def kind(job: recipes.JobPlan) -> tuple[object, ...]:
+        return job.family, job.cfg.rollout.colocate, job.cfg.sync.transport
+
+    return all(kind(other) != kind(plans[number]) for other in plans[:number])
+
+
+def _check_service(outcome: Outcome, what: str) -> None:
+    """What the engine received is what was trained, to the bit, and a checkpoint goes on as if nothing had happened."""
+    assert outcome.resumed is not False, f"{what}: the actor from the checkpoint trained to other weights"
+    if outcome.delivered is not None:
+        assert outcome.delivered.keys() == outcome.weights.keys(), what
+        assert all(torch.equal(outcome.delivered[n], w) for n, w in outcome.weights.items()), what
+
+
+def test_every_file_is_trained_or_is_below_one_that_is() -> None:
+    print(recipes.mapping())
+    files = set(recipes.yaml_files())
+    fragments = {path for path in files if recipes.is_fragment(path)}
+    trained = {
+        recipes.EXAMPLES / name.partition(": ")[0] for jobs in recipes.worlds().values() for j in jobs for name in j.names
+    }
+    assert trained | fragments == files and not trained & fragments
+    below = set().union(*(recipes.bases_of(path) for path in trained))
+    assert {path.resolve() for path in fragments} <= below
+
+
+def test_every_axis_and_every_pair_of_axes_is_in_a_world() -> None:
+    for recipe in recipes.shipped():
+        above = {axis for axis in plan.AXES if getattr(recipe.cfg.parallel, axis) > 1}
+        found = plan.worlds(recipe.cfg)
+        for pair in itertools.combinations(sorted(above), min(2, len(above))):
+            assert any(all(layout[axis] > 1 for axis in pair) for layout in found), (recipe.name, pair)
+        for name in ("sequence_parallel", "vpp", "ep"):
+            asked = getattr(recipe.cfg.parallel, name)
+            assert (asked in (False, 1)) == all(layout[name] in (False, 1) for layout in found), (recipe.name, name)

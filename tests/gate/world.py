@@ -1,0 +1,200 @@
+"""What the ranks of a world do in the gate: the product's own learning step on fixed rollouts, several configs in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.config import Config
+from tepo_megatron.types import Rollout
+from tests.parallel.test_broadcast import fleet, got
+from tests.parallel.test_families import sent, whole_gradients
+from tests.parallel.test_weights import Recorder
+from tests.unit.rollout.test_fleet import behave
+
+
+@dataclass(frozen=True)
+class Job:
+    """One config and the rollouts of its steps.
+
+    folder: where the trained weights are delivered through `sync.transport`, and a checkpoint is saved that another actor loads
+    and goes on from; None: neither is done.
+    """
+
+    cfg: Config
+    steps: tuple[tuple[Rollout, ...], ...]
+    folder: Path | None = None
+
+
+@dataclass
+class Outcome:
+    """What one rank saw of a job: its parts, in Hugging Face names, of gradients (one dict for each update) and weights."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    buckets: int = 0
+    delivered: dict[str, Tensor] | None = None  # what the engine's side received, on rank 0
+    resumed: bool | None = None  # whether an actor from the checkpoint trains on to the same bits
+
+
+def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Outcome]:
+    """In a forked rank: every job, one after the other, on the mesh of the first one's layout."""
+    from tepo_megatron import parallel
+    from tepo_megatron.actor import offload
+    from tepo_megatron.platform import activate
+
+    # what a GPU does: optimizer and parameters leave the device, instead of staying where device and host share memory
+    offload.ON_CPU = offload.ON_CUDA
+    groups = parallel.initialize(jobs[0].cfg.parallel, activate("cpu"), 0)
+    found = [_train(job, groups) for job in jobs]
+    parallel.shutdown()
+    return found
+
+
+def _train(job: Job, groups: Any) -> Outcome:
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.colocation import Apart, Colocation
+    from tepo_megatron.losses import build_objective
+    from tepo_megatron.step_log import StepLog
+    from tepo_megatron.timing import Clock
+    from tepo_megatron.train import learn
+
+    cfg, out = job.cfg, Outcome()
+    actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
+    if actor._activations is not None:
+        actor._activations._least = 1  # tiny tensors are moved too
+    if objective.ref_beta:
+        actor.keep_reference()
+    turns = Colocation(actor, None, groups) if cfg.rollout.colocate else Apart()
+    out.buckets = len(actor.chunks[0].bucket_groups)
+    gate = _gate(actor, 0, groups)
+    step = 0
+    for step, rollouts in enumerate(job.steps, 1):
+        turns.generate(lambda: None)  # under colocation everything leaves the device ...
+        held = any(b.parameter.untyped_storage().nbytes() for b in actor.bindings)
+        assert held != cfg.rollout.colocate
+        turns.train()  # ... and comes back
+        gate.delivered(step - 1)
+        actor.start_step(step)
+        with _captured(actor, out):
+            learn(_versioned(rollouts, step, cfg), step, actor, objective, cfg, StepLog(), Clock(), gate)
+    out.weights = sent(actor, [b.parameter for b in actor.bindings])
+    if job.folder is not None:
+        out.delivered = _deliver(actor, turns, job.folder, version=step)
+        turns.train()
+        fresh = _resumed(actor, job.folder, step)
+        for each in (actor, fresh):
+            each.start_step(step + 1)
+            again = _versioned(job.steps[0], step + 1, cfg)
+            learn(again, step + 1, each, objective, cfg, StepLog(), Clock(), _gate(each, step, groups))
+        pairs = zip(actor.bindings, fresh.bindings, strict=True)
+        out.resumed = all(torch.equal(a.parameter, b.parameter) for a, b in pairs)
+    return out
+
+
+def _gate(actor: Any, step: int, groups: Any) -> Any:
+    """A gate that knows the versions of the rollouts of `step` + 1, all of them with the actor's weights."""
+    from tepo_megatron.gate import WeightsGate
+
+    gate = WeightsGate(actor.cfg, actor, groups)
+    for version in range(step - actor.cfg.rollout.max_staleness, step + 1):
+        gate.delivered(version)
+    return gate
+
+
+def _deliver(actor: Any, turns: Any, folder: Path, version: int) -> dict[str, Tensor] | None:
+    """Send the weights as the config says, in the state that colocation is in then; return what arrived, on rank 0."""
+    from tepo_megatron.weights.broadcast import BroadcastSync
+    from tepo_megatron.weights.sync import WeightSync
+
+    cfg, groups = actor.cfg, actor.groups
+    with contextlib.ExitStack() as stack:
+        receiver: Any = None
+        if groups.is_main:
+            receiver = Recorder() if cfg.sync.transport != "group" else stack.enter_context(_server(folder, cfg))
+        kind: Any = BroadcastSync if cfg.sync.transport == "group" else WeightSync
+        sync = stack.enter_context(kind(cfg.sync, actor.bindings, actor.arch, groups, receiver))
+
+        def push() -> None:
+            actor.require_loaded("sending weights", "parameters")
+            sync.push(version)
+
+        turns.generate(push)
+        if receiver is None:
+            return None
+        assert receiver.version == version
+        return receiver.received if isinstance(receiver, Recorder) else got(folder)[0]
+
+
+@contextlib.contextmanager
+def _server(folder: Path, cfg: Config) -> Iterator[Any]:
+    """A real process in the place of an engine, which joins the group and saves what it gets."""
+    with fleet(folder, Path(cfg.model.path), servers=1, tp=1) as servers:
+        behave(servers, 0, save=str(folder))
+        yield servers
+
+
+def _resumed(actor: Any, folder: Path, step: int) -> Any:
+    """Save a checkpoint as the config says, and return another actor that loaded it."""
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.checkpoint.checkpoints import Checkpoints
+
+    with Checkpoints(folder / "checkpoints", actor.cfg.checkpoint, actor.groups) as checkpoints:
+        checkpoints.save(step, actor, {"step": step})
+        assert checkpoints.wait() is not None
+        fresh = Actor(actor.cfg, actor.groups)
+        if fresh.cfg.objective.ref_beta:
+            fresh.keep_reference()
+        found = checkpoints.newest()
+        assert found is not None
+        checkpoints.load(found, fresh)
+    return fresh
+
+
+def _versioned(rollouts: Sequence[Rollout], step: int, cfg: Config) -> list[Rollout]:
+    """The rollouts as weights of an older version sampled them, if the config samples ahead."""
+    return [replace(r, policy_version=step - 1 - cfg.rollout.max_staleness) for r in rollouts]
+
+
+@contextlib.contextmanager
+def _captured(actor: Any, out: Outcome) -> Iterator[None]:
+    """Within, keep loss, gradients and their norm of each update, as the optimizer is about to use them."""
+    step, update = actor.optimizer.step, actor.update
+
+    def step_and_keep() -> Any:
+        out.gradients.append(sent(actor, whole_gradients(actor)))
+        return step()
+
+    def update_and_keep(*args: Any) -> Any:
+        result = update(*args)
+        out.losses.append(result.metrics["loss/total"][0])
+        out.norms.append(result.metrics["actor/grad_norm"][0])
+        assert math.isfinite(out.losses[-1])
+        return result
+
+    actor.optimizer.step, actor.update = step_and_keep, update_and_keep
+    yield
+    actor.optimizer.step, actor.update = step, update
+
+
+def merged(ranks: Sequence[Outcome]) -> Outcome:
+    """What all ranks hold together."""
+    first = ranks[0]
+    updates = range(len(first.gradients))
+    gradients = [{n: t for rank in ranks for n, t in rank.gradients[i].items()} for i in updates]
+    weights = {n: t for rank in ranks for n, t in rank.weights.items()}
+    return replace(first, gradients=gradients, weights=weights, resumed=all(rank.resumed in (None, True) for rank in ranks))
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """||a - b|| / ||b||, in fp64."""
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300)).item()

@@ -1,0 +1,21 @@
+"""The deadline of forming an NCCL group, where the other member never comes: one GPU is enough. Not run so far."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tepo_megatron.channel import SENDER, BrokenChannel, Channel, Meeting
+from tepo_megatron.meeting_store import open_store
+
+
+def test_a_member_that_never_comes_does_not_hang_the_sender() -> None:
+    store = open_store("127.0.0.1")
+    meeting = Meeting("127.0.0.1", store.port, "lonely", 1, 2, SENDER + 1, seconds=60.0, join_seconds=5.0)
+    start = time.monotonic()
+    with pytest.raises(BrokenChannel, match="called off, or not formed within 5 s"):
+        Channel(meeting, 0, SENDER, torch.device("cuda", 0))
+    assert time.monotonic() - start < 8.0
+    assert torch.ones(3, device="cuda").sum().item() == 3.0  # the GPU is as usable as before

@@ -1,0 +1,241 @@
+"""An engine whose servers have other weights than they say, and which keeps book of how far that moves each log-prob."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tepo_megatron.config import Config
+from tepo_megatron.gate import pieces
+from tepo_megatron.seeding import derive_seed
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tests.e2e.scripted_worker import ScriptedEngine
+
+State = Mapping[str, Tensor]
+SERVER = "server {}"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with the weights of some servers.
+
+    kind: a name in FAULTS, or "none". first: the version from which on; the engine still reports every version as it should.
+    server: the only one that has it; None: all.
+    """
+
+    kind: str
+    first: int = 1
+    server: int | None = None
+
+
+def ignored(now: State, history: Sequence[State], first: int) -> State:
+    """Every update since is ignored."""
+    return history[first - 1]
+
+
+def older(k: int) -> Callable[[State, Sequence[State], int], State]:
+    """The weights are `k` versions old."""
+    return lambda now, history, first: history[max(0, len(history) - 1 - k)]
+
+
+def one_tensor(now: State, history: Sequence[State], first: int) -> State:
+    """One tensor ignores every update."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    return {**now, name: history[first - 1][name]}
+
+
+def one_shard(now: State, history: Sequence[State], first: int) -> State:
+    """The second half of the rows of each matrix of the layers ignores every update, as if one of two TP ranks did."""
+    out = dict(now)
+    for name, tensor in now.items():
+        if "layers" in name and tensor.dim() == 2:
+            half = tensor.shape[0] // 2
+            out[name] = torch.cat((tensor[:half], history[first - 1][name][half:]))
+    return out
+
+
+def swapped(now: State, history: Sequence[State], first: int) -> State:
+    """The first two layers have changed places."""
+    other = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
+    return {name: now[_replaced(name, other)] for name in now}
+
+
+def mixed(now: State, history: Sequence[State], first: int) -> State:
+    """Every other tensor is one version old."""
+    before = history[max(0, len(history) - 2)]
+    return {name: (before if number % 2 else now)[name] for number, name in enumerate(sorted(now))}
+
+
+FAULTS: dict[str, Callable[[State, Sequence[State], int], State]] = {
+    "ignores every update": ignored,
+    "one version old": older(1),
+    "two versions old": older(2),
+    "one tensor stale": one_tensor,
+    "one TP shard stale": one_shard,
+    "two layers swapped": swapped,
+    "every other tensor old": mixed,
+}
+
+
+class FaultyEngine(ScriptedEngine):
+    """One model for each of `rollout.servers`, and one that has what was sent.
+
+    book: a file; a line for each sample tells by how much, in nats, the fault moved its log-probs. In bf16 if the run is.
+    """
+
+    def __init__(self, cfg: Config, fault: Fault, book: Path) -> None:
+        os.environ["TEPO_TEST_ENGINE"] = "good"
+        super().__init__(cfg)
+        self._fault, self._book, self._cfg = fault, book, cfg
+        dtype = torch.float32 if cfg.model.precision == "fp32" else torch.bfloat16
+
+        def model() -> torch.nn.Module:
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(cfg.model.path)).to(dtype).eval()
+
+        self._right, self._served = model(), [model() for _ in range(cfg.rollout.servers)]
+        self._history: list[State] = []  # by version
+        self._lock = threading.Lock()  # servers sample while others are updated, and each is idle when it is
+        self._asked = 0
+
+    def finish_update(self) -> None:
+        with self._lock:
+            now = {name: tensor.clone() for name, tensor in self._loaded.items()}
+            while len(self._history) <= self._coming:  # versions that were never sent are those before them
+                self._history.append(now)
+            for number, served in enumerate(self._served):
+                wrong = self._coming >= self._fault.first and self._fault.server in (None, number)
+                wrong = wrong and self._fault.kind != "none"
+                _load(served, FAULTS[self._fault.kind](now, self._history, self._fault.first) if wrong else now)
+            _load(self._right, now)
+            self.version = self._coming
+
+    def sleep(self) -> None:
+        super().sleep()
+        for model in (self._right, *self._served):
+            for weight in model.parameters():
+                weight.detach().fill_(torch.nan)
+
+    def open(self) -> FaultyGroups:
+        return FaultyGroups(self)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
+        groups = self.open()
+        groups.add(prompts, sampling, seed)
+        found = {group[0].prompt_id: group for group in iter(groups.next, None)}
+        return [rollout for prompt in prompts for rollout in found[prompt.id]]
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> Callable[[], list[Rollout]]:
+        """Begin a group; the function that is returned ends it, with the weights that are served then: all of it, or the second
+        half of each response if the run goes on with what new weights interrupt.
+        """
+        goes_on = self._cfg.rollout.in_flight == "continue"
+        server = self._asked % len(self._served)
+        self._asked += 1
+        texts = [self._response(prompt, derive_seed(seed, prompt.id, k)) for k in range(sampling.samples)]
+        with self._lock:
+            begun = [self._logprobs(ids, server) for ids in texts] if goes_on else None
+            version = self.version
+
+        def end() -> list[Rollout]:
+            time.sleep(0.02)  # so that updates come in between where they may
+            with self._lock:
+                ended = [self._logprobs(ids, (server + 1) % len(self._served) if goes_on else server) for ids in texts]
+                made = []
+                for k, ids in enumerate(texts):
+                    place = len(prompt.token_ids) + (ids.numel() - len(prompt.token_ids)) // 2
+                    first = ended[k] if begun is None or version == self.version else begun[k]
+                    made.append(self._rollout(prompt, ids, first, ended[k], version if begun else self.version, place))
+            return made
+
+        return end
+
+    def _response(self, prompt: Prompt, seed: int) -> Tensor:
+        """Prompt and response: the right box, or a wrong one."""
+        text = f"\\boxed{{{prompt.answer if seed % 2 else seed % 9973}}}"
+        response = [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id]
+        return torch.tensor([*prompt.token_ids, *response])
+
+    @torch.no_grad()
+    def _logprobs(self, ids: Tensor, server: int) -> tuple[int, Tensor, Tensor]:
+        """(server, log-probs of what it serves, log-probs of what it was sent), of each token but the first."""
+        found = []
+        for model in (self._served[server], self._right):
+            logits = model(ids[None]).logits[0, :-1].float()
+            found.append(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0])
+        return server, found[0], found[1]
+
+    def _rollout(
+        self,
+        prompt: Prompt,
+        ids: Tensor,
+        first: tuple[int, Tensor, Tensor],
+        rest: tuple[int, Tensor, Tensor],
+        version: int,
+        place: int,
+    ) -> Rollout:
+        """Tokens before `place` by `first`, under `version`; those from there on by `rest`, under the version of now."""
+        own = torch.arange(ids.numel()) >= len(prompt.token_ids)
+        aligned, right = (
+            torch.cat([torch.zeros(1), torch.where(torch.arange(1, ids.numel()) < place, a, b)]) * own
+            for a, b in ((first[1], rest[1]), (first[2], rest[2]))
+        )
+        later = ((place, self.version),) if version != self.version else ()
+        servers = ((0, SERVER.format(first[0])),)
+        if first[0] != rest[0]:
+            servers += ((place, SERVER.format(rest[0])),)
+        out = Rollout(prompt.id, ids, own, aligned, version, "stop", prompt.answer, later_versions=later, servers=servers)
+        planted, start, rows = (aligned - right).abs()[own].double(), 0, []
+        for tokens, (its, server) in pieces(out):
+            rows.append([its, server, tokens, float(planted[start : start + tokens].sum())])
+            start += tokens
+        with self._book.open("a") as file:
+            file.write(json.dumps([name_of(out), rows]) + "\n")
+        return out
+
+
+class FaultyGroups:
+    """See `engine.Groups`."""
+
+    def __init__(self, engine: FaultyEngine) -> None:
+        self._engine = engine
+        self._under_way: list[Callable[[], list[Rollout]]] = []
+
+    def add(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
+        assert not self._engine.asleep
+        self._under_way += [self._engine.begin(prompt, sampling, seed) for prompt in prompts]
+
+    def next(self) -> list[Rollout] | None:
+        return self._under_way.pop(0)() if self._under_way else None
+
+    def close(self) -> None:
+        self._under_way = []
+
+
+def name_of(rollout: Rollout) -> str:
+    """The same for a rollout that was written and read again, and for no other."""
+    tensors = (rollout.token_ids_L, rollout.rollout_logprobs_L)
+    source = [rollout.policy_version, rollout.later_versions, rollout.servers]
+    crc = zlib.crc32(b"".join(t.contiguous().numpy().tobytes() for t in tensors))
+    return f"{rollout.prompt_id}-{json.dumps(source)}-{crc:08x}"
+
+
+def _load(model: torch.nn.Module, state: State) -> None:
+    model.load_state_dict(dict(state), strict=False)
+    model.tie_weights()  # type: ignore[operator]
+
+
+def _replaced(name: str, by: Mapping[str, str]) -> str:
+    for old, new in by.items():
+        if old in name:
+            return name.replace(old, new)
+    return name

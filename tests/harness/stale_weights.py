@@ -1,0 +1,233 @@
+"""Plant wrong weights in an engine, in every mode of a run, and see at which step the gate stops it.
+
+    python -m tests.harness.stale_weights --out build/stale-weights.jsonl          # goes on where it was ended
+    python -m tests.harness.stale_weights --out build/stale-weights.jsonl --healthy 100
+
+Ranks, loop, grading, delivery and updates are the product's; the engine is `FaultyEngine`, which knows how far, in nats, its
+fault moves each log-prob. A fault is above the detection limit in a step where, for some server and version of n tokens, the
+mean of that is above `allowed_difference(n)`, or that of all tokens of the step above `sync.max_logprob_diff`; plus NOISE. The
+first such step is the first possible one: the run must end in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+# isort: off
+import tests.conftest  # noqa: F401  chooses the CPU platform, before anything imports Megatron-Core
+# isort: on
+
+from tepo_megatron import report, run_dir
+from tepo_megatron.config import Config
+from tepo_megatron.platform import activate
+from tepo_megatron.quiet import quiet_upstream
+from tepo_megatron.rollout import record
+from tepo_megatron.train import train
+from tepo_megatron.weights.sync import allowed_difference
+from tests.harness.faulty_engine import FAULTS, Fault, FaultyEngine, name_of
+from tests.parallel import resume_worlds as w
+from tests.worlds import run_world
+
+NOISE = {"fp32": 1e-6, "bf16": 0.02}  # nats: mean |engine - actor| of healthy steps is less
+LIMIT = {"fp32": 1e-5, "bf16": 0.05}
+ONE_UPDATE = {"epochs": 1, "minibatch_prompts": 4}
+# name -> sections of the config
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "sync, one update": {"training": ONE_UPDATE},
+    "sync, old_logprobs rollout": {"training": {"old_logprobs": "rollout"}, "objective": {"name": "grpo", "beta": None}},
+    "colocated": {"rollout": {"colocate": True}},
+    "ahead": {"rollout": {"max_staleness": 1}},
+    "ahead, one update": {"rollout": {"max_staleness": 1}, "training": ONE_UPDATE},
+    "ahead, tp 2": {"rollout": {"max_staleness": 1}, "parallel": {"tp": 2}},
+    "ahead, pp 2": {"rollout": {"max_staleness": 1}, "parallel": {"pp": 2}},
+    "3 ahead, finish": {"rollout": {"max_staleness": 3}},
+    "3 ahead, continue": {"rollout": {"max_staleness": 3, "in_flight": "continue", "oversample": 1.5}},
+    "3 ahead, restart": {"rollout": {"max_staleness": 3, "in_flight": "restart", "oversample": 1.5}},
+}
+SERVERS = 4
+RATES = (1e-9, 3e-9, 1e-8, 2e-8, 4e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)  # of learning: how far versions lie apart
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run. one_server: of SERVERS, only the third has the fault."""
+
+    mode: str
+    fault: str
+    one_server: bool = False
+    rate: float = 1e-3
+    precision: str = "fp32"
+    steps: int = 5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """first: the first step with rollouts whose fault is above the limit; largest: mean nats by which the fault moved the
+    log-probs of a server and version in a step, over what such a number of tokens is allowed; stopped: the step in which the
+    run ended by the gate; worst_noise: of healthy steps. None: none.
+    """
+
+    first: int | None
+    stopped: int | None
+    largest: float
+    worst_healthy: float | None
+
+    @property
+    def good(self) -> bool:
+        """Whether a fault above the limit was stopped in the first possible step; below it anything goes."""
+        return self.first is None or self.stopped == self.first
+
+
+def config(trial: Trial, model: Path, folder: Path) -> Config:
+    """Of the trial's run."""
+    sections: dict[str, Any] = {name: dict(section) for name, section in MODES[trial.mode].items()}
+    common: dict[str, dict[str, Any]] = {
+        "rollout": {"record": True, "filter_uniform_groups": False, "max_refills": 0},
+        "training": {"steps": trial.steps},
+        "optimizer": {"lr": trial.rate, "warmup_steps": 0},
+        "evaluation": {"every": 0},
+        "data": {"eval": None},
+        "logging": {"noise_floor_every": 0},
+        "sync": {"max_logprob_diff": LIMIT[trial.precision]},
+    }
+    if trial.one_server:
+        common["rollout"]["servers"] = SERVERS
+    for name, section in common.items():
+        sections[name] = section | sections.get(name, {})
+    cfg = w.run_config(model, folder, export_hf=False, **sections)
+    return replace(cfg, model=replace(cfg.model, precision=trial.precision))
+
+
+def run(trial: Trial, model: Path, folder: Path) -> Verdict:
+    """Take the trial. Raises AssertionError where the run ends for another reason than the gate."""
+    cfg, book = config(trial, model, folder), folder / "book.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    book.touch()
+    fault = Fault(trial.fault, first=1, server=2 if trial.one_server else None)
+    run_dir.prepare(cfg)
+    stopped = False
+    try:
+        run_world(cfg.parallel.world_size, _rank, cfg, fault, book, timeout=240.0)
+    except AssertionError as e:
+        if "sync.max_logprob_diff" not in str(e):
+            raise
+        stopped = True
+    return _verdict(cfg, book, stopped)
+
+
+def _rank(rank: int, cfg: Config, fault: Fault, book: Path) -> None:
+    quiet_upstream()
+    report.write_report = lambda folder: folder / "report.png"
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(cfg, activate("cpu"), functools.partial(FaultyEngine, fault=fault, book=book))
+
+
+def _verdict(cfg: Config, book: Path, stopped: bool) -> Verdict:
+    planted = dict(map(json.loads, book.read_text().splitlines()))
+    metrics = [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert stopped == (len(metrics) < cfg.training.steps)
+    folder, noise = cfg.run_dir / record.FOLDER, NOISE[cfg.model.precision]
+    first, largest = None, 0.0
+    for step in record.steps(folder):
+        if step > len(metrics) + stopped:
+            break  # sampled ahead, and never trained on
+        sums: dict[tuple[int, str], tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+        for rollout in record.read(folder, step)[0]:
+            for version, server, tokens, total in planted[name_of(rollout)]:
+                before = sums[version, server]
+                sums[version, server] = before[0] + total, before[1] + tokens
+        whole = sum(total for total, _ in sums.values()) / sum(n for _, n in sums.values())
+        found = [(whole, cfg.sync.max_logprob_diff)]
+        found += [(total / n, allowed_difference(n, cfg.sync)) for total, n in sums.values()]
+        largest = max(largest, *(mean / limit for mean, limit in found))
+        if first is None and any(mean - noise > limit for mean, limit in found):
+            first = step
+    healthy = [m["gate/logprob_diff_worst"] for m in metrics if largest == 0 and m["gate/logprob_diff_worst"] is not None]
+    return Verdict(first, len(metrics) + 1 if stopped else None, largest, max(healthy, default=None))
+
+
+def trials() -> list[Trial]:
+    """Return the whole matrix: every mode with every fault, on all servers and on one of several, over the rates."""
+    found = [
+        Trial(mode, fault, one, rate)
+        for mode in MODES
+        for fault in FAULTS
+        for one in (False, True)
+        for rate in (RATES if mode in ("sync", "ahead") and fault != "two layers swapped" else (1e-3,))
+    ]
+    return found
+
+
+def healthy_trials(steps: int) -> list[Trial]:
+    """Return runs without a fault, of `steps` steps in each mode, several servers, both precisions in turn."""
+    return [
+        Trial(mode, "none", True, 1e-3, precision, steps)
+        for mode in MODES
+        for precision in ("fp32", "bf16")
+        if precision == "fp32" or mode in ("sync", "ahead", "3 ahead, continue")
+    ]
+
+
+def _summary(rows: list[dict[str, Any]]) -> str:
+    lines = ["mode | faults above the limit | stopped at the first possible step | below | stopped below"]
+    for mode in MODES:
+        of_it = [r for r in rows if r["trial"]["mode"] == mode and r["trial"]["fault"] != "none"]
+        above = [r for r in of_it if r["verdict"]["first"] is not None]
+        below = [r for r in of_it if r["verdict"]["first"] is None]
+        at_once = sum(r["verdict"]["first"] == r["verdict"]["stopped"] for r in above)
+        lines.append(
+            f"{mode} | {len(above)} | {at_once} | {len(below)} | {sum(r['verdict']['stopped'] is not None for r in below)}"
+        )
+    lines.append("largest planted / limit | runs | stopped")
+    for low, high in ((0, 0.01), (0.01, 0.1), (0.1, 0.5), (0.5, 0.9), (0.9, 1.0), (1.0, 1.2), (1.2, 2), (2, float("inf"))):
+        of_it = [r for r in rows if r["trial"]["fault"] != "none" and low <= r["verdict"]["largest"] < high]
+        lines.append(f"{low:g} to {high:g} | {len(of_it)} | {sum(r['verdict']['stopped'] is not None for r in of_it)}")
+    for precision in ("fp32", "bf16"):
+        of_it = [r for r in rows if r["trial"]["fault"] == "none" and r["trial"]["precision"] == precision]
+        steps = sum(r["trial"]["steps"] for r in of_it)
+        alarms = sum(r["verdict"]["stopped"] is not None for r in of_it)
+        worst = max((r["verdict"]["worst_healthy"] or 0.0 for r in of_it), default=0.0)
+        lines.append(f"healthy, {precision}: {steps} steps, {alarms} false alarms, worst server's mean {worst:.1e} nats")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, required=True, help="JSON lines, one for each trial; those in it are not taken again"
+    )
+    parser.add_argument("--healthy", type=int, default=50, help="steps of each healthy run")
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    done = {json.dumps(row["trial"], sort_keys=True) for row in rows}
+    with tempfile.TemporaryDirectory(prefix="stale-weights-") as name:
+        model = w.write_inputs(Path(name) / "model")
+        for number, trial in enumerate([*trials(), *healthy_trials(args.healthy)]):
+            if json.dumps(asdict(trial), sort_keys=True) in done:
+                continue
+            verdict = run(trial, model, Path(name) / str(number))
+            rows.append({"trial": asdict(trial), "verdict": asdict(verdict), "good": verdict.good})
+            with args.out.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+            if not verdict.good:
+                print(f"MISSED: {trial} {verdict}", flush=True)
+    print(_summary(rows))
+    return (
+        0 if all(row["good"] and (row["trial"]["fault"] != "none" or row["verdict"]["stopped"] is None) for row in rows) else 1
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

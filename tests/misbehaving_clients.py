@@ -1,0 +1,160 @@
+"""Every client of ours against every kind of misbehaving server, in a process of its own, whose memory is measured.
+
+    python -m tests.misbehaving_clients URL CLIENT...
+
+Prints one JSON object for each (client, kind): how long it took, how it ended, what it said, and by how many MiB the greatest
+resident size grew. What lasts until its deadline goes on beside others of that sort; what may take memory is alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.config import ServerConfig
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.rewards.remote import HttpTerm
+from tepo_megatron.rewards.terms import Response
+from tepo_megatron.rollout.cut import Ask
+from tepo_megatron.rollout.engine import Address, EngineApi
+from tepo_megatron.rollout.servers import client as client_module
+from tepo_megatron.rollout.servers import process as process_module
+from tepo_megatron.rollout.servers.client import Client, RequestFailed, healthy
+from tepo_megatron.rollout.servers.endpoint import Endpoint
+from tepo_megatron.rollout.servers.process import ServerProcess
+from tepo_megatron.rollout.sglang import SglangApi
+from tepo_megatron.rollout.vllm import VllmApi
+from tepo_megatron.types import Prompt, SamplingParams
+from tests.graded import decode, rollout
+from tests.misbehaving import ENDLESS, KINDS
+
+DEADLINE = 1.0  # seconds, of every exchange
+KEY = "secret-key"
+ASK = Ask(Prompt(id=0, token_ids=(4, 5), answer=""), SamplingParams(samples=1, max_tokens=5), 0)
+
+
+class Elsewhere:
+    """A server that others started."""
+
+    name, running, resident_bytes, again = "a server", True, 0, ""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    async def reached(self) -> Address:
+        return Address(self.url, KEY)
+
+    async def failure(self, what: str) -> RolloutError:
+        return RolloutError(f"{self.name} {what}")
+
+
+class Alive(ServerProcess):
+    """Its process never ends."""
+
+    running = True  # type: ignore[assignment]
+
+
+def reward(url: str) -> object:
+    term = HttpTerm(url, timeout_seconds=DEADLINE, attempts=1, backoff_seconds=0.0, key_variable="TEPO_TEST_KEY")
+    with contextlib.closing(term):
+        return term.grade([Response(rollout("because", "7"), decode)])
+
+
+def engine(api: Callable[[], EngineApi], act: Callable[[Endpoint], Any]) -> Callable[[str], object]:
+    async def run(url: str) -> object:
+        cfg = ServerConfig(request_seconds=DEADLINE, silent_seconds=DEADLINE)
+        endpoint = Endpoint(Elsewhere(url), api(), cfg, max_model_len=64)  # type: ignore[arg-type]
+        endpoint.client = Client(url, KEY, request_seconds=DEADLINE, silent_seconds=DEADLINE)
+        try:
+            return await act(endpoint)
+        finally:
+            await endpoint.client.close()
+
+    return lambda url: asyncio.run(run(url))
+
+
+def illness(url: str) -> object:
+    async def run() -> str:
+        client = Client(url, KEY, request_seconds=DEADLINE, silent_seconds=DEADLINE)
+        try:
+            return await asyncio.wait_for(client.illness(), 3 * DEADLINE)
+        finally:
+            await client.close()
+
+    with contextlib.suppress(TimeoutError):  # it is well
+        raise RequestFailed(asyncio.run(run()))
+    return None
+
+
+def health(url: str) -> object:
+    return asyncio.run(healthy(url))
+
+
+def wait_ready(url: str) -> object:
+    server = Alive(
+        ["nothing"], env={}, health_url=f"{url}/health", log_path=Path("/nowhere/log"), ready_seconds=DEADLINE, name="it"
+    )
+    server._deadline = time.monotonic() + DEADLINE
+    server.wait_ready()
+    return None
+
+
+CLIENTS: dict[str, Callable[[str], object]] = {
+    "reward": reward,
+    "vllm, ready": engine(VllmApi, lambda endpoint: endpoint.ready()),
+    "vllm, generate": engine(VllmApi, lambda endpoint: endpoint.generate([ASK])),
+    "vllm, finish_update": engine(VllmApi, lambda endpoint: endpoint.finish_update()),
+    "vllm, checksums": engine(VllmApi, lambda endpoint: endpoint.checksums()),
+    "vllm, sleep": engine(VllmApi, lambda endpoint: endpoint.sleep()),
+    "sglang, ready": engine(SglangApi, lambda endpoint: endpoint.ready()),
+    "sglang, generate": engine(SglangApi, lambda endpoint: endpoint.generate([ASK])),
+    "sglang, finish_update": engine(SglangApi, lambda endpoint: endpoint.finish_update()),
+    "illness": illness,
+    "healthy": health,
+    "wait_ready": wait_ready,
+}
+ASKS_FOR_HEALTH = ("illness", "healthy", "wait_ready")  # they last, and read little
+
+
+def memory(what: str) -> float:
+    """VmRSS or VmHWM of this process in MiB."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return int(line.split()[1]) / 1024
+
+
+def measured(name: str, kind: str, url: str) -> dict[str, Any]:
+    begin, before = time.monotonic(), memory("VmRSS")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the greatest size
+    try:
+        ended, said = "returned", repr(CLIENTS[name](f"{url}/{kind}"))
+    except Exception as e:
+        ended, said = type(e).__name__, str(e)
+    grown = memory("VmHWM") - before
+    return {
+        "client": name, "kind": kind, "seconds": time.monotonic() - begin, "ended": ended, "said": said, "grown": grown,
+    }  # fmt: skip
+
+
+def main() -> None:
+    url = sys.argv[1]
+    client_module.CONNECT_SECONDS = process_module.HEALTH_SECONDS = DEADLINE
+    pairs = [(name, kind) for name in sys.argv[2:] for kind in KINDS]
+    lasting = [(name, kind) for name, kind in pairs if kind in ENDLESS or name in ASKS_FOR_HEALTH]
+    with ThreadPoolExecutor(48) as threads:
+        for found in threads.map(lambda pair: measured(*pair, url), lasting):
+            print(json.dumps(found), flush=True)
+    for name, kind in pairs:
+        if (name, kind) not in lasting:
+            print(json.dumps(measured(name, kind, url)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The stale-weights gate: real actor, loop and delivery; what is wrong is planted in the engine, or in its log-probs."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tepo_megatron.errors import SyncError
+from tepo_megatron.types import Rollout, TrainBatch
+from tests.harness import stale_weights as harness
+from tests.marks import full_but, slow_but
+from tests.parallel import cases
+from tests.parallel import resume_worlds as w
+from tests.worlds import run_world
+
+LIMIT = 1e-3
+EVERY_MODE = [(mode, one) for mode in harness.MODES for one in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return w.write_inputs(tmp_path_factory.mktemp("inputs") / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "one_server"),
+    full_but(
+        [("ahead", False), ("ahead", True), ("sync, old_logprobs rollout", True)], [("3 ahead, continue", True)], EVERY_MODE
+    ),
+)
+def test_an_engine_that_ignores_updates_is_stopped_in_the_first_possible_step(
+    model: Path, tmp_path: Path, mode: str, one_server: bool
+) -> None:
+    verdict = harness.run(harness.Trial(mode, "ignores every update", one_server), model, tmp_path)
+    assert verdict.first is not None and verdict.stopped == verdict.first and verdict.first <= w.STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", full_but(["every other tensor old"], [], [f for f in harness.FAULTS if "ignores" not in f]))
+def test_weights_that_are_wrong_in_part_are_stopped_too(model: Path, tmp_path: Path, fault: str) -> None:
+    verdict = harness.run(harness.Trial("ahead", fault, one_server=True), model, tmp_path)
+    assert verdict.stopped == verdict.first == 3  # the first rollouts of version 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", full_but(["3 ahead, continue"], [], harness.MODES))
+def test_a_healthy_run_compares_every_token_and_goes_on(model: Path, tmp_path: Path, mode: str) -> None:
+    trial = harness.Trial(mode, "none", one_server=True)
+    verdict = harness.run(trial, model, tmp_path)
+    assert verdict.stopped is None and verdict.worst_healthy is not None and verdict.worst_healthy < harness.NOISE["fp32"] * 3
+    assert all(r["gate/compared_share"] == 1 for r in w.records(harness.config(trial, model, tmp_path).run_dir))
+
+
+def sampled(logprobs_N: torch.Tensor, batch: TrainBatch, version: int, servers: int) -> tuple[Rollout, ...]:
+    """The sequences as `servers` servers sampled them in turn, with these log-probs."""
+    found = []
+    for i, (rollout, own) in enumerate(zip(batch.rollouts, logprobs_N.split(batch.response_lengths), strict=True)):
+        logprobs_L = torch.zeros(rollout.token_ids_L.numel())
+        logprobs_L[rollout.response_mask_L] = own
+        name = ((0, f"server {i % servers}"),)
+        found.append(replace(rollout, rollout_logprobs_L=logprobs_L, policy_version=version, servers=name))
+    return tuple(found)
+
+
+def verdicts(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
+    """What the gate says of rollouts of version 0, by four servers, when the actor has version 1."""
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.gate import WeightsGate
+    from tepo_megatron.losses import build_objective
+    from tepo_megatron.platform import activate
+
+    groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
+    actor = Actor(cfg, groups)
+    gate = WeightsGate(cfg, actor, groups)
+
+    def logprobs() -> torch.Tensor:
+        actor.finish_step()
+        return groups.broadcast_from_last_stage(actor.logprobs(batch).clone()).cpu()
+
+    gate.delivered(0)
+    of_0 = logprobs()
+    actor.start_step(1)
+    actor.update(batch, build_objective(cfg.objective))
+    of_1 = logprobs()
+    gate.delivered(1)
+    weights = [b.parameter.detach().clone() for b in actor.bindings]
+
+    def judge(rollouts: tuple[Rollout, ...], **sync: Any) -> Any:
+        gate._cfg = replace(cfg, sync=replace(cfg.sync, **sync))
+        try:
+            gate.before_updates(replace(batch, rollouts=rollouts), step=2)
+        except SyncError as e:
+            return str(e)
+        return gate.values()
+
+    right = sampled(of_0, batch, 0, 4)
+    wrong = [r if i % 4 != 2 else replace(r, rollout_logprobs_L=r.rollout_logprobs_L - 3 * LIMIT * r.response_mask_L)
+             for i, r in enumerate(right)]  # fmt: skip
+    of_both = [
+        replace(new, rollout_logprobs_L=torch.cat((old.rollout_logprobs_L[:-1], new.rollout_logprobs_L[-1:])), policy_version=0,
+                later_versions=((new.token_ids_L.numel() - 1, 1),)) if new.response_length > 1 else old
+        for old, new in zip(right, sampled(of_1, batch, 1, 4), strict=True)
+    ]  # fmt: skip
+    out = {
+        "distance": float((of_0 - of_1).abs().mean()),
+        "right": judge(right),
+        "one server": judge(tuple(wrong)),
+        "stale": judge(sampled(of_1, batch, 0, 1)),
+        "some": judge(right, compared_tokens=1),
+        "unknown": judge(sampled(of_0, batch, -1, 1)),
+        "both": judge(tuple(of_both)),
+    }
+    gate.with_old_stats(replace(batch, rollouts=tuple(of_both), old_logprobs_N=of_1.to(groups.device)), step=2)
+    out["both, in the end"] = gate.values()
+    out["same"] = all(torch.equal(a, b.parameter) for a, b in zip(weights, actor.bindings, strict=True))
+    return out
+
+
+@pytest.mark.parametrize("layout", slow_but([{}, {"pp": 2}], [{}, {"pp": 2}, {"tp": 2}, {"cp": 2}, {"dp": 2}]), ids=str)
+def test_each_server_is_compared_with_the_version_that_it_says(case: cases.Case, layout: dict) -> None:
+    batch = replace(case.batches[0], old_logprobs_N=None, old_entropies_N=None, update=0)
+    cfg = cases.run_config(case.model, layout, max_tokens=60)
+    cfg = replace(cfg, rollout=replace(cfg.rollout, max_staleness=1), sync=replace(cfg.sync, max_logprob_diff=LIMIT))
+    for said in run_world(cfg.parallel.world_size, verdicts, cfg, batch):
+        assert said["distance"] > 10 * LIMIT and said["same"], "the actor has its own weights again"
+        assert said["right"]["gate/logprob_diff_worst"] < 1e-5 and said["right"]["gate/compared_share"] == 1
+        # three quarters of the limit over all, which alone would pass
+        assert "tokens of server 2, above sync.max_logprob_diff=0.001: server 2 does not serve" in said["one server"]
+        assert "at version 0" in said["stale"] and "above sync.max_logprob_diff" in said["stale"]
+        assert said["some"]["gate/compared_share"] < 1
+        assert "version -1 of the weights sampled them, which this run did not deliver (it keeps 0, 1)" in said["unknown"]
+        assert 0.5 < said["both"]["gate/compared_share"] < 1
+        assert (
+            said["both, in the end"]["gate/compared_share"] == 1 and said["both, in the end"]["gate/logprob_diff_worst"] < 1e-5
+        )
+
+
+def test_versions_that_no_rollout_can_be_of_are_forgotten(case: cases.Case) -> None:
+    cfg = cases.run_config(case.model, {})
+    cfg = replace(cfg, rollout=replace(cfg.rollout, max_staleness=2))
+    assert run_world(1, functools.partial(kept_after, versions=6), cfg)[0] == ([3, 4, 5], 3)
+
+
+def kept_after(rank: int, cfg: Any, versions: int) -> tuple[list[int], int]:
+    """The versions that are kept after so many, and how many copies were made in all."""
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.gate import WeightsGate
+    from tepo_megatron.platform import activate
+
+    groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
+    actor = Actor(cfg, groups)
+    gate, copies = WeightsGate(cfg, actor, groups), []
+    copy = actor.host_copy
+    actor.host_copy = lambda: copies.append(1) or copy()  # type: ignore[func-returns-value, method-assign]
+    for version in range(versions):
+        gate.delivered(version)
+        gate.delivered(version)  # to a server that was started again
+    return sorted(gate._kept), len(copies)

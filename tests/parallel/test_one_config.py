@@ -1,0 +1,30 @@
+"""All ranks of a run have one config: where one has another, all end with one message that names it."""
+
+from __future__ import annotations
+
+import re
+
+from tepo_megatron import parallel
+from tepo_megatron.config_io import plain, validate
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.platform import activate
+from tests.worlds import run_world
+
+TREE = {"name": "a", "platform": "cpu", "model": {"path": "m"}, "data": {"train": "t"}, "parallel": {"tp": 1, "dp": 2}}
+
+
+def joined(rank: int, rates: list[float]) -> str:
+    cfg = validate({**TREE, "optimizer": {"lr": rates[rank]}})
+    try:
+        parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed, config=plain(cfg))
+    except ConfigError as e:
+        return str(e)
+    return "joined"
+
+
+def test_a_rank_with_another_config_is_named_on_all_ranks() -> None:
+    assert run_world(2, joined, [1e-3, 1e-3]) == ["joined", "joined"]
+    first, second = run_world(2, joined, [1e-3, 2e-3])
+    assert first == second
+    named = r"rank 1 on \S+ was started with another config than rank 0 \(optimizer\.lr .*0\.001.*0\.002"
+    assert re.search(named, first), first

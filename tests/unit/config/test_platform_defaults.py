@@ -1,0 +1,80 @@
+"""What differs between platforms is in one list: defaults of keys, and every other place that asks for the platform."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tepo_megatron
+from tepo_megatron.config import Config
+from tepo_megatron.config.platform_defaults import PLATFORM_BRANCHES, PLATFORM_DEFAULTS, default_of
+from tepo_megatron.config_io import plain, validate
+from tests.gate import plan
+
+PACKAGE = Path(tepo_megatron.__file__).parent
+NAMES = {"cpu", "cuda"}
+TREE: dict[str, Any] = {"name": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
+
+
+def branches(tree: ast.AST, within: tuple[str, ...] = ()) -> Iterator[str]:
+    """The functions in which a name of a platform is compared with something or chosen by, or a tensor asked for its device."""
+    for node in ast.iter_child_nodes(tree):
+        named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        here = (*within, node.name) if named else within  # type: ignore[attr-defined]
+        asks = isinstance(node, ast.Attribute) and node.attr in ("is_cuda", "is_available")
+        if isinstance(node, ast.Compare):
+            asks = any(isinstance(x, ast.Constant) and x.value in NAMES for x in (node.left, *node.comparators))
+        if isinstance(node, ast.Dict):
+            asks = any(isinstance(key, ast.Constant) and key.value in NAMES for key in node.keys)
+        if asks:
+            yield ".".join(here) or "(module)"
+        yield from branches(node, here)
+
+
+def test_every_place_that_asks_for_the_platform_is_listed() -> None:
+    """A new one goes into PLATFORM_DEFAULTS if a key takes it (the gate forces that), else into PLATFORM_BRANCHES."""
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        name = file.relative_to(PACKAGE).as_posix()
+        if not name.startswith("platform/"):
+            found |= {f"{name}:{function}" for function in branches(ast.parse(file.read_text()))}
+    assert found == set(PLATFORM_BRANCHES)
+
+
+def value_of(tree: dict[str, Any], key: str) -> Any:
+    """What a plain config has at a dotted key."""
+    for part in key.split("."):
+        tree = tree[part]
+    return tree
+
+
+@pytest.mark.parametrize("key", PLATFORM_DEFAULTS)
+def test_a_key_with_a_platforms_default_is_unset_in_the_config(key: str) -> None:
+    default = PLATFORM_DEFAULTS[key]
+    assert value_of(plain(validate(TREE)), key) in (None, "auto")
+    assert default.cpu != default.cuda and default.why
+    assert default_of(key, "cpu", None) == default.cpu and default_of(key, "cuda", None) == default.cuda
+    assert default_of(key, "cuda", default.cpu) == default.cpu
+
+
+def test_the_gate_sets_them_to_what_cuda_takes() -> None:
+    cfg: Config = validate(TREE | {"platform": "cuda"})
+    forced = plain(plan.on_a_cpu(cfg, "model", plan.worlds(cfg)[0], "fp32"))
+    assert {key: value_of(forced, key) for key in PLATFORM_DEFAULTS} == {k: d.cuda for k, d in PLATFORM_DEFAULTS.items()}
+
+
+def test_no_default_of_the_config_changes_with_the_platform_elsewhere() -> None:
+    """Methods of the config that take a platform differ for keys in the table only: with these set, they agree."""
+    tree = TREE | {"sync": {}, "rollout": {"server": {}}, "parallel": {}, "training": {}}
+    for key, default in PLATFORM_DEFAULTS.items():
+        section, _, name = key.rpartition(".")
+        value_of(tree, section)[name] = default.cuda
+    cfg = validate(tree)
+    assert cfg.parallel.reduces_early("cpu") == cfg.parallel.reduces_early("cuda")
+    assert cfg.parallel.gathers_late("cpu") == cfg.parallel.gathers_late("cuda")
+    assert cfg.training.shares_prompts("cpu") == cfg.training.shares_prompts("cuda")
+    assert cfg.training.fuses_gradient_accumulation("cpu") == cfg.training.fuses_gradient_accumulation("cuda")

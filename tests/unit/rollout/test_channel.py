@@ -1,0 +1,65 @@
+"""Forming a group has a deadline. The other member is a real process that stops after it joined, before the first broadcast."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tepo_megatron.channel import SENDER, BrokenChannel, Channel, Meeting, came_key, off_key, tell
+from tepo_megatron.meeting_store import open_store
+
+CPU = torch.device("cpu")
+MEMBER = """
+import json, os, signal, sys
+import torch, torch.distributed as dist
+from tepo_megatron.channel import Meeting, form_group
+
+meeting = Meeting(**json.loads(sys.argv[1]))
+group = form_group(meeting, 0, meeting.first, torch.device("cpu"))
+os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+"""
+
+
+@contextmanager
+def member(meeting: Meeting, signal: str) -> Iterator[None]:
+    told = json.dumps(dataclasses.asdict(meeting))
+    process = subprocess.Popen([sys.executable, "-c", MEMBER, told, signal])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
+def test_a_member_that_is_lost_after_it_joined_is_noticed_within_the_deadline(signal: str) -> None:
+    store = open_store("127.0.0.1")
+    meeting = Meeting("127.0.0.1", store.port, signal, 1, 2, SENDER + 1, seconds=60.0, join_seconds=30.0)
+    with member(meeting, signal):
+        start = time.monotonic()
+        with pytest.raises(BrokenChannel):
+            Channel(meeting, 0, SENDER, CPU, until=start + 5.0)
+        assert time.monotonic() - start < 7.0
+
+
+def test_forming_a_group_ends_as_soon_as_it_is_called_off() -> None:
+    store = open_store("127.0.0.1")
+    meeting = Meeting("127.0.0.1", store.port, "off", 1, 2, SENDER + 1, seconds=60.0, join_seconds=60.0)
+    tell(store, came_key(meeting, 1))
+    start = time.monotonic()
+    with pytest.raises(BrokenChannel, match="called off, or not formed within 60 s"):
+        Channel(meeting, 0, SENDER, CPU, wanted=lambda: time.monotonic() < start + 0.5 or not tell_off(store, meeting))
+    assert time.monotonic() - start < 5.0 and store.check([off_key(meeting)])
+
+
+def tell_off(store: torch.distributed.Store, meeting: Meeting) -> bool:
+    tell(store, off_key(meeting))
+    return True

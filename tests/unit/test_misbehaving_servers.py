@@ -1,0 +1,66 @@
+"""Whatever a server answers, every client of ours ends in time, in little memory, with an error that is safe to print."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tepo_megatron.escaping import escaped
+from tepo_megatron.exchange import ERROR_BYTES, BadAnswer, BlockingHttp, TimedOut
+from tests import misbehaving
+from tests.misbehaving_clients import ASKS_FOR_HEALTH, CLIENTS, DEADLINE, KEY
+
+SLACK = 20.0  # seconds, for a machine that is busy; without a deadline a server goes on for misbehaving.LASTS
+GROWTH = 200.0  # MiB
+ERRORS = {"RewardError", "RequestFailed", "RolloutError", "SyncError", "ConfigError", "StaleWeights"}
+SAMPLE = ["reward", "vllm, ready", "sglang, generate", "healthy"]
+
+
+@pytest.mark.parametrize(
+    "clients",
+    [pytest.param(SAMPLE, id="sample"), pytest.param(sorted(CLIENTS.keys() - SAMPLE), id="others", marks=pytest.mark.full)],
+)
+def test_every_client_ends_in_time_with_an_error_that_is_safe(clients: list[str]) -> None:
+    assert len(misbehaving.KINDS) >= 40
+    misbehaving.seen.clear()
+    with misbehaving.serving() as url:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.misbehaving_clients", url, *clients],
+            env=os.environ | {"TEPO_TEST_KEY": KEY},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == len(clients) * len(misbehaving.KINDS)
+    for row in rows:
+        assert row["seconds"] < 3 * DEADLINE + SLACK, row
+        assert row["grown"] < GROWTH, row
+        assert escaped(row["said"]) == row["said"] and len(row["said"]) < 1000 and KEY not in row["said"], row
+        if row["client"] not in ASKS_FOR_HEALTH:  # health is asked for by status alone
+            assert row["ended"] in ERRORS, row
+        elif row["kind"] in misbehaving.ENDLESS:
+            assert row["ended"] in ERRORS or row["said"] == "False", row
+    assert f"Bearer {KEY}" in {key for _, key in misbehaving.seen}
+    assert {kind for kind, _ in misbehaving.seen} <= set(misbehaving.KINDS), "somebody went where a redirect led"
+
+
+def test_each_limit_holds_by_itself() -> None:
+    """With a deadline that no busy machine meets, so that it cannot hide a size that is not limited."""
+    with misbehaving.serving() as url, contextlib.closing(BlockingHttp(url)) as http:
+        for kind in ("endless_body", "chunks_never_end", "length_absurd"):
+            with pytest.raises(BadAnswer, match=r"^more than 1048576 bytes"):
+                http.exchange("GET", f"/{kind}", seconds=50.0, most_bytes=misbehaving.MIB)
+        for kind in ("gzip_bomb", "nested_gzip"):
+            with pytest.raises(BadAnswer, match="a body that is compressed"):
+                http.exchange("GET", f"/{kind}", seconds=50.0)
+        assert len(http.exchange("GET", "/error_with_endless_body", seconds=50.0).body) == ERROR_BYTES
+        assert http.exchange("GET", "/redirects_elsewhere", seconds=50.0).status == 307
+        with pytest.raises(TimedOut):
+            http.exchange("GET", "/drip", seconds=0.5)

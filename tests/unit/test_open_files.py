@@ -1,0 +1,39 @@
+"""The limit on open files: raised where that is allowed, else refused before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource, sys
+from tepo_megatron.config_io import load_config
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.open_files import check_open_files, needed_open_files
+cfg = load_config("examples/demo.yaml", [])
+soft, hard = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard or needed_open_files(cfg)))
+try:
+    check_open_files(cfg)
+except ConfigError as e:
+    print(e)
+else:
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= needed_open_files(cfg)
+    print("enough")
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "said"),
+    [
+        (64, 64, "a process may open 64 files here, and this run needs"),
+        (128, 128, "a process may open 128 files here, and this run needs"),
+        (64, 0, "enough"),
+    ],
+)
+def test_a_limit_that_is_too_low_is_raised_or_refused(soft: int, hard: int, said: str) -> None:
+    words = [sys.executable, "-c", PROGRAM, str(soft), str(hard)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.startswith(said), ended.stdout + ended.stderr

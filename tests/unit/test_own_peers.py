@@ -1,0 +1,111 @@
+"""Who may be in a process group on one machine, by real connections of two users; and the private folder of a meeting."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tepo_megatron.channel import BrokenChannel, Meeting, join_store
+from tepo_megatron.meeting_store import FolderStore
+from tepo_megatron.own_peers import Stranger, own_peers_only
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+# connects, says a number as a member of gloo would, and stays, or leaves what it said behind
+CALLER = """
+import encodings.idna, os, socket, sys
+os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as connection:
+    connection.sendall(bytes(8))
+    print("said", flush=True)
+    if sys.argv[3] == "stays":
+        sys.stdin.read()
+print("left", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def called(port: int, user: int, then: str) -> Iterator[None]:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", CALLER, str(port), str(user), then], stdin=pipe, stdout=pipe, text=True
+    ) as caller:
+        assert caller.stdout is not None and caller.stdout.readline() == "said\n"
+        if then == "leaves":
+            assert caller.stdout.readline() == "left\n"
+        yield
+        caller.communicate()
+
+
+@as_root
+@pytest.mark.parametrize("then", ["stays", "leaves"])
+def test_a_group_that_another_user_connected_to_is_not_used(then: str) -> None:
+    with contextlib.ExitStack() as stack:
+        who = f"user {NOBODY}" if then == "stays" else f"(user {NOBODY}|a process that has ended)"
+        with pytest.raises(Stranger, match=f"{who} of this machine connected to a process group of pid {os.getpid()}"):  # noqa: SIM117
+            with own_peers_only():
+                door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+                stack.enter_context(called(door.getsockname()[1], NOBODY, then))
+                stack.enter_context(door.accept()[0])
+
+
+@as_root
+def test_ports_that_were_there_before_are_not_asked_about() -> None:
+    with contextlib.ExitStack() as stack:
+        door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        stack.enter_context(called(door.getsockname()[1], NOBODY, "stays"))
+        stack.enter_context(door.accept()[0])
+        stack.enter_context(own_peers_only())
+
+
+@as_root
+def test_this_users_own_connections_are_welcome() -> None:
+    with contextlib.ExitStack() as stack, own_peers_only():
+        door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        stack.enter_context(called(door.getsockname()[1], os.getuid(), "stays"))
+        stack.enter_context(door.accept()[0])
+
+
+def test_keys_of_a_private_folder(tmp_path: Path) -> None:
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    store, other = FolderStore(folder), FolderStore(folder)
+    assert not other.check(["m/came/1"]) and store.add("m/came/1") == 1 and store.add("m/came/1") == 1
+    assert other.check(["m/came/1"]) and not other.check(["m/came/1", "m/came/2"])
+    assert other.delete_key("m/came/1") and not store.delete_key("m/came/1") and not store.check(["m/came/1"])
+    group = store.of_group("m/0")
+    thread = threading.Thread(target=lambda: group.set("address", "here"))
+    thread.start()
+    assert isinstance(group, dist.Store) and other.of_group("m/0").get("address") == b"here"
+    thread.join()
+
+
+@pytest.mark.parametrize("fault", ["mode", "link", "another's", "missing", "a file"])
+def test_a_folder_that_is_not_private_is_no_store(fault: str, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir(mode=0o700)
+    if fault == "another's":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder to another user")
+        os.chown(folder, NOBODY, NOBODY)
+    if fault == "mode":
+        folder.chmod(0o710)
+    if fault == "link":
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    if fault in ("missing", "a file"):
+        folder.rmdir()
+    if fault == "a file":
+        folder.touch(mode=0o700)
+    with pytest.raises(BrokenChannel, match="No such file" if fault == "missing" else "not a folder of mode 0700 that user"):
+        join_store(Meeting("127.0.0.1", 0, "m", 1, 2, 1, 1.0, 1.0, str(folder)))

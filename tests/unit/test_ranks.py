@@ -1,0 +1,133 @@
+"""The ranks of one machine as processes: whose failure is told, how they end, and where they meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.heartbeats import HeartbeatFolder
+from tepo_megatron.private import check_private, make_private_folder
+from tepo_megatron.ranks import ERROR_FILE, Failure, RankProcesses, first_failure, interrupted_by_signals
+
+
+def message(text: str, expected: bool, when: float) -> dict[str, object]:
+    return {"message": text, "expected": expected, "time": when}
+
+
+def test_the_failure_that_caused_the_others_is_told() -> None:
+    killed, ended, silent = Failure(7, -signal.SIGKILL, None), Failure(8, -signal.SIGTERM, None), Failure(9, 3, None)
+    late, early = Failure(1, 1, message("late", False, 2.0)), Failure(2, 1, message("early", False, 1.0))
+    ours = Failure(3, 1, message("ours", True, 3.0))
+    assert first_failure({0: late, 1: early, 2: killed, 3: ours, 4: ended}) == "rank 3: ours"
+    assert first_failure({0: late, 1: early, 2: killed}).startswith("rank 2 (pid 7) was ended by SIGKILL; the machine may be")
+    assert first_failure({0: late, 1: early, 2: ended, 3: silent}) == "rank 1: early"
+    assert first_failure({3: silent}) == "rank 3 (pid 9) exited with status 3 without a message"
+
+
+# Rank 1 fails; rank 0 does not end by itself, nor by SIGTERM.
+RANKS = """
+import json, os, signal, time
+if os.environ["RANK"] == "1":
+    time.sleep(0.5)
+    open(os.environ["TEPO_ERROR_FILE"], "w").write(json.dumps({"message": "broken", "expected": True, "time": time.time()}))
+    raise SystemExit(1)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(600)
+"""
+
+
+def test_a_failure_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tepo_megatron.ranks._GRACE_SECONDS", 0.5)
+    with RankProcesses(["-c", RANKS], 2, tmp_path, {}, []) as ranks:
+        ranks.start()
+        failures = ranks.wait()
+    assert failures[0].status == -signal.SIGKILL and failures[1].status == 1
+    assert first_failure(failures) == "rank 1: broken"
+    for failure in failures.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(failure.pid, 0)
+
+
+def test_a_signal_ends_the_ranks_and_its_handlers_are_restored(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    sleeping = RankProcesses(["-c", "import time; time.sleep(600)"], 2, tmp_path, {}, [])
+    with pytest.raises(KeyboardInterrupt, match="signal SIGTERM"), interrupted_by_signals(), sleeping as ranks:
+        ranks.start()
+        pids = [process.pid for process in ranks._started]
+        ranks.wait()
+    assert signal.getsignal(signal.SIGTERM) is before
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_rank_leaves_its_message_whole_and_for_whom_it_was_started(tmp_path: Path) -> None:
+    say = "from tepo_megatron.ranks import leave_message; leave_message('why', expected=True)"
+    for name in (ERROR_FILE, "TORCHELASTIC_ERROR_FILE"):
+        subprocess.run([sys.executable, "-c", say], env={**os.environ, name: str(tmp_path / name)}, check=True, timeout=60)
+    assert json.loads((tmp_path / ERROR_FILE).read_text())["message"] == "why"
+    assert json.loads((tmp_path / "TORCHELASTIC_ERROR_FILE").read_text())["message"]["message"] == "why"
+
+
+def test_a_private_folder_is_the_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = make_private_folder("ranks").path
+    assert folder.name.startswith("tepo-ranks-")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    check_private(folder)
+    folder.chmod(0o750)
+    with pytest.raises(ConfigError, match=r"expected a folder of user .* with mode 0700, found mode 0750"):
+        check_private(folder)
+    folder.chmod(0o700)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    for other in (link, tmp_path / "gone"):
+        with pytest.raises(ConfigError):
+            check_private(other)
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"TMPDIR=.*: other users can replace"):
+        make_private_folder("ranks")
+    tmp_path.chmod(0o1777)
+    make_private_folder("ranks")
+
+
+def test_heartbeats_are_whole_and_take_no_more_space_over_time(tmp_path: Path) -> None:
+    writer, reader = HeartbeatFolder(tmp_path), HeartbeatFolder(tmp_path)
+    assert not reader.check(["watch/0"])
+    with pytest.raises(RuntimeError):
+        reader.get("watch/0")
+    written = threading.Event()
+
+    def beat() -> None:
+        for i in range(2000):
+            writer.set("watch/0", json.dumps([i, "x" * (i * 7 % 1500)]))
+        written.set()
+
+    writer.set("watch/0", '[0, ""]')
+    thread = threading.Thread(target=beat)
+    thread.start()
+    seen = 0
+    while not written.is_set():
+        number, text = json.loads(reader.get("watch/0"))
+        assert number >= seen and len(text) == number * 7 % 1500
+        seen = number
+    thread.join()
+    writer.set("watch/0", "short")
+    assert reader.get("watch/0") == b"short" and [p.stat().st_size for p in tmp_path.iterdir()] == [1024]
+
+
+def test_only_the_first_verdict_counts(tmp_path: Path) -> None:
+    store = HeartbeatFolder(tmp_path)
+    assert store.compare_set("watch/verdict", "", "rank 1\nis frozen") == b"rank 1\nis frozen"
+    assert store.compare_set("watch/verdict", "", "another") == b"rank 1\nis frozen"
+    assert store.check(["watch/verdict"]) and len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,110 @@
+"""Private folders: nobody else's, gone with their owner, and swept by whoever comes next."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tepo_megatron import scratch
+from tepo_megatron.scratch import PrivateFolder
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from tepo_megatron.scratch import PrivateFolder
+folder = PrivateFolder("test", Path(sys.argv[1]))
+(folder.path / "file").touch()
+print(folder.path, flush=True)
+time.sleep(300)
+"""
+
+
+def test_a_folder_is_private_and_goes_with_its_end(tmp_path: Path) -> None:
+    with PrivateFolder("test", tmp_path) as folder:
+        assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700 and folder.path.name.startswith("tepo-test-")
+        (folder.path / "file").touch()
+        assert scratch.sweep(tmp_path) == [] and folder.path.exists()
+    assert list(tmp_path.iterdir()) == []
+    folder.remove()
+
+
+def test_a_killed_owners_folder_is_swept_and_a_live_ones_is_not(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        path = Path(owner.stdout.readline().strip())
+        scratch.sweep(tmp_path)
+        assert (path / "file").exists()
+        owner.kill()
+        owner.wait(60)
+        assert path.exists()
+    with PrivateFolder("other", tmp_path) as next_one:
+        assert list(tmp_path.iterdir()) == [next_one.path]
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    kept = [tmp_path / name for name in ("tepo-notes", "tepo-test-0123", f"tepo-test-{'0' * 16}x", ".tepo-config")]
+    for folder in kept:
+        folder.mkdir()
+        (folder / "file").touch()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").touch()
+    (tmp_path / f"tepo-test-{'1' * 16}").symlink_to(elsewhere)
+    (tmp_path / f"tepo-test-{'2' * 16}").touch()
+    abandoned = tmp_path / f"tepo-test-{'3' * 16}"
+    abandoned.mkdir()
+    assert scratch.sweep(tmp_path, tmp_path / "missing") == [abandoned]
+    assert all((folder / "file").exists() for folder in (*kept, elsewhere))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_another_users_folder_stays_even_with_root(tmp_path: Path) -> None:
+    theirs = tmp_path / f"tepo-test-{'0' * 16}"
+    theirs.mkdir()
+    os.chown(theirs, 12345, 12345)
+    assert scratch.sweep(tmp_path) == [] and theirs.exists()
+
+
+def test_many_starts_at_once_take_no_folder_from_each_other(tmp_path: Path) -> None:
+    def start(_: int) -> bool:
+        with PrivateFolder("test", tmp_path) as folder:
+            (folder.path / "file").touch()
+            scratch.sweep(tmp_path)
+            return (folder.path / "file").exists()
+
+    with ThreadPoolExecutor(16) as threads:
+        assert all(threads.map(start, range(400)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_semaphores_are_found_though_they_are_mapped_under_another_name() -> None:
+    before = scratch.mapped_segments([os.getpid()])
+    lock = multiprocessing.get_context("spawn").Lock()
+    name = f"sem.{lock._semlock.name.removeprefix('/')}"  # type: ignore[attr-defined]
+    assert scratch.mapped_segments([os.getpid()]).keys() - before.keys() == {name}
+
+
+def test_segments_go_with_the_folder_that_names_them_while_they_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tmp_path / "shm"
+    memory.mkdir()
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", memory)
+    for name in ("psm_a", "psm_b", "kept"):
+        (memory / name).touch()
+    segments = {name: (memory / name).stat().st_ino for name in ("psm_a", "psm_b")}
+    (memory / "another").touch()  # takes no inode that is still in use
+    shutil.copy(memory / "another", memory / "psm_c")
+    (memory / "psm_c").replace(memory / "psm_b")  # another file under that name by now
+    folder = PrivateFolder("test", tmp_path)
+    scratch.record_segments(folder.path, segments | {"../kept": 1, "missing": 1})
+    folder.remove()
+    assert sorted(path.name for path in memory.iterdir()) == ["another", "kept", "psm_b"]
