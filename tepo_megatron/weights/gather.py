@@ -128,15 +128,16 @@ def export_hf(bindings: Sequence[Binding], arch: Architecture, groups: Groups, b
     """Write the model as a HF directory: those who own tensors write their own shards, rank 0 config, tokenizer and index.
 
     All ranks call it; `out` must be on a file system that they share. It appears complete or not at all. Raises CheckpointError
-    on every rank, naming the rank and the file, when one of them cannot write.
+    on every rank, naming the rank and the file, when one of them cannot write. Collectives: those of `iterate_hf`, and four
+    all-gathers of objects over the host group.
     """
     temporary = out.with_name(out.name + ".partial")
-    with _agreed():
+    with _agreed(groups):
         if groups.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
     mine: tuple[dict[str, list[str]], int] = ({}, 0)
-    with _agreed():
+    with _agreed(groups):
         if sent := sent_by(bindings, groups):
             tensors = iterate_hf(sent, arch, groups.tp)
             stream = _Counted(tensors)
@@ -147,8 +148,8 @@ def export_hf(bindings: Sequence[Binding], arch: Architecture, groups: Groups, b
                 raise
             mine = (written, stream.bytes)
     everything = [mine] * groups.world_size
-    dist.all_gather_object(everything, mine)
-    with _agreed():
+    dist.all_gather_object(everything, mine, group=groups.host)
+    with _agreed(groups):
         if groups.is_main:
             all_files = {file: names for files, _ in everything for file, names in files.items()}
             hf_io.write_index(temporary, all_files, total_bytes=sum(size for _, size in everything))
@@ -157,15 +158,15 @@ def export_hf(bindings: Sequence[Binding], arch: Architecture, groups: Groups, b
 
 
 @contextlib.contextmanager
-def _agreed() -> Iterator[None]:
-    """What cannot be written within, on any rank, is the same CheckpointError on all. Collectives: one all-gather."""
+def _agreed(groups: Groups) -> Iterator[None]:
+    """What cannot be written within, on any rank, is the same CheckpointError on all. Collectives: one host all-gather."""
     error = None
     try:
         yield
     except (CheckpointError, OSError) as e:
-        error = f"rank {dist.get_rank()}: {e}"
-    errors = [error] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
+        error = f"rank {groups.rank}: {e}"
+    errors = [error] * groups.world_size
+    dist.all_gather_object(errors, error, group=groups.host)
     for error in errors:
         if error is not None:
             raise CheckpointError(error)

@@ -99,13 +99,22 @@ def has_steps(run: Path, count: int) -> bool:
     return path.exists() and path.read_text().count("\n") >= count
 
 
-@pytest.mark.parametrize(("engine", "transport"), [("vllm", "group")])
+@pytest.mark.parametrize(
+    ("engine", "transport", "keys"),
+    [
+        ("vllm", "group", {}),
+        ("sglang", "shm", {"rollout__max_staleness": 1}),
+        ("sglang", "group", {"rollout__servers": 2}),
+        ("vllm", "ipc", {"rollout__colocate": "true"}),
+    ],
+    ids=["vllm-group", "sglang-shm-ahead", "sglang-group-2", "vllm-ipc-colocated"],
+)
 def test_nobody_gets_in(
-    folder: Path, two: tuple[Host, Host], random_model: Path, tmp_path: Path, engine: str, transport: str
+    folder: Path, two: tuple[Host, Host], random_model: Path, tmp_path: Path, engine: str, transport: str, keys: dict[str, Any]
 ) -> None:
     ours, other = two
     run = folder / "runs" / "attacked"
-    words = settings(random_model, output=folder / "runs", rollout__engine=engine, sync__transport=transport, **SHORT)
+    words = settings(random_model, output=folder / "runs", rollout__engine=engine, sync__transport=transport, **SHORT, **keys)
     with commands(tmp_path) as start:
         command = start("train", "examples/demo.yaml", *words, by=[*ours.enter, sys.executable])
         with Watch(lambda: pids_of(command)) as watch:
@@ -113,12 +122,12 @@ def test_nobody_gets_in(
             pids = pids_of(command)
             found = listeners(pids)
             local = targets_of(found, pids, run, folder / "canary", engine)
-            keys = keys_of_servers(command.left_over())
-            assert len(keys) == 1, "the server's key, which the test can read and others must not"
+            secrets = keys_of_servers(command.left_over())
+            assert len(secrets) == keys.get("rollout__servers", 1), "keys, which the test can read and others must not"
             rows = [("this machine, another user", row) for row in attack(ours, NOBODY, local)]
             far = replace(local, host=ours.address, sockets=[], files=[], folders=[], pids=[])
             rows += [("another machine", row) for row in attack(other, 0, far)]
-            told = [(where, row) for where, row in rows if row["succeeded"] or any(key in row["read"] for key in keys)]
+            told = [(where, row) for where, row in rows if row["succeeded"] or any(key in row["read"] for key in secrets)]
             won = [(where, row["name"], row["result"]) for where, row in told]
             for where, row in rows:
                 print(f"{row['name'][:80]:80} | {where:26} | {row['result'][:60]}{' | SUCCEEDED' if row['succeeded'] else ''}")
@@ -131,7 +140,7 @@ def test_nobody_gets_in(
             lines = command.left_over()
         command.process.kill()
     assert len(rows) >= ATTACKS
-    assert not any(key in line for line in lines for key in keys)
+    assert not any(key in line for line in lines for key in secrets)
     assert not list(folder.rglob("planted*")) and not list(folder.rglob("*.moved"))
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == list(range(1, len(records) + 1))

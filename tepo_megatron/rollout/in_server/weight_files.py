@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import stat
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -37,8 +39,10 @@ class Update:
         self.kept = frozenset(names)
 
     def add_files(self, paths: Sequence[str]) -> None:
-        """See `add`: what is in these files. Raise ValueError if one is not seen here."""
+        """See `add`: what is in these files. Raise ValueError if one is not seen here, or if others could have written it."""
         try:
+            for path in paths:
+                _check_owner(Path(path))
             given = [item for path in paths for item in _shapes(path).items()]
         except FileNotFoundError as e:
             raise ValueError(
@@ -80,6 +84,22 @@ def tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
                 if name in checksums and zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy()) != checksums[name]:
                     raise ValueError(f"{path}: tensor {name} was damaged on its way: its CRC-32 is not that of the sender")
                 yield name, tensor
+
+
+def _check_owner(path: Path) -> None:
+    """Raise ValueError unless `path` is a file in a folder of this user's with mode 0700. Root takes any user's.
+
+    Raises FileNotFoundError.
+    """
+    folder, file = path.parent.lstat(), path.lstat()
+    if not stat.S_ISDIR(folder.st_mode) or not stat.S_ISREG(file.st_mode):
+        raise ValueError(f"{path}: is a link, or lies in one; weights are read from where their sender wrote them")
+    if folder.st_mode & 0o077 or file.st_uid != folder.st_uid or os.geteuid() not in (0, folder.st_uid):
+        raise ValueError(
+            f"{path}: a file of user {file.st_uid} in a folder of user {folder.st_uid} with mode "
+            f"{stat.S_IMODE(folder.st_mode):04o}; user {os.geteuid()} reads weights from folders of its own with mode 0700 "
+            "alone: run the trainer and the servers as one user"
+        )
 
 
 def _refuse(faults: Mapping[str, Set[str]]) -> None:

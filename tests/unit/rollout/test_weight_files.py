@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ MODEL = {"a.weight": torch.zeros(3, 2), "b.weight": torch.zeros(4), "lm_head.wei
 
 
 def saved(folder: Path, *files: dict[str, torch.Tensor]) -> list[str]:
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     paths = [folder / f"{i}.safetensors" for i in range(len(files))]
     for path, weights in zip(paths, files, strict=True):
         save_file({name: weight.clone() for name, weight in weights.items()}, path)
@@ -55,6 +57,42 @@ def test_a_file_of_another_machine_is_named_with_this_one(tmp_path: Path) -> Non
     saved(tmp_path / "model", MODEL)
     with pytest.raises(ValueError, match=rf"/none is not seen on {socket.gethostname()}: .* set sync\.folder"):
         received(tmp_path / "model", [str(tmp_path / "none")])
+
+
+def open_the_folder(path: Path) -> None:
+    path.parent.chmod(0o711)
+
+
+def link_the_file(path: Path) -> None:
+    path.symlink_to(path.rename(path.with_name("elsewhere")))
+
+
+def link_the_folder(path: Path) -> None:
+    path.parent.symlink_to(path.parent.rename(path.parents[1] / "elsewhere"))
+
+
+def give_away(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a file to another user")
+    os.chown(path, 65534, -1)
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        (open_the_folder, r"/sent/0\.safetensors: .* with mode 0711; user \d+ reads weights from folders of its own"),
+        (link_the_file, r"/sent/0\.safetensors: is a link"),
+        (link_the_folder, r"/sent/0\.safetensors: is a link, or lies in one"),
+        (give_away, r"/sent/0\.safetensors: a file of user 65534 in a folder of user 0"),
+    ],
+)
+def test_what_others_could_have_written_is_not_read(change: Callable[[Path], None], refusal: str, tmp_path: Path) -> None:
+    saved(tmp_path / "model", MODEL)
+    (sent,) = saved(tmp_path / "sent", MODEL)
+    received(tmp_path / "model", [sent])
+    change(Path(sent))
+    with pytest.raises(ValueError, match=refusal):
+        received(tmp_path / "model", [sent])
 
 
 def test_only_what_is_missing_waits_for_the_end(tmp_path: Path) -> None:
