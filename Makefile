@@ -27,7 +27,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && echo python3.12 || echo $(PYTHON))
 
 .PHONY: demo sglang launch launch-sky ablation precision bench docs docs-links test test-fast test-full test-full-runs test-full-parts test-slurm \
-  test-gpu test-pins test-pins-ci test-te test-image chaos check lint types format pins clean
+  test-gpu test-pins test-pins-ci test-te test-image chaos two-starts check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
@@ -113,9 +113,13 @@ test-te: $(TE)/.ready
 test-pins-ci: test-te
 	$(if $(GATE),$(PINS)/bin/python -m pytest -n $(WORKERS) -m "$(FAST)" $(GATE))
 
-# 100 random kills of short runs with both engines; hours; goes on where it was interrupted. ARGS: --trials 4 --engines scripted
+# 100 random kills of short runs with both engines; hours; adds the trials that the file lacks. ARGS: --minutes 30
 chaos: $(READY) $(SGLANG)/.ready
-	nice -n 10 $(BIN)/python -m tests.harness.chaos --trials 100 --out .cache/chaos.jsonl $(ARGS)
+	nice -n 10 $(BIN)/python -m tests.harness.chaos --trials 100 --out benchmarks/results/chaos.jsonl $(ARGS)
+
+# two starts of one run at 100 delays, with and without overwrite; an hour; adds the trials that the file lacks. ARGS: --minutes 30
+two-starts: $(READY)
+	nice -n 10 $(BIN)/python -m tests.harness.two_starts --out benchmarks/results/two_starts.jsonl $(ARGS)
 
 # on a machine with a GPU, in the environment that is active; apart, because the other tests hide the GPU
 test-gpu:

@@ -1,6 +1,6 @@
 """Kill processes of short runs at random, resume, and compare with runs that nobody disturbed.
 
-    python -m tests.harness.chaos --trials 100 --out FILE [--engines vllm,sglang] [--seed 0]
+    python -m tests.harness.chaos --trials 100 --out FILE [--engines vllm,sglang] [--seed 0] [--minutes 60]
 
 Every trial is one JSON line in FILE; a trial that FILE holds already is skipped, so that the command can be interrupted and
 called again. Trial n depends on (seed, n) alone, but for when its victims die. A trial kills one or two victims (or all
@@ -35,6 +35,7 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.results import commit
 from tepo_megatron.rollout import record
 from tests.e2e.conftest import Command, commands, settings
 from tests.parallel.resume_worlds import records, weights
@@ -74,6 +75,7 @@ class Trial:
     ended: list[int] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    commit: str = ""
 
     @classmethod
     def draw(cls, seed: int, number: int, engines: list[str]) -> Trial:
@@ -266,7 +268,7 @@ def carry_out(trial: Trial, bench: Bench, private_memory: bool) -> None:
         print(command.output[-2000:], file=sys.stderr)
     shutil.rmtree(run, ignore_errors=True)
     shutil.rmtree(bench.folder / "t", ignore_errors=True)
-    trial.seconds = round(time.monotonic() - began, 1)
+    trial.seconds, trial.commit = round(time.monotonic() - began, 1), commit()
 
 
 def own_shared_memory() -> bool:
@@ -285,15 +287,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engines", default="vllm,sglang", help="of vllm, sglang, scripted")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no trial after so many minutes")
     args = parser.parse_args(argv)
     done = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     out = args.out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
-    private_memory = own_shared_memory()
+    private_memory, deadline = own_shared_memory(), time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         bench = Bench(Path(folder) / "b")
         for number in range(args.trials):
-            if any(line["number"] == number for line in done):
+            if any(line["number"] == number for line in done) or time.monotonic() > deadline:
                 continue
             trial = Trial.draw(args.seed, number, args.engines.split(","))
             carry_out(trial, bench, private_memory)

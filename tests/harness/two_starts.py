@@ -1,8 +1,9 @@
 """Two starts of one run, one after the other: `python -m tests.harness.two_starts --out FILE`.
 
 Each trial starts the real `tepo train` twice, with different learning rates. It asks: did exactly one run, with its own
-config from the first file to the last, and was the other refused without a trace? A line per trial is appended to FILE; those
-that it holds are left out. The engine is scripted (tests/e2e/scripted_worker.py); launcher, ranks and files are real.
+config from the first file to the last, and was the other refused without a trace? A line per trial, with the commit, is
+appended to FILE; those that it holds are left out. The engine is scripted (tests/e2e/scripted_worker.py); launcher, ranks and
+files are real.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import yaml
 
+from benchmarks.results import commit
 from tests.tiny import tiny_qwen3
 
 ROOT = Path(__file__).parents[2]
@@ -31,10 +33,11 @@ REFUSALS = ("this run is under way in another process", "holds a run already")
 
 @dataclass(frozen=True)
 class Trial:
-    """delay: seconds between the starts; overwrite: what both are told, over a run that is there already."""
+    """delay: seconds between the starts; overwrite: what both are told, over a run that is there already; ranks: of each."""
 
     delay: float
     overwrite: bool
+    ranks: int = 2
 
     @property
     def key(self) -> str:
@@ -50,13 +53,13 @@ def write_inputs(path: Path) -> Path:
     return path
 
 
-def words_of(model: Path, output: Path, rate: float, overwrite: bool) -> list[str]:
+def words_of(trial: Trial, model: Path, output: Path, rate: float) -> list[str]:
     """The command line of a start."""
     keys = {
         "name": "run", "output": output, "model.path": model, "data.train": model / "train.jsonl", "data.eval": "null",
-        "parallel.tp": 1, "parallel.dp": 2, "training.steps": STEPS, "training.epochs": 1, "training.minibatch_prompts": 4,
+        "parallel.tp": 1, "parallel.dp": trial.ranks, "training.steps": STEPS, "training.epochs": 1, "training.minibatch_prompts": 4,
         "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4, "optimizer.warmup_steps": 0, "optimizer.lr": rate,
-        "checkpoint.every": 1, "export_hf": "false", "overwrite": str(overwrite).lower(),
+        "checkpoint.every": 1, "export_hf": "false", "overwrite": str(trial.overwrite).lower(),
     }  # fmt: skip
     return ["train", "examples/demo.yaml", *(word for key, value in keys.items() for word in (f"--{key}", str(value)))]
 
@@ -72,7 +75,7 @@ def run(trial: Trial, model: Path, folder: Path) -> dict[str, object]:
         for i, rate in enumerate(RATES):
             time.sleep(max(0.0, started + i * trial.delay - time.monotonic()))
             with (folder / f"{trial.key}-{i}.txt").open("w") as log:
-                command = [sys.executable, "-m", "tests.e2e.scripted_run", *words_of(model, output, rate, trial.overwrite)]
+                command = [sys.executable, "-m", "tests.e2e.scripted_run", *words_of(trial, model, output, rate)]
                 processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
         statuses = [process.wait(SECONDS) for process in processes]
     finally:
@@ -81,7 +84,8 @@ def run(trial: Trial, model: Path, folder: Path) -> dict[str, object]:
             process.wait()
     outputs = [(folder / f"{trial.key}-{i}.txt").read_text() for i in range(2)]
     wrong = list(faults(statuses, outputs, output / "run"))
-    return asdict(trial) | {"key": trial.key, "ok": not wrong, "wrong": wrong, "seconds": round(time.monotonic() - started, 1)}
+    seconds = round(time.monotonic() - started, 1)
+    return asdict(trial) | {"key": trial.key, "ok": not wrong, "wrong": wrong, "seconds": seconds, "commit": commit()}
 
 
 def leave_a_run(run_dir: Path) -> None:
@@ -135,7 +139,8 @@ def main() -> int:
     done = {line["key"]: line["ok"] for line in map(json.loads, lines)}
     deadline = time.monotonic() + 60 * args.minutes
     numbers = spread(round(args.most / args.every) + 1)
-    trials = [Trial(round(i * args.every, 3), overwrite) for i in numbers for overwrite in (False, True)]
+    # a run of one rank starts in half the time
+    trials = [Trial(round(i * args.every, 3), overwrite, 1 if i % 4 else 2) for i in numbers for overwrite in (False, True)]
     with tempfile.TemporaryDirectory(prefix="two-starts-") as name, args.out.open("a") as out:
         folder = Path(name)
         model = write_inputs(folder / "model")
