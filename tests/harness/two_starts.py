@@ -58,7 +58,9 @@ def words_of(trial: Trial, model: Path, output: Path, rate: float) -> list[str]:
     keys = {
         "name": "run", "output": output, "model.path": model, "data.train": model / "train.jsonl", "data.eval": "null",
         "parallel.tp": 1, "parallel.dp": trial.ranks, "training.steps": STEPS, "training.epochs": 1,
-        "training.minibatch_prompts": 4, "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4, "optimizer.warmup_steps": 0, "optimizer.lr": rate, "checkpoint.every": 1, "export_hf": "false", "overwrite": str(trial.overwrite).lower(),
+        "training.minibatch_prompts": 4, "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4,
+        "optimizer.warmup_steps": 0, "optimizer.lr": rate, "checkpoint.every": 1, "export_hf": "false",
+        "overwrite": str(trial.overwrite).lower(),
     }  # fmt: skip
     return ["train", "examples/demo.yaml", *(word for key, value in keys.items() for word in (f"--{key}", str(value)))]
 
