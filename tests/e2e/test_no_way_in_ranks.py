@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -87,8 +88,9 @@ def test_a_run_listens_on_loopback_alone_and_another_user_reaches_nothing(
     command = tepo(*arguments(random_model, **overrides, name="quiet"), engine="slow")
     listener = Listener(command)
     command.until(lambda: "actor built" in command.output, timeout=90)
-    parent = Path(tempfile.gettempdir())
-    (folder,) = parent.glob("tepo-ranks-*")
+    found = re.findall(r"\S+/tepo-ranks-[0-9a-f]{16}", "\n".join(command.left_over()))  # in the ranks' arguments
+    (folder,) = {Path(path) for path in found}
+    assert folder.parent == Path(tempfile.gettempdir())
     command.until(lambda: len(list((folder / "heartbeats").iterdir())) == 2, timeout=60)
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     assert {"store", "config.yaml"} <= set(names) and any("heartbeats" in name for name in names)
@@ -106,10 +108,10 @@ def test_a_run_listens_on_loopback_alone_and_another_user_reaches_nothing(
     assert command.wait(120) == 0, command.output
     records = (tmp_path / "runs" / "quiet" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in records] == [1, 2, 3, 4, 5, 6]
-    found = listener.result()
-    outside = {(ip, who) for ip, who in found if not ipaddress.ip_address(ip).is_loopback}
+    listened = listener.result()
+    outside = {(ip, who) for ip, who in listened if not ipaddress.ip_address(ip).is_loopback}
     assert not outside and listener.looks > 10
-    assert any("scripted_worker" in who for _, who in found), "gloo's sockets were not seen"
+    assert any("scripted_worker" in who for _, who in listened), "gloo's sockets were not seen"
     assert not folder.exists()
     command.assert_nothing_left()
 
