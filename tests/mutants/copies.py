@@ -1,0 +1,82 @@
+"""Copies of the tree, into which one bug at a time is put."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutants.exhibit import Exhibit, mutated
+
+ROOT = Path(__file__).parents[2]
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", re.MULTILINE)
+_TESTS_FAILED = 1  # exit status of pytest; others say that it could not run them
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a bug. caught_by: the first test that failed, None: none did; how: its error; seconds: until then."""
+
+    name: str
+    caught_by: str | None
+    how: str
+    seconds: float
+
+    def line(self) -> str:
+        """Return it for the terminal."""
+        return f"{'caught ' if self.caught_by else 'MISSED '} {self.seconds:5.1f} s  {self.name}: {self.caught_by or self.how}"
+
+
+class Copy:
+    """A copy of the tracked files of `root` in the new folder `path`, with links to its environments."""
+
+    def __init__(self, root: Path, path: Path) -> None:
+        self.path = path
+        words = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        for name in filter(None, subprocess.run(words, check=True, capture_output=True, text=True).stdout.split("\0")):
+            if (root / name).is_file():
+                (path / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, path / name)
+        for environment in root.glob(".venv*"):
+            (path / environment.name).symlink_to(environment.resolve())
+
+    def look(self, exhibit: Exhibit, tests: Sequence[str], seconds: float) -> Verdict:
+        """Put the bug in, run tests until one fails, and take it out again.
+
+        Raises NotFound, and RuntimeError where pytest cannot run the tests or is not done in time.
+        """
+        file, text = mutated(exhibit, self.path)
+        original = (self.path / file).read_text()
+        (self.path / file).write_text(text)
+        try:
+            return self._run(exhibit.name, tests, seconds)
+        finally:
+            (self.path / file).write_text(original)
+
+    def _run(self, name: str, tests: Sequence[str], seconds: float) -> Verdict:
+        # no bytecode: of two texts of one file that are written within a second it would be taken for the other's
+        env = os.environ | {"PYTHONPATH": str(self.path), "PYTHONDONTWRITEBYTECODE": "1"}
+        words = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--durations=0", *tests]
+        started = time.monotonic()
+        with subprocess.Popen(
+            words, cwd=self.path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        ) as pytest:
+            try:
+                printed, _ = pytest.communicate(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                os.killpg(pytest.pid, signal.SIGKILL)
+                raise RuntimeError(f"{name}: its tests were not done in {seconds:g} s") from None
+        taken = round(time.monotonic() - started, 1)
+        if pytest.returncode == 0:
+            return Verdict(name, None, "no test failed", taken)
+        found = _FAILED.search(printed)
+        if pytest.returncode != _TESTS_FAILED or found is None:
+            raise RuntimeError(f"{name}: pytest ended with status {pytest.returncode}:\n{printed[-2000:]}")
+        return Verdict(name, found[1], (found[2] or "").strip(), taken)

@@ -1,0 +1,48 @@
+"""Grades and evaluations of something else."""
+
+from __future__ import annotations
+
+from tests.mutants.exhibit import Exhibit
+
+EXHIBITS = (
+    Exhibit(
+        name="a_timeout_is_a_wrong_answer",
+        source="verl #5635",
+        kind="grading",
+        bug=(
+            "The alarm of a symbolic grader was swallowed (there, because it ran outside of the main thread), and "
+            "every answer that needed the grader scored 0. Rewards fall to a floor that looks like a hard "
+            "dataset."
+        ),
+        cost=(
+            "math-verify and SymPy catch the alarm themselves and go on, or call the answer unequal: `wrong`, "
+            "which is remembered, instead of `timeout`, which is not."
+        ),
+        symbol="OutOfTimeError",
+        old="class OutOfTimeError(BaseException):",
+        new="class OutOfTimeError(Exception):",
+        tests=("tests/unit/rewards/test_rewards.py::test_hostile_answers_end_in_time",),
+    ),
+    Exhibit(
+        name="evaluated_at_the_temperature_of_training",
+        source="own (CHANGELOG Added: evaluation); no document names it",
+        kind="grading",
+        bug="Held-out problems are sampled as the config of evaluations says, and the line in the log says so.",
+        cost="Accuracies are of rollout.temperature, and the log names evaluation.temperature.",
+        symbol="Evaluations.measure",
+        old="asked = replace(sampling, samples=cfg.samples, temperature=cfg.temperature, routing=None)",
+        new="asked = replace(sampling, samples=cfg.samples, routing=None)",
+        tests=("tests/unit/evaluation/test_evaluation.py",),
+    ),
+    Exhibit(
+        name="tools_answers_are_graded",
+        source="own (custom functions); the grader's side of Search-R1 #21",
+        kind="grading",
+        bug=("What a tool wrote stands between the model's turns. If the grader reads it, a tool's box is the model's answer."),
+        cost="Everything after the prompt is graded. Without tools it is the same.",
+        symbol="Response.text",
+        old="return self._decode(self._rollout.response_ids)",
+        new=("return self._decode(self._rollout.token_ids_L[int(self._rollout.response_mask_L.int().argmax()) :].tolist())"),
+        tests=("tests/unit/rollout/test_custom_rollout.py::test_the_calculator_is_no_part_of_what_is_trained_on_and_graded",),
+    ),
+)

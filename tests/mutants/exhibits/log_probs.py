@@ -1,0 +1,163 @@
+"""Log-probs and samples of another distribution than the one that is meant."""
+
+from __future__ import annotations
+
+from tests.mutants.exhibit import Exhibit
+
+EXHIBITS = (
+    Exhibit(
+        name="training_forgets_the_temperature",
+        source="OpenRLHF #853, OpenRLHF #857, NeMo-RL #935, TRL #3029, miles #1345, slime #2085",
+        kind="log-probs",
+        bug=(
+            "The engine sampled at a temperature and the trainer computed its log-probs at 1. With temperature 1 "
+            "both agree, and elsewhere the ratio to the old policy still is, since both sides of it are wrong "
+            "alike; the gradient is that of another distribution."
+        ),
+        cost="Log-probs, entropies, KL and gradients are those of temperature 1.",
+        symbol="Actor._stats",
+        old="labels_R, temperature = microbatch.labels_R, self.cfg.rollout.temperature",
+        new="labels_R, temperature = microbatch.labels_R, 1.0",
+        tests=("tests/parallel/test_actor.py::test_old_statistics_equal_transformers_on_every_layout",),
+    ),
+    Exhibit(
+        name="the_gradient_forgets_the_temperature",
+        source="slime #557 (an argument by position: the temperature never arrived; variant: in backward alone)",
+        kind="log-probs",
+        bug=(
+            "The temperature was passed by position into another parameter, so one of two computations did not "
+            "have it. Values that are logged came from the other one."
+        ),
+        cost=(
+            "Values are right; in the gradient of the logits the part of the softmax lacks 1/T while the label's "
+            "has it, so gradients of a row no longer sum to 0. Right at temperature 1."
+        ),
+        symbol="coefficients",
+        old="scale_R = -1 / (total_R * temperature)",
+        new="scale_R = -1 / total_R",
+        tests=("tests/parallel/test_statistics.py::test_token_stats_over_tensor_parallel_ranks",),
+    ),
+    Exhibit(
+        name="log_probs_before_the_temperature",
+        source="vime #64",
+        kind="log-probs",
+        bug=(
+            "vLLM returns raw log-probs by default, before the temperature, and they were compared with the "
+            "trainer's tempered ones. All importance ratios were off by the same kind of factor, and truncation "
+            "kept them in bounds."
+        ),
+        cost="The engine's log-probs are those of temperature 1.",
+        symbol="VllmApi.command",
+        old='"--logprobs-mode", "processed_logprobs"',
+        new='"--logprobs-mode", "raw_logprobs"',
+        tests=("tests/server/test_engines.py::test_logprobs_are_those_of_transformers_after_temperature",),
+    ),
+    Exhibit(
+        name="all_samples_of_a_prompt_are_one",
+        source="UniRL #208, verl #6857, verl #2646",
+        kind="log-probs",
+        bug=(
+            "All samples of a prompt had the same seed and were the same text, so every group had reward variance "
+            "0 and advantage 0. With a filter of uniform groups the run merely throws all away; without it, it "
+            "trains on nothing, and the loss is a plausible 0."
+        ),
+        cost="SGLang returns as many copies of one response.",
+        symbol="generate_request",
+        old='{"sampling_seed": first + k}',
+        new='{"sampling_seed": first}',
+        tests=("tests/unit/rollout/test_sglang_api.py::test_nothing_but_the_temperature_shapes_the_distribution",),
+    ),
+    Exhibit(
+        name="the_same_noise_in_every_step",
+        source="verl #2646 (variant)",
+        kind="log-probs",
+        bug=(
+            "A seed in the sampling parameters was a constant, so whenever a prompt came again it was sampled "
+            "with the same random numbers. Groups vary, but epochs do not explore anything new."
+        ),
+        cost="A prompt's responses differ from epoch to epoch only as far as the weights do.",
+        symbol="Collector.collect",
+        old='derive_seed(self.seed, "rollout", step, refill)',
+        new='derive_seed(self.seed, "rollout", refill)',
+        tests=("tests/unit/rollout/test_collector.py::test_each_step_samples_with_its_own_seed",),
+    ),
+    Exhibit(
+        name="a_whole_budget_after_each_interruption",
+        source="slime #2261",
+        kind="log-probs",
+        bug=(
+            "A response that went on after an interruption got its full token budget again, so some responses "
+            "were up to twice as long as the limit. Mean length drifts up, truncation looks rarer, overlong "
+            "penalties do not fit."
+        ),
+        cost="Responses that are cut and go on may exceed rollout.max_response_tokens.",
+        symbol="rest",
+        old="left = sampling.max_tokens - (len(tokens) - len(prompt.token_ids))",
+        new="left = sampling.max_tokens",
+        tests=("tests/unit/rollout/test_fleet.py::test_what_is_under_way_when_new_weights_come",),
+    ),
+    Exhibit(
+        name="the_reference_replays_the_policys_experts",
+        source="controller_scale.md 2 (replay_experts), own",
+        kind="log-probs",
+        bug=(
+            "With replayed experts the reference policy was sent through the experts that the engine's policy had "
+            "chosen: its log-probs are those of no model."
+        ),
+        cost=(
+            "The KL to the reference is too small and has a wrong gradient direction in expert models under "
+            "rollout.replay_experts."
+        ),
+        symbol="Actor.attach_ref_logprobs",
+        old="self._whole_stats(batch, replays=False).logprob_R",
+        new="self._whole_stats(batch).logprob_R",
+        tests=("tests/parallel/test_expert_replay.py::test_own_choices_are_replayed_bit_for_bit_and_another_one_shows",),
+    ),
+    Exhibit(
+        name="experts_of_the_mirrored_layer",
+        source="controller_scale.md 2 (replay_experts), own",
+        kind="log-probs",
+        bug=("The k-th layer with experts has to get the k-th choice, over pipeline stages and dense layers in between."),
+        cost="First and last layer exchange their experts. Right for a model with one such layer.",
+        symbol="ExpertReplay.set",
+        old="experts_SKT[:, k].long()",
+        new="experts_SKT[:, -1 - k].long()",
+        tests=("tests/parallel/test_expert_replay.py::test_given_experts_on_every_layout",),
+    ),
+    Exhibit(
+        name="padding_of_the_vocabulary_gets_probability",
+        source="gpu_readiness.md F12 (vocabularies that are no multiple of 16)",
+        kind="log-probs",
+        bug=("Megatron pads the vocabulary with rows of zeros, whose logits are 0: they take probability from real tokens."),
+        cost=(
+            "Log-probs are too small and entropies wrong wherever the vocabulary is padded, and padding gets "
+            "gradients. Right where it is a multiple of 16 tp."
+        ),
+        symbol="Shard.of",
+        old="columns = width if vocab_size is None else min(max(vocab_size - first, 0), width)",
+        new="columns = width",
+        tests=("tests/unit/ops/test_vocab_parallel.py::test_padded_columns_get_no_probability_and_no_gradient",),
+    ),
+    Exhibit(
+        name="yarn_scales_scores_once",
+        source="own comment in build.py (families)",
+        kind="log-probs",
+        bug="YaRN's factor is on queries and on keys, so scores have its square.",
+        cost="Models with YaRN are computed with another temperature of attention. Others are right.",
+        symbol="_softmax_scale",
+        old="arch.rotary_table.attention_factor**2 / math.sqrt(arch.head_dim)",
+        new="arch.rotary_table.attention_factor / math.sqrt(arch.head_dim)",
+        tests=("tests/parallel/test_families.py::test_the_model_is_that_of_transformers",),
+    ),
+    Exhibit(
+        name="the_same_places_are_drawn_in_every_step",
+        source="controller_scale.md 13 (keys of weighting objectives)",
+        kind="log-probs",
+        bug="Clip-Cov draws tokens at random by keys that hang on step, update, sequence and place.",
+        cost="The same places of the same sequences are favoured in every step of the run.",
+        symbol="Actor._batch_statistics",
+        old='derive_seed(self.cfg.seed, "weighting", self._step, batch.update)',
+        new='derive_seed(self.cfg.seed, "weighting", batch.update)',
+        tests=("tests/gate/test_covering.py",),
+    ),
+)

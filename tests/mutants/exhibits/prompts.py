@@ -1,0 +1,86 @@
+"""Samples and what belongs to them drift apart; prompts are lost or doubled."""
+
+from __future__ import annotations
+
+from tests.mutants.exhibit import Exhibit
+
+EXHIBITS = (
+    Exhibit(
+        name="advantages_of_other_groups",
+        source="prime-rl #600",
+        kind="prompts",
+        bug=(
+            "Groups were built as [p1, p2] * n and read as n samples of p1 followed by n of p2, so advantages "
+            "belonged to samples of other prompts. Means and variances are right, reward goes up more slowly."
+        ),
+        cost=(
+            "Every minibatch of a shuffled epoch has the advantages of the first groups of the batch. Right with "
+            "one minibatch in the order of the batch."
+        ),
+        symbol="TrainBatch.select",
+        old="self.advantages_B[list(indices)],",
+        new="self.advantages_B[: len(indices)],",
+        tests=("tests/unit/test_batch.py::test_each_epoch_sees_every_sequence_once_in_even_minibatches_of_whole_groups",),
+    ),
+    Exhibit(
+        name="entropies_in_another_order",
+        source="JustRL #5 (verl 0.4, dynamic batch sizes)",
+        kind="prompts",
+        bug=(
+            "With dynamic batch sizes log-probs were put back into the order of the batch and entropies were not. "
+            "Only what uses the entropy was wrong, by as much as tokens differ: a number of the right size at the "
+            "wrong token."
+        ),
+        cost=(
+            "In every update but the first of a batch dH compares entropies of different tokens, so TEPO's KL mask is noise."
+        ),
+        symbol="TrainBatch.select",
+        old="pick(self.old_entropies_N),",
+        new="self.old_entropies_N,",
+        tests=("tests/unit/test_batch.py::test_old_statistics_travel_with_their_sequence",),
+    ),
+    Exhibit(
+        name="finished_groups_are_thrown_away",
+        source="slime #2238",
+        kind="prompts",
+        bug=(
+            "A fully asynchronous rollout dropped groups that were complete or under way when a step had enough. "
+            "Since fast groups win, long responses are lost systematically."
+        ),
+        cost="With oversample > 1 the prompts of groups that were not needed are never trained on in this epoch.",
+        symbol="Collector.give_up",
+        old=("        self.prompts.give_back(list(self._under_way.values()))\n"),
+        new="",
+        tests=(
+            "tests/unit/rollout/test_collector.py::test_sampling_ends_with_the_groups_that_are_wanted_and_the_other_prompts_come_next",
+        ),
+    ),
+    Exhibit(
+        name="uniform_groups_by_the_shaped_reward",
+        source="own (the paper's Section 4.1); CHANGELOG Added (methods of the paper)",
+        kind="prompts",
+        bug=(
+            "The filter of groups that teach nothing must look at the verdict. Shaped by length, all rewards of a "
+            "group differ, and nothing is ever filtered."
+        ),
+        cost=("With overlong shaping or further reward terms groups that are all wrong are trained on their lengths."),
+        symbol="informative",
+        old="{rollout.score for rollout in group}",
+        new="{rollout.reward for rollout in group}",
+        tests=(
+            "tests/unit/losses/test_advantages.py::test_informative_looks_at_the_unshaped_score",
+            "tests/unit/rollout/test_collector.py::test_groups_all_right_or_all_wrong_are_dropped",
+        ),
+    ),
+    Exhibit(
+        name="every_epoch_in_the_same_order",
+        source="own (CHANGELOG Added: data); lost or doubled prompts",
+        kind="prompts",
+        bug="The order of an epoch is a hash that has to know the epoch.",
+        cost="All epochs have the order of one; the same prompts always share a batch.",
+        symbol="_Walk.enter",
+        old='_digest(f"{self._seed}/{epoch}/{self.prompts[i].id}")',
+        new='_digest(f"{self._seed}/{self.prompts[i].id}")',
+        tests=("tests/unit/data/test_prompt_stream.py::test_stream_shuffles_each_epoch_anew_and_everywhere_alike",),
+    ),
+)

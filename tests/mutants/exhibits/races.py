@@ -1,0 +1,65 @@
+"""Memory that changes while somebody reads it."""
+
+from __future__ import annotations
+
+from tests.mutants.exhibit import Exhibit
+
+EXHIBITS = (
+    Exhibit(
+        name="the_buffer_is_written_while_it_is_read",
+        source="verl #6813 (a completion mark overwrote the first bytes of a weight buffer)",
+        kind="races",
+        bug=(
+            "A mark of completion was written over the first four bytes of the buffer in which weights were on "
+            "their way: one row of the embedding became 1e17, and now and then a run sampled `!!!!`. Everything "
+            "else was right, and most prompts never touch that row."
+        ),
+        cost="With sync.transport=ipc the next round is written over the one that servers still read.",
+        symbol="Rows.put",
+        old="row = self._row(number % 2)",
+        new="row = self._row(0)",
+        tests=("tests/parallel/test_weights.py::test_rounds_bound_the_memory_and_send_every_byte_once",),
+    ),
+    Exhibit(
+        name="weights_change_in_mid_sampling",
+        source="NeMo-RL #3839",
+        kind="races",
+        bug=(
+            "Weights were replaced while requests were running, so one response was sampled by two versions, some "
+            "layers of one and some of the other within a forward pass. Text stays fluent."
+        ),
+        cost="With in_flight=finish the update begins while responses are being sampled.",
+        symbol="Fleet._begin",
+        old=("        await self._until_idle()\n"),
+        new="",
+        tests=("tests/unit/rollout/test_fleet.py::test_weights_that_come_in_mid_generation_wait_for_what_is_being_sampled",),
+    ),
+    Exhibit(
+        name="what_is_lent_is_not_copied",
+        source="gpu_readiness.md F10 (the clone in each worker)",
+        kind="races",
+        bug=("A module waits for its other parts with a view of memory that the trainer writes over two rounds later."),
+        cost=(
+            "With sync.transport=ipc q, k, v or gate and up that arrive in different rounds may be read after "
+            "they were overwritten."
+        ),
+        symbol="InboxEngine.receive_weights",
+        old="arrived = ((name, tensor.clone()) for name, tensor in arrived)",
+        new="pass",
+        tests=("tests/server/test_engines.py::test_an_update_replaces_all_weights",),
+    ),
+    Exhibit(
+        name="a_checkpoint_of_two_moments",
+        source="gpu_readiness.md F5 and F10 (page-locked copies)",
+        kind="races",
+        bug=(
+            "On a GPU the copies to page-locked memory are asynchronous: without waiting, the file holds what the "
+            "next update wrote meanwhile."
+        ),
+        cost="Torn checkpoints, whose checksums are right. On a CPU nothing changes.",
+        symbol="HostCopy.take",
+        old=("        if any(data.is_cuda for data in self._from):\n            torch.cuda.current_stream().synchronize()\n"),
+        new="",
+        tests=("tests/gpu/test_staging.py",),
+    ),
+)

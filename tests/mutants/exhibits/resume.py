@@ -1,0 +1,165 @@
+"""Runs that go on from another place than where they ended."""
+
+from __future__ import annotations
+
+from tests.mutants.exhibit import Exhibit
+
+EXHIBITS = (
+    Exhibit(
+        name="the_cursor_is_ahead_of_training",
+        source="NeMo-RL #3599",
+        kind="resume",
+        bug=(
+            "A checkpoint of an asynchronous run held the place up to which prompts had been SAMPLED, not "
+            "trained: a resume skipped what had been under way, 675 of 736 groups, about 30 % of an epoch and the "
+            "long ones above all. The run went on without a word."
+        ),
+        cost=(
+            "With max_staleness >= 1 the prompts of steps that are sampled but not trained are lost on resume. "
+            "With 0 both are the same. (The position is also read while another thread moves it.)"
+        ),
+        symbol="MainDriver.state",
+        old='"prompts": self._positions.get(step),',
+        new='"prompts": self._source.position() if self._prompts is not None else None,',
+        tests=("tests/e2e/test_ahead.py::test_whoever_resumes_loses_no_prompt_and_uses_none_twice",),
+    ),
+    Exhibit(
+        name="the_epoch_begins_again_on_resume",
+        source="prime-rl #3332",
+        kind="resume",
+        bug=(
+            "A resumed run began its data at row 0 again and never moved the saved place. Found by chance on a "
+            "run of 500 steps: the curve only looks a little better, since the prompts are known."
+        ),
+        cost="After a resume the current epoch's first prompts come again and its last ones come later.",
+        symbol="PromptStream.load_state_dict",
+        old="walk.enter(epoch, position)",
+        new="walk.enter(epoch, 0)",
+        tests=("tests/unit/data/test_prompt_stream.py::test_stream_resumes_exactly",),
+    ),
+    Exhibit(
+        name="a_place_in_another_dataset",
+        source="NeMo-RL #2519",
+        kind="resume",
+        bug=("On resume the place of one dataset was applied to another. It is a number in range, so nothing complains."),
+        cost="A resume with edited data of the same length goes on in the middle of it.",
+        symbol="PromptStream.load_state_dict",
+        old=('            ("fingerprint", "resume with the same data.train, keys and tokenizer"),\n'),
+        new="",
+        tests=("tests/unit/data/test_prompt_stream.py::test_stream_refuses_the_state_of_another",),
+    ),
+    Exhibit(
+        name="the_schedule_steps_twice_on_resume",
+        source="miles #1627",
+        kind="resume",
+        bug=(
+            "The learning-rate scheduler took its step once on loading and once in the loop. After every resume "
+            "the rate is one step ahead; with frequent restarts a warm-up or decay is much shorter than "
+            "configured."
+        ),
+        cost="A run that is resumed in its warm-up has a higher rate than one that was not killed.",
+        symbol="restore",
+        old='actor.scheduler.step(increment=found.numbers["scheduler_steps"])',
+        new='actor.scheduler.step(increment=found.numbers["scheduler_steps"] + 1)',
+        tests=(
+            "tests/parallel/test_checkpoint.py::test_on_the_same_layout_it_goes_on_bit_for_bit",
+            "tests/parallel/test_resume.py::test_kills_in_one_run",
+        ),
+    ),
+    Exhibit(
+        name="the_earlier_of_two_records_stays",
+        source="reliability_audit.md 5, CHANGELOG Fixed (rewound by step)",
+        kind="resume",
+        bug=(
+            "Metrics were rewound by byte offset: a file cut in mid-line glued two records, a missing line "
+            "doubled a step. Here its heir: of two records of a step that of the attempt which was undone stays."
+        ),
+        cost="Metrics and reports show the course that the run did not take.",
+        symbol="steps_of",
+        old="        by_step[step] = line",
+        new="        by_step.setdefault(step, line)",
+        tests=("tests/parallel/test_resume.py::test_damaged_records_are_told_and_the_run_goes_on",),
+    ),
+    Exhibit(
+        name="a_recording_of_the_former_course",
+        source="reliability_audit.md 5 and 8 (what a kill undid)",
+        kind="resume",
+        bug=(
+            "After a resume the recording of a step that is taken again stayed beside new ones, so a replay mixes two courses."
+        ),
+        cost=(
+            "The recording of the first step that is taken again is not set aside; if the run ends before it gets "
+            "there again, a replay uses it."
+        ),
+        symbol="set_aside",
+        old="if step > after]",
+        new="if step > after + 1]",
+        tests=("tests/unit/rollout/test_replay.py::test_recordings_of_steps_that_are_taken_again_are_set_aside",),
+    ),
+    Exhibit(
+        name="a_replaced_folder_is_written_into",
+        source="reliability_audit.md 7, CHANGELOG Fixed",
+        kind="resume",
+        bug="A live run whose folder was removed wrote its metrics into its successor's folder.",
+        cost="Only a folder that is gone is noticed, not one that another run made.",
+        symbol="RunLog.check_in_place",
+        old="if os.path.samestat(os.fstat(self._metrics), path.stat()):",
+        new="if path.exists():",
+        tests=("tests/unit/test_run_lock.py::test_a_run_notices_that_its_folder_was_replaced",),
+    ),
+    Exhibit(
+        name="adam_forgets_how_often_it_stepped",
+        source="reliability_audit.md (held: bit-equal after kills)",
+        kind="resume",
+        bug=(
+            "Moments without their count: bias correction starts at step 1 again, so the first updates after a "
+            "resume are up to 1 / (1 - beta1) times too large."
+        ),
+        cost="The update after a resume uses old moments with the correction of a first step.",
+        symbol="restore",
+        old=('    optimizer.set_count(actor.optimizer, found.numbers["adam_step"])\n'),
+        new="",
+        tests=("tests/gate/test_recipes.py",),
+    ),
+    Exhibit(
+        name="the_count_grows_with_every_parameter",
+        source="own comment in platform/adam.py (Megatron 0.16 with torch's AdamW)",
+        kind="resume",
+        bug=(
+            "One step counter was shared by all parameters and advanced once for each, so bias correction was "
+            "over after the first update."
+        ),
+        cost=(
+            "On a CPU each parameter has another bias correction; the first updates are too small. (Adam on a GPU is another.)"
+        ),
+        symbol="HostAdam.step",
+        old=(
+            '                group["step"] = group.get("step", 0) + 1\n'
+            '                for p in group["params"]:\n'
+            "                    if p.grad is not None:\n"
+        ),
+        new=(
+            '                for p in group["params"]:\n'
+            "                    if p.grad is not None:\n"
+            '                        group["step"] = group.get("step", 0) + 1\n'
+        ),
+        tests=("tests/unit/test_platform.py::test_host_adam_equals_torch",),
+    ),
+    Exhibit(
+        name="a_checkpoint_of_a_tensor_that_was_replaced",
+        source="own docstring of checkpoint/views.py; reliability_audit.md (held)",
+        kind="resume",
+        bug=(
+            "The description of the state is kept from one save to the next, and a tensor that was replaced "
+            "meanwhile would be saved as it once was."
+        ),
+        cost=(
+            "After offloading, colocation or a first optimizer step that makes new tensors, checkpoints hold old "
+            "values and their checksums are right."
+        ),
+        symbol="Views.of",
+        old="if places != self._places:",
+        new="if self._places is None:",
+        tests=("tests/parallel/test_checkpoint_views.py::test_what_is_saved_is_the_state_whatever_was_replaced",),
+    ),
+)

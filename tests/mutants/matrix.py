@@ -1,0 +1,44 @@
+"""The kill matrix: which test notices which bug. Written to a file of results and a page of the documentation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.mutants.copies import Verdict
+from tests.mutants.exhibit import Exhibit
+
+RESULTS, PAGE = "benchmarks/results/mutants.json", "docs/mutants.md"
+_INTRODUCTION = """# The museum of silent bugs
+
+Every row is a bug that raised no error: most were published by users of other RL backends, the others were found in this
+one. `make mutants` puts each into a copy of the tree, as a small change of this package, and runs the tests that are to
+notice it. This page is written by `python -m tests.mutants --write`; what is changed is in `tests/mutants/exhibits/`.
+"""
+
+
+def write(root: Path, exhibits: Sequence[Exhibit], verdicts: Sequence[Verdict]) -> None:
+    """Add the verdicts to the results of other exhibits, and write the page of all that are still shown."""
+    path = root / RESULTS
+    known = {row["name"]: row for row in json.loads(path.read_text())} if path.exists() else {}
+    known |= {verdict.name: asdict(verdict) for verdict in verdicts}
+    path.write_text(json.dumps([known[exhibit.name] for exhibit in exhibits if exhibit.name in known], indent=1) + "\n")
+    (root / PAGE).write_text(page(exhibits, known))
+
+
+def page(exhibits: Sequence[Exhibit], verdicts: dict[str, dict[str, object]]) -> str:
+    """Return the page. verdicts: by name, as in the file of results."""
+    lines = [_INTRODUCTION]
+    for kind in dict.fromkeys(exhibit.kind for exhibit in exhibits):
+        lines += [f"## {kind.capitalize()}", "", "| bug | source | what it cost | noticed by | s |", "|---|---|---|---|---|"]
+        for exhibit in exhibits:
+            if exhibit.kind == kind:
+                verdict = verdicts.get(exhibit.name, {})
+                by = f"`{verdict['caught_by']}`" if verdict.get("caught_by") else "**nobody**" if verdict else "not run"
+                by += f"; in a run: {exhibit.guard}" if exhibit.guard else ""
+                cells = (exhibit.bug, exhibit.source, exhibit.cost, by, str(verdict.get("seconds", "")))
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
