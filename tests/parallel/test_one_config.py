@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+import pytest
 
 from tepo_megatron import parallel
 from tepo_megatron.config_io import plain, validate
-from tepo_megatron.errors import ConfigError
+from tepo_megatron.errors import ConfigError, TepoError
 from tepo_megatron.platform import activate
+from tepo_megatron.train import train
 from tests.worlds import run_world
 
 TREE = {"name": "a", "platform": "cpu", "model": {"path": "m"}, "data": {"train": "t"}, "parallel": {"tp": 1, "dp": 2}}
@@ -20,6 +24,17 @@ def joined(rank: int, rates: list[float]) -> str:
     except ConfigError as e:
         return str(e)
     return "joined"
+
+
+def trained(rank: int, rates: list[float], folder: Path) -> str:
+    cfg = validate({**TREE, "output": str(folder), "optimizer": {"lr": rates[rank]}})
+    with pytest.raises(TepoError) as raised:  # the model is missing, too
+        train(cfg, activate("cpu"))
+    return str(raised.value)
+
+
+def test_training_compares_the_configs_before_anything_else(tmp_path: Path) -> None:
+    assert all("was started with another config" in told for told in run_world(2, trained, [1e-3, 2e-3], tmp_path))
 
 
 def test_a_rank_with_another_config_is_named_on_all_ranks() -> None:

@@ -60,7 +60,7 @@ def serve(
         (folder / "model" / "generation_config.json").write_text(json.dumps(generation_config))
     settings = {"kv_cache_gib": 0.25, "ready_seconds": 240, "restarts": 0} | server
     cfg = RolloutConfig(engine=name, servers=servers, server=ServerConfig(**settings))
-    launch = Launch(folder / "model", max_model_len=128, platform="cpu", precision="fp32", seed=0, host=host)
+    launch = Launch(folder / "model", max_model_len=256, platform="cpu", precision="fp32", seed=0, host=host)
     log_path = folder / "server.log"
     keys = mock.patch("tepo_megatron.rollout.servers.local.secrets.token_urlsafe", lambda size: "-" + secrets.token_hex(size))
     with keys, build_engine(cfg, launch, log_path) as engine:  # one key in 64 begins like an option

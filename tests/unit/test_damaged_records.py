@@ -130,6 +130,13 @@ def test_a_resume_keeps_each_readable_record_once(name: str, tmp_path: Path) -> 
     assert [record["step"] for record in read_metrics(tmp_path)] == [*sorted(readable), 5]
 
 
+def test_of_two_records_of_a_step_the_later_attempts_stays() -> None:
+    other = json.dumps(RECORDS[1] | {"reward/mean": 9.0}).encode() + b"\n"
+    for lines, kept in (([*LINES[:3], other, *LINES[3:]], 9.0), ([LINES[0], other, *LINES[1:]], RECORDS[1]["reward/mean"])):
+        found = steps_of(parse_lines(b"".join(lines), first="step"))
+        assert [line.value["reward/mean"] for line in found.kept if line.value and line.value["step"] == 2] == [kept]
+
+
 def test_a_file_that_is_gone_is_told(tmp_path: Path) -> None:
     assert len(resumed(tmp_path)) == 1
     assert re.search(MISSING + "1 to 4", resumed(tmp_path)[0]) and not (tmp_path / LOST_FILE).exists()

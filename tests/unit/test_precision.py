@@ -11,6 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer import TransformerConfig
+from transformers import Qwen3MoeConfig
 
 from tepo_megatron.actor import kernels, precision
 from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
@@ -18,7 +19,7 @@ from tepo_megatron.config_io import validate
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.weights.ops import Architecture, Experts
-from tests.tiny import tiny_qwen3
+from tests.tiny import tiny_model, tiny_qwen3
 from tests.worlds import run_world
 
 BASE = {"name": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
@@ -258,6 +259,32 @@ def _outside(rank: int, path: Path) -> dict[str, str]:
     out = {name: f"{type(m).__module__}.{type(m).__name__}" for name, m in chunk.named_modules() if list(m.parameters(False))}
     parallel.shutdown()
     return out
+
+
+def _router(rank: int, path: Path) -> list[tuple[Any, ...]]:
+    from tepo_megatron import parallel
+    from tepo_megatron.actor import build
+    from tepo_megatron.platform import activate
+    from tepo_megatron.weights.families import find_family, read_config
+
+    groups = parallel.initialize(ParallelConfig(), activate("cpu"), 0)
+    found = read_config(path)
+    architecture = find_family(found).architecture(found)
+    out = []
+    for name in ("fp32", "bf16"):
+        cfg = ModelConfig(path=str(path), precision=name)
+        config = build.transformer_config(architecture, cfg, ParallelConfig(), groups.device)
+        out.append((config.moe_router_dtype, config.moe_router_load_balancing_type, config.moe_aux_loss_coeff))
+    parallel.shutdown()
+    return out
+
+
+def test_experts_are_chosen_in_fp32_whatever_the_precision(tmp_path: Path) -> None:
+    """Rounded to bf16, close calls of the router fall otherwise than in the engine, which computes them in fp32 as well."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = Qwen3MoeConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, head_dim=32, **sizes)
+    tiny_model(tmp_path / "model", config)
+    assert run_world(1, _router, tmp_path / "model") == [[("fp32", "none", 0.0)] * 2]
 
 
 def test_embedding_and_output_layer_are_not_transformer_engines(tmp_path: Path) -> None:

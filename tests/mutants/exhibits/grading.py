@@ -32,7 +32,7 @@ EXHIBITS = (
         symbol="Evaluations.measure",
         old="asked = replace(sampling, samples=cfg.samples, temperature=cfg.temperature, routing=None)",
         new="asked = replace(sampling, samples=cfg.samples, routing=None)",
-        tests=("tests/unit/evaluation/test_evaluation.py",),
+        tests=("tests/unit/evaluation/test_evaluation.py::test_an_evaluation_samples_as_its_own_settings_say",),
     ),
     Exhibit(
         name="tools_answers_are_graded",
@@ -43,6 +43,6 @@ EXHIBITS = (
         symbol="Response.text",
         old="return self._decode(self._rollout.response_ids)",
         new=("return self._decode(self._rollout.token_ids_L[int(self._rollout.response_mask_L.int().argmax()) :].tolist())"),
-        tests=("tests/unit/rollout/test_custom_rollout.py::test_the_calculator_is_no_part_of_what_is_trained_on_and_graded",),
+        tests=("tests/unit/rewards/test_reward_terms.py::test_what_tools_wrote_is_neither_graded_nor_the_prompt",),
     ),
 )

@@ -59,7 +59,7 @@ EXHIBITS = (
         symbol="_mixture_of_experts",
         old='"moe_router_dtype": "fp32",',
         new='"moe_router_dtype": None,',
-        tests=("tests/unit/test_precision.py",),
+        tests=("tests/unit/test_precision.py::test_experts_are_chosen_in_fp32_whatever_the_precision",),
     ),
     Exhibit(
         name="the_weight_gradient_is_rounded_to_bf16",

@@ -48,14 +48,6 @@ EXHIBITS = (
         new="pass",
         tests=("tests/server/test_engines.py::test_an_update_replaces_all_weights",),
     ),
-    Exhibit(
-        name="a_checkpoint_of_two_moments",
-        source="gpu_readiness.md F5 and F10 (page-locked copies)",
-        kind="races",
-        bug=(
-            "On a GPU the copies to page-locked memory are asynchronous: without waiting, the file holds what the "
-            "next update wrote meanwhile."
-        ),
         cost="Torn checkpoints, whose checksums are right. On a CPU nothing changes.",
         symbol="HostCopy.take",
         old=("        if any(data.is_cuda for data in self._from):\n            torch.cuda.current_stream().synchronize()\n"),

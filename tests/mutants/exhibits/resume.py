@@ -78,7 +78,7 @@ EXHIBITS = (
         symbol="steps_of",
         old="        by_step[step] = line",
         new="        by_step.setdefault(step, line)",
-        tests=("tests/parallel/test_resume.py::test_damaged_records_are_told_and_the_run_goes_on",),
+        tests=("tests/unit/test_damaged_records.py::test_of_two_records_of_a_step_the_later_attempts_stays",),
     ),
     Exhibit(
         name="a_recording_of_the_former_course",

@@ -169,7 +169,7 @@ EXHIBITS = (
         symbol="train",
         old="groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))",
         new="groups = parallel.initialize(cfg.parallel, platform, cfg.seed)",
-        tests=("tests/parallel/test_one_config.py",),
+        tests=("tests/parallel/test_one_config.py::test_training_compares_the_configs_before_anything_else",),
     ),
     Exhibit(
         name="a_server_that_came_back_serves_its_first_weights",
@@ -200,7 +200,9 @@ EXHIBITS = (
         symbol="VllmApi.generate",
         old=("        await self._check_version(send, version)  # its answers do not hold it\n"),
         new="",
-        tests=("tests/unit/rollout/test_vllm_api.py",),
+        tests=(
+            "tests/unit/rollout/test_vllm_api.py::test_an_answer_counts_only_if_vllm_served_the_version_that_was_asked_for",
+        ),
     ),
     Exhibit(
         name="the_tied_output_layer_keeps_old_weights",

@@ -3,20 +3,22 @@
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tepo_megatron.actor.tally import UpdateResult
 from tepo_megatron.config import SyncConfig
+from tepo_megatron.config_io import validate
 from tepo_megatron.errors import DataError, SyncError
-from tepo_megatron.evaluation import Scores, read_evaluation, write_evaluation
-from tepo_megatron.evaluation.runner import accuracy
+from tepo_megatron.evaluation import Scores, in_run, read_evaluation, write_evaluation
+from tepo_megatron.evaluation.runner import Accuracy, accuracy
 from tepo_megatron.histogram import counts
 from tepo_megatron.metrics import Metrics
 from tepo_megatron.step_log import StepLog
 from tepo_megatron.timing import Clock
-from tepo_megatron.types import Rollout
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.weights.sync import check_mismatch
 
 
@@ -58,6 +60,26 @@ def test_a_malformed_line_of_scores_is_named_and_passed_over(tmp_path: Path, cap
         unreadable, missing = (record.getMessage() for record in caplog.records)
         assert "evaluation.jsonl: line 2 cannot be read: " in unreadable
         assert "the scores of 1 of 2 problems are missing" in missing
+
+
+def test_an_evaluation_samples_as_its_own_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as training does: neither its temperature, its number of samples, nor its replayed experts."""
+    asked = []
+
+    def evaluate(engine: Any, reward: Any, prompts: Any, sampling: SamplingParams, seed: int) -> Accuracy:
+        asked.append((sampling, seed))
+        return accuracy([graded(0, 1.0)])
+
+    monkeypatch.setattr(in_run, "evaluate", evaluate)
+    tree = {"name": "a", "platform": "cpu", "model": {"path": "m"}, "data": {"train": "t"}, "seed": 3}
+    cfg = validate(tree | {"evaluation": {"temperature": 0.3, "samples": 5}})
+    training = SamplingParams(samples=8, temperature=1.0, max_tokens=7)
+    evaluations = in_run.Evaluations(cfg, [Prompt(0, (1,), "1")], None)
+    for step in (0, 4):
+        assert len(list(evaluations.measure(step, None, None, training))) == 1
+    (first, seed), second = asked
+    assert (first.temperature, first.samples, first.max_tokens, first.routing) == (0.3, 5, 7, None)
+    assert second == (first, seed), "before and after are compared on the same random numbers"
 
 
 def result(update: int, mask: float, ratios: list[float]) -> UpdateResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ import torch
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.rollout.engine import EngineApi, Launch
+from tepo_megatron.rollout.engine import EngineApi, Launch, StaleWeights, served_label
 from tepo_megatron.rollout.engines import build_engine
 from tepo_megatron.rollout.samples import LARGEST_SEED, prompt_seed
 from tepo_megatron.rollout.sglang import SglangApi
 from tepo_megatron.rollout.vllm import VllmApi, completion_request, parse_completion
-from tepo_megatron.types import Prompt, SamplingParams
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
 SAMPLING = SamplingParams(samples=2, temperature=0.7, max_tokens=3, stop_token_ids=(2,))
@@ -91,6 +92,20 @@ def test_anything_else_is_refused(place: str, value: Any, complaint: str) -> Non
 def test_an_answer_without_its_choices_is_refused(bad: Any) -> None:
     with pytest.raises(RolloutError, match="prompt 7"):
         parse_completion(bad, PROMPT, SAMPLING, version=0)
+
+
+def test_an_answer_counts_only_if_vllm_served_the_version_that_was_asked_for() -> None:
+    """Its answers do not hold it, so it is asked afterwards: an update that came between would have changed it."""
+
+    async def ask(served: int) -> list[Rollout]:
+        async def send(method: str, route: str, body: Any) -> Any:
+            return {"weight_version": served_label(served)} if route == "/weight_info" else answer()
+
+        return await VllmApi().generate(send, PROMPT, SAMPLING, seed=0, version=3)
+
+    assert [rollout.policy_version for rollout in asyncio.run(ask(3))] == [3, 3]
+    with pytest.raises(StaleWeights, match="when it should have served those of version 3"):
+        asyncio.run(ask(2))
 
 
 def test_nothing_but_the_temperature_shapes_the_distribution() -> None:
