@@ -48,10 +48,4 @@ EXHIBITS = (
         new="pass",
         tests=("tests/server/test_engines.py::test_an_update_replaces_all_weights",),
     ),
-        cost="Torn checkpoints, whose checksums are right. On a CPU nothing changes.",
-        symbol="HostCopy.take",
-        old=("        if any(data.is_cuda for data in self._from):\n            torch.cuda.current_stream().synchronize()\n"),
-        new="",
-        tests=("tests/gpu/test_staging.py",),
-    ),
 )
