@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -35,6 +36,7 @@ class ScriptedEngine:
         self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(cfg.model.path)).float().eval()
         self.version = -1
         self._loaded: dict[str, torch.Tensor] = {}  # in the update under way
+        self._weights = threading.Lock()  # ahead of training another thread samples: no sample is of two versions
 
     needs_weights = False
     asleep: tuple[str, ...] = ()
@@ -82,10 +84,11 @@ class ScriptedEngine:
     def update_weights(self, files: Sequence[Path], version: int) -> None:
         """Serve these files and what was loaded before."""
         self.load(files)
-        if not (self._behaviour == "stale" and version > 0):
-            self._model.load_state_dict(self._loaded, strict=False)
-            self._model.tie_weights()
-        self.version = version
+        with self._weights:
+            if not (self._behaviour == "stale" and version > 0):
+                self._model.load_state_dict(self._loaded, strict=False)
+                self._model.tie_weights()
+            self.version = version
 
     def open(self) -> ScriptedGroups:
         return ScriptedGroups(self.generate)
@@ -105,10 +108,12 @@ class ScriptedEngine:
         text = f"\\boxed{{{prompt.answer if right else '99'}}}"
         response = [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id]
         ids = torch.tensor([*prompt.token_ids, *response])
-        logprobs = self._model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        with self._weights:
+            version, logits = self.version, self._model(ids[None]).logits[0, :-1]
+        logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         mask = torch.arange(ids.numel()) >= len(prompt.token_ids)
         aligned = torch.cat([torch.zeros(1), logprobs]) * mask
-        return Rollout(prompt.id, ids, mask, aligned, self.version, "stop", prompt.answer)
+        return Rollout(prompt.id, ids, mask, aligned, version, "stop", prompt.answer)
 
 
 if __name__ == "__main__":

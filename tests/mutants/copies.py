@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.mutants.exhibit import Exhibit, mutated
 
 ROOT = Path(__file__).parents[2]
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - (.*))?$", re.MULTILINE)
 _TESTS_FAILED = 1  # exit status of pytest; others say that it could not run them
 
 
@@ -50,7 +50,7 @@ class Copy:
     def look(self, exhibit: Exhibit, tests: Sequence[str], seconds: float) -> Verdict:
         """Put the bug in, run tests until one fails, and take it out again.
 
-        Raises NotFound, and RuntimeError where pytest cannot run the tests or is not done in time.
+        That pytest cannot run them, or is not done in time, is not taken for a bug that was noticed. Raises NotFound.
         """
         file, text = mutated(exhibit, self.path)
         original = (self.path / file).read_text()
@@ -72,11 +72,11 @@ class Copy:
                 printed, _ = pytest.communicate(timeout=seconds)
             except subprocess.TimeoutExpired:
                 os.killpg(pytest.pid, signal.SIGKILL)
-                raise RuntimeError(f"{name}: its tests were not done in {seconds:g} s") from None
+                return Verdict(name, None, f"its tests were not done in {seconds:g} s", seconds)
         taken = round(time.monotonic() - started, 1)
         if pytest.returncode == 0:
             return Verdict(name, None, "no test failed", taken)
         found = _FAILED.search(printed)
         if pytest.returncode != _TESTS_FAILED or found is None:
-            raise RuntimeError(f"{name}: pytest ended with status {pytest.returncode}:\n{printed[-2000:]}")
+            return Verdict(name, None, f"pytest ended with status {pytest.returncode}:\n{printed[-2000:]}", taken)
         return Verdict(name, found[1], (found[2] or "").strip(), taken)
