@@ -37,6 +37,7 @@ class ScriptedEngine:
         self._loaded: dict[str, torch.Tensor] = {}  # in the update under way
 
     needs_weights = False
+    restarts = 0
     asleep: tuple[str, ...] = ()
 
     def sleep(self) -> None:
