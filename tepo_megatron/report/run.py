@@ -59,8 +59,8 @@ def facts(curves: Curves, cfg: Config, summary: Summary | None) -> tuple[str, ..
     if summary is not None:
         progress = f"{summary.steps} steps in {duration(summary.seconds)}"
     told = [cfg.objective.name, Path(cfg.model.path).name, layout, f"{cfg.platform} {cfg.model.precision}", progress]
-    if (restarts := np.nansum(curves["rollout/server_restarts"])) > 0:
-        told.append(f"{restarts:.0f} server restart{'s' * (restarts > 1)}")
+    if restarts := int(np.nansum(curves["rollout/server_restarts"])):
+        told.append(f"{restarts} server restart{'s' * (restarts > 1)}")
     return tuple(told)
 
 
