@@ -27,7 +27,7 @@ from tepo_megatron.rollout import record
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
 from tepo_megatron.rollout.engine import RolloutEngine
-from tepo_megatron.rollout.engines import build_engine, launch_beside_ranks
+from tepo_megatron.rollout.engines import beginning, build_engine, launch_beside_ranks
 from tepo_megatron.rollout.experts import replayed_routing
 from tepo_megatron.rollout.replay import Replay
 from tepo_megatron.run_dir import rename_outcome
@@ -95,7 +95,7 @@ class Driver:
                 )
             if method.max_refills or method.overlong:
                 log.message(f"rounds of prompts per step: up to {1 + method.max_refills}; overlong shaping: {method.overlong}")
-            for line in (*checks_that_are_off(cfg), _beginning(cfg)):
+            for line in (*checks_that_are_off(cfg), *beginning(cfg.rollout, cfg.run_dir / SERVER_LOG)):
                 log.message(line)
             engine = (make_engine or _engine)(cfg)
             if cfg.rollout.function is not None:
@@ -185,6 +185,7 @@ class MainDriver(Driver):
     ) -> None:
         self._cfg, self._source, self._prompts, self._evaluations, self._log = cfg, source, prompts, evaluations, log
         self._clock, self._seconds_before = Clock(), 0.0
+        self._restarts = 0  # of servers, those that are in a record
         # the place in the prompt stream after the rollouts of a step: those of later ones may be sampled before it is trained
         self._positions: dict[int, dict[str, Any]] = {}
         # one thread for all: processes that it starts (graders) are told to end when it ends
@@ -228,6 +229,10 @@ class MainDriver(Driver):
         self._tell_events()
         if self._cfg.rollout.record or self._cfg.rollout.only:
             record.write(self._cfg.run_dir / record.FOLDER, step, rollouts, metrics)
+        if self.engine is not None:  # of this run, not of the rollouts: whoever learns from the record has none
+            restarts = self.engine.restarts
+            metrics.add("rollout/server_restarts", restarts - self._restarts)
+            self._restarts = restarts
         return rollouts, metrics
 
     def evaluate(self, step: int) -> None:
@@ -337,13 +342,3 @@ class MainDriver(Driver):
 
 def _engine(cfg: Config) -> RolloutEngine:
     return build_engine(cfg.rollout, launch_beside_ranks(cfg), cfg.run_dir / SERVER_LOG)
-
-
-def _beginning(cfg: Config) -> str:
-    """Where the engine comes from."""
-    rollout, server = cfg.rollout, cfg.rollout.server
-    if server.urls is not None:
-        return f"{rollout.engine} at {', '.join(server.urls)}"
-    if server.rendezvous is not None:
-        return f"{rollout.engine}: looking for rollout.servers={rollout.servers} in {server.rendezvous}"
-    return f"starting {rollout.engine}; its log: {cfg.run_dir / SERVER_LOG}"

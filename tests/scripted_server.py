@@ -31,7 +31,8 @@ class Handler(BaseHTTPRequestHandler):
     the next update or change of sleep; at: in which of its requests), broadcast (what happens to its first rank in the next
     round that is sent: `die` before it, or in the `midst` of it, `freeze` before it; `absent`: it never comes to a
     meeting; `late`: all its ranks form the group and never broadcast in it; `leaves`: they form it, and the server dies),
-    save (the folder for what its ranks got in an update), checksums (its answer when it is asked for those). loaded: names of
+    save (the folder for what its ranks got in an update), checksums (its answer when it is asked for those), grow (MiB more
+    that it holds from now on). loaded: names of
     the files of the last update; kept: what it left out. asleep: what it has released; like SGLang it dies of being told twice,
     or while it samples.
     """
@@ -44,6 +45,7 @@ class Handler(BaseHTTPRequestHandler):
     kept: ClassVar[Any] = None
     asleep: ClassVar[list[str]] = []
     sampling: ClassVar[int] = 0
+    hoard: ClassVar[bytearray] = bytearray()
     behaviour: ClassVar[dict[str, Any]] = {}
     interruptions = 0
     lock = threading.Lock()
@@ -61,6 +63,7 @@ class Handler(BaseHTTPRequestHandler):
             Handler.behaviour = body
             if "version" in body:
                 Handler.version = body["version"]
+            Handler.hoard += b"\1" * (body.get("grow", 0) * 2**20)
             return self.answer(200, {})
         if self.path == "/join":
             return self.join(body)

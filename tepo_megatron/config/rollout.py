@@ -33,6 +33,10 @@ class ServerConfig:
     silent_seconds: PositiveFloat = 60.0  # without an answer about its health: the server counts as frozen
     restarts: NonNegative = 3  # of a server that served before, one after the other, until it counts as lost
     backoff_seconds: NonNegativeFloat = 1.0  # before the first of them, doubled each time
+    # GiB by which the resident memory of a server may grow beyond what it held after its first requests. Above that it is
+    # started again before it gets the next weights, which changes no sample and does not count to `restarts`; null: never. The
+    # limit is relative, because what a server needs depends on model and engine. No effect on servers that others start
+    restart_after_growth_gib: PositiveFloat | None = 4.0
     concurrency: Positive = 64  # requests under way at once
     precision: Literal["fp32", "bf16"] | None = None  # None: as model.precision
     kv_cache_gib: PositiveFloat | None = None  # platform cpu: size of the KV cache; None leaves it to the engine
@@ -50,6 +54,11 @@ class ServerConfig:
                 raise ValueError(f"urls: {url!r} is not http(s)://HOST:PORT, which is all that a server's address has")
         if len(set(self.urls or ())) < len(self.urls or ()):
             raise ValueError(f"urls={self.urls} names one twice")
+
+    @property
+    def others(self) -> bool:
+        """Return whether others start the servers."""
+        return self.urls is not None or self.rendezvous is not None
 
     @property
     def remote(self) -> bool:

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from tepo_megatron.config import Config
 from tepo_megatron.config_io import load_config
 from tepo_megatron.errors import DataError
@@ -56,7 +58,10 @@ def facts(curves: Curves, cfg: Config, summary: Summary | None) -> tuple[str, ..
     progress = f"step {curves.steps[-1]:.0f} of {cfg.training.steps}"
     if summary is not None:
         progress = f"{summary.steps} steps in {duration(summary.seconds)}"
-    return (cfg.objective.name, Path(cfg.model.path).name, layout, f"{cfg.platform} {cfg.model.precision}", progress)
+    told = [cfg.objective.name, Path(cfg.model.path).name, layout, f"{cfg.platform} {cfg.model.precision}", progress]
+    if restarts := int(np.nansum(curves["rollout/server_restarts"])):
+        told.append(f"{restarts} server restart{'s' * (restarts > 1)}")
+    return tuple(told)
 
 
 def duration(seconds: float) -> str:

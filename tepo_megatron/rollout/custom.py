@@ -234,6 +234,11 @@ class CustomRollouts:
         """See `RolloutEngine.resident_bytes`."""
         return self.engine.resident_bytes()
 
+    @property
+    def restarts(self) -> int:
+        """See `RolloutEngine.restarts`."""
+        return self.engine.restarts
+
     def take_events(self) -> list[str]:
         """See `RolloutEngine.take_events`."""
         events, self._events = self._events, []

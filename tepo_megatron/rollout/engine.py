@@ -175,6 +175,11 @@ class RolloutEngine(Protocol):
         """Host memory of the engine's processes: the sum of their resident sets."""
         ...
 
+    @property
+    def restarts(self) -> int:
+        """How often servers were started again, for whatever reason, since `start`."""
+        ...
+
     def take_events(self) -> list[str]:
         """What the user should know of what happened since the last call, a line or more each."""
         ...

@@ -61,6 +61,25 @@ def launch_beside_ranks(cfg: Config) -> Launch:
     return launch_of(cfg, first)
 
 
+def beginning(cfg: RolloutConfig, log_path: Path) -> list[str]:
+    """Return lines for the user: where the engine comes from, and that its memory is not bounded where it is not.
+
+    Args:
+        cfg: Of a run that has an engine.
+        log_path: See `build_engine`.
+    """
+    told = []
+    limit = cfg.server.restart_after_growth_gib
+    if limit is not None and (cfg.server.others or cfg.only):
+        why = "no weights are sent, between which that is done" if cfg.only else "their memory is not known here"
+        told = [f"servers are not restarted when they grow (rollout.server.restart_after_growth_gib={limit:g}): {why}"]
+    if cfg.server.urls is not None:
+        return [*told, f"{cfg.engine} at {', '.join(cfg.server.urls)}"]
+    if cfg.server.rendezvous is not None:
+        return [*told, f"{cfg.engine}: looking for rollout.servers={cfg.servers} in {cfg.server.rendezvous}"]
+    return [*told, f"starting {cfg.engine}; its log: {log_path}"]
+
+
 def build_engine(cfg: RolloutConfig, launch: Launch, log_path: Path) -> Fleet:
     """The servers of the config, not yet started. log_path: in the run's folder, of a single server that is started here;
     several have their number in the name.

@@ -39,6 +39,7 @@ class ScriptedEngine:
         self._weights = threading.Lock()  # ahead of training another thread samples: no sample is of two versions
 
     needs_weights = False
+    restarts = 0
     asleep: tuple[str, ...] = ()
 
     def sleep(self) -> None:

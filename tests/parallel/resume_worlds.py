@@ -227,9 +227,10 @@ def assert_same(run: Outcome, straight: Outcome) -> None:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Of metrics.jsonl, without what is measured with a clock."""
+    """Of metrics.jsonl, without what is measured with a clock and how often servers were started again."""
     rows = [json.loads(line) for line in _lines(folder / "metrics.jsonl")]
-    return [{k: v for k, v in row.items() if not k.startswith("seconds/") and k != "tokens_per_second"} for row in rows]
+    other = ("tokens_per_second", "rollout/server_restarts")
+    return [{k: v for k, v in row.items() if not k.startswith("seconds/") and k not in other} for row in rows]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

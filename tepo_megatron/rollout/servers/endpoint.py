@@ -119,11 +119,12 @@ class Endpoint(Connected):
         self._coming = INITIAL_VERSION  # the version of the update under way
         self.in_flight = 0  # requests
         self.asleep: frozenset[EnginePart] = frozenset()  # what it has released
+        self.answered = False  # a request, since it was launched
 
     def launch(self) -> None:
         """See `Connected.launch`; it comes up awake."""
         super().launch()
-        self.asleep = frozenset()
+        self.asleep, self.answered = frozenset(), False
 
     @property
     def host(self) -> str:
@@ -164,6 +165,7 @@ class Endpoint(Connected):
                 answers = [tasks.create_task(generate(ask)) for ask in asks]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
+        self.answered = True
         return [replace(rollout, servers=((0, self.name),)) for answer in answers for rollout in answer.result()]
 
     async def interrupt(self) -> None:

@@ -25,6 +25,7 @@ from tepo_megatron.rollout.loop import Arrivals, LoopThread
 from tepo_megatron.rollout.servers.checksums import Checks
 from tepo_megatron.rollout.servers.client import RequestFailed
 from tepo_megatron.rollout.servers.endpoint import Endpoint
+from tepo_megatron.rollout.servers.growth import GrowthLimit
 from tepo_megatron.rollout.servers.member import Life, Member
 from tepo_megatron.rollout.servers.rest import Rest
 from tepo_megatron.rollout.servers.standstill import Standstill
@@ -46,7 +47,8 @@ class Fleet:
         self._version = INITIAL_VERSION
         self._loop = LoopThread("fleet")
         self._changed = asyncio.Condition()
-        self._rest = Rest(self._changed, standstill)
+        self._growth = GrowthLimit(cfg.server.restart_after_growth_gib)
+        self._rest = Rest(self._changed, standstill, self._growth)
         self._keepers: list[asyncio.Task[None]] = []
         self._events: list[str] = []
         # who takes part in the update under way, and its life when that began
@@ -76,7 +78,7 @@ class Fleet:
             raise RolloutError("the inference servers were already started; close the fleet first")
         self._version, self._refused, self._changed = INITIAL_VERSION, "", asyncio.Condition()
         self._checks = Checks(same_precision=self._cfg.server.precision is None)
-        self._rest = Rest(self._changed, self._standstill)
+        self._rest = Rest(self._changed, self._standstill, self._growth)
         self._rest.rise()  # a run that was killed may have had its turn
         self._members = [Member(e, self._cfg.server, self._tell, self._event, self._rest.may_start) for e in self._endpoints]
         for endpoint in self._endpoints:
@@ -174,6 +176,11 @@ class Fleet:
     def resident_bytes(self) -> int:
         """See `RolloutEngine.resident_bytes`."""
         return sum(endpoint.resident_bytes for endpoint in self._endpoints)
+
+    @property
+    def restarts(self) -> int:
+        """See `RolloutEngine.restarts`."""
+        return sum(member.again for member in self._members)
 
     def close(self) -> None:
         """End all servers, bounded in time. May be called again, and before `start`."""
@@ -298,11 +305,29 @@ class Fleet:
         broken_off = [life for _, life in self._updating]
         for member, life in self._updating:
             life.end(RolloutError(f"{member.endpoint.name} was given weights half-way"))
-        behind = [(m, m.life) for m in self._members if m.life is not None and m.endpoint.version != version]
+        self._gather_behind(broken_off)
+        await self._until_idle()
+        if not self._rest.asleep and await self._renew_grown():
+            self._gather_behind(broken_off)
+        await self._each(lambda endpoint: endpoint.begin_update(version))
+
+    def _gather_behind(self, broken_off: Sequence[Life]) -> None:
+        """Have those take part in the update that are up and have not its version, but for lives that another one broke."""
+        behind = [(m, m.life) for m in self._members if m.life is not None and m.endpoint.version != self._version]
         self._updating = [(m, life) for m, life in behind if life not in broken_off]
         self._bases = {m.endpoint.version for m, _ in self._updating}
-        await self._until_idle()
-        await self._each(lambda endpoint: endpoint.begin_update(version))
+
+    async def _renew_grown(self) -> bool:
+        """Restart those of the update whose memory has grown too far, which have nothing to do; whether there were some.
+
+        They come back with their first weights, and get those of the update like the others. Raises RolloutError when too few
+        are left.
+        """
+        ended = await self._growth.end_grown(self._updating)
+        async with self._changed:
+            await self._changed.wait_for(lambda: all(m.lost or m.life not in (None, life) for m, life in ended))
+        self._check_enough()
+        return bool(ended)
 
     async def _until_idle(self) -> None:
         """What is sampled with the former weights ends, by itself or cut off; its servers are given nothing more."""

@@ -16,6 +16,10 @@ C = TypeVar("C", bound=Connected)
 MOST_ERRORS = 3  # answers with an error, one after the other, after which a server is started again
 
 
+class Planned(RolloutError):
+    """Why a healthy server is ended: it is started again at once, and nothing is held against it."""
+
+
 class Life:
     """From when a server is up to when it has to be ended, for a reason that whoever sees it tells."""
 
@@ -37,7 +41,7 @@ class Member(Generic[C]):
     the user should know; may_start: set while a server may be started, which takes its memory; None: it always may. All in one
     event loop.
 
-    life: the server is healthy, None: it is not; lost: why it is not started any more.
+    life: the server is healthy, None: it is not; lost: why it is not started any more; again: how often it was started again.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Member(Generic[C]):
         self.endpoint = endpoint
         self.life: Life | None = None
         self.lost: TepoError | None = None
+        self.again = 0
         self._ending = False  # it was up, and whether it is lost is not decided yet
         self._cfg, self._tell, self._event, self._may_start = cfg, tell, event, may_start
         self._restarts = self._errors = 0  # answers with an error; both since the last good one
@@ -77,15 +82,13 @@ class Member(Generic[C]):
                 except RolloutError as e:
                     error = e
                 await endpoint.close()
-                self._restarts += 1
-                # one that fails before it ever served has a wrong setting, which waiting would hide
-                if not once_up or self._restarts > self._cfg.restarts:
-                    raise error
+                pause = self._pause(error, once_up)
                 self._ending = False
+                self.again += 1
                 await self._tell()
-                pause = min(LONGEST_PAUSE, self._cfg.backoff_seconds * 2 ** (self._restarts - 1))
-                self._event(f"{error}\n{endpoint.name} {endpoint.server.again} (restart {self._restarts}) after {pause:g} s")
-                await asyncio.sleep(pause)
+                number = f" (restart {self._restarts}) after {pause:g} s" if pause is not None else ""
+                self._event(f"{error}\n{endpoint.name} {endpoint.server.again}{number}")
+                await asyncio.sleep(pause or 0.0)
                 while self._may_start is not None and not self._may_start.is_set():
                     await self._may_start.wait()
                 endpoint.launch()
@@ -97,6 +100,16 @@ class Member(Generic[C]):
         finally:
             self._ending = False
             await self._tell()
+
+    def _pause(self, error: RolloutError, once_up: bool) -> float | None:
+        """Return the seconds until the next start, None for a planned one. Raises `error` where there is to be none."""
+        if isinstance(error, Planned):
+            return None
+        self._restarts += 1
+        # one that fails before it ever served has a wrong setting, which waiting would hide
+        if not once_up or self._restarts > self._cfg.restarts:
+            raise error
+        return min(LONGEST_PAUSE, self._cfg.backoff_seconds * 2 ** (self._restarts - 1))
 
     def delivered(self) -> None:
         """It gave a good answer."""

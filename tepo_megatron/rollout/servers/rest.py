@@ -13,19 +13,20 @@ from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout.engine import ENGINE_PARTS, EnginePart
 from tepo_megatron.rollout.servers.client import RequestFailed
 from tepo_megatron.rollout.servers.endpoint import Endpoint
+from tepo_megatron.rollout.servers.growth import GrowthLimit
 from tepo_megatron.rollout.servers.member import Member
 from tepo_megatron.rollout.servers.standstill import Standstill
 
 
 class Rest:
     """In the fleet's event loop, but for what only looks. changed: told when something did that others wait for; standstill:
-    where others start the servers.
+    where others start the servers; growth: ends those that have grown too far instead of putting them to sleep.
 
     asleep: what of the engine is; may_start: set while servers may be started.
     """
 
-    def __init__(self, changed: asyncio.Condition, standstill: Standstill | None) -> None:
-        self._changed, self._standstill = changed, standstill
+    def __init__(self, changed: asyncio.Condition, standstill: Standstill | None, growth: GrowthLimit) -> None:
+        self._changed, self._standstill, self._growth = changed, standstill, growth
         self.asleep: frozenset[EnginePart] = frozenset()
         self.may_start = asyncio.Event()
         self.may_start.set()
@@ -54,6 +55,8 @@ class Rest:
         self.asleep = frozenset(ENGINE_PARTS)  # from now on nothing is asked of a server
         self.may_start.clear()
         await self._until(lambda: not any(m.between or m.endpoint.in_flight for m in members))
+        ended = await self._growth.end_grown([(m, m.life) for m in members if m.life is not None])
+        await self._until(lambda: all(m.life is not life for m, life in ended))
         lives = None
         while lives != (lives := [m.life for m in members]):  # what is over meanwhile has to be gone as well
             if self._standstill is not None:

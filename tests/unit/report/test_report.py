@@ -14,6 +14,7 @@ from tepo_megatron.config_io import load_config
 from tepo_megatron.errors import DataError
 from tepo_megatron.report import Curves, Summary, read_run, write_report
 from tepo_megatron.report.picture import write_picture
+from tepo_megatron.report.run import facts
 from tepo_megatron.sinks import read_metrics
 from tests.marks import slow_but
 from tests.report_runs import SUMMARY, measured, records, write_run
@@ -168,3 +169,15 @@ def test_a_malformed_summary_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(DataError, match=r"summary\.json: not the summary of a run"):
         write_report(tmp_path)
     assert not (tmp_path / "report.png").exists()
+
+
+def test_restarts_of_servers_are_counted_where_there_were_some(tmp_path: Path) -> None:
+    rows = measured(4)
+    for row, restarts in zip(rows, (0, 2, None, 1), strict=True):
+        row["rollout/server_restarts"] = restarts
+    write_run(tmp_path, rows)
+    run = read_run(tmp_path)
+    assert facts(run.curves, run.cfg, None)[-2:] == ("step 4 of 72", "3 server restarts")
+    write_run(tmp_path, measured(4))  # of a release that did not count them
+    run = read_run(tmp_path)
+    assert facts(run.curves, run.cfg, None)[-1] == "step 4 of 72"

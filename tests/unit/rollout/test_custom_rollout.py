@@ -60,7 +60,7 @@ class InProcess:
 
     def __init__(self, write: Callable[[Prompt, SamplingParams, int], tuple[list[int], str]]) -> None:
         self.write = write
-        self.version, self.needs_weights, self.asked = 3, False, 0
+        self.version, self.needs_weights, self.restarts, self.asked = 3, False, 4, 0
         self.calls: list[tuple[str, Any]] = []
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
@@ -193,6 +193,7 @@ def test_everything_else_is_the_engine(tmp_path: Path) -> None:
         made.load([])
         made.finish_update()
         assert made.version == 3 and not made.needs_weights and made.take_events() == ["an event"]
+        assert made.restarts == 4
     updates = [("begin_update", 5), ("load", []), ("finish_update", None)]
     assert engine.calls == [("start", None), ("wait_ready", None), *updates, ("close", None)]
 

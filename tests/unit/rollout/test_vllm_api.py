@@ -129,6 +129,13 @@ def test_seeds_are_stable_and_no_two_samples_of_a_step_share_one() -> None:
         assert len({seed % 2**32 for seed in seeds}) == len(seeds)
 
 
+def test_onednn_keeps_few_kernels_on_a_cpu_unless_the_user_says_otherwise() -> None:
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    assert VllmApi().environment(ServerConfig(), CPU, {}, "sekrit")[name] == "64"
+    assert VllmApi().environment(ServerConfig(), CPU, {name: "1024"}, "sekrit")[name] == "1024"
+    assert name not in VllmApi().environment(ServerConfig(), CUDA, {}, "sekrit")
+
+
 def test_the_key_and_torchrun_stay_where_they_belong() -> None:
     inherited = {"PATH": "/bin", "RANK": "0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
     env = VllmApi().environment(ServerConfig(), CPU, inherited, "sekrit")
