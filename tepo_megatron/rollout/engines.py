@@ -110,3 +110,13 @@ def _standstill(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, c
     # a server that is on its way up comes up before it is ended, and one that is asked for its health may take its time
     seconds = cfg.ready_limit(launch.platform) + cfg.silent_seconds + 5 * GRACE_SECONDS
     return Standstill(rendezvous, str(run.resolve()), starts, seconds)
+
+
+def where_from(cfg: RolloutConfig, log: Path) -> str:
+    """Return, for the user, where the engine comes from. log: of servers that are started here."""
+    server = cfg.server
+    if server.urls is not None:
+        return f"{cfg.engine} at {', '.join(server.urls)}"
+    if server.rendezvous is not None:
+        return f"{cfg.engine}: looking for rollout.servers={cfg.servers} in {server.rendezvous}"
+    return f"starting {cfg.engine}; its log: {log}"
