@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             compare_folders(args.first, args.second).print()
             return 0
-        print(report_on(args.run_dirs, args.out))
+        print(escaped(str(report_on(args.run_dirs, args.out))))
         return 0
     except TepoError as e:
         print(f"tepo: error: {escaped(str(e))}", file=sys.stderr)
@@ -209,7 +209,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.dropped is not None and not 0 <= args.dropped < 1:
         raise ConfigError(f"--dropped {args.dropped:g}: a share of at least 0 and below 1")
     request = Request(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped)
-    return plan(load_config(args.config, overrides), request, print)
+    return plan(load_config(args.config, overrides), request, lambda text: print(escaped(text), flush=True))
 
 
 def report_on(run_dirs: Sequence[Path], out: Path | None) -> Path:
@@ -233,7 +233,7 @@ def _tell_results(cfg: Config) -> None:
             write_report(folder)
     results = ", ".join(name for name in names if (folder / name).exists())
     steps = json.loads((folder / "summary.json").read_text())["steps"]
-    print(f"{folder}: this run is finished, with {steps} steps; its results: {results}")
+    print(f"{escaped(str(folder))}: this run is finished, with {steps} steps; its results: {results}")
     early = steps < cfg.training.steps
     print(f"only {'--evaluation.patience null' if early else 'a higher training.steps'} makes it go on")
 

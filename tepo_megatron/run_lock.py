@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.storage import writing
+from tepo_megatron.storage import disk_fault, writing
 
 LOCK_FILE = "run.lock"
 _log = logging.getLogger(__name__)
@@ -42,7 +42,8 @@ class RunLock:
                 self.file = self._attempt()
         except OSError as e:
             self._remove_made()
-            raise ConfigError(f"{run_dir} cannot be written ({e}); choose another `output`") from None
+            fault = disk_fault(e, run_dir, written=False) or f"{run_dir} cannot be written ({e}); choose another `output`"
+            raise ConfigError(fault) from None
 
     def _attempt(self) -> int:
         """The open and locked file; -1 where the folder or the file went with its former owner meanwhile."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Protocol
 
+from tepo_megatron.escaping import escaped
 from tepo_megatron.run_lock import FolderIdentity
 
 BEAT_SECONDS = 1.0
@@ -242,5 +243,5 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 def last_words(explanation: str, _: bool) -> NoReturn:
     """On stderr, and the end of this process."""
-    print(f"tepo: error: {explanation}", file=sys.stderr, flush=True)
+    print(f"tepo: error: {escaped(explanation)}", file=sys.stderr, flush=True)
     os._exit(1)
