@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.data import readers
-from tepo_megatron.data.parquet_bombs import Swelling, batch_rows, dictionary_columns, refuse_bombs
+from tepo_megatron.data.parquet_bombs import careful, huge_dictionaries, refuse_bombs
 from tepo_megatron.data.readers import Row
 from tepo_megatron.errors import DataError
 
@@ -60,12 +60,11 @@ def parquet(files: list[Path]) -> ArrowRows:
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
                 refuse_bombs(path, file.metadata, file.schema)
-                in_dictionaries = dictionary_columns(file.metadata)
-            with pyarrow.parquet.ParquetFile(path, read_dictionary=in_dictionaries) as file:
+            huge = huge_dictionaries(path)
+            with pyarrow.parquet.ParquetFile(path, read_dictionary=sorted(huge)) as file:
                 for group in range(file.metadata.num_row_groups):
-                    size = batch_rows(file.metadata.row_group(group), in_dictionaries)
-                    swelling = Swelling(path, file.metadata.row_group(group))
-                    for batch in file.iter_batches(batch_size=size, row_groups=[group]):
+                    rows, swelling = careful(path, file.metadata.row_group(group), huge)
+                    for batch in file.iter_batches(batch_size=rows, row_groups=[group]):
                         swelling.refuse(batch)
                         yield batch
         except (pyarrow.ArrowException, OSError) as e:

@@ -7,6 +7,7 @@ hold a huge value, one value for a million rows (dictionaries), values that each
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,60 +44,73 @@ def refuse_bombs(path: Path, metadata: Any, schema: Any) -> None:
                 )
 
 
-def dictionary_columns(metadata: Any) -> list[str]:
-    """Return the columns of texts that can stay in their dictionaries while they are read: values take memory once each."""
-    found = []
-    for column in range(metadata.num_columns):
-        chunks = [metadata.row_group(group).column(column) for group in range(metadata.num_row_groups)]
-        encodings = {encoding for chunk in chunks for encoding in chunk.encodings}
-        if chunks and chunks[0].physical_type == "BYTE_ARRAY" and encodings & _DICTIONARIES and _PREFIXES not in encodings:
-            found.append(chunks[0].path_in_schema)
+def huge_dictionaries(path: Path) -> set[str]:
+    """Return the columns of texts that must stay in their dictionaries while they are read, so that each value takes memory
+    once: a batch of their greatest value would be too large.
+
+    A column chunk has one dictionary, which its first batch shows.
+    """
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        metadata = file.metadata
+    found: set[str] = set()
+    for group in range(metadata.num_row_groups):
+        chunks = [metadata.row_group(group).column(column) for column in range(metadata.num_columns)]
+        names = [c.path_in_schema for c in chunks if c.physical_type == "BYTE_ARRAY" and set(c.encodings) & _DICTIONARIES]
+        # of no column that may hold prefixes too, which pyarrow does not read into dictionaries
+        names = [c.path_in_schema for c in chunks if c.path_in_schema in names and _PREFIXES not in c.encodings]
+        if not names:
+            continue
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=names) as file:
+            for batch in file.iter_batches(batch_size=1, row_groups=[group], columns=names):
+                for name in names:
+                    if not 0 < _longest(_column(batch, name)) <= _BOMB_BYTES // BATCH_ROWS:
+                        found.add(name)
+                break
     return found
 
 
-def batch_rows(group: Any, in_dictionaries: list[str]) -> int:
-    """Return how many rows of a row group may be decoded at once: fewer where a value may repeat all of the one before.
+def careful(path: Path, group: Any, huge: set[str]) -> tuple[int, Swelling]:
+    """Return how many rows of a row group may be decoded at once, and what refuses those that swell all the same.
 
     Args:
+        path: of the file.
         group: a `pyarrow.parquet.RowGroupMetaData`.
-        in_dictionaries: columns that are read as dictionaries.
+        huge: columns that are read as dictionaries.
     """
     chunks = [group.column(column) for column in range(group.num_columns)]
-    repeating = [
-        chunk.total_uncompressed_size
-        for chunk in chunks
-        if _PREFIXES in chunk.encodings and chunk.path_in_schema not in in_dictionaries
-    ]
-    return max(1, min(BATCH_ROWS, _BOMB_BYTES // max([1, *repeating])))
+    repeating = [chunk for chunk in chunks if _PREFIXES in chunk.encodings]  # a value may repeat all of the one before
+    rows = min([BATCH_ROWS, *(_BOMB_BYTES // max(1, chunk.total_uncompressed_size) for chunk in repeating)])
+    stored: dict[str, int] = {}
+    for chunk in chunks:
+        if chunk in repeating or chunk.path_in_schema in huge:
+            name = chunk.path_in_schema.partition(".")[0]
+            stored[name] = stored.get(name, 0) + chunk.total_uncompressed_size
+    return max(1, rows), Swelling(path, stored)
 
 
 class Swelling:
     """What the batches of one row group take once their values are Python's, of what the file stores of them."""
 
-    def __init__(self, path: Path, group: Any) -> None:
+    def __init__(self, path: Path, stored: Mapping[str, int]) -> None:
         """Begin a row group: nothing of it is decoded yet.
 
         Args:
             path: of the file.
-            group: a `pyarrow.parquet.RowGroupMetaData`.
+            stored: the columns that may swell, and their bytes in the file once they are unpacked.
         """
-        self._path, self._rows = path, 0
-        self._stored: dict[str, int] = {}
-        for column in range(group.num_columns):
-            chunk = group.column(column)
-            name = chunk.path_in_schema.partition(".")[0]
-            self._stored[name] = self._stored.get(name, 0) + chunk.total_uncompressed_size
-        self._decoded = dict.fromkeys(self._stored, 0)
+        self._path, self._rows, self._stored = path, 0, stored
+        self._decoded = dict.fromkeys(stored, 0)
 
     def refuse(self, batch: Any) -> None:
         """Raise DataError for a column whose values take far more memory than what they are made of.
 
         batch: the next `pyarrow.RecordBatch` of the row group.
         """
-        for name, array in zip(batch.schema.names, batch.columns, strict=True):
-            held, decoded = _sizes(array)
-            self._decoded[name] = self._decoded.get(name, 0) + decoded
-            stored = self._stored.get(name, 0)
+        for name, stored in self._stored.items():
+            held, decoded = _sizes(batch.column(name))
+            self._decoded[name] += decoded
             if decoded > max(_BOMB_BYTES, _OF_DICTIONARY * held):
                 self._raise(name, batch.num_rows, decoded, held)
             if self._decoded[name] > max(_BOMB_BYTES, _OF_COLUMN * stored) and decoded == held:  # without a dictionary
@@ -127,3 +141,26 @@ def _sizes(array: Any) -> tuple[int, int]:
     else:
         return array.nbytes, array.nbytes
     return sum(held for held, _ in parts), sum(decoded for _, decoded in parts)
+
+
+def _column(batch: Any, path: str) -> Any:
+    """Return the texts of a leaf column, without the lists and structs around it. path: as `path_in_schema` has it."""
+    import pyarrow
+
+    name, *inner = path.split(".")
+    array = batch.column(name)
+    while not pyarrow.types.is_dictionary(array.type):
+        if pyarrow.types.is_struct(array.type):
+            while inner and array.type.get_field_index(inner[0]) < 0:
+                inner.pop(0)  # what the schema calls the levels of a list
+            array = array.flatten()[array.type.get_field_index(inner.pop(0))]
+        else:
+            array = array.flatten()
+    return array
+
+
+def _longest(array: Any) -> int:
+    """Return the bytes of the longest value in a dictionary array's dictionary; 0 where it has none."""
+    import pyarrow.compute as compute
+
+    return compute.max(compute.binary_length(array.dictionary)).as_py() or 0

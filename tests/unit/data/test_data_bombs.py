@@ -47,14 +47,17 @@ def write(path: Path, values: pa.Array, **options: Any) -> None:
     assert path.stat().st_size < 50_000
 
 
-def test_a_parquet_dictionary_with_a_huge_value_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "in lists of structs"])
+def test_a_parquet_dictionary_with_a_huge_value_is_refused_by_name(nested: bool, tmp_path: Path) -> None:
     """The 256 rows of a batch would take 2.5 GiB."""
     path = tmp_path / "bomb.parquet"
-    write(path, pa.DictionaryArray.from_arrays(pa.nulls(600, pa.int8()).fill_null(0), pa.array(["0" * (10 * 2**20)])))
-    said = (
-        r"column answer: 256 rows take 2560 MiB of memory, made of 10\.0 MiB that the file repeats; check what it holds, and "
-    )
-    refused_by_name(path, said + "shorten its values or remove the column")
+    values = pa.DictionaryArray.from_arrays(pa.nulls(600, pa.int8()).fill_null(0), pa.array(["0" * (10 * 2**20)]))
+    if nested:
+        rows = pa.StructArray.from_arrays([pa.array(["user"] * 600), values], ["role", "content"])
+        values = pa.ListArray.from_arrays([*range(601)], rows)
+    write(path, values)
+    said = r"column answer: 256 rows take 2560 MiB of memory, made of 10\.0 MiB that the file repeats"
+    refused_by_name(path, f"{said}; check what it holds, and shorten its values or remove the column")
 
 
 def test_parquet_values_that_each_repeat_the_one_before_are_refused_by_name(tmp_path: Path) -> None:
@@ -105,6 +108,8 @@ def test_texts_in_dictionaries_are_the_same_in_python(tmp_path: Path) -> None:
             "meta": {"ground": str(i % 4), "n": i, "flags": [True, False]},
             "raw": b"x" * (i % 2),
             "tags": ["a", None] if i % 2 else [],
+            "long": ["short", "l" * 300_000][i == 500],  # so that its column stays in a dictionary
+            "deep": [[{"text": "l" * 300_000}]] if i == 500 else [],
         }
         for i in range(1000)
     ]
