@@ -55,7 +55,7 @@ def disk_fault(error: BaseException, path: Path, written: bool = True) -> str | 
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (found := _IN_TEXT.search(str(error))):
         number = int(found[1])
-    if number not in (_MEANINGS if written else _OF_WRITING):
+    if number is None or number not in (_MEANINGS if written else _OF_WRITING):
         return None
     if isinstance(error, OSError) and isinstance(error.filename, str | os.PathLike):
         path = Path(os.fspath(error.filename))
