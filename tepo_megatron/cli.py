@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             compare_folders(args.first, args.second).print()
             return 0
-        print(report_on(args.run_dirs, args.out))
+        print(escaped(str(report_on(args.run_dirs, args.out))))
         return 0
     except TepoError as e:
         print(f"tepo: error: {escaped(str(e))}", file=sys.stderr)
@@ -209,7 +209,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.dropped is not None and not 0 <= args.dropped < 1:
         raise ConfigError(f"--dropped {args.dropped:g}: a share of at least 0 and below 1")
     request = Request(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped)
-    return plan(load_config(args.config, overrides), request, print)
+    return plan(load_config(args.config, overrides), request, lambda text: print(escaped(text), flush=True))
 
 
 def report_on(run_dirs: Sequence[Path], out: Path | None) -> Path:
@@ -226,15 +226,14 @@ def report_on(run_dirs: Sequence[Path], out: Path | None) -> Path:
 def _tell_results(cfg: Config) -> None:
     """Of a finished run; its page and picture are made if a kill came before that."""
     folder, names = cfg.run_dir, ("summary.json", "report.html", "report.png", "hf")
-    summary, picture = folder / "summary.json", folder / "report.png"
-    if not picture.exists() or picture.stat().st_mtime < summary.stat().st_mtime:
+    if not (folder / "report.png").exists():  # the run removes it before it writes its summary
         from tepo_megatron.report import write_report
 
         with RunLock(folder):
             write_report(folder)
     results = ", ".join(name for name in names if (folder / name).exists())
-    steps = json.loads(summary.read_text())["steps"]
-    print(f"{folder}: this run is finished, with {steps} steps; its results: {results}")
+    steps = json.loads((folder / "summary.json").read_text())["steps"]
+    print(f"{escaped(str(folder))}: this run is finished, with {steps} steps; its results: {results}")
     early = steps < cfg.training.steps
     print(f"only {'--evaluation.patience null' if early else 'a higher training.steps'} makes it go on")
 
@@ -251,7 +250,7 @@ def start(cfg: Config) -> None:
             launch(cfg, inherit=[lock.file])
         except RanksFailed as e:
             if lock.holds():  # else the folder is another run's, or gone
-                with (cfg.run_dir / "log.txt").open("a") as log:
+                with contextlib.suppress(OSError), (cfg.run_dir / "log.txt").open("a") as log:  # the disk may be the error
                     log.write(f"error: {escaped(str(e))}\n")
             raise
 

@@ -34,6 +34,7 @@ from tepo_megatron.run_dir import rename_outcome
 from tepo_megatron.safety import checks_that_are_off
 from tepo_megatron.sinks import RunLog, replace_file
 from tepo_megatron.step_log import StepLog
+from tepo_megatron.storage import writing
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import Rollout
 
@@ -165,6 +166,9 @@ class Driver:
         were, for a state that is later than the last step or of other data.
         """
 
+    def check_in_place(self) -> None:
+        """Raise RunReplacedError where the run's folder is another run's by now."""
+
     def saved(self, checkpoint: Saved | None) -> None:
         """Tell of a checkpoint that became complete, if one did."""
 
@@ -228,6 +232,7 @@ class MainDriver(Driver):
             self._positions = recent | {step: self._source.position()}
         self._tell_events()
         if self._cfg.rollout.record or self._cfg.rollout.only:
+            self.check_in_place()
             record.write(self._cfg.run_dir / record.FOLDER, step, rollouts, metrics)
         if self.engine is not None:  # of this run, not of the rollouts: whoever learns from the record has none
             restarts = self.engine.restarts
@@ -239,6 +244,7 @@ class MainDriver(Driver):
         source = self._source
         if isinstance(source, Replay):
             return
+        self.check_in_place()
         for line in self._evaluations.measure(step, source.engine, source.reward, source.sampling):
             self._tell_events()
             self._log.message(line)
@@ -307,6 +313,9 @@ class MainDriver(Driver):
         self._evaluations.load_state_dict(state["evaluations"])
         self._seconds_before = state["seconds"]
 
+    def check_in_place(self) -> None:
+        self._log.check_in_place()
+
     def saved(self, checkpoint: Saved | None) -> None:
         if checkpoint is not None:
             self._log.message(
@@ -319,7 +328,7 @@ class MainDriver(Driver):
         return self._seconds_before + self._clock.total
 
     def finish(self, step: int) -> None:
-        self._log.check_in_place()
+        self.check_in_place()
         run_dir, seconds = self._cfg.run_dir, self._seconds
         summary, told = self._evaluations.finish(step)
         summary |= {"steps": step, "seconds": seconds}
@@ -329,10 +338,12 @@ class MainDriver(Driver):
         if (best := self.best_step) is not None:
             summary["best_step"] = best
             self._log.message(f"best evaluation: step {best}; its checkpoint: {complete(run_dir / 'checkpoints', best)}")
-        replace_file(run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
         from tepo_megatron.report import write_report  # a second, which ranks without a log need not spend
 
-        page = write_report(run_dir)
+        with writing(run_dir):
+            (run_dir / "report.png").unlink(missing_ok=True)  # one that is there after the summary was drawn after it
+            replace_file(run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
+            page = write_report(run_dir)
         for line in told:
             self._log.message(line)
         self._log.message(f"{step} steps in {seconds:.0f} s; report: {page}")

@@ -20,6 +20,10 @@ class CheckpointError(TepoError, OSError):
     """A checkpoint is missing, truncated, corrupt or cannot be written."""
 
 
+class StorageError(TepoError, OSError):
+    """A file of a run cannot be written: its disk is full, read-only or broken."""
+
+
 class RunReplacedError(TepoError, RuntimeError):
     """The folder of a run was removed, moved or replaced while the run was under way."""
 

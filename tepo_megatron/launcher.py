@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, NoReturn
 from tepo_megatron.config import Config
 from tepo_megatron.config_io import to_yaml
 from tepo_megatron.errors import TepoError
+from tepo_megatron.memory_kills import MemoryKills
 from tepo_megatron.private import WORLD_FOLDER, make_private_folder
 from tepo_megatron.processes import die_with_parent, end_later
 from tepo_megatron.quiet import quiet_upstream
 from tepo_megatron.ranks import RankProcesses, first_failure, interrupted_by_signals, leave_message
+from tepo_megatron.storage import disk_fault, writing
 
 if TYPE_CHECKING:
     from tepo_megatron.driver import EngineFactory
@@ -55,17 +57,19 @@ def launch(cfg: Config, worker: str = "tepo_megatron.worker", inherit: Sequence[
         KeyboardInterrupt: a signal ended the launcher. In both cases all ranks are gone when it raises, and their servers and
             graders end with them (they ask the kernel for it).
     """
+    kills = MemoryKills()
     with interrupted_by_signals(), make_private_folder("ranks") as private:
         folder = private.path
         config = folder / "config.yaml"
-        config.write_text(to_yaml(cfg))
-        (folder / "heartbeats").mkdir()
+        with writing(config):
+            config.write_text(to_yaml(cfg))
+            (folder / "heartbeats").mkdir()
         words, shared = ["-m", worker, str(config)], _environment(cfg, folder)
         with RankProcesses(words, cfg.parallel.world_size, folder, shared, inherit) as ranks:
             ranks.start()
             failures = ranks.wait()
     if failures:
-        raise RanksFailed(first_failure(failures))
+        raise RanksFailed(first_failure(failures, kills))
 
 
 def _environment(cfg: Config, folder: Path) -> dict[str, str]:
@@ -120,8 +124,9 @@ def run_rank(
     except TepoError as e:
         leave_message(str(e), expected=True)
         return 1
-    except Exception:
-        leave_message(traceback.format_exc().rstrip(), expected=False)
+    except Exception as e:
+        fault = disk_fault(e, cfg.run_dir, written=False)
+        leave_message(fault or traceback.format_exc().rstrip(), expected=fault is not None)
         return 1
     return 0
 

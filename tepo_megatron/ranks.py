@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from tepo_megatron.escaping import escaped
+from tepo_megatron.memory_kills import MemoryKills
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
@@ -29,11 +30,19 @@ ERROR_FILE, _AGENT_FILE = "TEPO_ERROR_FILE", "TORCHELASTIC_ERROR_FILE"
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended: its process, exit status (negative: a signal), and the message that it left, if any."""
+    """How one rank ended.
+
+    Attributes:
+        pid: Its process.
+        status: Its exit status; negative: a signal.
+        message: What it left, if anything.
+        ended_by_us: Whether it still ran when the launcher ended all ranks: its signal was the launcher's own.
+    """
 
     pid: int
     status: int
     message: Mapping[str, Any] | None
+    ended_by_us: bool = False
 
 
 class RankProcesses:
@@ -54,6 +63,7 @@ class RankProcesses:
         self._words, self._size, self._folder = words, size, folder
         self._shared, self._inherit = shared, inherit
         self._started: list[subprocess.Popen[bytes]] = []
+        self._running: set[int] = set()  # ranks that still ran when the others were ended
 
     def __enter__(self) -> RankProcesses:
         return self
@@ -81,6 +91,7 @@ class RankProcesses:
         while True:
             statuses = [process.poll() for process in self._started]
             if any(statuses):
+                self._running = {rank for rank, status in enumerate(statuses) if status is None}
                 self._end()
                 return self._failures()
             if all(status == 0 for status in statuses):
@@ -107,25 +118,34 @@ class RankProcesses:
         found = {}
         for rank, process in enumerate(self._started):
             if process.returncode:
-                found[rank] = Failure(process.pid, process.returncode, _read(self._error_file(rank)))
+                message = _read(self._error_file(rank))
+                found[rank] = Failure(process.pid, process.returncode, message, rank in self._running)
         return found
 
     def _error_file(self, rank: int) -> Path:
         return self._folder / f"error-{rank}.json"
 
 
-def first_failure(failures: Mapping[int, Failure]) -> str:
+def first_failure(failures: Mapping[int, Failure], kills: MemoryKills) -> str:
     """Return the message of the failure that caused the others.
 
-    An error of ours comes first; then a rank that was killed from outside; then the earliest traceback (ranks whose peers
-    vanished fail too, in their collectives). What only follows comes last: aborts and the launcher's own SIGTERM.
+    A rank that the kernel killed for memory comes first; then an error of ours; then a rank that was killed from outside; then
+    the earliest traceback (ranks whose peers vanished fail too, in their collectives). What only follows comes last: aborts and
+    the launcher's own signals.
+
+    Args:
+        failures: by rank.
+        kills: begun before the ranks were started.
     """
+    for_memory = kills.seen()
 
     def order(rank: int) -> tuple[int, float]:
-        message, status = failures[rank].message, failures[rank].status
-        if message is not None:
-            return (0 if message["expected"] else 2), float(message["time"])
-        return (1 if -status in _KILLED else 3), 0.0
+        failure = failures[rank]
+        if failure.message is not None:
+            return (1 if failure.message["expected"] else 3), float(failure.message["time"])
+        if failure.ended_by_us or -failure.status not in _KILLED:
+            return 4, 0.0
+        return (0 if for_memory and -failure.status == signal.SIGKILL else 2), 0.0
 
     rank = min(failures, key=order)
     failure = failures[rank]
@@ -133,7 +153,7 @@ def first_failure(failures: Mapping[int, Failure]) -> str:
         return f"rank {rank}: {failure.message['message']}"
     if failure.status < 0:
         name = signal.Signals(-failure.status).name
-        why = "; the machine may be out of memory" if -failure.status == signal.SIGKILL else ""
+        why = f": {kills.explain()}" if -failure.status == signal.SIGKILL and not failure.ended_by_us else ""
         return f"rank {rank} (pid {failure.pid}) was ended by {name}{why}"
     return f"rank {rank} (pid {failure.pid}) exited with status {failure.status} without a message"
 
@@ -145,16 +165,21 @@ def leave_message(message: str, expected: bool) -> None:
         message: what the user is told.
         expected: whether it is an error of ours, not a traceback.
     """
-    now = time.time()
-    if (path := os.environ.get(ERROR_FILE)) is not None:
-        partial = Path(f"{path}.partial")
-        partial.write_text(json.dumps({"message": message, "expected": expected, "time": now}))
-        partial.replace(path)
-    elif (path := os.environ.get(_AGENT_FILE)) is not None:
-        extra = {"timestamp": str(int(now)), "time": now, "expected": expected}
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-    else:
-        print(f"tepo: rank {os.environ.get('RANK', '0')}: {escaped(message)}", file=sys.stderr, flush=True)
+    try:
+        if (path := os.environ.get(ERROR_FILE)) is not None:
+            partial = Path(f"{path}.partial")
+            # the monotonic clock is one for all processes of a machine, and nobody sets it
+            partial.write_text(json.dumps({"message": message, "expected": expected, "time": time.monotonic()}))
+            partial.replace(path)
+            return
+        if (path := os.environ.get(_AGENT_FILE)) is not None:
+            now = time.time()  # as torchrun's agent wants it
+            extra = {"timestamp": str(int(now)), "time": now, "expected": expected}
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+            return
+    except OSError:  # the disk for temporary files is full, say
+        pass
+    print(f"tepo: rank {os.environ.get('RANK', '0')}: {escaped(message)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

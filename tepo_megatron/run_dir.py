@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.run_lock import LOCK_FILE, RunLock
+from tepo_megatron.storage import disk_fault
 
 if TYPE_CHECKING:
     from tepo_megatron.config import Config
@@ -97,7 +98,8 @@ def _make_ready(cfg: Config) -> None:
         partial.write_text(to_yaml(cfg))
         partial.replace(cfg.run_dir / "config.yaml")  # ranks on other machines may read it meanwhile
     except OSError as e:
-        raise ConfigError(f"output={cfg.output}: {cfg.run_dir} cannot be written ({e}); choose another directory") from None
+        fault = disk_fault(e, cfg.run_dir, written=False) or f"{cfg.run_dir} cannot be written ({e}); choose another directory"
+        raise ConfigError(f"output={cfg.output}: {fault}") from None
 
 
 def rename_outcome(run_dir: Path) -> None:

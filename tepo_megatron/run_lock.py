@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.storage import disk_fault, writing
 
 LOCK_FILE = "run.lock"
 _log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class RunLock:
                 self.file = self._attempt()
         except OSError as e:
             self._remove_made()
-            raise ConfigError(f"{run_dir} cannot be written ({e}); choose another `output`") from None
+            fault = disk_fault(e, run_dir, written=False) or f"{run_dir} cannot be written ({e}); choose another `output`"
+            raise ConfigError(fault) from None
 
     def _attempt(self) -> int:
         """The open and locked file; -1 where the folder or the file went with its former owner meanwhile."""
@@ -67,8 +69,9 @@ class RunLock:
         return -1
 
     def sign(self) -> None:
-        """Write into the lock's file who holds it: what a start that is refused tells its user."""
-        os.ftruncate(self.file, os.pwrite(self.file, json.dumps(_myself()).encode() + b"\n", 0))
+        """Write into the lock's file who holds it: what a start that is refused tells its user. Raises StorageError."""
+        with writing(self._path):
+            os.ftruncate(self.file, os.pwrite(self.file, json.dumps(_myself()).encode() + b"\n", 0))
         self._is_new = True
 
     def _lock(self, file: int) -> None:
@@ -106,7 +109,8 @@ class RunLock:
         if self.file < 0:
             return
         if self._is_new and self.holds():
-            self._path.unlink()  # while it is locked: who opened it meanwhile finds that it is gone
+            with contextlib.suppress(OSError):  # its file system has become read-only; a file that is left is harmless
+                self._path.unlink()  # while it is locked: who opened it meanwhile finds that it is gone
         os.close(self.file)
         self.file = -1
         self._remove_made()
@@ -122,6 +126,31 @@ class RunLock:
 
     def __exit__(self, *exc_info: object) -> None:
         self.release()
+
+
+class FolderIdentity:
+    """The folder that a run began in, kept open: an inode that is open is given to no other folder.
+
+    A run may be replaced by hand while it is under way. Then the path leads to another run's folder, or the folder holds
+    another run's lock.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        """Keep what is there now: nothing where the folder does not exist, which `is_in_place` then cannot tell."""
+        self._kept: list[tuple[int, Path]] = []
+        for path in (run_dir, run_dir / LOCK_FILE):
+            with contextlib.suppress(OSError):
+                self._kept.append((os.open(path, os.O_RDONLY | os.O_CLOEXEC), path))
+
+    def is_in_place(self) -> bool:
+        """Return whether the path still leads to that folder, and the lock in it is still that run's."""
+        return all(_is_at(file, path) for file, path in self._kept)
+
+    def close(self) -> None:
+        """Give the files back. A second call does nothing; afterwards `is_in_place` cannot tell any more."""
+        for file, _ in self._kept:
+            os.close(file)
+        self._kept = []
 
 
 def _missing(folder: Path) -> list[Path]:

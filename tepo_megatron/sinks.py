@@ -26,6 +26,7 @@ from tepo_megatron.config import LoggingConfig
 from tepo_megatron.errors import ConfigError, DataError, RunReplacedError
 from tepo_megatron.escaping import escaped
 from tepo_megatron.run_dir import lock
+from tepo_megatron.storage import writing
 
 METRICS_FILE = "metrics.jsonl"
 LOST_FILE = "metrics.lost.jsonl"
@@ -114,16 +115,20 @@ class RunLog:
         os.close(self._log)
 
     def write(self, step: int, record: Mapping[str, Value]) -> None:
-        """Record one step everywhere. None, and what is not finite, is null in JSON and "-" in the progress line."""
+        """Record one step everywhere. None, and what is not finite, is null in JSON and "-" in the progress line.
+
+        Raises RunReplacedError, and StorageError naming the file that cannot be written.
+        """
         self.check_in_place()
         values = {key: _finite(value) for key, value in record.items()}
-        _append(self._metrics, json.dumps({"step": step, **values}) + "\n")
+        self._append(self._metrics, METRICS_FILE, json.dumps({"step": step, **values}) + "\n")
         self._progress(step, values)
         known = {key: value for key, value in values.items() if value is not None}
         if self._tensorboard is not None:
             for key, value in known.items():
                 self._tensorboard.add_scalar(key, value, global_step=step)
-            self._tensorboard.flush()
+            with writing(self._run_dir / "tensorboard"):
+                self._tensorboard.flush()
         if self._wandb is not None:
             self._wandb.log(known, step=step)
 
@@ -139,9 +144,10 @@ class RunLog:
         )
 
     def sync(self) -> None:
-        """Return when every record written so far is on the disk. Raises RunReplacedError."""
+        """Return when every record written so far is on the disk. Raises RunReplacedError and StorageError."""
         self.check_in_place()
-        os.fsync(self._metrics)
+        with writing(self._run_dir / METRICS_FILE):
+            os.fsync(self._metrics)
 
     def rewind(self, step: int) -> list[str]:
         """Go back to where step `step` had been recorded: metrics.jsonl then holds the records of the steps up to it, each once
@@ -196,7 +202,7 @@ class RunLog:
     def message(self, text: str) -> None:
         """Print `text` and keep it in the log; control characters in it, which may be foreign, are escaped."""
         text = escaped(text)
-        _append(self._log, text + "\n")
+        self._append(self._log, LOG_FILE, text + "\n")
         self._print(text)
 
     def _progress(self, step: int, record: Mapping[str, Value]) -> None:
@@ -208,11 +214,15 @@ class RunLog:
 
     def _row(self, first: str, cells: list[str], style: str | None = None) -> None:
         """The whole row to the log; to a terminal, the cells that fit on one line of it."""
-        _append(self._log, " ".join([first, *cells]) + "\n")
+        self._append(self._log, LOG_FILE, " ".join([first, *cells]) + "\n")
         if self._console.is_terminal:
             while len(" ".join([first, *cells])) > self._console.width:
                 cells = cells[:-1]
         self._print(" ".join([first, *cells]), style)
+
+    def _append(self, file: int, name: str, line: str) -> None:
+        with writing(self._run_dir / name):
+            _append(file, line)
 
     def _print(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)

@@ -91,7 +91,7 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
             schedule.train()
         driver.saved(checkpoints.wait())
         if cfg.export_hf:  # before what follows, so that nothing that fails afterwards costs the model
-            actor.export_hf(cfg.run_dir / "hf")
+            actor.export_hf(cfg.run_dir / "hf", driver.check_in_place)
         schedule.evaluate(schedule.trained)
     if table := memory.table():
         driver.tell(table)

@@ -21,6 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Protocol
 
+from tepo_megatron.escaping import escaped
+from tepo_megatron.run_lock import FolderIdentity
+
 BEAT_SECONDS = 1.0
 TRAINING = ("old_stats", "update")  # phases in which every rank moves; elsewhere it may wait for rank 0 for as long as it takes
 JOINING = "joining the servers in"  # and the meeting's name: a phase with a deadline of its own, in which every rank moves
@@ -108,6 +111,7 @@ class Watch:
         listened: Sequence[int] = range(world_size) if rank == 0 else (0,) if rank == 1 else ()
         self._seen = {r: _Seen() for r in listened}
         self._beats = self._unanswered = 0
+        self._identity = FolderIdentity(folder)
         self._main, self._over, self._told = threading.main_thread().ident, threading.Event(), threading.Lock()
         self._threads = [threading.Thread(target=run, name="watch", daemon=True) for run in (self._beat, self._hold_store)]
 
@@ -120,6 +124,7 @@ class Watch:
         self._over.set()
         for thread in self._threads:
             thread.join(self._silent_seconds)
+        self._identity.close()
         with contextlib.suppress(RuntimeError):  # the store went with whoever kept it
             self._say(left=True)
 
@@ -189,14 +194,18 @@ class Watch:
     def _leave(self, explanation: str, cut_off: bool = False) -> None:
         """cut_off: from what the others know; theirs says more, where both reach the folder."""
         with self._told:
-            with contextlib.suppress(OSError):
-                (self._folder / "stacks").mkdir(parents=True, exist_ok=True)
-                with (self._folder / "stacks" / f"rank-{self._rank}.txt").open("w") as file:
-                    faulthandler.dump_traceback(file)
-                with (self._folder / "hang.txt").open("x" if cut_off else "w") as file:
-                    file.write(explanation + "\n")
+            if self._identity.is_in_place():  # else the folder is another run's by now
+                self._write(explanation, cut_off)
             time.sleep(2 * BEAT_SECONDS)  # for the others to hear of it and to write theirs
             self._end(explanation, cut_off)
+
+    def _write(self, explanation: str, cut_off: bool) -> None:
+        with contextlib.suppress(OSError):
+            (self._folder / "stacks").mkdir(parents=True, exist_ok=True)
+            with (self._folder / "stacks" / f"rank-{self._rank}.txt").open("w") as file:
+                faulthandler.dump_traceback(file)
+            with (self._folder / "hang.txt").open("x" if cut_off else "w") as file:
+                file.write(explanation + "\n")
 
 
 def _key(rank: int) -> str:
@@ -234,5 +243,5 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 def last_words(explanation: str, _: bool) -> NoReturn:
     """On stderr, and the end of this process."""
-    print(f"tepo: error: {explanation}", file=sys.stderr, flush=True)
+    print(f"tepo: error: {escaped(explanation)}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -1,9 +1,10 @@
 """Every client of ours against every kind of misbehaving server, in a process of its own, whose memory is measured.
 
-    python -m tests.misbehaving_clients URL CLIENT...
+    python -m tests.misbehaving_clients URL PAIRS
 
-Prints one JSON object for each (client, kind): how long it took, how it ended, what it said, and by how many MiB the greatest
-resident size grew. What lasts until its deadline goes on beside others of that sort; what may take memory is alone.
+PAIRS is a JSON list of [client, kind]. Prints one JSON object for each: how long it took, how it ended, what it said, and by
+how many MiB the greatest resident size grew. What lasts until its deadline goes on beside others of that sort; what may take
+memory is alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tepo_megatron.rollout.sglang import SglangApi
 from tepo_megatron.rollout.vllm import VllmApi
 from tepo_megatron.types import Prompt, SamplingParams
 from tests.graded import decode, rollout
-from tests.misbehaving import ENDLESS, KINDS
+from tests.misbehaving import ENDLESS
 
 DEADLINE = 1.0  # seconds, of every exchange
 KEY = "secret-key"
@@ -146,7 +147,7 @@ def measured(name: str, kind: str, url: str) -> dict[str, Any]:
 def main() -> None:
     url = sys.argv[1]
     client_module.CONNECT_SECONDS = process_module.HEALTH_SECONDS = DEADLINE
-    pairs = [(name, kind) for name in sys.argv[2:] for kind in KINDS]
+    pairs = [(name, kind) for name, kind in json.loads(sys.argv[2])]
     lasting = [(name, kind) for name, kind in pairs if kind in ENDLESS or name in ASKS_FOR_HEALTH]
     with ThreadPoolExecutor(48) as threads:
         for found in threads.map(lambda pair: measured(*pair, url), lasting):

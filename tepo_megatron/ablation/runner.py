@@ -15,6 +15,7 @@ from tepo_megatron.ablation.table import print_table, to_json, to_markdown
 from tepo_megatron.config import Config
 from tepo_megatron.config_io import load_config
 from tepo_megatron.errors import ConfigError, TepoError
+from tepo_megatron.escaping import escaped
 
 
 def ablate(path: str | Path, words: list[str], check: Callable[[Config], None], train: Callable[[Config], None]) -> int:
@@ -42,7 +43,7 @@ def ablate(path: str | Path, words: list[str], check: Callable[[Config], None], 
                 outcomes[name][seed] = read_outcome(cfg.run_dir)
             except TepoError as e:
                 errors[name][seed] = str(e)
-                print(f"{cfg.name} failed: {e}", flush=True)
+                print(f"{cfg.name} failed: {escaped(str(e))}", flush=True)
     write_results(plan, outcomes, errors)
     return 1 if any(errors.values()) else 0
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from tepo_megatron.ablation.plan import Plan
 from tepo_megatron.ablation.results import Row
 from tepo_megatron.ablation.statistics import SHARE_OF_BEST, WINDOW
+from tepo_megatron.escaping import escaped
 from tepo_megatron.evaluation.statistics import NORMAL_95, Estimate
 
 NOTHING = "–"  # noqa: RUF001
@@ -89,14 +90,14 @@ def print_table(plan: Plan, table: Sequence[Row]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=FILE_WIDTH)
-    drawn = Table(box=box.SIMPLE_HEAD, title=plan.name, title_justify="left", title_style="bold")
+    drawn = Table(box=box.SIMPLE_HEAD, title=escaped(plan.name), title_justify="left", title_style="bold")
     for number, heading in enumerate(headings(plan)):
         drawn.add_column(heading, justify="left" if number in (0, 7) else "right", no_wrap=number == 0)
     for row in table:
-        drawn.add_row(*cells(plan, row))
+        drawn.add_row(*map(escaped, cells(plan, row)))
     console.print(drawn, markup=False, highlight=False)
     for note in notes(plan, table):
-        console.print(note, markup=False, highlight=False, style="dim")
+        console.print(escaped(note), markup=False, highlight=False, style="dim")
 
 
 def to_markdown(plan: Plan, table: Sequence[Row]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -294,10 +295,10 @@ class Actor:
         self._schedule.forward(self._microbatches(batch, plan, replays), visit)
         return whole.gather()
 
-    def export_hf(self, out: Path) -> None:
-        """Write the current weights as a Hugging Face directory (all ranks call it)."""
+    def export_hf(self, out: Path, check_in_place: Callable[[], object] = lambda: None) -> None:
+        """Write the current weights as a Hugging Face directory (all ranks call it). See `gather.export_hf`."""
         self.require_loaded("an export", "parameters")
-        export_hf(self.bindings, self.arch, self.groups, Path(self.cfg.model.path), out)
+        export_hf(self.bindings, self.arch, self.groups, Path(self.cfg.model.path), out, check_in_place)
 
     def _plan(self, batch: TrainBatch, max_tokens: int | None = None, longest_first: bool = True) -> Plan:
         """Who computes which sequence in which microbatch; under virtual pipelining their number is a multiple of pp."""

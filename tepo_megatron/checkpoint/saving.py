@@ -31,6 +31,7 @@ from tepo_megatron.checkpoint.planning import Plans, make_room
 from tepo_megatron.checkpoint.state import Box
 from tepo_megatron.checkpoint.tensors import Stored, pickled, write_items, write_metadata
 from tepo_megatron.errors import CheckpointError
+from tepo_megatron.storage import disk_fault
 
 T = TypeVar("T")
 
@@ -253,7 +254,9 @@ def _out_of_sight(partial: Path, sums: Mapping[str, FileSum]) -> list[str]:
 
 
 def _why(error: Exception, folder: Path) -> str:
-    """The error, with the free space where it is of the disk."""
+    """The error, with the fix or the free space where it is of the disk."""
+    if (fault := disk_fault(error, folder)) is not None:
+        return fault.partition(": cannot be written: ")[2]
     if not isinstance(error, OSError):
         return repr(error)
     free = shutil.disk_usage(folder).free / 2**20 if folder.exists() else 0.0

@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.data import readers
+from tepo_megatron.data.parquet_bombs import careful, huge_dictionaries, refuse_bombs
 from tepo_megatron.data.readers import Row
 from tepo_megatron.errors import DataError
 
 _BATCH_ROWS = 4096
-# A small file may hold a huge value, or one value for a million rows. The rows of a batch are in memory at once, and so is what
-# a column of a row group takes before it is decoded; honest text is packed to a tenth, at most a hundredth.
-_PARQUET_BATCH_ROWS = 256
-_COLUMN_BYTES = 4 * 2**30
-_BOMB_BYTES, _BOMB_RATIO = 64 * 2**20, 500
 
 
 class ArrowRows:
@@ -63,25 +59,18 @@ def parquet(files: list[Path]) -> ArrowRows:
     def batches(path: Path) -> Iterator[Any]:
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
-                _refuse_bombs(path, file.metadata)
-                yield from file.iter_batches(batch_size=_PARQUET_BATCH_ROWS)
+                refuse_bombs(path, file.metadata, file.schema)
+            huge = huge_dictionaries(path)
+            with pyarrow.parquet.ParquetFile(path, read_dictionary=sorted(huge)) as file:
+                for group in range(file.metadata.num_row_groups):
+                    rows, swelling = careful(path, file.metadata.row_group(group), huge)
+                    for batch in file.iter_batches(batch_size=rows, row_groups=[group]):
+                        swelling.refuse(batch)
+                        yield batch
         except (pyarrow.ArrowException, OSError) as e:
             raise DataError(f"{path}: not a parquet file that can be read ({e}); download or write it anew") from None
 
     return ArrowRows(files, batches)
-
-
-def _refuse_bombs(path: Path, metadata: Any) -> None:
-    """Raise DataError for a column that takes too much memory, or far more than it takes in the file."""
-    for group in range(metadata.num_row_groups):
-        for column in range(metadata.num_columns):
-            chunk = metadata.row_group(group).column(column)
-            packed, unpacked = chunk.total_compressed_size, chunk.total_uncompressed_size
-            if unpacked > _COLUMN_BYTES or (unpacked > _BOMB_BYTES and unpacked > _BOMB_RATIO * packed):
-                raise DataError(
-                    f"{path}: column {chunk.path_in_schema} of row group {group} takes {unpacked / 2**20:.0f} MiB of memory "
-                    f"and {packed / 2**20:.1f} MiB of the file; check what it holds, or write it with smaller row groups"
-                )
 
 
 def hugging_face(source: str) -> ArrowRows:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tepo_megatron.errors import TepoError
+from tepo_megatron.escaping import escaped
 
 Verdict = Literal["pass", "warn", "fail", "skip"]
 
@@ -21,8 +22,12 @@ class Finding:
     mend: str = ""
 
     def __str__(self) -> str:
-        mend = f"\n{'':22}→ {self.mend}" if self.mend else ""
-        return f"{self.verdict:5} {self.check:16}{self.said}{mend}"
+        """Return it for a terminal: escaped, since models, datasets and servers are quoted, and no line but the first begins at
+        the margin, so that nothing quoted looks like another finding.
+        """
+        mend = f"\n→ {self.mend}" if self.mend else ""
+        indented = escaped(self.said + mend).replace("\n", f"\n{'':22}")
+        return f"{self.verdict:5} {self.check:16}{indented}"
 
 
 def found_by(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:

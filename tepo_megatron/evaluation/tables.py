@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tepo_megatron.escaping import escaped
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.published import COLUMNS, Published
 from tepo_megatron.evaluation.results import Comparison, Result, over_benchmarks, over_samples
@@ -32,14 +33,14 @@ class Grid:
         console = Console()
         if not console.is_terminal:
             console = Console(width=FILE_WIDTH)
-        drawn = Table(box=box.SIMPLE_HEAD, title=self.title, title_justify="left", title_style="bold")
+        drawn = Table(box=box.SIMPLE_HEAD, title=escaped(self.title), title_justify="left", title_style="bold")
         for number, heading in enumerate(self.headings):
             drawn.add_column(heading, justify="right" if number else "left")
         for row in self.rows:
-            drawn.add_row(*row)
+            drawn.add_row(*map(escaped, row))
         console.print(drawn, markup=False, highlight=False)
         for note in self.notes:
-            console.print(note, markup=False, highlight=False, style="dim")
+            console.print(escaped(note), markup=False, highlight=False, style="dim")
 
     def markdown(self) -> str:
         """The same."""

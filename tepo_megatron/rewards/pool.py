@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import selectors
 import sys
 import time
@@ -11,8 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tepo_megatron.errors import RewardError
+from tepo_megatron.memory_kills import MemoryKills
 from tepo_megatron.rewards.process import START_SECONDS, Outcome, Worker, WorkerBroken
 
+_log = logging.getLogger(__name__)
+_MOST_REPORTED = 10  # of a pool's lost workers
 _START_ATTEMPTS = 3  # the kernel may have killed the first for want of memory
 
 
@@ -43,6 +47,7 @@ class GradingPool:
         self._repeat_next: list[int] = []  # requests whose workers died
         self._repeated: set[int] = set()  # those given out a second time
         self._closed = False
+        self._kills, self._deaths = MemoryKills(), 0
 
     @property
     def pids(self) -> list[int]:
@@ -146,6 +151,8 @@ class GradingPool:
 
         Raises RewardError where starting it again is in vain.
         """
+        if worker.task is not None and status == "died":
+            self._report(worker, again=worker.task not in self._repeated)
         if worker.task is not None and status == "died" and worker.task not in self._repeated:
             self._repeat_next.append(worker.task)
         elif worker.task is not None:
@@ -160,3 +167,15 @@ class GradingPool:
         else:
             self._failed_starts += 1
         self._replace(worker)
+
+    def _report(self, worker: Worker, again: bool) -> None:
+        """Warn of a worker that was lost with a request; of the first ones only, since answers may do that on purpose."""
+        self._deaths += 1
+        if self._deaths > _MOST_REPORTED:
+            return
+        fate = worker.fate()
+        if fate.endswith("SIGKILL"):
+            fate += f": {self._kills.explain('give the job more memory, or lower reward.workers')}"
+        then = "its answer is graded again" if again else "so did another at the same answer, which counts as 0 (died)"
+        last = "; further ones are not reported" if self._deaths == _MOST_REPORTED else ""
+        _log.warning("grading worker %d %s; %s%s", worker.pid, fate, then, last)

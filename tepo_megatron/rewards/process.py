@@ -20,6 +20,7 @@ from tepo_megatron.processes import has_ended
 
 WORKER = Path(__file__).parents[1] / "grading" / "worker.py"
 START_SECONDS = 120.0  # generous: under a second on an idle machine, but the machine may be loading a model
+_END_SECONDS = 0.2  # between the end of its output and its own
 _STDERR_TAIL_BYTES = 2000
 _REPLY_BYTES = 65536  # more than any reply has
 
@@ -81,6 +82,19 @@ class Worker:
     def is_alive(self) -> bool:
         """Whether it runs; one that has ended keeps its pid until `kill`."""
         return not has_ended(self.pid)
+
+    def fate(self) -> str:
+        """Return how it ended, for a message: by a signal, with a status, or not at all."""
+        with contextlib.suppress(ChildProcessError):
+            deadline = time.monotonic() + _END_SECONDS  # its pipes are closed before it has ended
+            while time.monotonic() < deadline:
+                ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # `kill` takes the status
+                if ended is not None and ended.si_code == os.CLD_EXITED:
+                    return f"ended with status {ended.si_status}"
+                if ended is not None:
+                    return f"was ended by {signal.Signals(ended.si_status).name}"
+                time.sleep(_END_SECONDS / 20)
+        return "answered with something that is no answer"
 
     def send(self, task: int, texts: Sequence[str], hard_seconds: float) -> None:
         """Hand over a request; its time runs from here. Raises WorkerBroken."""

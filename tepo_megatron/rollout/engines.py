@@ -73,11 +73,7 @@ def beginning(cfg: RolloutConfig, log_path: Path) -> list[str]:
     if limit is not None and (cfg.server.others or cfg.only):
         why = "no weights are sent, between which that is done" if cfg.only else "their memory is not known here"
         told = [f"servers are not restarted when they grow (rollout.server.restart_after_growth_gib={limit:g}): {why}"]
-    if cfg.server.urls is not None:
-        return [*told, f"{cfg.engine} at {', '.join(cfg.server.urls)}"]
-    if cfg.server.rendezvous is not None:
-        return [*told, f"{cfg.engine}: looking for rollout.servers={cfg.servers} in {cfg.server.rendezvous}"]
-    return [*told, f"starting {cfg.engine}; its log: {log_path}"]
+    return [*told, _where_from(cfg, log_path)]
 
 
 def build_engine(cfg: RolloutConfig, launch: Launch, log_path: Path) -> Fleet:
@@ -129,3 +125,12 @@ def _standstill(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, c
     # a server that is on its way up comes up before it is ended, and one that is asked for its health may take its time
     seconds = cfg.ready_limit(launch.platform) + cfg.silent_seconds + 5 * GRACE_SECONDS
     return Standstill(rendezvous, str(run.resolve()), starts, seconds)
+
+
+def _where_from(cfg: RolloutConfig, log_path: Path) -> str:
+    server = cfg.server
+    if server.urls is not None:
+        return f"{cfg.engine} at {', '.join(server.urls)}"
+    if server.rendezvous is not None:
+        return f"{cfg.engine}: looking for rollout.servers={cfg.servers} in {server.rendezvous}"
+    return f"starting {cfg.engine}; its log: {log_path}"

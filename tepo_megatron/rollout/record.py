@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tepo_megatron.errors import DataError
 from tepo_megatron.metrics import Metrics
+from tepo_megatron.storage import writing
 from tepo_megatron.types import Rollout
 from tepo_megatron.weights.hf_io import follow_umask
 
@@ -32,8 +33,10 @@ def file_of(folder: Path, step: int) -> Path:
 
 
 def write(folder: Path, step: int, rollouts: Sequence[Rollout], metrics: Metrics) -> None:
-    """Keep the rollouts that a step learns from, and the metrics of all that it sampled. A file appears whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Keep the rollouts that a step learns from, and the metrics of all that it sampled. A file appears whole or not at all.
+
+    Raises StorageError naming the file that cannot be written.
+    """
     tensors: dict[str, Tensor] = {"length": torch.tensor([r.token_ids_L.numel() for r in rollouts])}
     for name in _TOKENS:
         tensors[name] = torch.cat([getattr(r, name) for r in rollouts]) if rollouts else torch.empty(0)
@@ -46,9 +49,11 @@ def write(folder: Path, step: int, rollouts: Sequence[Rollout], metrics: Metrics
     text["metrics"] = json.dumps(metrics.pairs())
     path = file_of(folder, step)
     unfinished = path.with_suffix(".partial")
-    save_file(tensors, unfinished, {**text, _SUM: _sum_of(tensors, text)})
-    follow_umask(unfinished)
-    os.replace(unfinished, path)
+    with writing(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, unfinished, {**text, _SUM: _sum_of(tensors, text)})
+        follow_umask(unfinished)
+        os.replace(unfinished, path)
 
 
 def set_aside(folder: Path, after: int) -> list[str]:

@@ -10,7 +10,7 @@ import collections
 import contextlib
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.errors import CheckpointError, ConversionError
+from tepo_megatron.errors import CheckpointError, ConversionError, RunReplacedError
 from tepo_megatron.parallel import Axis, Groups
+from tepo_megatron.storage import writing
 from tepo_megatron.weights import hf_io
 from tepo_megatron.weights.families import Family, Row, check_tokenizer
 from tepo_megatron.weights.ops import Architecture, Replicated
@@ -124,16 +125,27 @@ def iterate_hf(bindings: Sequence[Binding], arch: Architecture, tp: Axis) -> Ite
             yield from zip(b.hf_names, b.row.op.unshard(shards, arch), strict=True)
 
 
-def export_hf(bindings: Sequence[Binding], arch: Architecture, groups: Groups, base: Path, out: Path) -> None:
+def export_hf(
+    bindings: Sequence[Binding],
+    arch: Architecture,
+    groups: Groups,
+    base: Path,
+    out: Path,
+    check_in_place: Callable[[], object] = lambda: None,
+) -> None:
     """Write the model as a HF directory: those who own tensors write their own shards, rank 0 config, tokenizer and index.
 
     All ranks call it; `out` must be on a file system that they share. It appears complete or not at all. Raises CheckpointError
     on every rank, naming the rank and the file, when one of them cannot write. Collectives: those of `iterate_hf`, and four
     all-gathers of objects over the host group.
+
+    check_in_place: called on rank 0 before anything is written, and again before the model appears. It raises RunReplacedError
+    where `out` leads into another run's folder by now.
     """
     temporary = out.with_name(out.name + ".partial")
     with _agreed(groups):
         if groups.is_main:
+            check_in_place()
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
     mine: tuple[dict[str, list[str]], int] = ({}, 0)
@@ -154,7 +166,9 @@ def export_hf(bindings: Sequence[Binding], arch: Architecture, groups: Groups, b
             all_files = {file: names for files, _ in everything for file, names in files.items()}
             hf_io.write_index(temporary, all_files, total_bytes=sum(size for _, size in everything))
             hf_io.carry_over(base, temporary, next(iter(bindings)).parameter.dtype)
-            hf_io.publish(temporary, out)
+            check_in_place()
+            with writing(temporary):
+                hf_io.publish(temporary, out)
 
 
 @contextlib.contextmanager
@@ -163,7 +177,7 @@ def _agreed(groups: Groups) -> Iterator[None]:
     error = None
     try:
         yield
-    except (CheckpointError, OSError) as e:
+    except (CheckpointError, RunReplacedError, OSError) as e:
         error = f"rank {groups.rank}: {e}"
     errors = [error] * groups.world_size
     dist.all_gather_object(errors, error, group=groups.host)

@@ -364,6 +364,43 @@ def export_onto_a_full_disk(rank: int, cfg: Any, out: Path) -> None:
     actor.export_hf(out)
 
 
+@pytest.mark.parametrize("when", [1, 2], ids=["before", "meanwhile"])
+def test_an_export_into_a_run_that_was_replaced_writes_nothing_there(tmp_path: Path, when: int) -> None:
+    """when: the call of the check that finds the folder replaced."""
+    tiny_qwen3(tmp_path / "base", layers=4, vocab_size=cases.VOCAB)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
+    with pytest.raises(AssertionError, match=r"CheckpointError: rank 0: .*metrics\.jsonl was removed or replaced"):
+        run_world(2, export_into_a_replaced_run, cases.run_config(tmp_path / "base", {"tp": 2}), run, when)
+    assert sorted(path.name for path in run.iterdir()) == [*["hf.partial"][: when - 1], "log.txt", "metrics.jsonl"]
+    assert (run / "metrics.jsonl").read_text() == "another run's"
+
+
+def export_into_a_replaced_run(rank: int, cfg: Any, run: Path, when: int) -> None:
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.config import LoggingConfig
+    from tepo_megatron.platform import activate
+    from tepo_megatron.sinks import RunLog
+
+    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    if rank != 0:
+        actor.export_hf(run / "hf")
+        return
+    log, calls = RunLog(run, LoggingConfig(), steps=1), 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == when:
+            (run / "metrics.jsonl").unlink()
+            (run / "metrics.jsonl").write_text("another run's")
+        log.check_in_place()
+
+    actor.export_hf(run / "hf", check)
+
+
 def build_actor(rank: int, cfg: Any) -> None:
     from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import sys
@@ -20,8 +21,9 @@ from transformers import AutoTokenizer
 from tepo_megatron.cli import preflight
 from tepo_megatron.config import Config
 from tepo_megatron.config_io import validate
-from tepo_megatron.doctor import examine, machine, trial, versions
+from tepo_megatron.doctor import doctor, examine, machine, trial, versions
 from tepo_megatron.doctor.findings import Finding
+from tepo_megatron.escaping import escaped
 from tests.tiny import tiny_qwen3
 
 
@@ -98,6 +100,26 @@ def test_what_is_refused_is_a_finding_and_the_rest_is_looked_at(made: Make, mode
 
     found = findings(made(rollout={"prompts_per_step": 64}))
     assert found["prompts"].verdict == "fail" and "rollout.prompts_per_step=64" in found["prompts"].said
+
+
+CODES = "\x1b]0;owned\x07\x1b[2J\x1b[31m\u202e\rpass  everything is well\npass  config          nothing to see"
+
+
+def test_what_files_say_cannot_drive_a_terminal(
+    made: Make, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fields of a config.json and columns of a dataset, whose names errors quote; nor can they look like findings."""
+    (tmp_path / "bad.jsonl").write_text(json.dumps({CODES: "1+1?"}) + "\n")
+    for cfg in (
+        made(model={"path": str(copied(model, tmp_path / "odd", **{CODES: 1}))}),
+        made(data={"train": str(tmp_path / "bad.jsonl")}),
+        made(model={"path": str(copied(model, tmp_path / CODES.replace("/", "")))}),
+    ):
+        doctor(cfg, preflight, nothing, quick=True)
+        out = capsys.readouterr().out
+        assert "\\x1b]0;owned" in out and out == escaped(out), out
+        heads = [line.split()[1] for line in out.splitlines() if re.match("(pass|warn|fail|skip) ", line)]
+        assert heads.count("config") == 1 and not {"everything"} & set(heads), out
 
 
 def test_right_answers_that_are_not_found_right_are_shown(made: Make, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ ROWS = [
         "histogram",
         "escaping",
         "records",
+        "storage",
+        "memory_kills",
         "exchange",
         "seeding",
         "timing",
@@ -81,7 +83,8 @@ BESIDE = {
     ("types", "errors"), ("config", "errors"), ("config_io", "config"), ("config_io", "errors"),
     ("config_io", "config_layers"), ("config_layers", "errors"), ("safety", "config"),
     ("timing", "watch"), ("platform", "errors"), ("platform", "host_sizes"), ("user_file", "errors"),
-    ("private", "errors"), ("private", "scratch"), ("run_lock", "errors"),
+    ("private", "errors"), ("private", "scratch"), ("run_lock", "errors"), ("run_lock", "storage"), ("storage", "errors"),
+    ("watch", "run_lock"), ("watch", "escaping"),
     ("parallel", "ops"),
     ("weights.families", "weights.ops"), ("weights.fp8", "weights.ops"),
     ("weights.sync", "weights.gather"), ("weights.sync", "weights.rounds"),
@@ -117,7 +120,7 @@ OWNERS = {
     },
     "jinja2": {"report/page.py"},
     "httpx": {"exchange.py"},
-    "pyarrow": {"data/arrow.py"},
+    "pyarrow": {"data/arrow.py", "data/parquet_bombs.py"},
     "datasets": {"data/arrow.py"},
 }  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))

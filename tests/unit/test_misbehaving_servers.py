@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -18,19 +20,30 @@ from tests.misbehaving_clients import ASKS_FOR_HEALTH, CLIENTS, DEADLINE, KEY
 SLACK = 20.0  # seconds, for a machine that is busy; without a deadline a server goes on for misbehaving.LASTS
 GROWTH = 200.0  # MiB
 ERRORS = {"RewardError", "RequestFailed", "RolloutError", "SyncError", "ConfigError", "StaleWeights"}
-SAMPLE = ["reward", "vllm, ready", "sglang, generate", "healthy"]
+Pairs = set[tuple[str, str]]  # of a client and a kind
+ALL: Pairs = {(client, kind) for client in CLIENTS for kind in misbehaving.KINDS}
 
 
-@pytest.mark.parametrize(
-    "clients",
-    [pytest.param(SAMPLE, id="sample"), pytest.param(sorted(CLIENTS.keys() - SAMPLE), id="others", marks=pytest.mark.full)],
-)
-def test_every_client_ends_in_time_with_an_error_that_is_safe(clients: list[str]) -> None:
+def sample() -> Pairs:
+    """Every kind against one client that reads what is answered, in turn, and every other client against two that last."""
+    readers = itertools.cycle(sorted(CLIENTS.keys() - set(ASKS_FOR_HEALTH)))
+    lasting = itertools.cycle(sorted(misbehaving.ENDLESS))
+    pairs = {(next(readers), kind) for kind in misbehaving.KINDS}
+    return pairs | {(client, next(lasting)) for client in ASKS_FOR_HEALTH for _ in range(2)}
+
+
+def test_the_sample_has_every_kind_and_every_client() -> None:
     assert len(misbehaving.KINDS) >= 40
+    assert {kind for _, kind in sample()} == set(misbehaving.KINDS) and {client for client, _ in sample()} == CLIENTS.keys()
+
+
+@pytest.mark.parametrize("chosen", [sample, pytest.param(lambda: ALL - sample(), id="others", marks=pytest.mark.full)])
+def test_every_client_ends_in_time_with_an_error_that_is_safe(chosen: Callable[[], Pairs]) -> None:
+    pairs = sorted(chosen())
     misbehaving.seen.clear()
     with misbehaving.serving() as url:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.misbehaving_clients", url, *clients],
+            [sys.executable, "-m", "tests.misbehaving_clients", url, json.dumps(pairs)],
             env=os.environ | {"TEPO_TEST_KEY": KEY},
             capture_output=True,
             text=True,
@@ -38,7 +51,7 @@ def test_every_client_ends_in_time_with_an_error_that_is_safe(clients: list[str]
         )
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == len(clients) * len(misbehaving.KINDS)
+    assert {(row["client"], row["kind"]) for row in rows} == set(pairs) and len(rows) == len(pairs)
     for row in rows:
         assert row["seconds"] < 3 * DEADLINE + SLACK, row
         assert row["grown"] < GROWTH, row

@@ -17,6 +17,7 @@ from tepo_megatron.cli import main
 from tepo_megatron.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.config_io import load_config, validate
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.escaping import escaped
 from tepo_megatron.plan import activations
 from tepo_megatron.plan.command import Request, plan, predictor_of
 from tepo_megatron.plan.compute import Machine, attention_operations, feed_forward_operations, layer_operations, stage_seconds
@@ -317,6 +318,14 @@ def test_recipes_fit_an_h100(path: Path) -> None:
     layout = judge(predictor_of(cfg, Request()))
     assert layout.why == "" and layout.fullest.total < 0.95 * GPUS["H100"].memory  # with room for what is not modelled
     assert cfg.rollout.colocate == path.stem.endswith("colocated")
+
+
+def test_what_a_model_is_called_cannot_drive_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    codes = "\x1b]0;owned\x07\x1b[2J\u202e\r"
+    assert main(["plan", str(RECIPES[0]), "--model.path", json.dumps(f"{tmp_path}/{codes}/Qwen2.5-7B")]) in (0, 1)
+    assert main(["plan", str(RECIPES[0]), "--model.path", json.dumps(f"{tmp_path}/{codes}")]) == 1
+    for text in capsys.readouterr():
+        assert "\\x1b]0;owned" in text and text == escaped(text), text
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

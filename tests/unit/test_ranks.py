@@ -15,6 +15,7 @@ import pytest
 
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.heartbeats import HeartbeatFolder
+from tepo_megatron.memory_kills import MemoryKills
 from tepo_megatron.private import check_private, make_private_folder
 from tepo_megatron.ranks import ERROR_FILE, Failure, RankProcesses, first_failure, interrupted_by_signals
 
@@ -23,14 +24,23 @@ def message(text: str, expected: bool, when: float) -> dict[str, object]:
     return {"message": text, "expected": expected, "time": when}
 
 
-def test_the_failure_that_caused_the_others_is_told() -> None:
+def test_the_failure_that_caused_the_others_is_told(tmp_path: Path) -> None:
     killed, ended, silent = Failure(7, -signal.SIGKILL, None), Failure(8, -signal.SIGTERM, None), Failure(9, 3, None)
     late, early = Failure(1, 1, message("late", False, 2.0)), Failure(2, 1, message("early", False, 1.0))
     ours = Failure(3, 1, message("ours", True, 3.0))
-    assert first_failure({0: late, 1: early, 2: killed, 3: ours, 4: ended}) == "rank 3: ours"
-    assert first_failure({0: late, 1: early, 2: killed}).startswith("rank 2 (pid 7) was ended by SIGKILL; the machine may be")
-    assert first_failure({0: late, 1: early, 2: ended, 3: silent}) == "rank 1: early"
-    assert first_failure({3: silent}) == "rank 3 (pid 9) exited with status 3 without a message"
+    by_us = Failure(4, -signal.SIGKILL, None, ended_by_us=True)
+    (tmp_path / "vmstat").write_text("oom_kill 0\n")
+    kills = MemoryKills(proc=tmp_path)
+    assert first_failure({0: late, 1: early, 2: killed, 3: ours, 4: ended}, kills) == "rank 3: ours"
+    told = first_failure({0: late, 1: early, 2: killed}, kills)
+    assert told.startswith("rank 2 (pid 7) was ended by SIGKILL: the kernel has counted no process killed for memory meanwhile")
+    assert first_failure({0: late, 1: early, 2: ended, 3: silent}, kills) == "rank 1: early"
+    assert first_failure({3: silent}, kills) == "rank 3 (pid 9) exited with status 3 without a message"
+    assert first_failure({0: by_us, 1: early}, kills) == "rank 1: early"
+    (tmp_path / "vmstat").write_text("oom_kill 1\n")
+    told = first_failure({0: late, 2: killed, 3: ours, 4: by_us}, kills)
+    assert told.startswith("rank 2 (pid 7) was ended by SIGKILL: probably the kernel killed it for memory"), told
+    assert first_failure({0: by_us, 3: ours}, kills) == "rank 3: ours"
 
 
 # Rank 1 fails; rank 0 does not end by itself, nor by SIGTERM.
@@ -51,7 +61,7 @@ def test_a_failure_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ranks.start()
         failures = ranks.wait()
     assert failures[0].status == -signal.SIGKILL and failures[1].status == 1
-    assert first_failure(failures) == "rank 1: broken"
+    assert first_failure(failures, MemoryKills()) == "rank 1: broken" and failures[0].ended_by_us
     for failure in failures.values():
         with pytest.raises(ProcessLookupError):
             os.kill(failure.pid, 0)
@@ -73,6 +83,11 @@ def test_a_signal_ends_the_ranks_and_its_handlers_are_restored(tmp_path: Path) -
 
 def test_a_rank_leaves_its_message_whole_and_for_whom_it_was_started(tmp_path: Path) -> None:
     say = "from tepo_megatron.ranks import leave_message; leave_message('why', expected=True)"
+    full = subprocess.run(
+        [sys.executable, "-c", say], env={**os.environ, ERROR_FILE: "/dev/full/none", "RANK": "3"},
+        check=True, timeout=60, capture_output=True, text=True,
+    )  # fmt: skip
+    assert full.stderr == "tepo: rank 3: why\n"
     for name in (ERROR_FILE, "TORCHELASTIC_ERROR_FILE"):
         subprocess.run([sys.executable, "-c", say], env={**os.environ, name: str(tmp_path / name)}, check=True, timeout=60)
     assert json.loads((tmp_path / ERROR_FILE).read_text())["message"] == "why"

@@ -6,9 +6,11 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,10 @@ import pytest
 from tepo_megatron import run_dir
 from tepo_megatron.config import LoggingConfig
 from tepo_megatron.errors import ConfigError, RunReplacedError
-from tepo_megatron.run_lock import LOCK_FILE, RunLock
+from tepo_megatron.heartbeats import HeartbeatFolder
+from tepo_megatron.run_lock import LOCK_FILE, FolderIdentity, RunLock
 from tepo_megatron.sinks import METRICS_FILE, RunLog
+from tepo_megatron.watch import Watch
 from tests.unit.config.test_run_dir import RUN, config, write_run
 
 # Takes the lock again and again; inside it, what no two may do at once.
@@ -121,3 +125,47 @@ def test_a_run_notices_that_its_folder_was_replaced(tmp_path: Path) -> None:
         with pytest.raises(RunReplacedError):
             log.write(2, {})
     assert everything(folder) == before
+
+
+def replaced_as_a_whole(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / LOCK_FILE).write_text("another's")
+
+
+def replaced_inside(folder: Path) -> None:
+    (folder / LOCK_FILE).unlink()
+    (folder / LOCK_FILE).write_text("another's")
+
+
+def moved_away(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize("happens", [replaced_as_a_whole, replaced_inside, moved_away])
+def test_the_explanation_of_a_hang_is_not_written_into_another_run(happens: Callable[[Path], None], tmp_path: Path) -> None:
+    """A folder that is made in the place of a removed one often has its inode number, unless that is kept."""
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / LOCK_FILE).write_text("ours")
+    (tmp_path / "beats").mkdir()
+    ends: list[str] = []
+
+    def watch() -> Watch:
+        store = HeartbeatFolder(tmp_path / "beats")
+        seconds = {"silent_seconds": 60.0, "stuck_seconds": 60.0}
+        return Watch(store, 0, 1, folder, **seconds, end=lambda text, _: ends.append(text))
+
+    watch()._leave("rank 0 hangs")
+    assert (folder / "hang.txt").read_text() == "rank 0 hangs\n" and (folder / "stacks" / "rank-0.txt").exists()
+    (folder / "hang.txt").unlink()
+    shutil.rmtree(folder / "stacks")
+    late, identity = watch(), FolderIdentity(folder)
+    assert identity.is_in_place()
+    happens(folder)
+    assert not identity.is_in_place()
+    late._leave("rank 0 hangs")
+    assert ends == ["rank 0 hangs"] * 2
+    assert not (folder / "hang.txt").exists() and not (folder / "stacks").exists()
+    identity.close()
+    late._identity.close()

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from tepo_megatron.checkpoint.reading import Reader as ResumeReader
 from tepo_megatron.errors import CheckpointError
+from tepo_megatron.evaluation.checkpoint import hf_model
 from tepo_megatron.restricted_pickle import METADATA, load_metadata, restricted_loading
 from tepo_megatron.weights.convert.dist_reader import Reader as ConversionReader
 
@@ -156,7 +157,20 @@ def megatron_loads(folder: Path) -> None:
         FileSystemReader(folder).read_metadata()
 
 
-@pytest.mark.parametrize("read", [ResumeReader, ConversionReader, megatron_loads], ids=["resume", "conversion", "verification"])
+def evaluation_loads(folder: Path) -> None:
+    """As `tepo evaluate` makes a model of a Megatron checkpoint, in a folder of its own."""
+    told: list[str] = []
+    (folder / "scratch").mkdir()
+    with hf_model(folder, folder / "scratch", told.append):
+        raise AssertionError("it was converted")
+
+
+READERS = {
+    "resume": ResumeReader, "conversion": ConversionReader, "verification": megatron_loads, "evaluation": evaluation_loads,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 @pytest.mark.parametrize("what", HOSTILE)
 def test_hostile_metadata_is_refused_and_executes_nothing(what: str, read: Callable[[Path], Any], tmp_path: Path) -> None:
     made = HOSTILE[what](tmp_path)

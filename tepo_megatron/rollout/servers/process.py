@@ -20,6 +20,7 @@ import psutil
 
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.exchange import ERROR_BYTES, BlockingHttp, ExchangeFailed
+from tepo_megatron.memory_kills import MemoryKills
 from tepo_megatron.processes import end_family, has_ended
 from tepo_megatron.rollout.servers import guard
 
@@ -92,6 +93,7 @@ class ServerProcess:
         self._ready_seconds = ready_seconds
         self._guard: subprocess.Popen[bytes] | None = None
         self._ending = threading.Lock()
+        self._kills = MemoryKills()
         self._deadline = 0.0
         self._log_start = 0  # bytes that earlier starts left in the log
 
@@ -190,7 +192,9 @@ class ServerProcess:
         """An error that says `what` the server did, whether it has ended, and how its log ends."""
         ended = "" if self.running else " (it has ended)"
         if self._guard is not None and self._guard.returncode is not None:
-            ended = f" (it has ended {_how(self._guard.returncode)})"
+            killed = self._guard.returncode == 128 + signal.SIGKILL
+            why = f": {self._kills.explain()}" if killed and self._kills.seen() else ""
+            ended = f" (it has ended {_how(self._guard.returncode)}{why})"
         tail = self.log_tail()
         shown = f"its log, {self._log_path}, ends:\n{tail}" if tail else f"its log, {self._log_path}, is empty"
         return RolloutError(f"{self._name} {what}{ended}; {shown}")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import re
 import resource
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -35,6 +39,86 @@ def test_honest_columns_are_read(tmp_path: Path) -> None:
     pa.parquet.write_table(pa.table({"prompt": ["a system prompt " * 50] * 1000, "answer": list(map(str, range(1000)))}), path)
     rows = [row for _, row in parquet([path]).rows(["prompt", "answer"], passing_repeats=False)]
     assert [row["answer"] for row in rows] == list(map(str, range(1000)))
+
+
+def write(path: Path, values: pa.Array, **options: Any) -> None:
+    table = pa.table({"prompt": ["fine"] * len(values), "answer": values})
+    pa.parquet.write_table(table, path, compression="zstd", store_schema=False, **options)
+    assert path.stat().st_size < 50_000
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "in lists of structs"])
+def test_a_parquet_dictionary_with_a_huge_value_is_refused_by_name(nested: bool, tmp_path: Path) -> None:
+    """The 256 rows of a batch would take 2.5 GiB."""
+    path = tmp_path / "bomb.parquet"
+    values = pa.DictionaryArray.from_arrays(pa.nulls(600, pa.int8()).fill_null(0), pa.array(["0" * (10 * 2**20)]))
+    if nested:
+        rows = pa.StructArray.from_arrays([pa.array(["user"] * 600), values], ["role", "content"])
+        values = pa.ListArray.from_arrays([*range(601)], rows)
+    write(path, values)
+    said = r"column answer: 256 rows take 2560 MiB of memory, made of 10\.0 MiB that the file repeats"
+    refused_by_name(path, f"{said}; check what it holds, and shorten its values or remove the column")
+
+
+def test_parquet_values_that_each_repeat_the_one_before_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.parquet"
+    encoding = {"answer": "DELTA_BYTE_ARRAY"}
+    write(path, pa.array(["0" * (2 * 2**20)] * 150), use_dictionary=False, column_encoding=encoding)
+    refused_by_name(path, r"column answer: \d+ rows take \d+ MiB of memory, made of \d\.\d MiB that the file repeats; check ")
+
+
+def test_a_parquet_list_that_repeats_one_element_is_refused_by_name(tmp_path: Path) -> None:
+    """One row of 2**25 elements, of which none takes a byte in the file."""
+    path = tmp_path / "bomb.parquet"
+    element = pa.DictionaryArray.from_arrays(pa.nulls(2**25, pa.int8()).fill_null(0), pa.array(["x"]))
+    write(path, pa.ListArray.from_arrays([0, 2**25], element))
+    refused_by_name(path, r"column answer\.list\.element of row group 0 takes 128 MiB of memory and 0\.\d MiB of the file")
+
+
+READ = """
+import resource, sys
+from pathlib import Path
+from tepo_megatron.data.arrow import parquet
+from tepo_megatron.errors import DataError
+import pyarrow.parquet
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    for _ in parquet([Path(sys.argv[1])]).rows(["prompt", "answer"], passing_repeats=False):
+        pass
+except DataError as e:
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10, e)
+"""
+
+
+def refused_by_name(path: Path, said: str) -> None:
+    """A process of its own reads the file, in an address space that no other on this machine suffers from."""
+    limited = ["sh", "-c", 'ulimit -v 4194304; exec "$@"', "sh"]  # KiB
+    ended = subprocess.run([*limited, sys.executable, "-c", READ, path], capture_output=True, text=True, timeout=300)
+    grown, _, message = ended.stdout.partition(" ")
+    assert re.search(re.escape(str(path)) + ": " + said, message), ended.stdout + ended.stderr
+    assert float(grown) < 200, f"{grown} MiB"
+
+
+def test_texts_in_dictionaries_are_the_same_in_python(tmp_path: Path) -> None:
+    """At every depth, with rows that have none, over row groups and batches."""
+    rows = [
+        {
+            "prompt": f"p{i % 5}",
+            "chat": [{"role": "user", "content": f"q{i % 7}"}, {"role": "assistant", "content": None}] if i % 3 else None,
+            "meta": {"ground": str(i % 4), "n": i, "flags": [True, False]},
+            "raw": b"x" * (i % 2),
+            "tags": ["a", None] if i % 2 else [],
+            "long": ["short", "l" * 300_000][i == 500],  # so that its column stays in a dictionary
+            "deep": [[{"text": "l" * 300_000}]] if i == 500 else [],
+        }
+        for i in range(1000)
+    ]
+    path = tmp_path / "honest.parquet"
+    for options in ({}, {"use_dictionary": False}, {"use_dictionary": ["prompt"], "data_page_version": "2.0"}):
+        pa.parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=300, **options)
+        read = parquet([path])
+        assert [row for _, row in read.rows(list(rows[0]), passing_repeats=False)] == rows
+        assert read.whole(999) == rows[999] and read.where(999).endswith(": row 1000")
 
 
 def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,23 @@ def pool(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, workers: in
     return GradingPool(PoolLimits(workers, 0.3, HARD_SECONDS, 1024), [], "the script")
 
 
+def test_a_worker_that_is_killed_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once where its answer is graded by another one, and again where that one is lost too."""
+    once = tmp_path / "once"
+    lost = f"if text == {BAD!r} or not os.path.exists({str(once)!r}): open({str(once)!r}, 'w'); os.kill(os.getpid(), 9)"
+    made = pool(tmp_path, monkeypatch, GOOD.replace("BEHAVE", lost))
+    assert made.grade([["a"]]) == [Outcome("graded", 1.0)]
+    assert [record.getMessage().partition(" was ended by SIGKILL: ")[2] != "" for record in caplog.records] == [True]
+    assert caplog.records[0].getMessage().endswith("; its answer is graded again")
+    assert made.grade([[BAD]]) == [Outcome("died")]
+    made.close()
+    assert [record.getMessage().rpartition("; ")[2] for record in caplog.records[1:]] == [
+        "its answer is graded again", "so did another at the same answer, which counts as 0 (died)",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("fate", FATES)
 def test_a_broken_worker_costs_one_sample(fate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     behaviour, status = FATES[fate]

@@ -1,0 +1,166 @@
+"""Refuse parquet files that are small on the disk and huge in memory, before they are in memory.
+
+The rows of a batch are in memory at once, and so is what a column of a row group takes before it is decoded. A small file may
+hold a huge value, one value for a million rows (dictionaries), values that each repeat the beginning of the one before
+(DELTA_BYTE_ARRAY), or a list of a billion equal elements. Honest text is packed to a tenth, at most a hundredth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.errors import DataError
+
+BATCH_ROWS = 256
+_MIB = 2**20
+_COLUMN_BYTES = 4 * 2**30
+_BOMB_BYTES, _BOMB_RATIO = 64 * _MIB, 500
+_ELEMENT_BYTES = 4  # of a list: the least that one takes in memory
+# Decoded values may take so many times what is stored of them: their dictionary, or the whole column with its prefixes.
+_OF_DICTIONARY, _OF_COLUMN = 2, 16
+_DICTIONARIES, _PREFIXES = {"PLAIN_DICTIONARY", "RLE_DICTIONARY"}, "DELTA_BYTE_ARRAY"
+
+
+def refuse_bombs(path: Path, metadata: Any, schema: Any) -> None:
+    """Raise DataError for a column that takes too much memory, or far more than it takes in the file.
+
+    Args:
+        path: of the file.
+        metadata: its `pyarrow.parquet.FileMetaData`.
+        schema: its `pyarrow.parquet.ParquetSchema`.
+    """
+    for group in range(metadata.num_row_groups):
+        for column in range(metadata.num_columns):
+            chunk = metadata.row_group(group).column(column)
+            packed, unpacked = chunk.total_compressed_size, chunk.total_uncompressed_size
+            if schema.column(column).max_repetition_level:  # of a list, one row may hold all elements
+                unpacked = max(unpacked, _ELEMENT_BYTES * chunk.num_values)
+            if unpacked > _COLUMN_BYTES or (unpacked > _BOMB_BYTES and unpacked > _BOMB_RATIO * packed):
+                raise DataError(
+                    f"{path}: column {chunk.path_in_schema} of row group {group} takes {unpacked / _MIB:.0f} MiB of memory "
+                    f"and {packed / _MIB:.1f} MiB of the file; check what it holds, or write it with smaller row groups"
+                )
+
+
+def huge_dictionaries(path: Path) -> set[str]:
+    """Return the columns of texts that must stay in their dictionaries while they are read, so that each value takes memory
+    once: a batch of their greatest value would be too large.
+
+    A column chunk has one dictionary, which its first batch shows.
+    """
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        metadata = file.metadata
+    found: set[str] = set()
+    for group in range(metadata.num_row_groups):
+        chunks = [metadata.row_group(group).column(column) for column in range(metadata.num_columns)]
+        names = [c.path_in_schema for c in chunks if c.physical_type == "BYTE_ARRAY" and set(c.encodings) & _DICTIONARIES]
+        # of no column that may hold prefixes too, which pyarrow does not read into dictionaries
+        names = [c.path_in_schema for c in chunks if c.path_in_schema in names and _PREFIXES not in c.encodings]
+        if not names:
+            continue
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=names) as file:
+            for batch in file.iter_batches(batch_size=1, row_groups=[group], columns=names):
+                for name in names:
+                    if not 0 < _longest(_column(batch, name)) <= _BOMB_BYTES // BATCH_ROWS:
+                        found.add(name)
+                break
+    return found
+
+
+def careful(path: Path, group: Any, huge: set[str]) -> tuple[int, Swelling]:
+    """Return how many rows of a row group may be decoded at once, and what refuses those that swell all the same.
+
+    Args:
+        path: of the file.
+        group: a `pyarrow.parquet.RowGroupMetaData`.
+        huge: columns that are read as dictionaries.
+    """
+    chunks = [group.column(column) for column in range(group.num_columns)]
+    repeating = [chunk for chunk in chunks if _PREFIXES in chunk.encodings]  # a value may repeat all of the one before
+    rows = min([BATCH_ROWS, *(_BOMB_BYTES // max(1, chunk.total_uncompressed_size) for chunk in repeating)])
+    stored: dict[str, int] = {}
+    for chunk in chunks:
+        if chunk in repeating or chunk.path_in_schema in huge:
+            name = chunk.path_in_schema.partition(".")[0]
+            stored[name] = stored.get(name, 0) + chunk.total_uncompressed_size
+    return max(1, rows), Swelling(path, stored)
+
+
+class Swelling:
+    """What the batches of one row group take once their values are Python's, of what the file stores of them."""
+
+    def __init__(self, path: Path, stored: Mapping[str, int]) -> None:
+        """Begin a row group: nothing of it is decoded yet.
+
+        Args:
+            path: of the file.
+            stored: the columns that may swell, and their bytes in the file once they are unpacked.
+        """
+        self._path, self._rows, self._stored = path, 0, stored
+        self._decoded = dict.fromkeys(stored, 0)
+
+    def refuse(self, batch: Any) -> None:
+        """Raise DataError for a column whose values take far more memory than what they are made of.
+
+        batch: the next `pyarrow.RecordBatch` of the row group.
+        """
+        for name, stored in self._stored.items():
+            held, decoded = _sizes(batch.column(name))
+            self._decoded[name] += decoded
+            if decoded > max(_BOMB_BYTES, _OF_DICTIONARY * held):
+                self._raise(name, batch.num_rows, decoded, held)
+            if self._decoded[name] > max(_BOMB_BYTES, _OF_COLUMN * stored) and decoded == held:  # without a dictionary
+                self._raise(name, self._rows + batch.num_rows, self._decoded[name], stored)
+        self._rows += batch.num_rows
+
+    def _raise(self, name: str, rows: int, decoded: int, held: int) -> None:
+        raise DataError(
+            f"{self._path}: column {name}: {rows} rows take {decoded / _MIB:.0f} MiB of memory, made of {held / _MIB:.1f} MiB "
+            f"that the file repeats; check what it holds, and shorten its values or remove the column"
+        )
+
+
+def _sizes(array: Any) -> tuple[int, int]:
+    """Return the bytes of an array's values as they are held, and once each is a value of its own."""
+    import pyarrow
+    import pyarrow.compute as compute
+
+    kind = array.type
+    if pyarrow.types.is_dictionary(kind):
+        lengths = compute.binary_length(array.dictionary)
+        decoded = compute.sum(compute.take(lengths, array.indices)).as_py() or 0
+        return compute.sum(lengths).as_py() or 0, decoded
+    if pyarrow.types.is_struct(kind):
+        parts = [_sizes(part) for part in array.flatten()]
+    elif pyarrow.types.is_nested(kind) and hasattr(array, "flatten"):
+        parts = [_sizes(array.flatten())]
+    else:
+        return array.nbytes, array.nbytes
+    return sum(held for held, _ in parts), sum(decoded for _, decoded in parts)
+
+
+def _column(batch: Any, path: str) -> Any:
+    """Return the texts of a leaf column, without the lists and structs around it. path: as `path_in_schema` has it."""
+    import pyarrow
+
+    name, *inner = path.split(".")
+    array = batch.column(name)
+    while not pyarrow.types.is_dictionary(array.type):
+        if pyarrow.types.is_struct(array.type):
+            while inner and array.type.get_field_index(inner[0]) < 0:
+                inner.pop(0)  # what the schema calls the levels of a list
+            array = array.flatten()[array.type.get_field_index(inner.pop(0))]
+        else:
+            array = array.flatten()
+    return array
+
+
+def _longest(array: Any) -> int:
+    """Return the bytes of the longest value in a dictionary array's dictionary; 0 where it has none."""
+    import pyarrow.compute as compute
+
+    return compute.max(compute.binary_length(array.dictionary)).as_py() or 0

@@ -1,0 +1,134 @@
+"""Tell whether the kernel killed a process for want of memory: it sends SIGKILL and leaves nothing but a count.
+
+Imports nothing heavy: graders' parents and launchers use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_FIX = (
+    "give the job or the container more memory, or make the run take less (`tepo plan` says what it takes), then start again "
+    "(--resume true goes on from the last checkpoint)"
+)
+_GIB = 2**30
+_UNLIMITED = 2**60  # bytes; control groups of version 1 call "no limit" a number near 2**63
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """The control group that bounds the memory of a process.
+
+    Attributes:
+        events: The file that counts the processes killed in it, on a line `oom_kill N`.
+        limit: The file with its limit in bytes.
+    """
+
+    events: Path
+    limit: Path
+
+    def kills(self) -> int | None:
+        """Return how many of its processes the kernel killed so far; None where it does not say."""
+        return _count(self.events)
+
+    def limit_in_words(self) -> str:
+        """Return its limit for a message."""
+        with contextlib.suppress(OSError, ValueError):
+            size = int(self.limit.read_text())
+            if size < _UNLIMITED:
+                return f"{size / _GIB:.2f} GiB in all"
+        return "the limit of a group above it"
+
+
+class MemoryKills:
+    """The kernel's counts of processes that it killed for want of memory, compared with those when this object was made."""
+
+    def __init__(self, process: str = "self", proc: Path = Path("/proc")) -> None:
+        """Read the counts of the process's control group and of the machine. Nothing is raised where there are none.
+
+        Args:
+            process: a pid, or "self".
+            proc: where the kernel's files are.
+        """
+        self._group = memory_group(proc / process)
+        self._machine = proc / "vmstat"
+        self._before = self._counts()
+
+    def _counts(self) -> tuple[int | None, int | None]:
+        return (None if self._group is None else self._group.kills()), _count(self._machine)
+
+    def seen(self) -> bool:
+        """Return whether the kernel killed any process of the group, or of the machine, since."""
+        return any(now > before for before, now in self._pairs())
+
+    def explain(self, fix: str = _FIX) -> str:
+        """Return, for a message about a process that ended by SIGKILL, whether that was for want of memory.
+
+        fix: what to do about it where it was, or may have been.
+        """
+        in_group, on_machine = self._counts()
+        if self._group is not None and (self._before[0] or 0) < (in_group or 0):
+            return (
+                f"the kernel killed it for memory: the processes of this job or container may take "
+                f"{self._group.limit_in_words()} ({self._group.events}: oom_kill {self._before[0]} -> {in_group}); {fix}"
+            )
+        if self.seen():
+            return (
+                f"probably the kernel killed it for memory: it has killed a process for that meanwhile ({self._machine}: "
+                f"oom_kill {self._before[1]} -> {on_machine}); {fix}"
+            )
+        if in_group is None and on_machine is None:
+            return f"the machine may be out of memory; {fix}"
+        return (
+            "the kernel has counted no process killed for memory meanwhile, so somebody sent the signal: a person, the job's "
+            "scheduler, or a watchdog of memory in user space"
+        )
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        counts = zip(self._before, self._counts(), strict=True)
+        return [(before, now) for before, now in counts if before is not None and now is not None]
+
+
+def memory_group(process: Path) -> MemoryGroup | None:
+    """Return the control group that bounds a process's memory, of version 1 or 2; None where none can be seen.
+
+    process: its folder in /proc.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        mounts = (process / "mountinfo").read_text().splitlines()
+        for line in (process / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                kind, names = "cgroup2", ("memory.events", "memory.max")
+            elif "memory" in controllers.split(","):
+                kind, names = "cgroup", ("memory.oom_control", "memory.limit_in_bytes")
+            else:
+                continue
+            for root, folder in _mounted(mounts, kind):
+                # a container sees its own group at the root of the mount, whatever the group is called outside
+                for below in (path, path.removeprefix(root), ""):
+                    group = MemoryGroup(*(folder / below.strip("/") / name for name in names))
+                    if group.kills() is not None:
+                        return group
+    return None
+
+
+def _mounted(mounts: list[str], kind: str) -> list[tuple[str, Path]]:
+    """The mounts of version 2, or of version 1 with the memory controller: their root within the hierarchy, and where."""
+    found = []
+    for line in mounts:
+        before, _, after = line.partition(" - ")
+        fields, (mounted_kind, _, options) = before.split(), after.split(" ", 2)
+        if mounted_kind == kind and (kind == "cgroup2" or "memory" in options.split(",")):
+            found.append((fields[3], Path(fields[4])))
+    return found
+
+
+def _count(path: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
+        return int(found[1]) if found else None
+    return None

@@ -1,0 +1,74 @@
+"""Say what is wrong with a disk: which file could not be written, why, and what to do about it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from tepo_megatron.errors import StorageError, TepoError
+
+# errors of a disk, not of a program -> what they mean, and the fix
+_MEANINGS = {
+    errno.ENOSPC: ("the disk is full", "free some space there"),
+    errno.EDQUOT: ("the quota of this user is used up", "free some space there, or have the quota raised"),
+    errno.EROFS: (
+        "its file system is read-only, which the kernel makes it after an error of the disk",
+        "see `dmesg`, and mount it for writing again",
+    ),
+    errno.EIO: ("the disk failed", "see `dmesg`, and repair or replace the disk"),
+    errno.ESTALE: ("its file server has lost it", "mount the file system again"),
+    errno.ENOTCONN: ("its file server is gone", "mount the file system again"),
+    errno.EACCES: ("it may not be written", "give this user the right to write there"),
+    errno.EPERM: ("it may not be written", "give this user the right to write there"),
+}
+# those that reading does not have: whatever raised them was writing
+_OF_WRITING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+_IN_TEXT = re.compile(r"\(os error (\d+)\)")  # safetensors has no errno
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Within, an error of the disk becomes a StorageError that names `path`, why it cannot be written, and the fix."""
+    try:
+        yield
+    except TepoError:
+        raise
+    except Exception as e:
+        if (fault := disk_fault(e, path)) is None:
+            raise
+        raise StorageError(fault) from None
+
+
+def disk_fault(error: BaseException, path: Path, written: bool = True) -> str | None:
+    """Return the message for an error of a disk; None for any other error.
+
+    Args:
+        error: whatever was raised.
+        path: what was being written, where the error itself names no file.
+        written: whether something was being written for certain. If not, only errors that reading does not have count.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (found := _IN_TEXT.search(str(error))):
+        number = int(found[1])
+    if number is None or number not in (_MEANINGS if written else _OF_WRITING):
+        return None
+    if isinstance(error, OSError) and isinstance(error.filename, str | os.PathLike):
+        path = Path(os.fspath(error.filename))
+    meaning, fix = _MEANINGS[number]
+    free = _free(path) if number in (errno.ENOSPC, errno.EDQUOT) else ""
+    return (
+        f"{path}: cannot be written: {meaning} ({os.strerror(number)}{free}); {fix}, then start again (--resume true goes on "
+        "from the last checkpoint)"
+    )
+
+
+def _free(path: Path) -> str:
+    for folder in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            return f", {shutil.disk_usage(folder).free / 2**20:.1f} MiB free"
+    return ""

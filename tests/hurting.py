@@ -1,0 +1,242 @@
+"""Machines that fail a run from below: memory groups, small and slow disks, a clock that is set. Each needs root and Linux.
+
+Whatever cannot be had skips the test with the reason. Nothing outlives its context: mounts are in a mount namespace of their
+own, which ends with its last process, and groups are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 60.0  # for any helper
+NOTHING = 65536  # bytes: a limit that the next page that a process touches is beyond
+
+
+@dataclass(frozen=True)
+class Group:
+    """A control group of this test's own. folder: its files; events: that with its count of killed processes."""
+
+    folder: Path
+    events: str = ""
+
+    def add(self, pid: int) -> None:
+        """Move a process there, with all its threads. What it uses already is not counted."""
+        (self.folder / "cgroup.procs").write_text(f"{pid}\n")
+
+    def kills(self) -> int:
+        """How many of its processes the kernel killed for want of memory."""
+        lines = (self.folder / self.events).read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+def _mounts(kind: str, controller: str) -> list[Path]:
+    found = []
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        mounted, _, options = after.split(" ", 2)
+        if mounted == kind and (kind == "cgroup2" or controller in options.split(",")):
+            found.append(Path(before.split()[4]))
+    return found
+
+
+@contextlib.contextmanager
+def control_group(controller: str, limits: Mapping[str, Mapping[str, str]]) -> Iterator[Group]:
+    """A control group of version 1 or 2, below the root of its hierarchy.
+
+    limits: "cgroup" (version 1) or "cgroup2" -> file -> what is written there.
+    """
+    why = "there is no control group"
+    for kind in ("cgroup", "cgroup2"):
+        for mount in _mounts(kind, controller):
+            folder = mount / f"tepo-test-{uuid.uuid4().hex}"
+            try:
+                if kind == "cgroup2" and controller not in (mount / "cgroup.subtree_control").read_text().split():
+                    why = f"{mount} has no controller {controller} for its groups"
+                    continue
+                folder.mkdir()
+                for name, text in limits[kind].items():
+                    (folder / name).write_text(text)
+            except OSError as e:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+                why = str(e)
+                continue
+            try:
+                yield Group(folder, "memory.oom_control" if kind == "cgroup" else "memory.events")
+            finally:
+                _remove(folder)
+            return
+    pytest.skip(f"no control group for {controller} can be made here: {why}")
+
+
+def _remove(folder: Path) -> None:
+    """With the processes in it, which are this test's own; those that others kill are waited for."""
+    deadline = time.monotonic() + SECONDS
+    while folder.exists():
+        try:
+            folder.rmdir()
+        except OSError:
+            left = [int(line) for line in (folder / "cgroup.procs").read_text().split()]
+            assert time.monotonic() < deadline, f"{folder} has processes: {left}"
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+
+
+def memory_group(size: int) -> contextlib.AbstractContextManager[Group]:
+    """A control group whose processes may take `size` bytes together."""
+    return control_group("memory", {"cgroup": {"memory.limit_in_bytes": str(size)}, "cgroup2": {"memory.max": str(size)}})
+
+
+def slow_group(device: str, rate: int) -> contextlib.AbstractContextManager[Group]:
+    """A control group whose processes write so many bytes a second to a block device. device: MAJOR:MINOR."""
+    first, second = {"blkio.throttle.write_bps_device": f"{device} {rate}"}, {"io.max": f"{device} wbps={rate}"}
+    return control_group("blkio" if _mounts("cgroup", "blkio") else "io", {"cgroup": first, "cgroup2": second})
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A file system that only processes of its own mount namespace see. folder: its place there; keeper: who holds it."""
+
+    folder: Path
+    keeper: int
+
+    @property
+    def outside(self) -> Path:
+        """The same folder, for this process."""
+        return Path(f"/proc/{self.keeper}/root") / self.folder.relative_to("/")
+
+    def by(self, *words: str | Path) -> Sequence[str]:
+        """What starts a command there, in this checkout."""
+        inside = ["nsenter", f"--mount=/proc/{self.keeper}/ns/mnt", "sh", "-c", 'cd "$0" && exec "$@"', str(ROOT)]
+        return [*inside, *map(str, words)]
+
+    def do(self, script: str) -> str:
+        """Run a shell script there; returns what it printed."""
+        done = subprocess.run(self.by("sh", "-ec", script), capture_output=True, text=True, timeout=SECONDS)
+        assert done.returncode == 0, f"{script}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def device(self) -> str:
+        """The name of its block device."""
+        return Path(self.do(f"findmnt -n -o SOURCE {self.folder}").strip()).name
+
+    def fill(self, name: str = "ballast") -> Path:
+        """Write until nothing more fits; returns the file to remove."""
+        path = self.outside / name
+        with path.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+            for size in (2**20, 4096, 1):
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(size)) == size:
+                        pass
+        return path
+
+
+@contextlib.contextmanager
+def disk(folder: Path, mount: str, *tools: str) -> Iterator[Disk]:
+    """A disk at `folder`, which is made.
+
+    mount: shell commands that mount it at "$1"; tools: programs that it takes.
+    """
+    folder.mkdir(parents=True)
+    missing = [tool for tool in ("unshare", "nsenter", "findmnt", *tools) if shutil.which(tool) is None]
+    if os.geteuid() != 0 or missing:
+        pytest.skip(f"mounting takes root and {', '.join(missing) or 'nothing else'}")
+    script = f"set -e\n{mount}\necho ready\nexec cat"
+    with subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", script, "sh", str(folder)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as keeper:  # fmt: skip
+        assert keeper.stdin and keeper.stdout
+        try:
+            if (said := keeper.stdout.readline()) != "ready\n":
+                pytest.skip(f"it cannot be mounted here: {said}{keeper.stdout.read()}")
+            yield Disk(folder, keeper.pid)
+        finally:
+            keeper.stdin.close()
+            keeper.wait(SECONDS)
+
+
+def ext4(image: Path, mib: int) -> str:
+    """Shell commands that mount an ext4 on a file; after an error of the file system it is read-only."""
+    return f'truncate -s {mib}M {image}; mkfs.ext4 -q -F {image}; mount -o loop,errors=remount-ro {image} "$1"'
+
+
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+static volatile long long *offset;  /* seconds, in a file that the test changes */
+static int (*get)(clockid_t, struct timespec *);
+__attribute__((constructor)) static void begin(void) {
+  get = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
+  const char *path = getenv("TEPO_TEST_CLOCK");
+  int file = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+  if (file < 0) return;
+  void *mapped = mmap(0, 8, PROT_READ, MAP_SHARED, file, 0);
+  close(file);
+  if (mapped != MAP_FAILED) offset = mapped;
+}
+int clock_gettime(clockid_t id, struct timespec *now) {
+  if (!get) begin();
+  int result = get(id, now);
+  if (!result && offset && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) now->tv_sec += *offset;
+  return result;
+}
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+  (void)zone;
+  struct timespec found;
+  int result = clock_gettime(CLOCK_REALTIME, &found);
+  now->tv_sec = found.tv_sec;
+  now->tv_usec = found.tv_nsec / 1000;
+  return result;
+}
+time_t time(time_t *out) {
+  struct timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  if (out) *out = now.tv_sec;
+  return now.tv_sec;
+}
+"""
+
+
+class Clock:
+    """The wall clock of the processes that get `env`, whatever language they are written in: the machine's plus an offset.
+
+    The monotonic clock, and how long the kernel lets a process wait, stay as they are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        compiler = shutil.which("cc")
+        if compiler is None:
+            pytest.skip("a clock of one's own takes a C compiler")
+        source, library, self._path = folder / "clock.c", folder / "clock.so", folder / "offset"
+        source.write_text(CLOCK)
+        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True, timeout=SECONDS)
+        self._path.write_bytes(bytes(8))
+        self.env = {"LD_PRELOAD": str(library), "TEPO_TEST_CLOCK": str(self._path)}
+
+    def set(self, seconds: int) -> None:
+        """Let the clock jump to so many seconds after the machine's."""
+        with self._path.open("r+b") as file, mmap.mmap(file.fileno(), 8) as mapped:
+            mapped[:] = struct.pack("q", seconds)
