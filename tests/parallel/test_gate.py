@@ -17,7 +17,7 @@ from tests.parallel import resume_worlds as w
 from tests.worlds import run_world
 
 LIMIT = 1e-3
-EVERY_MODE = [(mode, one) for mode in harness.MODES for one in (False, True)]
+EVERY_MODE = [(mode, False) for mode in harness.TURNS] + [(mode, True) for mode in harness.MODES]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("mode", "one_server"),
     full_but(
-        [("ahead", False), ("ahead", True), ("sync, old_logprobs rollout", True)], [("3 ahead, continue", True)], EVERY_MODE
+        [("ahead", False), ("ahead", True), ("sync, old_logprobs rollout", True), ("group, ahead", True)],
+        [("3 ahead, continue", True), ("function", True)],
+        EVERY_MODE,
     ),
 )
 def test_an_engine_that_ignores_updates_is_stopped_in_the_first_possible_step(
