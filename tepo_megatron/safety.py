@@ -84,8 +84,8 @@ def _evaluations(cfg: Config) -> tuple[bool, str]:
 
 def _experts(cfg: Config) -> tuple[bool, str]:
     state = (
-        "the actor takes it over, so that a stale router shows in the weights of the chosen experts alone, and with one "
-        "expert for each token not at all"
+        "the actor takes it over, so that a wrong choice is not seen; a stale router is, by the weights that it gives the "
+        "chosen experts"
     )
     if cfg.rollout.in_flight == "continue":
         state += "; tokens of older weights are compared with the choice of the newest that went on with their response"

@@ -25,6 +25,7 @@ from tepo_megatron.rollout.in_server.inbox import Inbox
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.e2e.scripted_worker import ScriptedEngine
+from tests.harness import experts
 
 State = Mapping[str, Tensor]
 SERVER = "server {}"
@@ -55,7 +56,7 @@ def older(k: int) -> Callable[[State, Sequence[State], int], State]:
 
 def one_tensor(now: State, history: Sequence[State], first: int) -> State:
     """One tensor ignores every update."""
-    name = "model.layers.1.mlp.down_proj.weight"
+    name = next(n for n in sorted(now) if n.startswith("model.layers.1.mlp.") and n.endswith("down_proj.weight"))
     return {**now, name: history[first - 1][name]}
 
 
@@ -75,6 +76,12 @@ def swapped(now: State, history: Sequence[State], first: int) -> State:
     return {name: now[_replaced(name, other)] for name in now}
 
 
+def one_router(now: State, history: Sequence[State], first: int) -> State:
+    """The router of the last layer ignores every update."""
+    name = "model.layers.1.mlp.gate.weight"
+    return {**now, name: history[first - 1][name]}
+
+
 def mixed(now: State, history: Sequence[State], first: int) -> State:
     """Every other tensor is one version old."""
     before = history[max(0, len(history) - 2)]
@@ -90,6 +97,19 @@ FAULTS: dict[str, Callable[[State, Sequence[State], int], State]] = {
     "two layers swapped": swapped,
     "every other tensor old": mixed,
 }
+FAULTS_OF_EXPERTS = {"one router stale": one_router}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The log-probs of a sequence's tokens but the first, by what a server serves, and by what it was sent; where experts are
+    replayed, with the experts that the server's routers chose.
+    """
+
+    server: int
+    served: Tensor
+    right: Tensor
+    experts_LKT: Tensor | None = None
 
 
 class FaultyEngine(ScriptedEngine):
@@ -111,6 +131,8 @@ class FaultyEngine(ScriptedEngine):
             return AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
         self._right, self._served = model(), [model() for _ in range(cfg.rollout.servers)]
+        self._chosen = [experts.record_choices(served) for served in self._served]
+        self._told = experts.tell_choices(self._right) if cfg.rollout.replay_experts else None
         self._inboxes = [Inbox() for _ in self._served]
         self._threads = ThreadPoolExecutor(1 + len(self._inboxes))
         self._given: list[dict[str, Tensor]] = [{} for _ in self._served]  # to each server, by all updates
@@ -163,7 +185,8 @@ class FaultyEngine(ScriptedEngine):
             for number, served in enumerate(self._served):
                 wrong = self._coming >= self._fault.first and self._fault.server in (None, number)
                 wrong = wrong and self._fault.kind != "none"
-                _load(served, FAULTS[self._fault.kind](now, self._history, self._fault.first) if wrong else now)
+                fault = (FAULTS | FAULTS_OF_EXPERTS)[self._fault.kind] if wrong else None
+                _load(served, now if fault is None else fault(now, self._history, self._fault.first))
             _load(self._right, now)
             self.version = self._coming
 
@@ -230,35 +253,34 @@ class FaultyEngine(ScriptedEngine):
         return torch.tensor([*prompt.token_ids, *response[: sampling.max_tokens]])
 
     @torch.no_grad()
-    def _logprobs(self, ids: Tensor, server: int) -> tuple[int, Tensor, Tensor]:
-        """(server, log-probs of what it serves, log-probs of what it was sent), of each token but the first."""
-        found = []
-        for model in (self._served[server], self._right):
-            logits = model(ids[None]).logits[0, :-1].float() / self._cfg.rollout.temperature
-            found.append(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0])
-        return server, found[0], found[1]
+    def _logprobs(self, ids: Tensor, server: int) -> Scored:
+        chosen = self._chosen[server]
+        chosen.clear()
+        served = self._scores(self._served[server], ids)
+        if self._told is None:
+            return Scored(server, served, self._scores(self._right, ids))
+        self._told[:] = chosen  # as the actor's routers are told
+        return Scored(server, served, self._scores(self._right, ids), experts.experts_of(chosen))
 
-    def _rollout(
-        self,
-        prompt: Prompt,
-        ids: Tensor,
-        first: tuple[int, Tensor, Tensor],
-        rest: tuple[int, Tensor, Tensor],
-        version: int,
-        place: int,
-    ) -> Rollout:
+    def _scores(self, model: torch.nn.Module, ids: Tensor) -> Tensor:
+        """Log-probs of each token but the first."""
+        logits = model(ids[None]).logits[0, :-1].float() / self._cfg.rollout.temperature
+        return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+    def _rollout(self, prompt: Prompt, ids: Tensor, first: Scored, rest: Scored, version: int, place: int) -> Rollout:
         """Tokens before `place` by `first`, under `version`; those from there on by `rest`, under the version of now."""
         own = torch.arange(ids.numel()) >= len(prompt.token_ids)
         aligned, right = (
             torch.cat([torch.zeros(1), torch.where(torch.arange(1, ids.numel()) < place, a, b)]) * own
-            for a, b in ((first[1], rest[1]), (first[2], rest[2]))
+            for a, b in ((first.served, rest.served), (first.right, rest.right))
         )
         later = ((place, self.version),) if version != self.version else ()
-        servers = ((0, SERVER.format(first[0])),)
-        if first[0] != rest[0]:
-            servers += ((place, SERVER.format(rest[0])),)
+        servers = ((0, SERVER.format(first.server)),)
+        if first.server != rest.server:
+            servers += ((place, SERVER.format(rest.server)),)
         reason = "stop" if int(ids[-1]) == self._tokenizer.eos_token_id else "length"
-        out = Rollout(prompt.id, ids, own, aligned, version, reason, prompt.answer, later_versions=later, servers=servers)
+        out = Rollout(prompt.id, ids, own, aligned, version, reason, prompt.answer, later_versions=later, servers=servers,
+                      experts_LKT=rest.experts_LKT)  # fmt: skip
         planted = (aligned - right).abs()[own].double().tolist()
         with self._book.open("a") as file:
             file.write(json.dumps([[key, moved] for (key, _), moved in zip(tokens_of(out), planted, strict=True)]) + "\n")
@@ -295,7 +317,7 @@ def tokens_of(rollout: Rollout) -> Iterator[tuple[str, tuple[int, str]]]:
 
 
 def _load(model: torch.nn.Module, state: State) -> None:
-    model.load_state_dict(dict(state), strict=False)
+    model.load_state_dict(dict(experts.fused(state)), strict=False)
     model.tie_weights()  # type: ignore[operator]
 
 

@@ -34,13 +34,15 @@ from tepo_megatron.quiet import quiet_upstream
 from tepo_megatron.rollout import record
 from tepo_megatron.train import train
 from tepo_megatron.weights.sync import allowed_difference
-from tests.harness.faulty_engine import FAULTS, Fault, FaultyEngine, tokens_of
+from tests.harness import experts
+from tests.harness.faulty_engine import FAULTS, FAULTS_OF_EXPERTS, Fault, FaultyEngine, tokens_of
 from tests.parallel import resume_worlds as w
 from tests.worlds import run_world
 
 NOISE = {"fp32": 1e-6, "bf16": 0.02}  # nats: mean |engine - actor| of healthy steps is less
 LIMIT = {"fp32": 1e-5, "bf16": 0.05}
 ONE_UPDATE = {"epochs": 1, "minibatch_prompts": 4}
+REPLAYED = {"engine": "sglang", "replay_experts": True}
 FUNCTION = f"{Path(__file__).with_name('two_turns.py')}:two_turns"
 # name -> sections of the config
 TURNS: dict[str, dict[str, Any]] = {
@@ -76,6 +78,10 @@ WAYS: dict[str, dict[str, Any]] = {
         "rollout": {"max_staleness": 3, "in_flight": "continue", "oversample": 1.5, "function": FUNCTION},
     },
     "temperature 0.3": {"rollout": {"temperature": 0.3}},
+    "experts": {},
+    "experts, ahead": {"rollout": {"max_staleness": 1}},
+    "experts replayed": {"rollout": REPLAYED},
+    "experts replayed, ahead": {"rollout": REPLAYED | {"max_staleness": 1}},
 }
 MODES = TURNS | WAYS
 SERVERS = 4
@@ -114,6 +120,8 @@ class Verdict:
 
 def config(trial: Trial, model: Path, folder: Path) -> Config:
     """Of the trial's run."""
+    if "expert" in trial.mode:
+        model = experts.write_model(model)
     sections: dict[str, Any] = {name: dict(section) for name, section in MODES[trial.mode].items()}
     common: dict[str, dict[str, Any]] = {
         "rollout": {"record": True, "filter_uniform_groups": False, "max_refills": 0},
@@ -185,7 +193,7 @@ def trials() -> list[Trial]:
     found = [
         Trial(mode, fault, one, rate)
         for mode in MODES
-        for fault in FAULTS
+        for fault in (FAULTS | FAULTS_OF_EXPERTS if "expert" in mode else FAULTS)
         for one in (False, True)
         for rate in (RATES if mode in ("sync", "ahead") and fault != "two layers swapped" else (1e-3,))
     ]

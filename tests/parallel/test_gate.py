@@ -48,6 +48,13 @@ def test_weights_that_are_wrong_in_part_are_stopped_too(model: Path, tmp_path: P
     assert verdict.stopped == verdict.first == 3  # the first rollouts of version 1
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["experts", "experts replayed"])
+def test_a_stale_router_is_seen_though_the_actor_takes_its_choice_over(model: Path, tmp_path: Path, mode: str) -> None:
+    verdict = harness.run(harness.Trial(mode, "one router stale", one_server=True), model, tmp_path)
+    assert verdict.stopped == verdict.first == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", full_but(["3 ahead, continue"], [], harness.MODES))
 def test_a_healthy_run_compares_every_token_and_goes_on(model: Path, tmp_path: Path, mode: str) -> None:
