@@ -140,6 +140,11 @@ def config(trial: Trial, model: Path, folder: Path) -> Config:
     return replace(cfg, model=replace(cfg.model, precision=trial.precision))
 
 
+def noise(cfg: Config) -> float:
+    """Nats: rounding is of logits, which the temperature divides."""
+    return NOISE[cfg.model.precision] / min(1.0, cfg.rollout.temperature)
+
+
 def run(trial: Trial, model: Path, folder: Path) -> Verdict:
     """Take the trial. Raises AssertionError where the run ends for another reason than the gate."""
     cfg, book = config(trial, model, folder), folder / "book.jsonl"
@@ -168,7 +173,7 @@ def _verdict(cfg: Config, book: Path, stopped: bool) -> Verdict:
     planted = {name: moved for line in book.read_text().splitlines() for name, moved in json.loads(line)}
     metrics = [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert stopped == (len(metrics) < cfg.training.steps)
-    folder, noise = cfg.run_dir / record.FOLDER, NOISE[cfg.model.precision]
+    folder = cfg.run_dir / record.FOLDER
     first, largest = None, 0.0
     for step in record.steps(folder):
         if step > len(metrics) + stopped:
@@ -182,7 +187,7 @@ def _verdict(cfg: Config, book: Path, stopped: bool) -> Verdict:
         found = [(whole, cfg.sync.max_logprob_diff)]
         found += [(total / n, allowed_difference(n, cfg.sync)) for total, n in sums.values()]
         largest = max(largest, *(mean / limit for mean, limit in found))
-        if first is None and any(mean - noise > limit for mean, limit in found):
+        if first is None and any(mean - noise(cfg) > limit for mean, limit in found):
             first = step
     healthy = [m["gate/logprob_diff_worst"] for m in metrics if largest == 0 and m["gate/logprob_diff_worst"] is not None]
     return Verdict(first, len(metrics) + 1 if stopped else None, largest, max(healthy, default=None))

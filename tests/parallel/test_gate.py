@@ -60,8 +60,9 @@ def test_a_stale_router_is_seen_though_the_actor_takes_its_choice_over(model: Pa
 def test_a_healthy_run_compares_every_token_and_goes_on(model: Path, tmp_path: Path, mode: str) -> None:
     trial = harness.Trial(mode, "none", one_server=True)
     verdict = harness.run(trial, model, tmp_path)
-    assert verdict.stopped is None and verdict.worst_healthy is not None and verdict.worst_healthy < harness.NOISE["fp32"] * 3
-    assert all(r["gate/compared_share"] == 1 for r in w.records(harness.config(trial, model, tmp_path).run_dir))
+    cfg = harness.config(trial, model, tmp_path)
+    assert verdict.stopped is None and verdict.worst_healthy is not None and verdict.worst_healthy < harness.noise(cfg) * 3
+    assert all(r["gate/compared_share"] == 1 for r in w.records(cfg.run_dir))
 
 
 def sampled(logprobs_N: torch.Tensor, batch: TrainBatch, version: int, servers: int) -> tuple[Rollout, ...]:
