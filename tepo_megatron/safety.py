@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from tepo_megatron.config import Config
 
+TOO_WIDE = 0.5  # nats: the mean that stale or mixed weights rarely reach
+COLD = 0.1  # a temperature below which nearly every token is the likeliest one
+
 
 @dataclass(frozen=True)
 class SafetyCheck:
@@ -27,16 +30,23 @@ class SafetyCheck:
 
 def safety_checks(cfg: Config) -> list[SafetyCheck]:
     """Return every check of the engine's weights, with its state in a run of this config."""
-    return [
-        SafetyCheck("log-probs of engine and actor (sync.max_logprob_diff)", *_log_probs(cfg)),
-        SafetyCheck("versions that servers echo", *_versions(cfg)),
-        SafetyCheck("checksums of what servers hold (sync.verify_every)", *_checksums(cfg)),
-    ]
+    found = [SafetyCheck("log-probs of engine and actor (sync.max_logprob_diff)", *_log_probs(cfg))]
+    if _delivers(cfg) and (cfg.data.eval is not None or cfg.evaluation.benchmarks):
+        found.append(SafetyCheck("log-probs of evaluations", *_evaluations(cfg)))
+    if cfg.rollout.replay_experts and not cfg.rollout.only:
+        found.append(SafetyCheck("the engine's choice of experts (rollout.replay_experts)", *_experts(cfg)))
+    found.append(SafetyCheck("versions that servers echo", *_versions(cfg)))
+    found.append(SafetyCheck("checksums of what servers hold (sync.verify_every)", *_checksums(cfg)))
+    return found
 
 
 def checks_that_are_off(cfg: Config) -> list[str]:
     """Return a line for the user for each check that does not work in a run of this config."""
     return [f"safety check {check}" for check in safety_checks(cfg) if not check.works]
+
+
+def _delivers(cfg: Config) -> bool:
+    return not cfg.rollout.only and cfg.rollout.replay is None
 
 
 def _log_probs(cfg: Config) -> tuple[bool, str]:
@@ -46,26 +56,65 @@ def _log_probs(cfg: Config) -> tuple[bool, str]:
     if rollout.replay is not None:
         return False, (
             "rollout.replay has no engine, and the weights that sampled are another run's; only rollouts recorded as of the "
-            "newest version are compared with this run's actor"
+            "newest version are compared with this run's actor, and none with training.old_logprobs=rollout and several updates"
+        )
+    if sync.max_logprob_diff >= TOO_WIDE:
+        return False, (
+            f"sync.max_logprob_diff={sync.max_logprob_diff:g} is more than stale weights move a log-prob; set it below "
+            f"{TOO_WIDE:g}, near the usual gate/logprob_diff_mean"
         )
     share = "every token" if sync.compared_tokens is None else f"about {sync.compared_tokens} tokens of each server and version"
     if sync.compared_tokens is not None and not rollout.max_staleness and cfg.training.old_logprobs == "actor":
         share = "every token"  # no pass of its own, which alone that bounds
-    return True, f"{share} under the weights that sampled it; the run ends above {sync.max_logprob_diff:g} nats"
+    state = f"{share} under the weights that sampled it; the run ends above {sync.max_logprob_diff:g} nats"
+    if rollout.filter_uniform_groups:
+        state += "; groups that rollout.filter_uniform_groups drops are neither learned from nor compared"
+    if rollout.temperature < COLD:
+        state += f"; at rollout.temperature={rollout.temperature:g} most tokens are nearly certain, and stale weights show less"
+    return True, state
+
+
+def _evaluations(cfg: Config) -> tuple[bool, str]:
+    newest = cfg.training.steps - 1 - cfg.rollout.max_staleness
+    return False, (
+        "evaluations are of what the engine serves, and the gate sees a version where training samples it: of those after "
+        f"version {max(0, newest)} perhaps none, the last one among them"
+    )
+
+
+def _experts(cfg: Config) -> tuple[bool, str]:
+    state = (
+        "the actor takes it over, so that a wrong choice is not seen; a stale router is, by the weights that it gives the "
+        "chosen experts"
+    )
+    if cfg.rollout.in_flight == "continue":
+        state += "; tokens of older weights are compared with the choice of the newest that went on with their response"
+    if _delivers(cfg) and cfg.sync.verify_every:
+        state += "; the checksums (sync.verify_every) are of routers too"
+    return False, state
 
 
 def _versions(cfg: Config) -> tuple[bool, str]:
-    if cfg.rollout.only or cfg.rollout.replay is not None:
+    if not _delivers(cfg):
         return False, "no weights are sent" if cfg.rollout.only else "rollout.replay has no engine"
     return True, "an answer of another version than was sent is sampled again; it only shows what the server was told"
 
 
 def _checksums(cfg: Config) -> tuple[bool, str]:
-    if cfg.rollout.only or cfg.rollout.replay is not None:
+    every = cfg.sync.verify_every
+    if not _delivers(cfg):
         return False, "no weights are sent" if cfg.rollout.only else "rollout.replay has no engine"
-    if not cfg.sync.verify_every:
+    if not every:
         return False, "sync.verify_every=0 asks for none"
-    state = f"at every delivery whose version is a multiple of {cfg.sync.verify_every}"
+    if every > cfg.training.steps:
+        return False, f"sync.verify_every={every} is more than training.steps={cfg.training.steps}: no update is checked"
+    state = f"at every delivery whose version is a multiple of {every}, or that passes one over"
+    if every > 1:
+        state += "; a tensor that took an update since the last check, and not the newest, passes"
+    if every > 1 and cfg.sync.delta:
+        state += "; with sync.delta, of what is sent at that delivery"
+    if cfg.rollout.server.precision is not None:
+        state += "; rollout.server.precision is set, so only a server that took none of the changes is noticed"
     if cfg.platform == "cpu" and cfg.rollout.engine == "vllm":
         state += "; vLLM on a CPU tells none of linear layers"
     return True, state

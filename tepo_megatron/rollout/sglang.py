@@ -149,10 +149,14 @@ class SglangApi:
         await send("POST", "/update_weights_from_tensor", self._payload(*in_words(sources)))
 
     async def finish_update(self, send: Send, version: int) -> None:
-        """An update without tensors, for what belongs to the last."""
-        last = {"flush_cache": True, "weight_version": str(version)}
-        await send("POST", "/update_weights_from_tensor", self._payload(FINISH) | last)
+        """An update without tensors, for what belongs to the last.
+
+        The prefix cache is flushed by a request of its own, which waits until nothing is sampled: a health check is a request
+        too, and an update that flushes fails where one is under way.
+        """
+        await send("POST", "/update_weights_from_tensor", self._payload(FINISH) | {"weight_version": str(version)})
         await send("POST", "/end_weight_update", {})
+        await send("POST", f"/flush_cache?timeout={IDLE_SECONDS}", None)
         served = (await send("GET", "/model_info", None)).get("weight_version")
         if served != str(version):
             raise SyncError(f"sent weights of version {version}, but SGLang reports {excerpt(repr(served))}")

@@ -44,7 +44,7 @@ from tepo_megatron.watch import JOINING, here
 from tepo_megatron.weights.gather import Binding
 from tepo_megatron.weights.meeting import OwnedStore, own_address
 from tepo_megatron.weights.ops import Architecture
-from tepo_megatron.weights.rounds import Rounds
+from tepo_megatron.weights.rounds import Rounds, is_check_due
 
 ATTEMPTS = 3  # to send a round to servers that all live
 JOIN_POLL_SECONDS = 0.05
@@ -113,6 +113,7 @@ class BroadcastSync:
         self._channel: Channel | None = None
         self._rows: list[Tensor] = []
         self._sent: dict[str, int] = {}  # CRC-32 of what this rank sent when it was checked last
+        self._delivered: int | None = None  # the version
         # on rank 0
         self._owned: OwnedStore | None = None
         self._store: Store | None = None  # that one
@@ -146,6 +147,7 @@ class BroadcastSync:
                     self.receiver.finish_update()
             if self._is_due(version):
                 self._plan.verify(self.receiver, self._sent)
+            self._delivered = version
         except BaseException:
             self._leave()
             raise
@@ -167,7 +169,7 @@ class BroadcastSync:
 
     def _is_due(self, version: int) -> bool:
         """Whether this delivery is checked."""
-        return self.cfg.verify_every > 0 and version % self.cfg.verify_every == 0
+        return is_check_due(version, self._delivered, self.cfg.verify_every)
 
     def _row(self, which: int) -> Tensor:
         while len(self._rows) <= which:

@@ -130,6 +130,21 @@ class Rounds:
         return values
 
 
+def is_check_due(version: int, before: int | None, every: int) -> bool:
+    """Return whether the delivery of `version` is checked at both ends (`sync.verify_every`).
+
+    Where rollouts are sampled ahead, versions are passed over: one that was due is made up for at the next delivery.
+
+    Args:
+        version: of the weights.
+        before: the version of the last delivery; None: there was none.
+        every: steps between checks; 0: none is made.
+    """
+    if every == 0:
+        return False
+    return version % every == 0 or (before is not None and version // every > before // every)
+
+
 def _quantized(whole: Iterator[tuple[str, Tensor]], bucket: Sequence[Binding]) -> Iterator[tuple[str, Tensor]]:
     ops = {name: b.row.op for b in bucket for name in b.hf_names}
     refused: ConversionError | None = None

@@ -24,7 +24,7 @@ from tepo_megatron.weights.delta import Delta
 from tepo_megatron.weights.gather import Binding
 from tepo_megatron.weights.ops import Architecture
 from tepo_megatron.weights.relay import Relay
-from tepo_megatron.weights.rounds import Rounds
+from tepo_megatron.weights.rounds import Rounds, is_check_due
 from tepo_megatron.weights.stores import Files, Rows, Store
 
 
@@ -69,6 +69,7 @@ class WeightSync:
     ) -> None:
         self.cfg, self.groups, self.receiver = cfg, groups, receiver
         self._sent: dict[str, int] = {}  # CRC-32 of what this rank sent when it was checked last
+        self._delivered: int | None = None  # the version
         self._plan = Rounds(cfg, bindings, arch, groups)
         self.rounds = self._plan.count
         self.store: Store = _STORES[cfg.transport](cfg, self._plan, groups)
@@ -106,6 +107,7 @@ class WeightSync:
                     self.receiver.finish_update()
             if self._is_due(version):
                 self._plan.verify(self.receiver, self._sent)
+            self._delivered = version
         except BaseException:
             self.store.clear()
             raise
@@ -122,7 +124,7 @@ class WeightSync:
 
     def _is_due(self, version: int) -> bool:
         """Whether this delivery is checked."""
-        return self.cfg.verify_every > 0 and version % self.cfg.verify_every == 0
+        return is_check_due(version, self._delivered, self.cfg.verify_every)
 
     def _begin(self, version: int) -> list[Binding] | None:
         """Begin an update of what changed: of this rank's parameters, those that it sends; None: all."""

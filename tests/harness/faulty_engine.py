@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
 import time
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tepo_megatron.channel import Kept, Meeting, Source, Taker
 from tepo_megatron.config import Config
 from tepo_megatron.gate import pieces
+from tepo_megatron.rollout.engine import in_words
+from tepo_megatron.rollout.in_server.inbox import Inbox
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.e2e.scripted_worker import ScriptedEngine
+from tests.harness import experts
 
 State = Mapping[str, Tensor]
 SERVER = "server {}"
@@ -50,7 +56,7 @@ def older(k: int) -> Callable[[State, Sequence[State], int], State]:
 
 def one_tensor(now: State, history: Sequence[State], first: int) -> State:
     """One tensor ignores every update."""
-    name = "model.layers.1.mlp.down_proj.weight"
+    name = next(n for n in sorted(now) if n.startswith("model.layers.1.mlp.") and n.endswith("down_proj.weight"))
     return {**now, name: history[first - 1][name]}
 
 
@@ -70,6 +76,12 @@ def swapped(now: State, history: Sequence[State], first: int) -> State:
     return {name: now[_replaced(name, other)] for name in now}
 
 
+def one_router(now: State, history: Sequence[State], first: int) -> State:
+    """The router of the last layer ignores every update."""
+    name = "model.layers.1.mlp.gate.weight"
+    return {**now, name: history[first - 1][name]}
+
+
 def mixed(now: State, history: Sequence[State], first: int) -> State:
     """Every other tensor is one version old."""
     before = history[max(0, len(history) - 2)]
@@ -85,12 +97,26 @@ FAULTS: dict[str, Callable[[State, Sequence[State], int], State]] = {
     "two layers swapped": swapped,
     "every other tensor old": mixed,
 }
+FAULTS_OF_EXPERTS = {"one router stale": one_router}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The log-probs of a sequence's tokens but the first, by what a server serves, and by what it was sent; where experts are
+    replayed, with the experts that the server's routers chose.
+    """
+
+    server: int
+    served: Tensor
+    right: Tensor
+    experts_LKT: Tensor | None = None
 
 
 class FaultyEngine(ScriptedEngine):
-    """One model for each of `rollout.servers`, and one that has what was sent.
+    """One model for each of `rollout.servers`, and one that has what was sent. Each server takes weights as real ones do, in an
+    `Inbox`: files, lent memory or broadcasts, whole or what changed.
 
-    book: a file; a line for each sample tells by how much, in nats, the fault moved its log-probs. In bf16 if the run is.
+    book: a file; a line for each sample tells by how much, in nats, the fault moved each log-prob. In bf16 if the run is.
     """
 
     def __init__(self, cfg: Config, fault: Fault, book: Path) -> None:
@@ -98,26 +124,79 @@ class FaultyEngine(ScriptedEngine):
         super().__init__(cfg)
         self._fault, self._book, self._cfg = fault, book, cfg
         dtype = torch.float32 if cfg.model.precision == "fp32" else torch.bfloat16
+        config = AutoConfig.from_pretrained(cfg.model.path)
+        self._tied = bool(config.tie_word_embeddings)
 
         def model() -> torch.nn.Module:
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(cfg.model.path)).to(dtype).eval()
+            return AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
         self._right, self._served = model(), [model() for _ in range(cfg.rollout.servers)]
+        self._chosen = [experts.record_choices(served) for served in self._served]
+        self._told = experts.tell_choices(self._right) if cfg.rollout.replay_experts else None
+        self._inboxes = [Inbox() for _ in self._served]
+        self._threads = ThreadPoolExecutor(1 + len(self._inboxes))
+        self._given: list[dict[str, Tensor]] = [{} for _ in self._served]  # to each server, by all updates
         self._history: list[State] = []  # by version
         self._lock = threading.Lock()  # servers sample while others are updated, and each is idle when it is
         self._asked = 0
 
+    def begin_update(self, version: int) -> None:
+        super().begin_update(version)
+        for inbox in self._inboxes:
+            inbox.begin(self._cfg.model.path, self._tied)
+
+    @property
+    def base(self) -> int:
+        """See `RolloutEngine.base`: all servers are always of one version."""
+        return self.version
+
+    def keep(self, names: Sequence[str]) -> None:
+        for inbox in self._inboxes:
+            inbox.keep(Kept(self._coming, self.base, tuple(names)))
+
+    @property
+    def takers(self) -> tuple[Taker, ...]:
+        """See `RolloutEngine.takers`."""
+        return tuple(Taker(SERVER.format(i), "127.0.0.1", 1, i) for i in range(len(self._inboxes)))
+
+    def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
+        for taker, meeting in meetings.items():
+            self._inboxes[int(str(taker.life))].join(meeting, torch.device("cpu"))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def load(self, sources: Sequence[Source]) -> Future[None]:  # type: ignore[override]
+        def take(server: int) -> None:
+            arrived = self._inboxes[server].take(in_words(sources))
+            if arrived is not None:
+                self._given[server] |= {name: tensor.clone() for name, tensor in arrived}
+
+        return self._threads.submit(lambda: list(self._threads.map(take, range(len(self._inboxes)))) and None)
+
     def finish_update(self) -> None:
+        for inbox in self._inboxes:
+            inbox.finish()
         with self._lock:
-            now = {name: tensor.clone() for name, tensor in self._loaded.items()}
+            now = dict(self._given[0])
+            assert all(torch.equal(now[name], tensor) for given in self._given for name, tensor in given.items())
             while len(self._history) <= self._coming:  # versions that were never sent are those before them
                 self._history.append(now)
             for number, served in enumerate(self._served):
                 wrong = self._coming >= self._fault.first and self._fault.server in (None, number)
                 wrong = wrong and self._fault.kind != "none"
-                _load(served, FAULTS[self._fault.kind](now, self._history, self._fault.first) if wrong else now)
+                fault = (FAULTS | FAULTS_OF_EXPERTS)[self._fault.kind] if wrong else None
+                _load(served, now if fault is None else fault(now, self._history, self._fault.first))
             _load(self._right, now)
             self.version = self._coming
+
+    def close(self) -> None:
+        for inbox in self._inboxes:
+            inbox.leave()
+        self._threads.shutdown()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def sleep(self) -> None:
         super().sleep()
@@ -134,14 +213,22 @@ class FaultyEngine(ScriptedEngine):
         found = {group[0].prompt_id: group for group in iter(groups.next, None)}
         return [rollout for prompt in prompts for rollout in found[prompt.id]]
 
-    def begin(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> Callable[[], list[Rollout]]:
+    async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
+        """See `RolloutEngine.sample`: on a server by chance, so that conversations have several."""
+        server = derive_seed(seed, "server") % len(self._served)
+        return await asyncio.to_thread(lambda: self.begin(prompt, sampling, seed, server)())
+
+    def begin(
+        self, prompt: Prompt, sampling: SamplingParams, seed: int, server: int | None = None
+    ) -> Callable[[], list[Rollout]]:
         """Begin a group; the function that is returned ends it, with the weights that are served then: all of it, or the second
         half of each response if the run goes on with what new weights interrupt.
         """
         goes_on = self._cfg.rollout.in_flight == "continue"
-        server = self._asked % len(self._served)
-        self._asked += 1
-        texts = [self._response(prompt, derive_seed(seed, prompt.id, k)) for k in range(sampling.samples)]
+        if server is None:
+            server = self._asked % len(self._served)
+            self._asked += 1
+        texts = [self._response(prompt, sampling, derive_seed(seed, prompt.id, k)) for k in range(sampling.samples)]
         with self._lock:
             begun = [self._logprobs(ids, server) for ids in texts] if goes_on else None
             version = self.version
@@ -159,47 +246,44 @@ class FaultyEngine(ScriptedEngine):
 
         return end
 
-    def _response(self, prompt: Prompt, seed: int) -> Tensor:
-        """Prompt and response: the right box, or a wrong one."""
+    def _response(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> Tensor:
+        """Prompt and response: the right box, or a wrong one, as far as there is room."""
         text = f"\\boxed{{{prompt.answer if seed % 2 else seed % 9973}}}"
         response = [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id]
-        return torch.tensor([*prompt.token_ids, *response])
+        return torch.tensor([*prompt.token_ids, *response[: sampling.max_tokens]])
 
     @torch.no_grad()
-    def _logprobs(self, ids: Tensor, server: int) -> tuple[int, Tensor, Tensor]:
-        """(server, log-probs of what it serves, log-probs of what it was sent), of each token but the first."""
-        found = []
-        for model in (self._served[server], self._right):
-            logits = model(ids[None]).logits[0, :-1].float()
-            found.append(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0])
-        return server, found[0], found[1]
+    def _logprobs(self, ids: Tensor, server: int) -> Scored:
+        chosen = self._chosen[server]
+        chosen.clear()
+        served = self._scores(self._served[server], ids)
+        if self._told is None:
+            return Scored(server, served, self._scores(self._right, ids))
+        self._told[:] = chosen  # as the actor's routers are told
+        return Scored(server, served, self._scores(self._right, ids), experts.experts_of(chosen))
 
-    def _rollout(
-        self,
-        prompt: Prompt,
-        ids: Tensor,
-        first: tuple[int, Tensor, Tensor],
-        rest: tuple[int, Tensor, Tensor],
-        version: int,
-        place: int,
-    ) -> Rollout:
+    def _scores(self, model: torch.nn.Module, ids: Tensor) -> Tensor:
+        """Log-probs of each token but the first."""
+        logits = model(ids[None]).logits[0, :-1].float() / self._cfg.rollout.temperature
+        return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+    def _rollout(self, prompt: Prompt, ids: Tensor, first: Scored, rest: Scored, version: int, place: int) -> Rollout:
         """Tokens before `place` by `first`, under `version`; those from there on by `rest`, under the version of now."""
         own = torch.arange(ids.numel()) >= len(prompt.token_ids)
         aligned, right = (
             torch.cat([torch.zeros(1), torch.where(torch.arange(1, ids.numel()) < place, a, b)]) * own
-            for a, b in ((first[1], rest[1]), (first[2], rest[2]))
+            for a, b in ((first.served, rest.served), (first.right, rest.right))
         )
         later = ((place, self.version),) if version != self.version else ()
-        servers = ((0, SERVER.format(first[0])),)
-        if first[0] != rest[0]:
-            servers += ((place, SERVER.format(rest[0])),)
-        out = Rollout(prompt.id, ids, own, aligned, version, "stop", prompt.answer, later_versions=later, servers=servers)
-        planted, start, rows = (aligned - right).abs()[own].double(), 0, []
-        for tokens, (its, server) in pieces(out):
-            rows.append([its, server, tokens, float(planted[start : start + tokens].sum())])
-            start += tokens
+        servers = ((0, SERVER.format(first.server)),)
+        if first.server != rest.server:
+            servers += ((place, SERVER.format(rest.server)),)
+        reason = "stop" if int(ids[-1]) == self._tokenizer.eos_token_id else "length"
+        out = Rollout(prompt.id, ids, own, aligned, version, reason, prompt.answer, later_versions=later, servers=servers,
+                      experts_LKT=rest.experts_LKT)  # fmt: skip
+        planted = (aligned - right).abs()[own].double().tolist()
         with self._book.open("a") as file:
-            file.write(json.dumps([name_of(out), rows]) + "\n")
+            file.write(json.dumps([[key, moved] for (key, _), moved in zip(tokens_of(out), planted, strict=True)]) + "\n")
         return out
 
 
@@ -221,16 +305,19 @@ class FaultyGroups:
         self._under_way = []
 
 
-def name_of(rollout: Rollout) -> str:
-    """The same for a rollout that was written and read again, and for no other."""
-    tensors = (rollout.token_ids_L, rollout.rollout_logprobs_L)
-    source = [rollout.policy_version, rollout.later_versions, rollout.servers]
-    crc = zlib.crc32(b"".join(t.contiguous().numpy().tobytes() for t in tensors))
-    return f"{rollout.prompt_id}-{json.dumps(source)}-{crc:08x}"
+def tokens_of(rollout: Rollout) -> Iterator[tuple[str, tuple[int, str]]]:
+    """Yield (name, source) of each response token. The name is the same where the sequence was written and read again, or is
+    part of a longer one, and of no other token.
+    """
+    sources = [source for tokens, source in pieces(rollout) for _ in range(tokens)]
+    places = rollout.response_mask_L.nonzero()[:, 0].tolist()
+    for place, source in zip(places, sources, strict=True):
+        before, logprob = rollout.token_ids_L[: place + 1], rollout.rollout_logprobs_L[place]
+        yield f"{source} {sha256(before.numpy().tobytes() + logprob.numpy().tobytes()).hexdigest()[:16]}", source
 
 
 def _load(model: torch.nn.Module, state: State) -> None:
-    model.load_state_dict(dict(state), strict=False)
+    model.load_state_dict(dict(experts.fused(state)), strict=False)
     model.tie_weights()  # type: ignore[operator]
 
 

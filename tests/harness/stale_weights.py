@@ -34,15 +34,18 @@ from tepo_megatron.quiet import quiet_upstream
 from tepo_megatron.rollout import record
 from tepo_megatron.train import train
 from tepo_megatron.weights.sync import allowed_difference
-from tests.harness.faulty_engine import FAULTS, Fault, FaultyEngine, name_of
+from tests.harness import experts
+from tests.harness.faulty_engine import FAULTS, FAULTS_OF_EXPERTS, Fault, FaultyEngine, tokens_of
 from tests.parallel import resume_worlds as w
 from tests.worlds import run_world
 
 NOISE = {"fp32": 1e-6, "bf16": 0.02}  # nats: mean |engine - actor| of healthy steps is less
 LIMIT = {"fp32": 1e-5, "bf16": 0.05}
 ONE_UPDATE = {"epochs": 1, "minibatch_prompts": 4}
+REPLAYED = {"engine": "sglang", "replay_experts": True}
+FUNCTION = f"{Path(__file__).with_name('two_turns.py')}:two_turns"
 # name -> sections of the config
-MODES: dict[str, dict[str, Any]] = {
+TURNS: dict[str, dict[str, Any]] = {
     "sync": {},
     "sync, one update": {"training": ONE_UPDATE},
     "sync, old_logprobs rollout": {"training": {"old_logprobs": "rollout"}, "objective": {"name": "grpo", "beta": None}},
@@ -55,6 +58,32 @@ MODES: dict[str, dict[str, Any]] = {
     "3 ahead, continue": {"rollout": {"max_staleness": 3, "in_flight": "continue", "oversample": 1.5}},
     "3 ahead, restart": {"rollout": {"max_staleness": 3, "in_flight": "restart", "oversample": 1.5}},
 }
+# other ways of the weights to the servers, and of samples from them
+WAYS: dict[str, dict[str, Any]] = {
+    "group": {"sync": {"transport": "group"}},
+    "group, ahead": {"rollout": {"max_staleness": 1}, "sync": {"transport": "group"}},
+    "group, pp 2": {"parallel": {"pp": 2}, "sync": {"transport": "group"}},
+    "group, colocated": {"rollout": {"colocate": True}, "sync": {"transport": "group"}},
+    "group, 3 ahead, continue": {
+        "rollout": {"max_staleness": 3, "in_flight": "continue", "oversample": 1.5},
+        "sync": {"transport": "group"},
+    },
+    "delta": {"sync": {"delta": True}},
+    "delta, ahead": {"rollout": {"max_staleness": 1}, "sync": {"delta": True}},
+    "ipc": {"sync": {"transport": "ipc"}},
+    "ipc, delta, colocated": {"rollout": {"colocate": True}, "sync": {"transport": "ipc", "delta": True}},
+    "function": {"rollout": {"function": FUNCTION}},
+    "function, ahead": {"rollout": {"max_staleness": 1, "function": FUNCTION}},
+    "function, 3 ahead, continue": {
+        "rollout": {"max_staleness": 3, "in_flight": "continue", "oversample": 1.5, "function": FUNCTION},
+    },
+    "temperature 0.3": {"rollout": {"temperature": 0.3}},
+    "experts": {},
+    "experts, ahead": {"rollout": {"max_staleness": 1}},
+    "experts replayed": {"rollout": REPLAYED},
+    "experts replayed, ahead": {"rollout": REPLAYED | {"max_staleness": 1}},
+}
+MODES = TURNS | WAYS
 SERVERS = 4
 RATES = (1e-9, 3e-9, 1e-8, 2e-8, 4e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)  # of learning: how far versions lie apart
 
@@ -91,6 +120,8 @@ class Verdict:
 
 def config(trial: Trial, model: Path, folder: Path) -> Config:
     """Of the trial's run."""
+    if "expert" in trial.mode:
+        model = experts.write_model(model)
     sections: dict[str, Any] = {name: dict(section) for name, section in MODES[trial.mode].items()}
     common: dict[str, dict[str, Any]] = {
         "rollout": {"record": True, "filter_uniform_groups": False, "max_refills": 0},
@@ -107,6 +138,11 @@ def config(trial: Trial, model: Path, folder: Path) -> Config:
         sections[name] = section | sections.get(name, {})
     cfg = w.run_config(model, folder, export_hf=False, **sections)
     return replace(cfg, model=replace(cfg.model, precision=trial.precision))
+
+
+def noise(cfg: Config) -> float:
+    """Nats: rounding is of logits, which the temperature divides."""
+    return NOISE[cfg.model.precision] / min(1.0, cfg.rollout.temperature)
 
 
 def run(trial: Trial, model: Path, folder: Path) -> Verdict:
@@ -134,24 +170,24 @@ def _rank(rank: int, cfg: Config, fault: Fault, book: Path) -> None:
 
 
 def _verdict(cfg: Config, book: Path, stopped: bool) -> Verdict:
-    planted = dict(map(json.loads, book.read_text().splitlines()))
+    planted = {name: moved for line in book.read_text().splitlines() for name, moved in json.loads(line)}
     metrics = [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert stopped == (len(metrics) < cfg.training.steps)
-    folder, noise = cfg.run_dir / record.FOLDER, NOISE[cfg.model.precision]
+    folder = cfg.run_dir / record.FOLDER
     first, largest = None, 0.0
     for step in record.steps(folder):
         if step > len(metrics) + stopped:
             break  # sampled ahead, and never trained on
         sums: dict[tuple[int, str], tuple[float, int]] = defaultdict(lambda: (0.0, 0))
         for rollout in record.read(folder, step)[0]:
-            for version, server, tokens, total in planted[name_of(rollout)]:
-                before = sums[version, server]
-                sums[version, server] = before[0] + total, before[1] + tokens
+            for name, source in tokens_of(rollout):
+                before = sums[source]
+                sums[source] = before[0] + planted[name], before[1] + 1
         whole = sum(total for total, _ in sums.values()) / sum(n for _, n in sums.values())
         found = [(whole, cfg.sync.max_logprob_diff)]
         found += [(total / n, allowed_difference(n, cfg.sync)) for total, n in sums.values()]
         largest = max(largest, *(mean / limit for mean, limit in found))
-        if first is None and any(mean - noise > limit for mean, limit in found):
+        if first is None and any(mean - noise(cfg) > limit for mean, limit in found):
             first = step
     healthy = [m["gate/logprob_diff_worst"] for m in metrics if largest == 0 and m["gate/logprob_diff_worst"] is not None]
     return Verdict(first, len(metrics) + 1 if stopped else None, largest, max(healthy, default=None))
@@ -162,7 +198,7 @@ def trials() -> list[Trial]:
     found = [
         Trial(mode, fault, one, rate)
         for mode in MODES
-        for fault in FAULTS
+        for fault in (FAULTS | FAULTS_OF_EXPERTS if "expert" in mode else FAULTS)
         for one in (False, True)
         for rate in (RATES if mode in ("sync", "ahead") and fault != "two layers swapped" else (1e-3,))
     ]
@@ -207,6 +243,7 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, required=True, help="JSON lines, one for each trial; those in it are not taken again"
     )
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE", help="no others than these")
     parser.add_argument("--healthy", type=int, default=50, help="steps of each healthy run")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +252,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="stale-weights-") as name:
         model = w.write_inputs(Path(name) / "model")
         for number, trial in enumerate([*trials(), *healthy_trials(args.healthy)]):
-            if json.dumps(asdict(trial), sort_keys=True) in done:
+            if trial.mode not in args.modes or json.dumps(asdict(trial), sort_keys=True) in done:
                 continue
             verdict = run(trial, model, Path(name) / str(number))
             rows.append({"trial": asdict(trial), "verdict": asdict(verdict), "good": verdict.good})

@@ -17,7 +17,7 @@ from tests.parallel import resume_worlds as w
 from tests.worlds import run_world
 
 LIMIT = 1e-3
-EVERY_MODE = [(mode, one) for mode in harness.MODES for one in (False, True)]
+EVERY_MODE = [(mode, False) for mode in harness.TURNS] + [(mode, True) for mode in harness.MODES]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("mode", "one_server"),
     full_but(
-        [("ahead", False), ("ahead", True), ("sync, old_logprobs rollout", True)], [("3 ahead, continue", True)], EVERY_MODE
+        [("ahead", False), ("ahead", True), ("sync, old_logprobs rollout", True), ("group, ahead", True)],
+        [("3 ahead, continue", True), ("function", True)],
+        EVERY_MODE,
     ),
 )
 def test_an_engine_that_ignores_updates_is_stopped_in_the_first_possible_step(
@@ -46,13 +48,21 @@ def test_weights_that_are_wrong_in_part_are_stopped_too(model: Path, tmp_path: P
     assert verdict.stopped == verdict.first == 3  # the first rollouts of version 1
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["experts", "experts replayed"])
+def test_a_stale_router_is_seen_though_the_actor_takes_its_choice_over(model: Path, tmp_path: Path, mode: str) -> None:
+    verdict = harness.run(harness.Trial(mode, "one router stale", one_server=True), model, tmp_path)
+    assert verdict.stopped == verdict.first == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", full_but(["3 ahead, continue"], [], harness.MODES))
 def test_a_healthy_run_compares_every_token_and_goes_on(model: Path, tmp_path: Path, mode: str) -> None:
     trial = harness.Trial(mode, "none", one_server=True)
     verdict = harness.run(trial, model, tmp_path)
-    assert verdict.stopped is None and verdict.worst_healthy is not None and verdict.worst_healthy < harness.NOISE["fp32"] * 3
-    assert all(r["gate/compared_share"] == 1 for r in w.records(harness.config(trial, model, tmp_path).run_dir))
+    cfg = harness.config(trial, model, tmp_path)
+    assert verdict.stopped is None and verdict.worst_healthy is not None and verdict.worst_healthy < harness.noise(cfg) * 3
+    assert all(r["gate/compared_share"] == 1 for r in w.records(cfg.run_dir))
 
 
 def sampled(logprobs_N: torch.Tensor, batch: TrainBatch, version: int, servers: int) -> tuple[Rollout, ...]:

@@ -233,6 +233,30 @@ def test_an_update_replaces_all_weights(served: Served, version: int, transport:
 
 
 @pytest.mark.full
+def test_an_update_does_not_fail_on_a_health_check_that_is_under_way(served: Served, tmp_path: Path) -> None:
+    """SGLang's is a request that it samples a token for."""
+    engine, over = served.engine, threading.Event()
+    files = save_weights(served.model, tmp_path, files=1)
+
+    def ask() -> None:
+        while not over.is_set():
+            call(served, "GET", "/health")
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(10):
+            engine.update_weights(files, engine.version + 1)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(timeout=60)
+    rollouts = engine.generate(make_prompts(4, seed=13), SAMPLING, seed=0)
+    assert logprob_diff(served.model, rollouts, SAMPLING.temperature) <= MAX_LOGPROB_DIFF
+
+
+@pytest.mark.full
 def test_checksums_tell_other_weights_as_far_as_they_reach(served: Served, tmp_path: Path) -> None:
     """That is all of SGLang's parameters, and of vLLM's on CPU those which it does not pack."""
     engine, version = served.engine, served.engine.version + 1

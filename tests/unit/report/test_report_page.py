@@ -149,7 +149,8 @@ def test_what_lies_under_the_pointer_is_what_was_recorded(hostile: tuple[Page, s
 
 
 def test_the_page_names_the_safety_checks_that_do_not_work(hostile: tuple[Page, str], tmp_path: Path) -> None:
-    assert "Safety checks: 2 of 3 work in this run" in hostile[1] and "sync.max_logprob_diff): every token" in hostile[1]
+    assert "Safety checks: 2 of 4 work in this run" in hostile[1] and "sync.max_logprob_diff): every token" in hostile[1]
+    assert "log-probs of evaluations: OFF" in hostile[1]
     write_run(tmp_path, [{"step": 1}], rollout={"replay": "rollouts"})
     text = write_report(tmp_path).read_text()
     assert "Safety checks: 0 of 3 work in this run" in text

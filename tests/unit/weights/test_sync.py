@@ -20,7 +20,7 @@ from tepo_megatron.weights import meeting
 from tepo_megatron.weights.ops import Replicated
 from tepo_megatron.weights.relay import _memory, takers, together
 from tepo_megatron.weights.rounds import cut as cut_into_buckets
-from tepo_megatron.weights.rounds import whole_bytes
+from tepo_megatron.weights.rounds import is_check_due, whole_bytes
 from tepo_megatron.weights.stores import Staging, make_folder, write_file
 from tepo_megatron.weights.sync import check_one_host
 
@@ -172,3 +172,21 @@ def test_the_store_is_at_an_address_that_those_see_who_are_elsewhere(monkeypatch
     assert meeting.own_address(["127.0.0.1", "a"]) == "10.0.0.7"
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert meeting.own_address(["127.0.0.1"]) == "10.0.0.9"
+
+
+@pytest.mark.parametrize(
+    ("every", "delivered", "checked"),
+    [
+        (0, [0, 1, 2], []),
+        (1, [0, 1, 2, 4], [0, 1, 2, 4]),
+        (2, [0, 1, 2, 3, 4], [0, 2, 4]),
+        (2, [0, 1, 3, 5, 7], [0, 3, 5, 7]),  # sampled ahead: versions are passed over
+        (4, [0, 3, 5, 7, 9], [0, 5, 9]),
+        (3, [5, 6, 6, 7], [6, 6]),  # resumed at 5; a server that came back is given 6 again
+    ],
+)
+def test_a_check_that_was_due_for_a_version_that_nobody_got_is_made_up_for(
+    every: int, delivered: list[int], checked: list[int]
+) -> None:
+    before = [None, *delivered[:-1]]
+    assert [v for v, last in zip(delivered, before, strict=True) if is_check_due(v, last, every)] == checked

@@ -1,0 +1,11 @@
+"""A generation function whose samples have two turns, each on the server that is next, with a tool's word between them."""
+
+from __future__ import annotations
+
+from tepo_megatron.rollout.conversation import Conversation
+
+
+async def two_turns(conversation: Conversation) -> None:
+    await conversation.generate(max_tokens=2)
+    conversation.append("=")
+    await conversation.generate()

@@ -1,0 +1,220 @@
+"""Every pair of switches that bear on the gate is refused, or stale log-probs end the step, or `safety.py` says why not.
+
+What `safety.py` says is held against what the product's own `learn` does with rollouts of other weights than they say.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import validate
+from tepo_megatron.errors import ConfigError, SyncError
+from tepo_megatron.method import resolve
+from tepo_megatron.safety import checks_that_are_off, safety_checks
+from tepo_megatron.types import Rollout, TrainBatch
+from tests.parallel import cases
+from tests.parallel.test_gate import sampled
+from tests.worlds import run_world
+
+Tree = dict[str, dict[str, Any]]
+LIMIT = 1e-3
+SWITCHES: dict[str, dict[str, Tree]] = {
+    "staleness": {str(k): {"rollout": {"max_staleness": k}} for k in (0, 1, 3)},
+    "in_flight": {name: {"rollout": {"in_flight": name}} for name in ("finish", "continue", "restart")},
+    "colocate": {name: {"rollout": {"colocate": name == "yes"}} for name in ("no", "yes")},
+    "servers": {
+        "own": {}, "one": {"rollout": {"servers": 1}},
+        "urls": {"rollout": {"server": {"urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}}},
+        "rendezvous": {"rollout": {"server": {"rendezvous": "folder"}}, "sync": {"folder": "shared"}},
+    },
+    "transport": {
+        "shm": {}, "group": {"sync": {"transport": "group"}}, "ipc": {"sync": {"transport": "ipc"}},
+        "delta": {"sync": {"delta": True}},
+    },
+    "source": {
+        "engine": {}, "replay": {"rollout": {"replay": "rollouts"}}, "only": {"rollout": {"only": True}},
+        "function": {"rollout": {"function": "agent.py:agent"}},
+    },
+    "temperature": {str(t): {"rollout": {"temperature": t}} for t in (1.0, 0.5, 0.05)},
+    "filter": {name: {"rollout": {"filter_uniform_groups": name == "yes"}} for name in ("no", "yes")},
+    "experts": {"no": {}, "replayed": {"rollout": {"replay_experts": True}}},
+    "updates": {
+        "several": {"training": {"epochs": 1, "minibatch_prompts": 2}},
+        "one": {"training": {"epochs": 1, "minibatch_prompts": 6}},
+    },
+    "old_logprobs": {name: {"training": {"old_logprobs": name}} for name in ("actor", "rollout")},
+    "correction": {"none": {}} | {name: {"objective": {"correction": name}} for name in ("tis", "mis", "icepop")},
+    "reference": {
+        "none": {}, "loss": {"objective": {"ref_beta": 0.1}},
+        "reward": {"objective": {"ref_beta": 0.1, "ref_kl_in": "reward", "advantage": "mean"}},
+    },
+    "weighting": {"none": {}, "steer": {"objective": {"weighting": "steer"}}},
+    "compared": {"all": {}, "some": {"sync": {"compared_tokens": 30}}},
+    "limit": {"tight": {"sync": {"max_logprob_diff": LIMIT}}, "wide": {"sync": {"max_logprob_diff": 2.0}}},
+    "verify": {str(every): {"sync": {"verify_every": every}} for every in (0, 1, 3, 1000)},
+    "evaluation": {"no": {}, "yes": {"data": {"eval": "eval.jsonl"}}},
+}  # fmt: skip
+# what may have to be switched for a pair to be allowed, tried in turn
+FOR_OTHERS: tuple[dict[str, str], ...] = (
+    {}, {"staleness": "1"}, {"servers": "rendezvous"}, {"updates": "one"}, {"filter": "yes"},
+)  # fmt: skip
+
+
+def config(model: str, choice: Mapping[str, str]) -> Config:
+    """Return the config of these values, the first of each switch that is not named. Raises ConfigError."""
+    tree: Tree = {
+        "model": {"path": model, "precision": "fp32"},
+        "data": {"train": "unused", "max_prompt_tokens": 8},
+        "rollout": {"prompts_per_step": 6, "samples_per_prompt": 2, "max_response_tokens": 30, "servers": 2},
+        "training": {"max_tokens_per_microbatch": 128, "steps": 8},
+        "objective": {"name": "grpo"},
+    }
+    for switch, values in SWITCHES.items():
+        for section, keys in values[choice.get(switch, next(iter(values)))].items():
+            tree.setdefault(section, {}).update(keys)
+    cfg = validate({"name": "switches", "platform": "cpu", **tree})
+    resolve(cfg)
+    return cfg
+
+
+def pairs(model: str) -> Iterator[tuple[dict[str, str], Config | None]]:
+    """Yield each pair of values of two switches, with the config that it was allowed in; None: it is refused in all."""
+    for one, other in itertools.combinations(SWITCHES, 2):
+        for values in itertools.product(SWITCHES[one], SWITCHES[other]):
+            pair, found = dict(zip((one, other), values, strict=True)), None
+            for more in FOR_OTHERS:
+                try:
+                    found = config(model, more | pair)
+                except ConfigError:
+                    continue
+                break
+            yield pair, found
+
+
+def bears_on(cfg: Config) -> Config:
+    """Return the config with all at its default that `learn` does not read."""
+    from tepo_megatron.config import DataConfig, RolloutConfig
+
+    read = ("max_staleness", "temperature", "replay", "prompts_per_step", "samples_per_prompt", "max_response_tokens")
+    rollout = RolloutConfig(**{name: getattr(cfg.rollout, name) for name in read})
+    sync = replace(validate({"name": "n", "model": {"path": "m"}, "data": {"train": "t"}}).sync,
+                   max_logprob_diff=cfg.sync.max_logprob_diff, compared_tokens=cfg.sync.compared_tokens)  # fmt: skip
+    return replace(cfg, rollout=rollout, sync=sync, data=DataConfig(train="unused", max_prompt_tokens=8))
+
+
+def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bool]]:
+    """Return for each config whether `learn` ends on stale rollouts that say to be of the newest version; where rollouts may be
+    a step old, on such that say to be of the version before; last, whether it ends on rollouts of the weights that they say.
+    """
+    from tepo_megatron import parallel
+    from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.gate import WeightsGate
+    from tepo_megatron.losses import build_objective
+    from tepo_megatron.platform import activate
+    from tepo_megatron.step_log import StepLog
+    from tepo_megatron.timing import Clock
+    from tepo_megatron.train import learn
+
+    groups = parallel.initialize(configs[0].parallel, activate("cpu"), 0)
+    actor = Actor(configs[0], groups)
+    actor.keep_reference()
+
+    def weights() -> list[torch.Tensor]:
+        actor.finish_step()
+        return [b.parameter.detach().clone() for b in actor.bindings]
+
+    def put(them: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for binding, tensor in zip(actor.bindings, them, strict=True):
+                binding.parameter.copy_(tensor)
+
+    of = [weights()]
+    actor.start_step(1)
+    actor.update(batch, build_objective(configs[0].objective))
+    of.append(weights())
+
+    @functools.cache
+    def logprobs(version: int, temperature: float) -> torch.Tensor:
+        put(of[version])
+        return actor.logprobs(batch).clone()
+
+    def graded(said: int, really: int, cfg: Config) -> list[Rollout]:
+        actor.cfg = cfg
+        rollouts = sampled(logprobs(really, cfg.rollout.temperature), batch, said, 2)
+        return [replace(r, reward=float(i % 2), score=float(i % 2)) for i, r in enumerate(rollouts)]
+
+    found = []
+    for cfg in configs:
+        row = []
+        for said, really in [(1, 0), *([(0, 1)] if cfg.rollout.max_staleness else []), (1, 1)]:
+            rollouts, gate = graded(said, really, cfg), WeightsGate(cfg, actor, groups)
+            for version in (0, 1):
+                put(of[version])
+                gate.delivered(version)
+            actor.start_step(2)
+            try:
+                learn(rollouts, 2, actor, build_objective(cfg.objective), cfg, StepLog(), Clock(), gate)
+            except SyncError as e:
+                assert "sync.max_logprob_diff" in str(e)
+                row.append(True)
+            else:
+                row.append(False)
+        found.append(row)
+    return found
+
+
+@pytest.mark.slow
+def test_no_pair_of_switches_turns_the_gate_off_without_a_word(case: cases.Case) -> None:
+    batch = replace(case.batches[0], old_logprobs_N=None, old_entropies_N=None, update=0)
+    allowed = [(pair, cfg) for pair, cfg in pairs(str(case.model)) if cfg is not None]
+    trained = [(pair, cfg) for pair, cfg in allowed if not cfg.rollout.only]
+    asked = {json.dumps(repr(bears_on(cfg))): bears_on(cfg) for _, cfg in trained}
+    (rows,) = run_world(1, stopped, list(asked.values()), batch)
+    outcome = dict(zip(asked, rows, strict=True))
+    silent, wrong = [], []
+    for pair, cfg in trained:
+        *stale, healthy = outcome[json.dumps(repr(bears_on(cfg)))]
+        works = safety_checks(cfg)[0].works
+        if not all(stale) and works:
+            silent.append(pair)
+        if healthy or (all(stale) and not works and cfg.rollout.replay is None):
+            wrong.append(pair)
+    print(f"{len(allowed)} pairs allowed, {len(asked)} kinds of step, {sum(len(row) for row in rows)} steps")
+    assert not silent, "stale rollouts pass, and safety.py says that the gate works"
+    assert not wrong, "healthy rollouts end the step, or safety.py says that the gate is off and it is not"
+
+
+def test_each_pair_is_allowed_or_refused_by_name() -> None:
+    """That pairs are refused is no accident of this test: it says how many, and which values are refused with all others."""
+    found = list(pairs("model"))
+    refused = [pair for pair, cfg in found if cfg is None]
+    for switch, values in SWITCHES.items():
+        for value in values:
+            assert any(pair.get(switch) == value and cfg is not None for pair, cfg in found), f"{switch}={value}"
+    assert {"colocate": "yes", "staleness": "1"} in refused and {"transport": "ipc", "servers": "rendezvous"} in refused
+    assert len(refused) < len(found) / 10
+
+
+def test_what_no_check_can_see_is_named_whatever_it_is_paired_with() -> None:
+    for pair, cfg in pairs("model"):
+        if cfg is None:
+            continue
+        off = "\n".join(checks_that_are_off(cfg))
+        sends = not cfg.rollout.only and cfg.rollout.replay is None
+        assert ("log-probs of evaluations: OFF" in off) == (cfg.data.eval is not None and sends), pair
+        assert ("the engine's choice of experts" in off) == (cfg.rollout.replay_experts and not cfg.rollout.only), pair
+        assert ("checksums of what servers hold (sync.verify_every): OFF" in off) == (
+            not sends or not 0 < cfg.sync.verify_every <= cfg.training.steps
+        ), pair
+        log_probs = str(safety_checks(cfg)[0])
+        assert ("filter_uniform_groups drops" in log_probs) == (cfg.rollout.filter_uniform_groups and "OFF" not in log_probs)
+        assert not ("temperature" in log_probs and cfg.rollout.temperature > 0.1), pair
