@@ -30,8 +30,8 @@ EXHIBITS = (
         bug="The same with SGLang's radix cache after an update from tensors.",
         cost="SGLang, whose cache has pages of one token on a CPU, reads prompts with old keys and values.",
         symbol="SglangApi.finish_update",
-        old='last = {"flush_cache": True, "weight_version": str(version)}',
-        new='last = {"flush_cache": False, "weight_version": str(version)}',
+        old='await send("POST", f"/flush_cache?timeout={IDLE_SECONDS}", None)',
+        new="pass",
         tests=("tests/server/test_engines.py::test_an_update_replaces_all_weights",),
     ),
     Exhibit(
