@@ -34,9 +34,9 @@ class ServerConfig:
     restarts: NonNegative = 3  # of a server that served before, one after the other, until it counts as lost
     backoff_seconds: NonNegativeFloat = 1.0  # before the first of them, doubled each time
     # GiB by which the resident memory of a server may grow beyond what it held after its first requests. Above that it is
-    # started again before it gets the next weights, which changes no sample and does not count to `restarts`; null: never. The
+    # started again before it gets the next weights, which changes no sample and does not count to `restarts`; 0: never. The
     # limit is relative, because what a server needs depends on model and engine. No effect on servers that others start
-    restart_after_growth_gib: PositiveFloat | None = 4.0
+    restart_after_growth_gib: NonNegativeFloat = 4.0
     concurrency: Positive = 64  # requests under way at once
     precision: Literal["fp32", "bf16"] | None = None  # None: as model.precision
     kv_cache_gib: PositiveFloat | None = None  # platform cpu: size of the KV cache; None leaves it to the engine

@@ -70,7 +70,7 @@ def beginning(cfg: RolloutConfig, log_path: Path) -> list[str]:
     """
     told = []
     limit = cfg.server.restart_after_growth_gib
-    if limit is not None and (cfg.server.others or cfg.only):
+    if limit and (cfg.server.others or cfg.only):
         why = "no weights are sent, between which that is done" if cfg.only else "their memory is not known here"
         told = [f"servers are not restarted when they grow (rollout.server.restart_after_growth_gib={limit:g}): {why}"]
     if cfg.server.urls is not None:

@@ -23,10 +23,10 @@ class GrowthLimit:
     """Ends the lives of servers that have grown.
 
     Args:
-        gib: GiB of resident memory that a server may hold beyond what it held first. None: any number.
+        gib: GiB of resident memory that a server may hold beyond what it held first. 0: any number.
     """
 
-    def __init__(self, gib: float | None) -> None:
+    def __init__(self, gib: float) -> None:
         self._gib = gib
         self._first: WeakKeyDictionary[Life, int] = WeakKeyDictionary()  # bytes
 
@@ -41,12 +41,12 @@ class GrowthLimit:
             Those that were ended; they may still be up when it returns.
         """
         ended = []
-        for member, life in idle if self._gib is not None else ():
+        for member, life in idle if self._gib else ():
             if member.life is not life or not member.endpoint.answered:
                 continue
             now = await asyncio.to_thread(lambda endpoint: endpoint.resident_bytes, member.endpoint)
             first = self._first.setdefault(life, now)
-            if now - first > (self._gib or 0) * _GIB:
+            if now - first > self._gib * _GIB:
                 life.end(Planned(self._why(member.endpoint.name, first, now)))
                 ended.append((member, life))
         return ended
