@@ -23,7 +23,7 @@ RUN: dict[str, Any] = {
 
 def test_a_restart_between_steps_changes_no_bit(tepo, arguments, random_model: Path, tmp_path: Path) -> None:
     """Both runs at once: a server takes most of their time, and a core. The second step's growth ends the server."""
-    limits = {"grown": f"{A_PAGE:.9f}", "straight": "null"}
+    limits = {"grown": f"{A_PAGE:.9f}", "straight": "0"}
     commands = {
         name: tepo(*arguments(random_model, **RUN, rollout__server__restart_after_growth_gib=limit, name=name))
         for name, limit in limits.items()

@@ -58,7 +58,7 @@ def test_one_that_has_grown_is_restarted_before_the_next_weights_and_gets_them(
 
 
 def test_without_a_limit_it_may_grow(tmp_path: Path) -> None:
-    with fleet(tmp_path, servers=1, restart_after_growth_gib=0.0) as one:
+    with fleet(tmp_path, servers=1, restart_after_growth_gib=0) as one:
         step(one, 0)
         step(one, 1)
         behave(one, 0, grow=2 * MIB)
@@ -160,7 +160,7 @@ def _refusal(fleet: Fleet) -> str:
         (RolloutConfig(server=ServerConfig(urls=["http://there:1"])), "their memory is not known here"),
         (RolloutConfig(server=ServerConfig(rendezvous="folder")), "their memory is not known here"),
         (RolloutConfig(only=True), "no weights are sent, between which that is done"),
-        (RolloutConfig(only=True, server=ServerConfig(restart_after_growth_gib=0.0)), None),
+        (RolloutConfig(only=True, server=ServerConfig(restart_after_growth_gib=0)), None),
         (RolloutConfig(), None),
     ],
 )
