@@ -115,12 +115,14 @@ def commands(folder: Path) -> Iterator[Callable[..., Command]]:
         started.append(Command(process, mark, log))
         return started[-1]
 
-    yield start
-    for command in started:
-        for line in command.left_over():
-            with suppress(ProcessLookupError):  # it went with one that was killed before
-                os.kill(int(line.split()[0]), signal.SIGKILL)
-        command.process.wait(60)
+    try:
+        yield start
+    finally:
+        for command in started:
+            for line in command.left_over():
+                with suppress(ProcessLookupError):  # it went with one that was killed before
+                    os.kill(int(line.split()[0]), signal.SIGKILL)
+            command.process.wait(60)
 
 
 @pytest.fixture
