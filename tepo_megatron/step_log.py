@@ -25,9 +25,10 @@ KEYS = (
     "tepo/dH_down_p05", "tepo/dH_down_p50", "tepo/dH_down_p95", "tepo/ratio_p01", "tepo/ratio_p50", "tepo/ratio_p99",
     "weighting/affected_share", "correction/weight_mean", "rollout/logprob_diff_mean", "rollout/logprob_diff_max",
     "gate/logprob_diff_mean", "gate/logprob_diff_worst", "gate/compared_share",
-    "rollout/response_tokens_mean", "rollout/truncated", "rollout/staleness", "rollout/sampled_groups", "rollout/kept_groups",
-    "rollout/server_restarts", "packing/computed_tokens", "packing/shared_share", "packing/padding_share", "packing/balance",
-    "packing/bubble_share", "packing/microbatches",
+    "rollout/response_tokens_mean", "rollout/truncated", "rollout/staleness", "rollout/mixed_versions",
+    "rollout/sampled_groups", "rollout/kept_groups", "rollout/stale_groups", "rollout/server_restarts",
+    "packing/computed_tokens", "packing/shared_share", "packing/padding_share", "packing/balance", "packing/bubble_share",
+    "packing/microbatches",
     *(f"grading/{status}" for status in STATUSES),
 )  # fmt: skip
 _OF_ENTROPY_CHANGE = ("tepo/kl_mask_share", "tepo/mask_below_noise")

@@ -1,6 +1,7 @@
 """Accuracy and its standard error, and the step log's arithmetic."""
 
 import math
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tepo_megatron.evaluation import Scores, in_run, read_evaluation, write_eval
 from tepo_megatron.evaluation.runner import Accuracy, accuracy
 from tepo_megatron.histogram import counts
 from tepo_megatron.metrics import Metrics
-from tepo_megatron.step_log import StepLog
+from tepo_megatron.step_log import KEYS, StepLog
 from tepo_megatron.timing import Clock
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.weights.sync import check_mismatch
@@ -129,3 +130,9 @@ def test_mismatch_above_the_limit_is_a_sync_error() -> None:
         check_mismatch(1.1e-3, 3, cfg, "server 1", 10000)
     with pytest.raises(SyncError):
         check_mismatch(math.nan, 3, cfg, "server 1", 1)
+
+
+def test_every_metric_that_is_counted_is_recorded() -> None:
+    named = re.compile(r'\.add\(\s*"([a-z_]+/[^"]+)"')
+    counted = {name for path in Path("tepo_megatron").rglob("*.py") for name in named.findall(path.read_text())}
+    assert len(counted) > 10 and counted <= set(KEYS)
