@@ -135,4 +135,4 @@ def test_mismatch_above_the_limit_is_a_sync_error() -> None:
 def test_every_metric_that_is_counted_is_recorded() -> None:
     named = re.compile(r'\.add\(\s*"([a-z_]+/[^"]+)"')
     counted = {name for path in Path("tepo_megatron").rglob("*.py") for name in named.findall(path.read_text())}
-    assert len(counted) > 10 and counted <= set(KEYS)
+    assert "rollout/stale_groups" in counted and counted <= set(KEYS)
