@@ -27,7 +27,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && echo python3.12 || echo $(PYTHON))
 
 .PHONY: demo sglang launch launch-sky ablation precision bench docs docs-links test test-fast test-full test-full-runs test-full-parts test-slurm \
-  test-gpu test-pins test-pins-ci test-te test-image chaos two-starts check lint types format pins clean
+  test-gpu test-pins test-pins-ci test-te test-image chaos two-starts mutants check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
@@ -120,6 +120,10 @@ chaos: $(READY) $(SGLANG)/.ready
 # two starts of one run at 100 delays, with and without overwrite; an hour; adds the trials that the file lacks. ARGS: --minutes 30
 two-starts: $(READY)
 	nice -n 10 $(BIN)/python -m tests.harness.two_starts --out benchmarks/results/two_starts.jsonl $(ARGS)
+
+# each published or own silent bug, put into a copy of the tree, against the tests that are to notice it. ARGS: --only NAME, --sample 6
+mutants: $(READY) $(SGLANG)/.ready
+	$(BIN)/python -m tests.mutants --workers $(WORKERS) $(ARGS)
 
 # on a machine with a GPU, in the environment that is active; apart, because the other tests hide the GPU
 test-gpu:

@@ -98,7 +98,9 @@ EXHIBITS = (
         symbol="Objective.has_constant_factors",
         old="self.advantage_alpha == 0",
         new="self.advantage_alpha is not None",
-        tests=("tests/unit/losses/test_objective_parity.py::test_some_combinations_of_parts",),
+        tests=(
+            "tests/unit/losses/test_objective_parity.py::test_entropy_in_the_advantage_reaches_the_gradient_of_a_sequence_ratio",
+        ),
     ),
     Exhibit(
         name="the_hidden_gradient_of_one_shard",

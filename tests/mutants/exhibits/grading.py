@@ -21,7 +21,7 @@ EXHIBITS = (
         symbol="OutOfTimeError",
         old="class OutOfTimeError(BaseException):",
         new="class OutOfTimeError(Exception):",
-        tests=("tests/unit/rewards/test_rewards.py::test_hostile_answers_end_in_time",),
+        tests=("tests/unit/rewards/test_grading_pool.py::test_the_soft_alarm_gets_through_libraries_that_swallow_exceptions",),
     ),
     Exhibit(
         name="evaluated_at_the_temperature_of_training",

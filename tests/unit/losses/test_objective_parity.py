@@ -135,6 +135,14 @@ def test_ratio_weighting_correction_and_aggregation_combine(
         compare(objective, batch, theirs)
 
 
+@pytest.mark.parametrize("surrogate", ["clip", "unclipped"])
+def test_entropy_in_the_advantage_reaches_the_gradient_of_a_sequence_ratio(surrogate: str) -> None:
+    """It differs from token to token, so no token may carry the ratio's gradient alone."""
+    objective = Objective(ratio="sequence", surrogate=surrogate, advantage_alpha=0.4)
+    for batch, theirs in fair_cases(method_of(objective), 3, draw):
+        compare(objective, batch, theirs)
+
+
 ACTIVE = {  # objective -> the condition, the share of the tokens that it acts on at least
     "clip": (Objective(ratio="token", clip_low=0.1), "clipped", 0.15),
     "clip, sequence": (Objective(ratio="sequence", clip_low=0.1), "clipped", 0.15),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.errors import RewardError
+from tepo_megatron.grading.worker import grade_in_time
 from tepo_megatron.rewards import process
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
 from tepo_megatron.rewards.process import Outcome
@@ -125,3 +126,16 @@ def test_a_worker_that_never_gets_ready_is_an_error(tmp_path: Path, monkeypatch:
     with pytest.raises(RewardError, match=r"ended before its first answer; check the script(?s:.*)no such model"):
         made.grade([["a"]])
     assert made.pids == []
+
+
+def test_the_soft_alarm_gets_through_libraries_that_swallow_exceptions() -> None:
+    """As math-verify and SymPy do, which then call the answer wrong."""
+
+    def grade() -> tuple[str, float, str]:
+        try:
+            while True:
+                pass
+        except Exception:
+            return "wrong", 0.0, ""
+
+    assert grade_in_time(grade, 0.05) == ("timeout", 0.0, "")
