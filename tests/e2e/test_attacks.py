@@ -102,12 +102,11 @@ def has_steps(run: Path, count: int) -> bool:
 @pytest.mark.parametrize(
     ("engine", "transport", "keys"),
     [
-        ("vllm", "group", {}),
-        ("sglang", "shm", {"rollout__max_staleness": 1}),
+        ("vllm", "shm", {"rollout__max_staleness": 1}),
         ("sglang", "group", {"rollout__servers": 2}),
         ("vllm", "ipc", {"rollout__colocate": "true"}),
     ],
-    ids=["vllm-group", "sglang-shm-ahead", "sglang-group-2", "vllm-ipc-colocated"],
+    ids=["vllm-shm-ahead", "sglang-group-2-servers", "vllm-ipc-colocated"],
 )
 def test_nobody_gets_in(
     folder: Path, two: tuple[Host, Host], random_model: Path, tmp_path: Path, engine: str, transport: str, keys: dict[str, Any]
