@@ -1,5 +1,5 @@
 """What is kept on the device between updates besides the actor's parts leaves it with the parameters. See also
-tests/transformer_engine/test_device_caches.py.
+tests/transformer_engine/test_fp8.py.
 """
 
 from __future__ import annotations
