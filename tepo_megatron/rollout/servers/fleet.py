@@ -324,10 +324,12 @@ class Fleet:
         are left.
         """
         ended = await self._growth.end_grown(self._updating)
+        if not ended:
+            return False
         async with self._changed:
             await self._changed.wait_for(lambda: all(m.lost or m.life not in (None, life) for m, life in ended))
         self._check_enough()
-        return bool(ended)
+        return True
 
     async def _until_idle(self) -> None:
         """What is sampled with the former weights ends, by itself or cut off; its servers are given nothing more."""
