@@ -31,6 +31,7 @@ from tepo_megatron.checkpoint.planning import Plans, make_room
 from tepo_megatron.checkpoint.state import Box
 from tepo_megatron.checkpoint.tensors import Stored, pickled, write_items, write_metadata
 from tepo_megatron.errors import CheckpointError
+from tepo_megatron.run_lock import FolderIdentity
 from tepo_megatron.storage import disk_fault
 
 T = TypeVar("T")
@@ -146,12 +147,20 @@ class Save:
         assert content is not None
         if not self._room:
             make_room(self._folder, self.step, commit.refused if commit else None, self._group)
+        place = FolderIdentity(self._partial)
+        try:
+            return self._write_all(content, commit, place)
+        finally:
+            place.close()
+
+    def _write_all(self, content: Content, commit: Commit | None, place: FolderIdentity) -> Outcome:
+        """Write this rank's file; on rank 0 complete the checkpoint too. place: the folder that it is written to."""
         items, metadata = self._plans.agree(content.boxes, (*content.objects, content.rng))
         everything = to_main(self._write(items, content), self._group)
         outcome = Outcome()
         if commit is not None:
             assert metadata is not None
-            outcome = self._conclude(everything, metadata, commit)
+            outcome = self._conclude(everything, metadata, commit, place)
         return from_main(outcome, self._group)
 
     def _write(self, items: Sequence[WriteItem], content: Content) -> Written:
@@ -167,9 +176,11 @@ class Save:
         except Exception as e:
             return Written(name, error=f"rank {rank}: {path} cannot be written ({_why(e, self._folder)})")
 
-    def _conclude(self, everything: list[Written], metadata: Metadata, commit: Commit) -> Outcome:
-        """On rank 0: the checkpoint is complete, or what was written of it goes."""
+    def _conclude(self, everything: list[Written], metadata: Metadata, commit: Commit, place: FolderIdentity) -> Outcome:
+        """Complete the checkpoint on rank 0, or delete what was written of it."""
         partial = self._partial
+        if not place.is_in_place():  # what is there now belongs to another run: it is neither published nor deleted
+            return Outcome(error=f"{partial} was removed, moved or replaced while it was written")
         errors = [w.error for w in everything if w.error is not None]
         sums = {w.name: w.sum for w in everything if w.sum is not None}
         if not errors:

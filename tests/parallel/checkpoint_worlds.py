@@ -100,13 +100,15 @@ def whole(ranks: Sequence[list[tuple[str, tuple[int, ...], tuple[int, ...], Tens
     return tensors | {n: tensors[n][:vocab] for n in padded}
 
 
-def hold_back_writing() -> threading.Event:
-    """The saving thread of this rank waits for the event before it writes its file."""
+def hold_back_writing(begun: threading.Event | None = None) -> threading.Event:
+    """The saving thread of this rank waits for the returned event before it writes its file. begun: set when it waits."""
     from tepo_megatron.checkpoint import saving
 
     go, original = threading.Event(), saving.write_items
 
     def late(*args: Any) -> Any:
+        if begun is not None:
+            begun.set()
         assert go.wait(60)
         return original(*args)
 

@@ -245,6 +245,33 @@ def test_an_error_of_the_run_does_not_cost_the_checkpoint_under_way(case: cases.
     assert run_world(2, fail_in_training, w.run_config(case.model, {"dp": 2}), tmp_path) == [["step-00000001"]] * 2
 
 
+def replace_the_folder(rank: int, cfg: Any, run: Path) -> tuple[str, list[str]]:
+    """The run's folder becomes that of another run, with the same files of the same sizes, while a checkpoint is written."""
+    actor, folder = w.start(cfg), run / "checkpoints"
+    begun = threading.Event()
+    go = w.hold_back_writing(begun)
+    with w.checkpoints(folder, actor) as checkpoints:
+        checkpoints.save(1, actor, {})
+        partial = folder / "step-00000001.partial"
+        assert begun.wait(60)
+        dist.barrier()
+        if rank == 0:
+            run.rename(run.with_name("moved"))
+            shutil.copytree(run.with_name("moved"), run)
+            (partial / "of another run").touch()
+        dist.barrier()
+        go.set()
+        message = refused(checkpoints.wait)
+    return message, sorted(p.name for p in folder.rglob("*") if not p.name.endswith(".distcp"))
+
+
+def test_a_checkpoint_is_not_completed_in_a_folder_of_another_run(case: cases.Case, tmp_path: Path) -> None:
+    ranks = run_world(2, replace_the_folder, w.run_config(case.model, {"dp": 2}), tmp_path / "run")
+    for message, names in ranks:
+        assert "step-00000001.partial was removed, moved or replaced while it was written" in message
+        assert names == ["of another run", "step-00000001.partial"], "what the other run had written is as it was"
+
+
 def retain(rank: int, cfg: Any, folder: Path) -> Any:
     actor = w.start(cfg)
     names = []
