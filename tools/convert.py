@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="convert.py", description="Hugging Face models <-> Megatron-Core checkpoints, on a CPU."
     )
@@ -125,7 +126,7 @@ def _start_streaming() -> None:
     """
     _start()
     import torch
-    import torch._dynamo  # takes half a second, otherwise spent at the first operator on the meta device
+    import torch._dynamo  # half a second, which the first operator on the meta device would take otherwise
 
     torch.set_num_threads(1)
 

@@ -37,8 +37,9 @@ class Checkpoints:
 
     Every method is collective: all ranks call it, in the same order. So is the constructor, which creates two process groups.
 
-    Each rank keeps a host copy of what it writes from one save to the next (weights, fp32 masters and Adam's moments, each
-    element on one rank), in addition to the actor's host memory. The copy is page-locked if the actor is on a GPU.
+    In addition to the actor's host memory, each rank keeps memory for a host copy of what it writes (weights, fp32 masters and
+    Adam's moments, each element on one rank). The memory is kept from one save to the next, and is page-locked if the actor is
+    on a GPU.
 
     Args:
         folder: folder of all checkpoints, on a file system that all ranks share.
@@ -171,7 +172,7 @@ class Checkpoints:
             return None
         common = {
             "iteration": step,
-            "checkpoint_version": 3.0,  # Megatron's version of the names in it
+            "checkpoint_version": 3.0,  # Megatron's version number of the key names
             "optimizer": optimizer.common_state(actor.optimizer),
             "opt_param_scheduler": actor.scheduler.state_dict(),
             "content_metadata": CONTENT,

@@ -160,7 +160,7 @@ def _alone(path: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Yield a descriptor of a folder, open within the block."""
+    """Yield a file descriptor of a folder, which is closed at the end of the block."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # closing it, or the end of the process, releases its lock
     try:
         yield folder

@@ -29,7 +29,7 @@ class Plans:
         self.group = group
         self._source: tuple[Sequence[Box], Sequence[str]] = ((), ())  # the arguments from which `_made` was made
         self._made: SavePlan | None = None
-        self._told: SavePlan | None = None  # what rank 0 has of this rank
+        self._told: SavePlan | None = None  # this rank's plan as rank 0 has it
         self._plans: list[SavePlan | None] = [None] * group.size()
         self._metadata: Metadata | None = None
 
@@ -118,6 +118,7 @@ def merge(plans: list[SavePlan]) -> Metadata:
 
 
 def _write_item(box: Box) -> WriteItem:
+    """Return the write item of a box."""
     properties = TensorProperties(dtype=box.data.dtype)
     write_data = TensorWriteData(chunk(box), properties, torch.Size(box.shape))
     return WriteItem(MetadataIndex(box.name, box.offset), WriteItemType.SHARD, tensor_data=write_data)

@@ -63,6 +63,7 @@ class Reader:
         return targets.bytes[name]
 
     def _items(self, box: Box, place: int) -> list[ReadItem]:
+        """Return the read items of one box, `place` being its index in the list of boxes."""
         stored = self._metadata.state_dict_metadata.get(box.name)
         if not isinstance(stored, TensorStorageMetadata):
             raise CheckpointError(f"{self._folder}: has no tensor {box.name}; resume with the model that it was saved from")

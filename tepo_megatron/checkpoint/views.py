@@ -30,7 +30,7 @@ class Views:
 
     def __init__(self) -> None:
         self.boxes: Sequence[Box] = ()
-        self._places: _Places | None = None  # of all tensors of the actor; None: the boxes cannot be used again
+        self._places: _Places | None = None  # addresses when the boxes were made; None: the boxes cannot be reused
         self._objects: dict[str, Any] | None = None
 
     def of(self, actor: Actor) -> tuple[Sequence[Box], dict[str, Any]]:
@@ -84,4 +84,5 @@ def _filled(extra: Any) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()

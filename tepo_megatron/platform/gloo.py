@@ -32,6 +32,8 @@ def shorten_groups_of_one() -> None:
 
 
 def _all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the collective with a shortcut for groups of one rank; asynchronous calls go to gloo."""
+
     @functools.wraps(original)
     def all_gather_into_tensor(
         output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
@@ -44,6 +46,8 @@ def _all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the collective with a shortcut for groups of one rank; asynchronous calls go to gloo."""
+
     @functools.wraps(original)
     def reduce_scatter_tensor(
         output: Tensor,
@@ -71,6 +75,8 @@ def _are_equal(tensors: list[Tensor]) -> bool:
 
 
 def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an all_gather that broadcasts from each rank in turn if shapes differ; asynchronous calls go to gloo."""
+
     @functools.wraps(original)
     def all_gather(
         tensor_list: list[Tensor],
@@ -88,6 +94,8 @@ def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reduce_scatter that reduces to each rank in turn if shapes differ; asynchronous calls go to gloo."""
+
     @functools.wraps(original)
     def reduce_scatter(
         output: Tensor,

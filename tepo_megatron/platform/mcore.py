@@ -73,8 +73,9 @@ def lend_triton_to_paged_stash() -> None:
 
 
 def mend_missing_transformer_engine_names() -> None:
-    """Define what `moe_utils` (0.16) does not define without Transformer Engine, although it tests `te_general_gemm is not
-    None`.
+    """Define names that `moe_utils` uses but does not define without Transformer Engine (Megatron-Core 0.16).
+
+    For example, it tests `te_general_gemm is not None`.
     """
     from megatron.core.transformer.moe import moe_utils
 

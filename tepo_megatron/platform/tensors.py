@@ -56,6 +56,8 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_host(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a factory that creates tensors on the CPU when a CUDA device is requested, and never pins memory."""
+
     @functools.wraps(factory)
     def on_host(*args: Any, **kwargs: Any) -> Any:
         if kwargs and _is_cuda(kwargs.get("device")):
@@ -68,6 +70,8 @@ def _on_host(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a Tensor.to that keeps tensors on the CPU when a CUDA device is requested."""
+
     @functools.wraps(original)
     def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args and _is_cuda(args[0]):

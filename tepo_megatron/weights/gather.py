@@ -58,7 +58,7 @@ class Binding:
 
 
 def bind(chunks: Sequence[torch.nn.Module], family: Family, arch: Architecture) -> list[Binding]:
-    """Find the table row of every parameter of this rank.
+    """Return a binding for every parameter of this rank.
 
     Args:
         chunks: this rank's model chunks.
@@ -66,7 +66,7 @@ def bind(chunks: Sequence[torch.nn.Module], family: Family, arch: Architecture) 
         arch: architecture of the model.
 
     Raises:
-        ConversionError: a parameter has no row in the table.
+        ConversionError: a parameter has no row in the table of the family.
     """
     rows = {row.megatron: row for row in family.rows}
     bindings = []

@@ -73,7 +73,7 @@ class Reader:
         return whole
 
     def _piece(self, index: MetadataIndex) -> Tensor:
-        """Return one stored piece: a memory map if the archive tells where its data lie, else a copy."""
+        """Return one stored piece: a memory map if the archive says at which byte its data begin, else a copy."""
         place = self._places[index]
         path = self.directory / place.relative_path
         try:
@@ -111,7 +111,7 @@ class Reader:
 
 
 def read_common(directory: Path) -> dict[str, Any]:
-    """Return the content of `common.pt`, which is what is not sharded. It is {} if torch.load refuses the objects in the file.
+    """Return the content of `common.pt`, the part of a checkpoint that is not sharded; {} if torch.load refuses its objects.
 
     Raises CheckpointError when the file is missing or damaged.
     """

@@ -123,7 +123,7 @@ def check_finite(tensor: Tensor, what: str) -> None:
 
     Args:
         tensor: the values.
-        what: what holds them, the beginning of the message.
+        what: beginning of the message, which names what holds the values.
     """
     # A sum is several times faster than a test of each value. It is not finite if a value is not, but may also overflow.
     if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
