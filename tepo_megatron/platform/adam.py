@@ -10,8 +10,7 @@ from torch import Tensor
 
 
 class HostAdam(torch.optim.Optimizer):
-    """Adam (arXiv:1412.6980) with decoupled weight decay (AdamW, arXiv:1711.05101) or, with adam_w_mode=False, L2
-    regularisation.
+    """Adam (arXiv:1412.6980) with decoupled weight decay (AdamW, arXiv:1711.05101), or with L2 regularisation.
 
     As in FusedAdam, the step count belongs to the parameter group and not to each parameter. Megatron's distributed optimizer
     relies on that: with torch.optim.AdamW it cannot load a checkpoint into a fresh optimizer (0.16: KeyError 'step', and one
@@ -39,7 +38,7 @@ class HostAdam(torch.optim.Optimizer):
             betas: decay rates of both moments.
             eps: added to the square root of the second moment.
             weight_decay: coefficient of the weight decay.
-            adam_w_mode: whether the weight decay is decoupled.
+            adam_w_mode: whether the weight decay is decoupled; if not, it is L2 regularisation.
             capturable: for CUDA graphs (Megatron 0.17 and later); has no effect.
         """
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})

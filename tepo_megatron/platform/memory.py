@@ -26,8 +26,9 @@ def keep_freed_memory() -> None:
 
 
 def give_back(device: torch.device) -> None:
-    """Return freed memory, which is kept for the next tensors, to the device. On the CPU that is the system, for other
-    processes.
+    """Return freed memory, which is kept for the next tensors, to the device.
+
+    On the CPU the memory goes back to the system, for other processes.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
