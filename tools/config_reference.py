@@ -1,7 +1,7 @@
 """Write docs/configuration.md from the types of the config: `python -m tools.config_reference`.
 
-What a key means is taken from the docstring of its section ("key: meaning; ..."), the comment above it and the comment beside
-it; what is refused from the errors that the section raises.
+The meaning of a key comes from the docstring of its section ("key: meaning; ..."), the comment above the key and the comment on
+its line. What is refused comes from the errors that the section raises.
 """
 
 from __future__ import annotations
@@ -45,19 +45,29 @@ SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 
 @dataclass(frozen=True)
 class Section:
-    """name: as the heading has it, "" for the top; cls: its type."""
+    """A section of the config.
+
+    Attributes:
+        name: the section as its heading shows it; "" for the top level.
+        cls: its type.
+    """
 
     name: str
     cls: type
 
     @property
     def prefix(self) -> str:
-        """Before a key."""
+        """Return what precedes the name of a key."""
         return f"{self.name}." if self.name else ""
 
 
 def sections(cls: type = Config, name: str = "") -> Iterator[Section]:
-    """All sections of the config, each before those in it."""
+    """Yield all sections of the config, each before the sections inside it.
+
+    Args:
+        cls: type of the section to begin with.
+        name: its name with dots; "" for the top level.
+    """
     yield Section(name, cls)
     for field, hint in typing.get_type_hints(cls).items():
         key = f"{name}.{field}" if name else field
@@ -69,14 +79,14 @@ def sections(cls: type = Config, name: str = "") -> Iterator[Section]:
 
 
 def all_keys() -> Iterator[str]:
-    """Every key, sections included, with dots: `rollout.server.tp`, `reward.terms[].weight`."""
+    """Yield every key with dots, sections included: `rollout.server.tp`, `reward.terms[].weight`."""
     for section in sections():
         for name in _fields(section.cls):
             yield section.prefix + name
 
 
 def page() -> str:
-    """The whole reference."""
+    """Return the whole reference page."""
     parts = [HEAD]
     for section in sections():
         parts.append(_section(section))
@@ -84,7 +94,7 @@ def page() -> str:
 
 
 def meanings(cls: type) -> tuple[str, dict[str, str]]:
-    """What the docstring says of the section itself, and what it and the comments say of each key."""
+    """Return the description of a section, and the meaning of each of its keys."""
     intro, of_key = _from_docstring(cls)
     for name, comment in _comments(cls).items():
         of_key[name] = "; ".join(x for x in (of_key.get(name, ""), comment) if x)
@@ -99,7 +109,7 @@ def meanings(cls: type) -> tuple[str, dict[str, str]]:
 
 
 def refusals(cls: type) -> list[str]:
-    """The messages of the errors that its checks raise, `…` for what they fill in."""
+    """Return the messages of the errors that a section's checks raise, with `…` for what they fill in."""
     found = []
     for node in ast.walk(_tree(cls)):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
@@ -110,6 +120,7 @@ def refusals(cls: type) -> list[str]:
 
 
 def _section(section: Section) -> str:
+    """Return the part of the page for one section."""
     cls = section.cls
     intro, of_key = meanings(cls)
     hints = typing.get_type_hints(cls, include_extras=True)
@@ -134,11 +145,12 @@ def _section(section: Section) -> str:
 
 @functools.cache
 def _dotted() -> re.Pattern[str]:
+    """Return a pattern of all keys with a dot."""
     return re.compile(rf"(?<![\w.])(?:{'|'.join(re.escape(key) for key in all_keys() if '.' in key)})(?![\w.]\w)")
 
 
 def _prose(text: str) -> str:
-    """With keys as code, and nothing else of Markdown's but what is code already."""
+    """Return text with keys as code, and with the special characters of Markdown escaped outside of code."""
     parts = re.split(r"(`[^`]+`)", text)
     for i in range(0, len(parts), 2):
         parts[i] = _dotted().sub(lambda key: f"`{key[0]}`", re.sub(r"([*<_\\])", r"\\\1", parts[i]).replace("\\_", "_"))
@@ -154,6 +166,7 @@ def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
+    """Return the default of a key as code."""
     value = field.default
     if isinstance(value, FieldInfo):
         value = value.get_default(call_default_factory=True, validated_data={})
@@ -165,6 +178,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def _type(hint: Any, bounds: tuple[Any, ...] = ()) -> str:
+    """Return the type of a key in words, with its bounds."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         metadata = [x for extra in args[1:] for x in (extra.metadata if isinstance(extra, FieldInfo) else (extra,))]
@@ -174,7 +188,7 @@ def _type(hint: Any, bounds: tuple[Any, ...] = ()) -> str:
     if origin in (typing.Union, types.UnionType):
         plain = [a for a in args if a is not type(None)]
         if all(dataclasses.is_dataclass(_bare(a)) for a in plain):
-            plain = plain[:1]  # they are listed as sections
+            plain = plain[:1]  # each of them has a section of its own
         words = [_type(a) for a in plain] + ["`null`"] * (type(None) in args)
         return " or ".join(words)
     if origin is list:
@@ -188,21 +202,27 @@ def _type(hint: Any, bounds: tuple[Any, ...] = ()) -> str:
 
 
 def _bare(hint: Any) -> Any:
+    """Return a type without its annotations."""
     return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
 
 
 def _dataclasses_in(hint: Any) -> list[type]:
+    """Return all dataclasses inside a type."""
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return [hint]
     return [inner for arg in typing.get_args(hint) for inner in _dataclasses_in(arg)]
 
 
 def _tree(cls: type) -> ast.Module:
+    """Return the syntax tree of a class."""
     return ast.parse(textwrap.dedent(inspect.getsource(cls)))
 
 
 def _from_docstring(cls: type) -> tuple[str, dict[str, str]]:
-    """Clauses that begin with names of keys and a colon, after a full stop, a semicolon or at a line's beginning."""
+    """Return the description of a section and the meanings of keys that its docstring states.
+
+    A meaning is a clause that begins with names of keys and a colon, after a full stop, a semicolon or at the start of a line.
+    """
     text = re.sub(r"\s*\n\s*", " ", inspect.cleandoc(cls.__doc__ or "").replace("\n\n", "\n"))
     names = "|".join(_fields(cls))
     heads = list(re.finditer(rf"(?:(?<=[.;:] )|^)((?:(?:{names}), )*(?:{names})): ", text))
@@ -216,7 +236,7 @@ def _from_docstring(cls: type) -> tuple[str, dict[str, str]]:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """The comment lines above each field, and the comment beside it."""
+    """Return the comment lines above each field, joined with the comment on the field's line."""
     source = textwrap.dedent(inspect.getsource(cls))
     lines, found = source.splitlines(), {}
     for node in next(iter(_tree(cls).body)).body:  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Checkpoints: import from Hugging Face, export to it, verify, inspect. `python tools/convert.py COMMAND --help`."""
+"""Import checkpoints from Hugging Face, export to it, verify, inspect. Usage: `python tools/convert.py COMMAND --help`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tepo_megatron.errors import TepoError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0, 1 for an error or a failed verification, 130 when interrupted."""
+    """Run the command, and return the exit status: 0, 1 for an error or a failed verification, 130 if interrupted."""
     args = _parser().parse_args(argv)
     try:
         return int({"import": _import, "export": _export, "verify": _verify, "inspect": _inspect}[args.command](args))
@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="convert.py", description="Hugging Face models <-> Megatron-Core checkpoints, on a CPU."
     )
@@ -110,7 +111,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _start() -> None:
-    """Megatron-Core, on the CPU whatever the machine has."""
+    """Activate Megatron-Core on the CPU, even if the machine has a GPU."""
     from tepo_megatron.platform import activate
     from tepo_megatron.quiet import quiet_upstream
 
@@ -119,18 +120,19 @@ def _start() -> None:
 
 
 def _start_streaming() -> None:
-    """As `_start`, for work that waits for memory and disk.
+    """Like `_start`, for work that waits for memory and disk.
 
-    One thread: others would only spin beside it.
+    It limits PyTorch to one thread, because other threads would only spin concurrently.
     """
     _start()
     import torch
-    import torch._dynamo  # half a second, which PyTorch takes with the first operator on the meta device
+    import torch._dynamo  # half a second, which the first operator on the meta device would take otherwise
 
     torch.set_num_threads(1)
 
 
 def _tell(out: Path, nbytes: int, start: float) -> None:
+    """Print the size, duration and speed of a conversion."""
     seconds = time.monotonic() - start
     print(f"{out}: {nbytes / 1e9:.2f} GB in {seconds:.2f} s ({nbytes / 1e9 / seconds:.2f} GB/s)")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the project need not be installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the project need not be installed
 
 from benchmarks.gpu.check.command import main
 

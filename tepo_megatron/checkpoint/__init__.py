@@ -1,18 +1,19 @@
-"""Checkpoints of a run: complete or absent, written beside the training, and loadable on another layout.
+"""Save and load the checkpoints of a run. A checkpoint is complete or absent, and loads on any parallel layout.
 
-Imports point down only:
+It is written while training goes on. Modules import only modules below them in this list:
 
-    checkpoints.py   what the training loop calls: save, poll, wait, newest, load
-    saving.py        one save under way: this rank's file, the agreement of all ranks, the commit
-    restoring.py     which checkpoint a run goes on from, and going on from it
-    planning.py      what all ranks write, and room for it
-    views.py         the boxes of the state, kept from one save to the next
-    folder.py        names, retention, locks: which folders there are and which may go
-    files.py         bytes on disk: summed while they are written, manifests
-    reading.py       boxes out of files, on any layout
-    tensors.py       Megatron's distributed format: host copies, what is in which file
-    generators.py    the state of a rank's random generators
-    state.py         what the state of an actor is, as boxes of whole tensors
-    optimizer.py     what the optimizer keeps of it
-    boxes.py         the geometry of that
+    checkpoints.py   the interface of the training loop: save, poll, wait, newest, load
+    saving.py        one save in flight: this rank's file, the agreement of all ranks, the commit
+    restoring.py     find the newest valid checkpoint, and restore the actor from it
+    planning.py      the save plans of all ranks, and the folder to write to
+    views.py         a cache of the state's boxes, kept from one save to the next
+    folder.py        names, retention and locks of the checkpoint folders
+    files.py         files with checksums, and manifests
+    reading.py       read boxes out of a checkpoint, on any layout
+    tensors.py       Megatron's distributed format: host copies, and which file holds which tensor
+    generators.py    the RNG states of one rank
+    state.py         the state of an actor as boxes (rectangular parts of global tensors)
+    optimizer.py     the optimizer's part of that state
+    boxes.py         split a range of a flattened array into boxes
+    agreement.py     collectives on Python objects
 """

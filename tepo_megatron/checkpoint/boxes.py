@@ -1,4 +1,4 @@
-"""A range of a flattened array as boxes of the array."""
+"""Split a range of a flattened array into boxes, which are rectangular parts of the array."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ Sizes = tuple[int, ...]
 
 
 def boxes(start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
-    """The elements [start, stop) of a row-major array, as the fewest boxes (offset, sizes), in their order.
+    """Split the elements [start, stop) of a row-major array into the fewest boxes.
 
-    They are at most 2 * len(shape) - 1. The array has at least one dimension.
+    Args:
+        start: index of the first element in the flattened array.
+        stop: index after the last element.
+        shape: shape of the array, with at least one dimension.
+
+    Yields:
+        (offset, sizes) of each box, in row-major order; at most 2 * len(shape) - 1 of them.
     """
     if start >= stop:
         return
@@ -19,8 +25,8 @@ def boxes(start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
         yield (start,), (stop - start,)
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the whole rows are [first, last)
-    if first > last:  # all within one row
+    first, last = -(-start // row), stop // row  # rows that are wholly inside: [first, last)
+    if first > last:  # the range lies inside one row
         yield from _within(last, start - last * row, stop - last * row, shape)
         return
     if start < first * row:
@@ -31,7 +37,17 @@ def boxes(start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
 
 
 def ranges(start: int, stop: int, shape: Sizes, limit: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) cut after whole rows into ranges of about `limit` elements (a row may have more)."""
+    """Split [start, stop) at row boundaries into ranges of about `limit` elements.
+
+    Args:
+        start: index of the first element in the flattened array.
+        stop: index after the last element.
+        shape: shape of the array.
+        limit: most elements of a range; a single row may have more.
+
+    Yields:
+        (start, stop) of each range.
+    """
     row = max(1, math.prod(shape[1:]))
     stride = max(1, limit // row) * row
     while start < stop:
@@ -41,5 +57,6 @@ def ranges(start: int, stop: int, shape: Sizes, limit: int) -> Iterator[tuple[in
 
 
 def _within(row: int, start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
+    """Yield the boxes of the elements [start, stop) of one row."""
     for offset, sizes in boxes(start, stop, shape[1:]):
         yield (row, *offset), (1, *sizes)

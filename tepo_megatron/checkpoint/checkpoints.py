@@ -1,4 +1,4 @@
-"""What the training loop calls."""
+"""Save and load the checkpoints of a run: the interface of the training loop."""
 
 from __future__ import annotations
 
@@ -29,22 +29,30 @@ from tepo_megatron.errors import CheckpointError
 from tepo_megatron.own_peers import own_peers_only
 from tepo_megatron.parallel import Groups
 
-_FAREWELL_SECONDS = 60.0  # for a save under way when an error ends the run
+_FAREWELL_SECONDS = 60.0  # how long an error that ends the run waits for the save in flight
 
 
 class Checkpoints:
-    """The checkpoints of a run, in a folder that all ranks share. Every method is called by all ranks alike.
+    """The checkpoints of a run, in a folder that all ranks share.
 
-    Host memory beyond the actor's: what one rank writes (weights, masters and moments, over all ranks each once), kept from one
-    save to the next, page-locked where the actor is on a GPU.
+    Every method is collective: all ranks call it, in the same order. So is the constructor, which creates two process groups.
+
+    In addition to the actor's host memory, each rank keeps memory for a host copy of what it writes (weights, fp32 masters and
+    Adam's moments, each element on one rank). The memory is kept from one save to the next, and is page-locked if the actor is
+    on a GPU.
+
+    Args:
+        folder: folder of all checkpoints, on a file system that all ranks share.
+        cfg: the section `checkpoint` of the config.
+        groups: the mesh of the run.
     """
 
     def __init__(self, folder: Path, cfg: CheckpointConfig, groups: Groups) -> None:
         self._folder, self._cfg, self._groups = folder, cfg, groups
         backend, limit = dist.get_backend(groups.host), datetime.timedelta(seconds=cfg.timeout_seconds)
         with own_peers_only():
-            self._plans = Plans(dist.new_group(backend=backend, timeout=limit))  # used by the saving threads alone
-            self._callers = dist.new_group(backend=backend, timeout=2 * limit)  # a rank may wait for its thread, another not
+            self._plans = Plans(dist.new_group(backend=backend, timeout=limit))  # only the saving threads use it
+            self._callers = dist.new_group(backend=backend, timeout=2 * limit)  # one rank may still wait for its saving thread
         self._views, self._memory = Views(), HostCopy()
         self._save: Save | None = None
         self._thread = SavingThread()
@@ -55,21 +63,27 @@ class Checkpoints:
         self._held = contextlib.ExitStack()
 
     def save(self, step: int, actor: Actor, run_state: Mapping[str, Any], best: int | None = None) -> None:
-        """Begin to write the state as it is now. Returns once it is copied to host memory; training may go on.
+        """Start saving the current state. Return once it is copied to host memory; training may then go on.
 
-        A save still under way is waited for first. run_state: plain JSON; best: a step whose checkpoint is
-        not to be deleted; of both, rank 0's count. With `checkpoint.asynchronous` false
-        the checkpoint is complete when this returns. With `checkpoint.hf` the model is written for transformers before.
+        A save in flight is waited for first. With `checkpoint.asynchronous` false the checkpoint is complete when this returns.
+        With `checkpoint.hf` the Hugging Face export is written before this returns.
 
-        Raises CheckpointError, on every rank, when the former save failed or the model for transformers cannot be written. What
-        else goes wrong with this one is told by what waits for it: `poll`, `wait`, `close`, the next `save`.
+        Args:
+            step: training step of the checkpoint.
+            actor: the actor whose state is saved.
+            run_state: plain JSON to be returned by `load`; rank 0's counts.
+            best: a step whose checkpoint must not be deleted, or None; rank 0's counts.
+
+        Raises:
+            CheckpointError: on every rank, when an earlier save failed or the Hugging Face export cannot be written. Any other
+                error of this save is raised by what waits for it: `poll`, `wait`, `close` or the next `save`.
         """
         start = time.perf_counter()
         self._settle()
         if self._broken is not None:
             raise CheckpointError(f"no more checkpoints can be written in this run: {self._broken}")
-        # All else that must be known is asked beside the copying, which leaves it the interpreter: also whether what is copied
-        # is the state still. If not, the state is copied again.
+        # While this thread copies, without the interpreter lock, the saving thread finds out everything else. That includes
+        # whether the boxes known from the last save are still the state; if not, the new boxes are copied below.
         before = self._views.boxes
         asked = self._thread.ask(
             lambda: (self._views.of(actor), generators.capture(), self._commit(step, actor, run_state, best))
@@ -89,34 +103,43 @@ class Checkpoints:
             self._settle()
 
     def poll(self) -> Saved | None:
-        """A checkpoint that became complete and was not told of yet, or None.
+        """Return a checkpoint that has become complete and was not returned yet, or None. Do not wait.
 
-        Collectives while a save is under way: one all-reduce of a number. Raises CheckpointError, on every rank, when the save
-        failed.
+        Collectives while a save is in flight: one all-reduce of a number, and an all-gather of small objects when the save has
+        ended on every rank. Raises CheckpointError, on every rank, when the save failed.
         """
         if self._save is not None and all_true(self._save.is_over(), self._callers):
             self._finish(self._save)
         return self._complete.popleft() if self._complete else None
 
     def wait(self) -> Saved | None:
-        """As `poll`, once the save under way has ended, or has had `checkpoint.timeout_seconds` to do so."""
+        """Wait for the save in flight, then return like `poll`.
+
+        Raises CheckpointError, on every rank, when the save failed or takes longer than `checkpoint.timeout_seconds`.
+        """
         self._settle()
         return self._complete.popleft() if self._complete else None
 
     def newest(self) -> Found | None:
-        """The newest checkpoint whose every byte is as it was written; None where the folder holds none at all.
+        """Return the newest checkpoint whose files are all intact, or None if the folder holds no checkpoint.
 
-        It is safe from deletion until `load`. Raises CheckpointError, naming each and what is wrong, when none is valid.
+        The checkpoint is protected from deletion until `load` or `close`. Raises CheckpointError when there are checkpoints but
+        none is valid; the message names each and its defect.
         """
         return restoring.newest(self._folder, self._callers, self._held)
 
     def load(self, found: Found, actor: Actor) -> dict[str, Any]:
-        """Bring the actor, on whichever layout, into the state that was saved, and return the run state.
+        """Restore the saved state of the actor, on any parallel layout, and return the saved run state.
 
-        On the layout that saved it the run goes on bit for bit. On another the random generators start anew, which a warning
-        says. The learning rate's schedule goes on in its steps; its rates are those of the config now.
+        On the layout that saved it, the run continues bit for bit. On another layout the random generators are not restored,
+        and a warning says so. The learning rate schedule continues at its step, with the rates of the current config.
 
-        Raises CheckpointError, on every rank, for the checkpoint of another model or precision.
+        Args:
+            found: what `newest` returned.
+            actor: the actor whose state is replaced.
+
+        Raises:
+            CheckpointError: on every rank, when the checkpoint belongs to another model or precision, or cannot be read.
         """
         try:
             restoring.restore(found, actor, self._groups, self._callers)
@@ -125,7 +148,7 @@ class Checkpoints:
         return found.run_state
 
     def close(self) -> None:
-        """Wait for the save under way; no other can follow. Raises CheckpointError when it failed."""
+        """Wait for the save in flight; no other save can follow. Raises CheckpointError, on every rank, when it failed."""
         self._held.close()
         self._thread.end()
         self._settle()
@@ -134,7 +157,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        """After an error the save under way gets a minute more, without which the error would cost a checkpoint too."""
+        """Close. After an error, wait at most a minute for the save in flight, so that the error costs no checkpoint."""
         if kind is None:
             self.close()
             return
@@ -144,12 +167,12 @@ class Checkpoints:
             self._save.wait(min(_FAREWELL_SECONDS, self._cfg.timeout_seconds))
 
     def _commit(self, step: int, actor: Actor, run_state: Mapping[str, Any], best: int | None) -> Commit | None:
-        """On rank 0."""
+        """Return what rank 0 adds to the checkpoint; None on other ranks."""
         if not self._groups.is_main:
             return None
         common = {
             "iteration": step,
-            "checkpoint_version": 3.0,  # Megatron's own number for the names in it
+            "checkpoint_version": 3.0,  # Megatron's version number of the key names
             "optimizer": optimizer.common_state(actor.optimizer),
             "opt_param_scheduler": actor.scheduler.state_dict(),
             "content_metadata": CONTENT,
@@ -162,13 +185,13 @@ class Checkpoints:
         return Commit(copy.deepcopy(common), run, refused, self._cfg.keep_last, self._cfg.keep_every, best)
 
     def _settle(self) -> None:
-        """Wait for the save under way, if any."""
+        """Wait for the save in flight, if there is one, and take over its outcome."""
         if self._save is not None:
             self._save.wait(max(0.0, self._save.begun + self._cfg.timeout_seconds - time.perf_counter()))
             self._finish(self._save)
 
     def _finish(self, save: Save) -> None:
-        """The outcome, on which all ranks agree."""
+        """Exchange the outcomes of a save between ranks. Record the checkpoint, or raise CheckpointError on every rank."""
         self._save = None
         limit = self._cfg.timeout_seconds
         late = Outcome(error=f"rank {self._groups.rank}: still writing after {limit:g} s", broken=True)

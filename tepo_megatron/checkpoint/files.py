@@ -1,4 +1,4 @@
-"""Files of a checkpoint: summed while they are written, on disk when they are closed, and checked against a manifest."""
+"""Write files with checksums, sync them to disk, and check the files of a checkpoint against its manifest."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from types import TracebackType
 from tepo_megatron.errors import CheckpointError
 
 MANIFEST = "manifest.txt"
-_CHUNK = 1 << 22  # bytes; large enough for zlib and the kernel, small enough for the other threads
+_CHUNK = 1 << 22  # bytes; large enough for zlib and the kernel, small enough not to hold up other threads
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """Bytes of a file and their CRC-32."""
+    """The size of a file in bytes and the CRC-32 of its content."""
 
     size: int
     crc32: int
 
 
 class SummedFile:
-    """A new file for writing, in one go from start to end. On leaving the `with` block it is on disk, and `sum` says what is.
+    """A new file that is written from start to end while its checksum is computed.
 
-    The sum is that of the bytes handed over, so it also tells of what went wrong between here and the disk.
+    When the `with` block ends, the file is synced to disk and `sum` describes it. The checksum covers the bytes that were
+    passed to `write`, so comparing it with the file later also reveals errors on the way to the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,7 +37,7 @@ class SummedFile:
         self._failure: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """As of a binary file. Raises OSError."""
+        """Append bytes and return their number, as a binary file does. Raises OSError."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _CHUNK):
             part = view[start : start + _CHUNK]
@@ -50,15 +51,15 @@ class SummedFile:
         return len(view)
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Return the number of bytes written so far."""
         return self._size
 
     def flush(self) -> None:
-        """Nothing: all is written on leaving."""
+        """Do nothing: leaving the `with` block flushes the file."""
 
     @property
     def sum(self) -> FileSum:
-        """Of what was written so far."""
+        """Return the size and checksum of what was written so far."""
         return FileSum(self._size, self._crc)
 
     def __enter__(self) -> SummedFile:
@@ -66,7 +67,7 @@ class SummedFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         with self._file:
-            if self._failure is not None:  # torch.save replaces it by an error of its own, which does not say why
+            if self._failure is not None:  # torch.save replaces it by an error that does not name the cause
                 raise self._failure from None
             if kind is None:
                 self._file.flush()
@@ -74,14 +75,25 @@ class SummedFile:
 
 
 def write(path: Path, data: bytes) -> FileSum:
-    """A new file with these bytes, on disk. Raises OSError."""
+    """Write a new file and sync it to disk.
+
+    Args:
+        path: a file that does not exist yet.
+        data: its whole content.
+
+    Returns:
+        The size and checksum of `data`.
+
+    Raises:
+        OSError: the file exists or cannot be written.
+    """
     with SummedFile(path) as f:
         f.write(data)
     return f.sum
 
 
 def read_sum(path: Path) -> FileSum:
-    """Of a file that is there, read once. Raises OSError."""
+    """Read a file once and return its size and checksum. Raises OSError."""
     size = crc = 0
     with path.open("rb", buffering=0) as f:
         while chunk := f.read(_CHUNK):
@@ -90,7 +102,7 @@ def read_sum(path: Path) -> FileSum:
 
 
 def sync_folder(path: Path) -> None:
-    """The folder's entries (new files, new names) are on disk. Raises OSError."""
+    """Sync a folder's entries (new files, new names) to disk. Raises OSError."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
@@ -99,13 +111,23 @@ def sync_folder(path: Path) -> None:
 
 
 def write_manifest(folder: Path, sums: Mapping[str, FileSum]) -> None:
-    """The last file of a checkpoint: all others, by their path in it, and behind them the sum of the manifest itself."""
+    """Write the manifest, which is the last file of a checkpoint.
+
+    It lists all other files and ends with its own checksum.
+
+    Args:
+        folder: the folder of the checkpoint.
+        sums: size and checksum of each file, by its path in the folder.
+    """
     text = json.dumps({name: asdict(sums[name]) for name in sorted(sums)}, indent=1) + "\n"
     write(folder / MANIFEST, text.encode() + _seal(text.encode()))
 
 
 def read_manifest(folder: Path) -> dict[str, FileSum]:
-    """Raises CheckpointError for one that is missing or not as it was written."""
+    """Return size and checksum of each file of a checkpoint, by its path in the folder.
+
+    Raises CheckpointError when the manifest is missing or not as it was written.
+    """
     path = folder / MANIFEST
     try:
         data = path.read_bytes()
@@ -118,7 +140,13 @@ def read_manifest(folder: Path) -> dict[str, FileSum]:
 
 
 def check(folder: Path, sums: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:
-    """What is wrong with the files `names`, in words; each is read once. Empty: nothing."""
+    """Read the files `names` once each and return one message for each that is damaged.
+
+    Args:
+        folder: the folder of the checkpoint.
+        sums: the expected sizes and checksums, from the manifest.
+        names: the files to read, by their paths in the folder.
+    """
     wrong = []
     for name in names:
         path, expected = folder / name, sums[name]
@@ -134,7 +162,17 @@ def check(folder: Path, sums: Mapping[str, FileSum], names: Iterable[str]) -> li
 
 
 def shares(sums: Mapping[str, FileSum], ranks: int) -> list[list[str]]:
-    """The files, dealt out to `ranks` readers of about as many bytes each; the same wherever it is computed."""
+    """Split the files among readers, with about the same number of bytes for each.
+
+    The result depends on the arguments alone, so every rank computes the same.
+
+    Args:
+        sums: size and checksum of each file, by its name.
+        ranks: number of readers.
+
+    Returns:
+        The names for each reader.
+    """
     dealt: list[tuple[int, list[str]]] = [(0, []) for _ in range(ranks)]
     for name in sorted(sums, key=lambda n: (-sums[n].size, n)):
         least = min(range(ranks), key=lambda r: dealt[r][0])
@@ -144,9 +182,10 @@ def shares(sums: Mapping[str, FileSum], ranks: int) -> list[list[str]]:
 
 
 def files_below(folder: Path) -> Sequence[str]:
-    """Paths of all files below `folder`, relative to it."""
+    """Return the paths of all files below `folder`, relative to it, sorted."""
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
 
 def _seal(data: bytes) -> bytes:
+    """Return the last line of a manifest whose other lines are `data`."""
     return f"CRC-32 of the above: {zlib.crc32(data):08x}\n".encode()

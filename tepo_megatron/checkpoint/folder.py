@@ -1,11 +1,11 @@
-"""Which checkpoints a folder holds, and which of them may go.
+"""Name, publish, lock and delete the checkpoints in a folder.
 
-    step-00000012            complete
-    step-00000012.partial    being written, or what was left of that
-    step-00000012.deleted-*  on its way out: renamed first, so that a half-deleted one never looks complete
-    step-00000012.abandoned  later than a checkpoint that was saved after it: the run went back and took another course
+    step-00000012            a complete checkpoint
+    step-00000012.partial    a checkpoint that is being written, or that an interrupted save left
+    step-00000012.deleted-*  being deleted; it is renamed first, so that a half-deleted one never looks complete
+    step-00000012.abandoned  set aside: the run went back, and then saved a checkpoint of the same or an earlier step
 
-Anything else in it is left alone.
+Anything else in the folder is left alone.
 """
 
 from __future__ import annotations
@@ -26,17 +26,27 @@ _LEFT_OVER = re.compile(r"step-\d{8,}\.(partial|deleted-\w+)")
 
 
 def complete(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, once it is complete."""
+    """Return the path of the complete checkpoint of a step.
+
+    Args:
+        folder: folder of all checkpoints.
+        step: training step of the checkpoint.
+    """
     return folder / f"step-{step:08d}"
 
 
 def partial(folder: Path, step: int) -> Path:
-    """Where it is written."""
+    """Return the path at which the checkpoint of a step is written.
+
+    Args:
+        folder: folder of all checkpoints.
+        step: training step of the checkpoint.
+    """
     return folder / f"step-{step:08d}.partial"
 
 
 def steps(folder: Path) -> list[int]:
-    """Of the complete checkpoints, ascending. Raises OSError for a folder that cannot be read; a missing one has none."""
+    """Return the steps of the complete checkpoints in ascending order; none for a missing folder. Raises OSError."""
     if not folder.exists():
         return []
     found = (_COMPLETE.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
@@ -44,7 +54,17 @@ def steps(folder: Path) -> list[int]:
 
 
 def prepare(folder: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of `step` to. What an earlier save left unfinished no longer has a valid name."""
+    """Create an empty folder in which to write the checkpoint of a step, and return its path.
+
+    An earlier save's unfinished folder of the same step is renamed, for `sweep` to delete.
+
+    Args:
+        folder: folder of all checkpoints; it is created if missing.
+        step: training step of the checkpoint.
+
+    Raises:
+        OSError: a folder cannot be created or renamed.
+    """
     if not folder.exists():
         folder.mkdir(parents=True)
         sync_folder(folder.parent)
@@ -56,9 +76,18 @@ def prepare(folder: Path, step: int) -> Path:
 
 
 def publish(folder: Path, step: int) -> list[Path]:
-    """What was written becomes the checkpoint of `step`: by renaming, with all of it on disk.
+    """Turn the partial folder of a step into its checkpoint: sync everything to disk, then rename.
 
-    Returns what was set aside: complete checkpoints of this and of later steps, which the run has left by going back.
+    Args:
+        folder: folder of all checkpoints.
+        step: training step of the checkpoint.
+
+    Returns:
+        New paths of the complete checkpoints that were set aside. They are those of this step and of later ones, which the run
+        abandoned by going back.
+
+    Raises:
+        OSError: a folder cannot be synced or renamed.
     """
     source, target = partial(folder, step), complete(folder, step)
     for inner in (source, *(path for path in source.rglob("*") if path.is_dir())):
@@ -72,8 +101,16 @@ def publish(folder: Path, step: int) -> list[Path]:
 
 
 def prune(folder: Path, keep_last: int, keep_every: int | None, best: int | None = None) -> None:
-    """Delete the checkpoints that neither `keep_last` nor `keep_every` keeps, but for that of the step `best` and one that
-    somebody holds (`hold`).
+    """Delete the checkpoints that no retention rule keeps and that nobody holds (`hold`), and what `sweep` deletes.
+
+    Args:
+        folder: folder of all checkpoints.
+        keep_last: number of newest checkpoints to keep.
+        keep_every: keep checkpoints whose step is a multiple of this too; None: no such rule.
+        best: keep the checkpoint of this step too; None: no such rule.
+
+    Raises:
+        OSError: a folder cannot be renamed or deleted.
     """
     for step in steps(folder)[:-keep_last]:
         if step != best and not (keep_every and step % keep_every == 0):
@@ -84,7 +121,12 @@ def prune(folder: Path, keep_last: int, keep_every: int | None, best: int | None
 
 
 def sweep(folder: Path, writing: int | None = None) -> None:
-    """Delete what earlier saves and deletions left unfinished. writing: a step whose partial folder is in use."""
+    """Delete what earlier saves and deletions left unfinished.
+
+    Args:
+        folder: folder of all checkpoints.
+        writing: a step whose partial folder is in use and stays; None: there is none.
+    """
     for path in folder.iterdir():
         if _LEFT_OVER.fullmatch(path.name) and (writing is None or path != partial(folder, writing)):
             shutil.rmtree(path if ".deleted-" in path.name else _to_deleted(path))
@@ -92,7 +134,10 @@ def sweep(folder: Path, writing: int | None = None) -> None:
 
 @contextlib.contextmanager
 def hold(path: Path) -> Iterator[None]:
-    """Within, nobody prunes this checkpoint, as far as the file system has locks. Raises FileNotFoundError when it is gone."""
+    """Protect a checkpoint from `prune` within the block, if the file system supports locks.
+
+    Raises FileNotFoundError when the checkpoint is gone.
+    """
     with _opened(path) as folder:
         with contextlib.suppress(OSError):
             fcntl.flock(folder, fcntl.LOCK_SH)
@@ -103,19 +148,20 @@ def hold(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """Whether nobody holds `path`; if so, nobody gets hold of it within."""
+    """Yield whether nobody holds `path`. If so, nobody can hold it within the block."""
     with _opened(path) as folder:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             alone = True
         except OSError as e:
-            alone = not isinstance(e, BlockingIOError)  # else the file system has no locks
+            alone = not isinstance(e, BlockingIOError)  # any other error: the file system has no locks
         yield alone
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # the kernel drops its lock when it is closed, or the process ends
+    """Yield a file descriptor of a folder, which is closed at the end of the block."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # closing it, or the end of the process, releases its lock
     try:
         yield folder
     finally:
@@ -123,6 +169,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _set_aside(path: Path) -> Path:
+    """Rename a complete checkpoint to `.abandoned`, in place of an older one of that name."""
     target = path.with_name(f"{path.name}.abandoned")
     if target.exists():
         _to_deleted(target)
@@ -130,4 +177,5 @@ def _set_aside(path: Path) -> Path:
 
 
 def _to_deleted(path: Path) -> Path:
+    """Rename a folder so that `sweep` deletes it."""
     return path.rename(path.with_name(f"{path.name.partition('.')[0]}.deleted-{uuid.uuid4().hex}"))

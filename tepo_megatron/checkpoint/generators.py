@@ -1,4 +1,4 @@
-"""The random generators of a rank."""
+"""Capture and restore the random generators of one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from tepo_megatron.checkpoint.tensors import pickled
 
 @dataclass(frozen=True)
 class States:
-    """Of Python's, numpy's and torch's generators, and of Megatron's for parallel regions, as they gave them."""
+    """The RNG states of one rank, as the libraries returned them.
+
+    Attributes:
+        python: state of `random`.
+        numpy: state of numpy's global generator.
+        torch: state of the CPU generator.
+        device: state of the current CUDA device's generator; None without CUDA.
+        parallel: states of Megatron's tracker for tensor-parallel regions, by name.
+    """
 
     python: tuple[Any, ...]
     numpy: Any
@@ -27,7 +35,7 @@ class States:
 
 
 def capture() -> States:
-    """The states now; what the generators do later does not change them."""
+    """Return the current RNG states. Later use of the generators does not change the result."""
     parallel = tensor_parallel.get_cuda_rng_tracker().get_states()
     return States(
         random.getstate(),
@@ -39,13 +47,13 @@ def capture() -> States:
 
 
 def packed(states: States) -> bytes:
-    """For `restore`."""
+    """Return the states as bytes that `restore` reads."""
     kind, keys, *rest = states.numpy
     return pickled({**vars(states), "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest)})
 
 
 def restore(data: bytes) -> None:
-    """Put them back into the states that were `packed`."""
+    """Set the random generators of this rank to states that `packed` returned."""
     state: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
     kind, keys, *rest = state["numpy"]
     random.setstate(state["python"])

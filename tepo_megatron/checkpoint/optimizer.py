@@ -1,7 +1,7 @@
-"""What the distributed optimizer keeps on this rank, for reading and for writing.
+"""Access the tensors of the distributed optimizer on this rank, to read them and to write them.
 
-Megatron's own way to load it into a fresh optimizer depends on which Adam is inside (0.16: with torch's it fails); here the
-tensors are reached directly.
+Megatron's own way to load state into a fresh optimizer depends on which Adam it wraps (0.16: it fails with torch's). Here the
+tensors are accessed directly.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Shard:
-    """The range of a parameter, flattened, that this rank's optimizer owns.
+    """The range of a flattened parameter that this rank's optimizer owns.
 
-    start: its first element; weight: the parameter's values there, in the model's dtype; state: by the prefix that Megatron's
-    `fully_reshardable` format puts before the parameter's name, the fp32 master (where the weight is not fp32 itself) and the
-    moments of Adam. All are 1-dim, of one length, and views of what the optimizer uses.
+    All tensors are 1-dim, of the same length, and views of what the optimizer uses.
+
+    Attributes:
+        parameter: the whole local parameter.
+        start: index of the range's first element in the flattened parameter.
+        weight: the parameter's values in the range, in the model's dtype.
+        state: the fp32 master (unless the weight is fp32 itself) and Adam's moments, by the prefix that Megatron's
+            `fully_reshardable` format puts before the parameter's name.
     """
 
     parameter: torch.nn.Parameter
@@ -33,9 +38,12 @@ class Shard:
 
 
 def shards(optimizer: MegatronOptimizer, create: bool = False) -> Iterator[Shard]:
-    """Of every parameter that this rank owns a range of.
+    """Yield the shard of every parameter of which this rank owns a range.
 
-    create: give the optimizer the moments that it lacks before its first step, to be filled; else zeros stand for them.
+    Args:
+        optimizer: Megatron's distributed optimizer, or a chain of them.
+        create: if true, create the moments that are missing before the first step, so that they can be filled. If false, zeros
+            take their place, which are no views of the optimizer.
     """
     for part in _parts(optimizer):
         for parameter, (group, order) in part.model_param_group_index_map.items():
@@ -45,7 +53,7 @@ def shards(optimizer: MegatronOptimizer, create: bool = False) -> Iterator[Shard
             if not moments and create:
                 moments = part.optimizer.state[main] = {name: torch.zeros_like(main) for name in _MOMENTS}
             elif not moments:
-                moments = dict.fromkeys(_MOMENTS, main.new_zeros(1).expand(main.numel()))  # of one element's memory
+                moments = dict.fromkeys(_MOMENTS, main.new_zeros(1).expand(main.numel()))  # it takes the memory of one element
             weight = parameter.detach().view(-1)[here.start : here.end]
             state = {"param": main, **{name: moments[name] for name in _MOMENTS}}
             if main.dtype == weight.dtype:  # then the master is a view of the weight
@@ -54,7 +62,7 @@ def shards(optimizer: MegatronOptimizer, create: bool = False) -> Iterator[Shard
 
 
 def tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """The masters and the moments there are, of which `shards` gives views, in the order in which the optimizer holds them."""
+    """Yield the masters and the moments that exist, in the order of the optimizer. `shards` yields views of these."""
     for part in _parts(optimizer):
         for group in part.optimizer.param_groups:
             yield from group["params"]
@@ -63,7 +71,7 @@ def tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def count(optimizer: MegatronOptimizer) -> int:
-    """Steps of Adam so far."""
+    """Return the number of Adam steps so far."""
     counts = [0]
     for part in _parts(optimizer):
         counts += [int(group.get("step", 0)) for group in part.optimizer.param_groups]
@@ -72,19 +80,27 @@ def count(optimizer: MegatronOptimizer) -> int:
 
 
 def set_count(optimizer: MegatronOptimizer, step: int) -> None:
-    """Go on from there; the moments are there already."""
+    """Set the number of Adam steps so far. The moments must exist.
+
+    Args:
+        optimizer: Megatron's distributed optimizer, or a chain of them.
+        step: number of Adam steps.
+    """
     for part in _parts(optimizer):
         for group in part.optimizer.param_groups:
             if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
                 for main in group["params"]:
                     part.optimizer.state[main]["step"] = torch.tensor(float(step))
-            elif group["params"]:  # fused ones count per group, and not where a group is empty
+            elif group["params"]:  # fused optimizers count per group, and have no count for an empty one
                 group["step"] = step
 
 
 def common_state(optimizer: MegatronOptimizer) -> dict[str, Any]:
-    """What Megatron's format keeps of the optimizer besides tensors, the same on all ranks. Empty before its first step."""
-    if count(optimizer) == 0:  # with torch's Adam inside, Megatron asks for its step
+    """Return what Megatron's format stores of the optimizer in addition to tensors; it is the same on all ranks.
+
+    The result is empty before the first step.
+    """
+    if count(optimizer) == 0:  # with torch's Adam inside, `state_dict` reads its step, which is missing then
         return {}
     state = optimizer.state_dict()
     for part in state if isinstance(state, list) else [state]:
@@ -93,5 +109,5 @@ def common_state(optimizer: MegatronOptimizer) -> dict[str, Any]:
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """The distributed optimizers inside: one for experts, one for the rest, or fewer."""
+    """Return the distributed optimizers inside: one for experts and one for the rest, or fewer."""
     return [o for o in getattr(optimizer, "chained_optimizers", [optimizer]) if not o.is_stub_optimizer]

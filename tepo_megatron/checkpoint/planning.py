@@ -1,4 +1,4 @@
-"""What all ranks write, and room for it: agreed on beside the training."""
+"""Agree with all ranks on what each of them writes, and create the folder to write to, while training goes on."""
 
 from __future__ import annotations
 
@@ -20,23 +20,33 @@ from tepo_megatron.errors import CheckpointError
 
 
 class Plans:
-    """What all ranks write: exchanged at the first save, and when it has changed.
+    """The save plans of all ranks. They are exchanged at the first save, and again when one has changed.
 
-    It belongs to the saving threads, of which one is at work at a time. Collectives are over `group`.
+    Only the saving thread of each rank uses it. Collectives are over `group`.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._source: tuple[Sequence[Box], Sequence[str]] = ((), ())  # of what `_made` is the plan
+        self._source: tuple[Sequence[Box], Sequence[str]] = ((), ())  # the arguments from which `_made` was made
         self._made: SavePlan | None = None
-        self._told: SavePlan | None = None
+        self._told: SavePlan | None = None  # this rank's plan as rank 0 has it
         self._plans: list[SavePlan | None] = [None] * group.size()
         self._metadata: Metadata | None = None
 
     def agree(self, boxes: Sequence[Box], objects: Sequence[str]) -> tuple[Sequence[WriteItem], Metadata | None]:
-        """What this rank writes, `boxes` and then byte strings of the names `objects`; and on rank 0 what all ranks do.
+        """Exchange plans with all ranks, and return what this rank writes.
 
-        Raises CheckpointError, on every rank, where boxes of a tensor lack or do not fill it: no checkpoint without a weight.
+        Collectives: one gather and one broadcast of objects.
+
+        Args:
+            boxes: the boxes that this rank writes, with their data.
+            objects: names of the byte strings that this rank writes after the boxes.
+
+        Returns:
+            The write items of this rank, in that order, and on rank 0 the metadata of what all ranks write (None elsewhere).
+
+        Raises:
+            CheckpointError: on every rank, when the boxes of a tensor do not add up to it. So no checkpoint lacks a weight.
         """
         mine = self._plan(boxes, objects)
         changes = to_main(None if mine is self._told or mine == self._told else mine, self.group)
@@ -54,15 +64,23 @@ class Plans:
         return mine.items, self._metadata
 
     def _plan(self, boxes: Sequence[Box], objects: Sequence[str]) -> SavePlan:
+        """Return the plan of this rank, cached as long as `boxes` is the same object and `objects` is equal."""
         if self._made is None or self._source[0] is not boxes or self._source[1] != objects:
             self._made, self._source = plan(boxes, objects), (boxes, objects)
         return self._made
 
 
 def make_room(folder: Path, step: int, refused: str | None, group: dist.ProcessGroup) -> None:
-    """An empty folder for the checkpoint of `step`, made by rank 0 unless it has refused to write one. Collective over `group`.
+    """Create the empty folder of a checkpoint on rank 0. Collectives: one broadcast of an object.
 
-    Raises CheckpointError, on every rank, when it was refused or there is no room.
+    Args:
+        folder: folder of all checkpoints.
+        step: training step of the checkpoint.
+        refused: on rank 0, why the checkpoint cannot be written; None: create the folder. Ignored elsewhere.
+        group: every rank of it calls.
+
+    Raises:
+        CheckpointError: on every rank, when `refused` is given or the folder cannot be created.
     """
     error = refused
     if group.rank() == 0 and error is None:
@@ -76,13 +94,21 @@ def make_room(folder: Path, step: int, refused: str | None, group: dist.ProcessG
 
 
 def plan(boxes: Sequence[Box], objects: Sequence[str]) -> SavePlan:
-    """What this rank writes: `boxes`, then byte strings of these names."""
+    """Return the save plan of this rank.
+
+    Args:
+        boxes: the boxes to write.
+        objects: names of the byte strings to write after the boxes.
+    """
     items = [_write_item(box) for box in boxes]
     return SavePlan([*items, *(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects)])
 
 
 def merge(plans: list[SavePlan]) -> Metadata:
-    """What all ranks write. Raises AssertionError when the boxes of a tensor do not fill it."""
+    """Return the metadata of what all ranks write.
+
+    Raises AssertionError when the boxes of a tensor have, in total, more or fewer elements than the tensor.
+    """
     _, metadata = create_default_global_save_plan(plans)
     for name, tensor in metadata.state_dict_metadata.items():
         if isinstance(tensor, TensorStorageMetadata):
@@ -92,6 +118,7 @@ def merge(plans: list[SavePlan]) -> Metadata:
 
 
 def _write_item(box: Box) -> WriteItem:
+    """Return the write item of a box."""
     properties = TensorProperties(dtype=box.data.dtype)
     write_data = TensorWriteData(chunk(box), properties, torch.Size(box.shape))
     return WriteItem(MetadataIndex(box.name, box.offset), WriteItemType.SHARD, tensor_data=write_data)

@@ -1,4 +1,4 @@
-"""Reading boxes out of a checkpoint of Megatron's distributed format, however it was cut when it was written."""
+"""Read boxes out of a checkpoint in Megatron's distributed format, on any parallel layout."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tepo_megatron.restricted_pickle import MetadataReader
 
 
 class Reader:
-    """Reads any boxes out of a checkpoint, however it was cut."""
+    """Reads boxes out of a checkpoint. They need not be the boxes that were written."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError."""
+        """Read the metadata of the checkpoint in `folder`. Raises CheckpointError when it is missing or damaged."""
         self._reader = MetadataReader(folder)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
@@ -31,15 +31,23 @@ class Reader:
 
     @property
     def names(self) -> set[str]:
-        """Of all tensors."""
+        """Return the names of all tensors."""
         return {n for n, m in self._metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
 
     def plan(self, boxes: Sequence[Box]) -> list[list[ReadItem]]:
-        """What must be read for each box. Raises CheckpointError for a tensor that is missing or has another shape or dtype."""
+        """Return the read items of each box. Raises CheckpointError for a missing tensor or one of another shape or dtype."""
         return [self._items(box, i) for i, box in enumerate(boxes)]
 
     def read(self, boxes: Sequence[Box], items: Sequence[Sequence[ReadItem]]) -> None:
-        """Fill the boxes' data. Raises OSError."""
+        """Fill the data of the boxes, in place. What a flexible box has beyond the stored tensor becomes 0.
+
+        Args:
+            boxes: the boxes to fill.
+            items: what `plan` returned for them.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
         for box in boxes:
             if box.flexible:
                 box.data.zero_()
@@ -47,7 +55,7 @@ class Reader:
         self._reader.read_data(LoadPlan(everything), _Targets(boxes)).wait()
 
     def read_bytes(self, name: str) -> bytes:
-        """A byte string. Raises OSError."""
+        """Return the byte string of this name. Raises OSError."""
         index, targets = MetadataIndex(name), _Targets(())
         zero = torch.Size((0,))
         item = ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
@@ -55,6 +63,7 @@ class Reader:
         return targets.bytes[name]
 
     def _items(self, box: Box, place: int) -> list[ReadItem]:
+        """Return the read items of one box, `place` being its index in the list of boxes."""
         stored = self._metadata.state_dict_metadata.get(box.name)
         if not isinstance(stored, TensorStorageMetadata):
             raise CheckpointError(f"{self._folder}: has no tensor {box.name}; resume with the model that it was saved from")
@@ -69,12 +78,12 @@ class Reader:
                 "that it was saved from"
             )
         items = create_read_items_for_chunk_list(box.name, stored, [chunk(box)])
-        # the place of the box in the list is what `_Targets` finds it by: two may have one name and one offset
+        # `_Targets` finds a box by its index in the list, because two boxes may have the same name and offset
         return [replace(item, dest_index=MetadataIndex(str(place))) for item in items]
 
 
 class _Targets:
-    """What `FileSystemReader.read_data` asks of a planner: where to put each item."""
+    """Tells `FileSystemReader.read_data`, in the place of a load planner, where to put each item."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._boxes = boxes
@@ -87,7 +96,12 @@ class _Targets:
         return target
 
     def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
-        """It is in place already."""
+        """Do nothing: the data are in place already.
+
+        Args:
+            item: what was read.
+            tensor: what `resolve_tensor` returned for it, filled.
+        """
 
     def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
         self.bytes[item.dest_index.fqn] = value.getvalue()

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and going on from it."""
+"""Find the newest valid checkpoint of a run, and restore the actor from it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,21 @@ from tepo_megatron.checkpoint.state import wanted
 from tepo_megatron.errors import CheckpointError
 from tepo_megatron.parallel import Groups
 
-FORMAT = 1  # of run.json and of what the folder holds
+FORMAT = 1  # version of run.json and of the folder's content
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint whose every byte is as it was written.
+    """A checkpoint whose files are all intact.
 
-    run_state: what `save` was given; layout: of the run that saved it; numbers: what the optimizer and its schedule count;
-    passed_over: why newer ones were not taken, one sentence each.
+    Attributes:
+        path: its folder.
+        step: training step after which it was saved.
+        run_state: the run state that was passed to `save`.
+        layout: the layout of the run that saved it (`describe_layout`).
+        numbers: step counts of the optimizer ("adam_step") and of the learning rate schedule ("scheduler_steps").
+        passed_over: why newer checkpoints were skipped, one message for each defect.
     """
 
     path: Path
@@ -44,33 +49,59 @@ class Found:
 
 
 def describe_layout(actor: Actor) -> dict[str, Any]:
-    """What random generators belong to, and the vocabulary (its padding hides a change of it). Plain JSON."""
+    """Return the parallel layout and the vocabulary size, as plain JSON.
+
+    The states of random generators belong to a layout. The vocabulary size is compared on its own, because the padding of the
+    embedding would hide a change of it.
+    """
     groups = actor.groups
     axes = {name: getattr(groups, name).size for name in ("tp", "pp", "cp", "ep", "dp")}
     return {**axes, "vpp": groups.vpp, "vocab_size": actor.arch.vocab_size}
 
 
 def describe_run(step: int, actor: Actor, run_state: Mapping[str, Any]) -> bytes:
-    """The content of run.json, on one line. Raises TypeError or ValueError for a run state that is not JSON."""
+    """Return the content of run.json, on one line.
+
+    Args:
+        step: training step of the checkpoint.
+        actor: provides the layout and the step counts.
+        run_state: plain JSON.
+
+    Raises:
+        TypeError or ValueError: the run state is not JSON.
+    """
     numbers = {
         "adam_step": optimizer.count(actor.optimizer),
         "scheduler_steps": actor.scheduler.num_steps,
     }
     content = {"format": FORMAT, "step": step, "layout": describe_layout(actor), "numbers": numbers, "run": dict(run_state)}
-    return json.dumps(content).encode()  # indented it would take ten times as long
+    return json.dumps(content).encode()  # with an indent this would take ten times as long
 
 
 def rng_name(rank: int, ranks: int) -> str:
-    """The name of a rank's generators in a checkpoint."""
+    """Return the name of a rank's RNG states in a checkpoint.
+
+    Args:
+        rank: rank in the world.
+        ranks: number of ranks.
+    """
     return f"rng_state/shard_{rank}_{ranks}"
 
 
 def newest(folder: Path, group: dist.ProcessGroup, held: contextlib.ExitStack) -> Found | None:
-    """The newest valid checkpoint, the same on every rank; None where there is none at all.
+    """Return the newest valid checkpoint, which is the same on every rank; None if there is no checkpoint.
 
-    Each file is read once, by one of the ranks. held: keeps it from deletion, on rank 0. Collectives over `group`.
+    Each file is read once for the check, by one of the ranks. Collectives are over `group`: for each checkpoint that is tried,
+    one broadcast and one all-gather of objects.
 
-    Raises CheckpointError, naming each and what is wrong with it, when there are some and none is valid.
+    Args:
+        folder: folder of all checkpoints.
+        group: every rank of it calls.
+        held: on rank 0, receives the lock that protects the checkpoint from deletion.
+
+    Raises:
+        CheckpointError: there are checkpoints but none is valid (the message names each and its defect), or the newest valid
+            one has another format.
     """
     passed_over: list[str] = []
     last: int | None = None
@@ -95,10 +126,17 @@ def newest(folder: Path, group: dist.ProcessGroup, held: contextlib.ExitStack) -
 
 
 def restore(found: Found, actor: Actor, groups: Groups, group: dist.ProcessGroup) -> None:
-    """Bring the actor into the state that was saved, on any layout. Collectives over `group`.
+    """Restore the saved state of the actor, on any parallel layout. Collectives are over `group`.
 
-    Raises CheckpointError, on every rank, before anything is changed when the checkpoint is that of another model, and in
-    the middle when it cannot be read.
+    Args:
+        found: the checkpoint to read.
+        actor: the actor whose state is replaced.
+        groups: the mesh of the run.
+        group: every rank of it calls.
+
+    Raises:
+        CheckpointError: on every rank. If the checkpoint belongs to another model or precision, no value was changed; if it
+            cannot be read, some may have been.
     """
     if (before := found.layout["vocab_size"]) != (here := actor.arch.vocab_size):
         raise CheckpointError(f"{found.path}: the vocabulary had {before} tokens and has {here}; resume with the same model")
@@ -125,13 +163,13 @@ def restore(found: Found, actor: Actor, groups: Groups, group: dist.ProcessGroup
             )  # fmt: skip
     optimizer.set_count(actor.optimizer, found.numbers["adam_step"])
     actor.scheduler.num_steps = 0
-    actor.scheduler.step(increment=found.numbers["scheduler_steps"])  # rates are those of the config now
+    actor.scheduler.step(increment=found.numbers["scheduler_steps"])  # the rates come from the current config
 
 
 def _offer(
     folder: Path, last: int | None, held: contextlib.ExitStack
 ) -> tuple[tuple[int, dict[str, FileSum]] | None, list[str]]:
-    """On rank 0: the newest checkpoint before `last` whose manifest is valid, and what is wrong with those in between."""
+    """Return, on rank 0, the newest checkpoint before `last` whose manifest is valid, and the defects of those in between."""
     wrong: list[str] = []
     try:
         for step in reversed(folders.steps(folder)):
@@ -153,6 +191,7 @@ def _offer(
 
 
 def _read_run(path: Path, passed_over: tuple[str, ...]) -> Found:
+    """Read run.json. Raises CheckpointError for another format."""
     content = json.loads((path / RUN).read_bytes())
     if content["format"] != FORMAT:
         raise CheckpointError(
@@ -163,7 +202,7 @@ def _read_run(path: Path, passed_over: tuple[str, ...]) -> Found:
 
 @contextlib.contextmanager
 def _agreed(group: dist.ProcessGroup, kinds: tuple[type[Exception], ...]) -> Any:
-    """An error of these kinds within, on any rank, is a CheckpointError on all of them."""
+    """Turn an error of these kinds within the block, on any rank, into a CheckpointError on all ranks."""
     error = None
     try:
         yield

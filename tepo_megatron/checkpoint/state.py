@@ -1,10 +1,10 @@
-"""What the state of an actor is: boxes of whole tensors.
+"""Describe the state of an actor as boxes, which are rectangular parts of global tensors.
 
-Every tensor has the name, shape and place in the whole model that Megatron-Core gives it (`sharded_state_dict`), and the
-optimizer's the names of its `fully_reshardable` format. To write that format Megatron gathers the optimizer's shards over
-dp x cp (`DistributedOptimizer.sharded_param_state_fully_reshardable`, 0.16 to 0.19): every rank then holds and moves dp x cp
-times its share, while training waits. Here each rank writes the range that it owns as boxes of the whole tensors, and nothing
-moves.
+Every tensor has the name, the shape and the offset in the whole model that Megatron-Core gives it (`sharded_state_dict`). The
+optimizer's tensors have the names of Megatron's `fully_reshardable` format. To write that format, Megatron gathers the
+optimizer's shards over dp x cp (`DistributedOptimizer.sharded_param_state_fully_reshardable`, 0.16 to 0.19): every rank then
+holds and moves dp x cp times its share, while training waits. Here each rank writes the range that it owns as boxes of the
+global tensors, and nothing is moved between ranks.
 """
 
 from __future__ import annotations
@@ -28,24 +28,29 @@ from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint.boxes import boxes, ranges
 from tepo_megatron.checkpoint.optimizer import shards
 
-# How Megatron is asked to name things; stored, so that it can read a checkpoint by itself (its `content_metadata`).
+# The options of `sharded_state_dict`. They are stored as `content_metadata`, so that Megatron can read a checkpoint by itself.
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
-    "non_homogeneous_layers": True,  # a tensor of its own per layer: layers may differ
+    "non_homogeneous_layers": True,  # one tensor per layer, because layers may differ
     "singleton_local_shards": False,
 }
-# Elements of a box that is written, or one row: a larger one would hold up other threads while torch packs it, and would be
-# read for a part of it.
+# Most elements of a box that is written; a single row may have more. A larger box would hold up other threads while torch
+# serializes it, and would be read as a whole for any part of it.
 _BOX_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Box:
-    """Part of a whole tensor: its name and shape, where the part begins, and the part itself.
+    """A rectangular part of a global tensor.
 
-    data: a view of the state, of as many dimensions as the whole. flexible: the whole may have another shape on another layout
-    (the vocabulary is padded to a multiple that depends on tp); what it then lacks is 0.
+    Attributes:
+        name: name of the global tensor.
+        shape: shape of the global tensor.
+        offset: where the part begins in it.
+        data: the part, as a view of the state with as many dimensions as the global tensor.
+        flexible: whether the global tensor may have another shape on another layout (the vocabulary is padded to a multiple
+            that depends on tp). What a smaller stored tensor lacks is 0.
     """
 
     name: str
@@ -56,10 +61,10 @@ class Box:
 
 
 def written(actor: Actor) -> Iterator[Box]:
-    """What this rank writes: over all ranks, every element of the state once.
+    """Yield the boxes that this rank writes; over all ranks, they hold every element of the state once.
 
-    Its range of each parameter and of what the optimizer keeps for it, and what is not trained if this is its first replica.
-    Raises RuntimeError for an actor that is offloaded.
+    They are its range of each parameter and of the optimizer's state, and the tensors that are not trained if this rank has
+    their first replica. Raises RuntimeError when the actor is offloaded.
     """
     actor.require_loaded("a checkpoint", "parameters", "optimizer")
     shardings = _shardings(actor)
@@ -74,16 +79,21 @@ def written(actor: Actor) -> Iterator[Box]:
 
 
 def objects(actor: Actor) -> dict[str, Any]:
-    """What Megatron expects besides tensors, by name: "extra state" of modules, which holds scales of fp8.
+    """Return what Megatron expects in addition to tensors, by name: the "extra state" of modules, which holds scales of fp8.
 
-    With fp32 and bf16 it is empty, and `wanted` asks for none of it; Megatron's own loader refuses a checkpoint without.
+    With fp32 and bf16 the extra state is empty, and `wanted` reads none of it. Megatron's own loader refuses a checkpoint
+    without it.
     """
     found = (v for v in _values(actor) if isinstance(v, ShardedObject) and is_main_replica(v.replica_id))
     return {value.unique_key: value.data for value in found}
 
 
 def wanted(actor: Actor) -> Iterator[Box]:
-    """What this rank reads: all its weights, and its range of the optimizer's state. The data are the places to read into."""
+    """Yield the boxes that this rank reads: all its weights, and its range of the optimizer's state.
+
+    The data of a box are views of the actor's tensors, to be filled in place. Moments that do not exist yet are created. Raises
+    RuntimeError when the actor is offloaded.
+    """
     actor.require_loaded("to resume", "parameters", "optimizer")
     shardings = _shardings(actor)
     for sharding in shardings.values():
@@ -94,11 +104,12 @@ def wanted(actor: Actor) -> Iterator[Box]:
 
 
 def _shardings(actor: Actor) -> dict[int, ShardedTensor | ShardedTensorFactory]:
-    """Of every parameter and persistent buffer of this rank, by its id."""
+    """Return the sharded description of every parameter and persistent buffer of this rank, by the id of the tensor."""
     return {id(v.data): v for v in _values(actor) if isinstance(v, (ShardedTensor, ShardedTensorFactory))}
 
 
 def _values(actor: Actor) -> Iterator[ShardedBase]:
+    """Yield the entries of the model's sharded state dict."""
     for chunk in actor.chunks:
         yield from nested_values(chunk.module.sharded_state_dict(metadata=dict(CONTENT)))
 
@@ -106,9 +117,14 @@ def _values(actor: Actor) -> Iterator[ShardedBase]:
 def _boxes(
     sharding: ShardedTensor | ShardedTensorFactory, prefix: str, values: Tensor, start: int, limit: int
 ) -> Iterator[Box]:
-    """The range of a local tensor, flattened, that begins at element `start` and holds `values`, as boxes of the whole.
+    """Yield the boxes, in the global tensor, of a range of a flattened local tensor.
 
-    limit: elements of a box, unless one row has more.
+    Args:
+        sharding: describes the local tensor.
+        prefix: put before the name of the global tensor.
+        values: 1-dim, the values of the range.
+        start: index of the first of them in the flattened local tensor.
+        limit: most elements of a box, unless one row has more.
     """
     for part, first in _parts(sharding):
         low, high = max(start, first), min(start + values.numel(), first + part.data.numel())
@@ -127,10 +143,11 @@ def _boxes(
 
 
 def _parts(sharding: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:
-    """The parts of a local tensor that lie together in the whole, each with its first element in the flattened local tensor.
+    """Yield the parts of a local tensor that are contiguous in the global tensor.
 
-    A factory cuts a tensor whose parts lie apart in the whole: gate and up projection are one weight here. It may only cut:
-    where its parts are no contiguous views, ranges of the local tensor are no boxes of the whole (NotImplementedError).
+    Each comes with the index of its first element in the flattened local tensor. A factory splits a tensor whose parts lie
+    apart in the global one: gate and up projections are one weight here. It must do nothing else: if a part is no contiguous
+    view, ranges of the local tensor are no boxes of the global one, and this raises NotImplementedError.
     """
     if isinstance(sharding, ShardedTensor):
         yield sharding, 0
@@ -144,6 +161,7 @@ def _parts(sharding: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[Sha
 
 
 def _in_whole(part: ShardedTensor, offset: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the offset in the global tensor of an offset in a local part."""
     prepended = part.prepend_axis_num
     begin = tuple(part.global_offset)
     return begin[:prepended] + tuple(x + y for x, y in zip(begin[prepended:], offset, strict=True))

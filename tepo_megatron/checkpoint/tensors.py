@@ -1,11 +1,11 @@
-"""Megatron-Core's distributed format (`torch_dist`, which is that of torch.distributed.checkpoint), as it is written.
+"""Write Megatron-Core's distributed format (`torch_dist`), which is that of torch.distributed.checkpoint.
 
-    __0_0.distcp   what rank 0 wrote: one `torch.save` after the other
-    .metadata      every tensor's shape, and in which file, at which byte, each box of it begins
-    common.pt, metadata.json   what `megatron.core.dist_checkpointing.load` looks for besides
+    __0_0.distcp   what rank 0 wrote: one `torch.save` archive after the other
+    .metadata      every tensor's shape, and the file and first byte of each of its boxes
+    common.pt, metadata.json   what `megatron.core.dist_checkpointing.load` needs in addition
 
 Megatron's own writer (0.16) forks processes per file while other threads run, gets its results through a manager process that
-imports the main module again, waits without limit, and knows no checksums; so the files are written here, by a thread.
+imports the main module again, waits without limit, and has no checksums. Therefore a thread of this package writes the files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Stored = dict[MetadataIndex, _StorageInfo]
 
 
 class HostCopy:
-    """Memory of the host for what this rank writes, kept from one checkpoint to the next."""
+    """A host copy of what this rank writes. Its memory is kept from one checkpoint to the next."""
 
     def __init__(self) -> None:
         self._device = torch.device("cpu")
@@ -45,20 +45,22 @@ class HostCopy:
         self._to: list[Tensor] = []
 
     def take(self, boxes: Sequence[Box]) -> Sequence[Box]:
-        """The same boxes with their data in this memory, at rest when this returns; overwritten by the next call.
+        """Copy the data of the boxes to host memory, and return the same boxes with these copies as their data.
 
-        The same object is returned for the same object.
+        The copies are complete when this returns, and the next call overwrites them. If `boxes` is the same object as in the
+        call before, so is the result.
         """
         if boxes is not self._boxes:
             self._make_places(boxes)
         if boxes:
-            torch._foreach_copy_(self._to, self._from, non_blocking=True)  # in a loop, a third more time for a small model
+            torch._foreach_copy_(self._to, self._from, non_blocking=True)  # a loop takes a third longer for a small model
         if any(data.is_cuda for data in self._from):
             torch.cuda.current_stream().synchronize()
         return self._copies
 
     def _make_places(self, boxes: Sequence[Box]) -> None:
-        self._copies, self._to = (), []  # a smaller arena is free before the larger one is allocated
+        """Allocate host memory for the boxes."""
+        self._copies, self._to = (), []  # so that the arena can free its memory before it allocates more
         device = next((box.data.device for box in boxes if box.data.is_cuda), torch.device("cpu"))
         if self._device != device:
             self._device, self.arena = device, HostArena(device)
@@ -71,7 +73,19 @@ class HostCopy:
 
 
 def write_items(path: Path, items: Sequence[WriteItem], values: Sequence[Tensor | bytes]) -> tuple[FileSum, Stored]:
-    """One rank's file, on disk. Raises OSError."""
+    """Write one rank's file and sync it to disk.
+
+    Args:
+        path: a file that does not exist yet.
+        items: the write items of the rank.
+        values: what to write for each item: a tensor in host memory, or bytes.
+
+    Returns:
+        Size and checksum of the file, and the place of each item in it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     stored = {}
     with SummedFile(path) as f:
         for item, value in zip(items, values, strict=True):
@@ -82,7 +96,20 @@ def write_items(path: Path, items: Sequence[WriteItem], values: Sequence[Tensor 
 
 
 def write_metadata(folder: Path, metadata: Metadata, stored: Stored, common: Mapping[str, Any]) -> dict[str, FileSum]:
-    """The files that belong to no rank. Returns their sums by name. Raises OSError."""
+    """Write the files that do not belong to one rank: `.metadata`, common.pt and metadata.json.
+
+    Args:
+        folder: the folder of the checkpoint.
+        metadata: what all ranks write.
+        stored: the place of each item.
+        common: content of common.pt.
+
+    Returns:
+        Size and checksum of each file, by its name.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     whole = replace(metadata, storage_data=stored, storage_meta=StorageMeta())
     contents = {
         METADATA: pickle.dumps(whole),
@@ -93,12 +120,12 @@ def write_metadata(folder: Path, metadata: Metadata, stored: Stored, common: Map
 
 
 def pickled(value: Any) -> bytes:
-    """As torch pickles."""
+    """Return `value` as torch.save serializes it."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def chunk(box: Box) -> ChunkStorageMetadata:
-    """Where a box lies in its tensor."""
+    """Return the offset and shape of a box in its global tensor."""
     return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.data.shape))

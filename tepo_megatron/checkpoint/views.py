@@ -1,8 +1,8 @@
-"""The boxes of an actor's state, kept from one save to the next.
+"""Cache the boxes of an actor's state from one save to the next.
 
-To describe the state takes several times as long as to copy that of a small model, and it is the same at every save while the
-tensors lie where they lay. A box of a tensor that was replaced would be saved as it once was, and nothing would tell; so what
-lies where is asked at every save.
+To describe the state takes several times as long as to copy the state of a small model, and the description is valid as long as
+the tensors keep their addresses. A box of a tensor that was replaced would save old values without any error, so the addresses
+are compared at every save.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ _Places = tuple[tuple[int, int, torch.dtype], ...]
 
 
 class Views:
-    """What an actor's state is now.
+    """The cached boxes and objects of an actor's state.
 
-    boxes: as they were found last. They keep what they view in memory, also where it is no longer the state.
+    Attributes:
+        boxes: the boxes found last. They keep the memory that they view alive, even if it is no longer part of the state.
     """
 
     def __init__(self) -> None:
         self.boxes: Sequence[Box] = ()
-        self._places: _Places | None = None  # of the tensors that the boxes view; None: they cannot be used again
+        self._places: _Places | None = None  # addresses when the boxes were made; None: the boxes cannot be reused
         self._objects: dict[str, Any] | None = None
 
     def of(self, actor: Actor) -> tuple[Sequence[Box], dict[str, Any]]:
-        """As `written` and `objects`. The boxes are the same object as before if no tensor was replaced.
+        """Return what `written` and `objects` return for the actor.
 
-        The objects are out of reach of what happens next. Modules are asked for them anew where one had or has any to give.
+        The boxes are the same object as before if no tensor was replaced. The objects are deep copies, which later training
+        does not change. Modules are asked for them again if any of them had or has something to give.
         """
         modules = _modules(actor)
         live = _live(actor, modules)
         places = tuple((tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in live)
         if places != self._places:
-            self.boxes, self._objects = (), None  # they do not hold on to what was replaced
+            self.boxes, self._objects = (), None  # so that memory of replaced tensors is freed
             self.boxes = tuple(written(actor))
             known = {_storage(tensor) for tensor in live}
-            # zeros stand for moments before the first step, and a module may describe a copy of what it holds
+            # A box may view other memory: zeros in the place of moments, before the first step, or a copy that a module made.
             self._places = places if all(_storage(box.data) in known for box in self.boxes) else None
         if self._objects is None or any(map(_filled, (*self._objects.values(), *_extra_states(modules)))):
             self._objects = copy.deepcopy(objects(actor))
@@ -52,15 +54,15 @@ class Views:
 
 
 def _modules(actor: Actor) -> list[torch.nn.Module]:
-    """As `modules()`, which takes twice as long; one that is used in two places comes twice."""
+    """Return all modules. `Module.modules` takes twice as long; here a module that is used in two places comes twice."""
     found: list[torch.nn.Module] = [chunk.module for chunk in actor.chunks]
-    for module in found:  # which grows meanwhile
+    for module in found:  # the list grows during the loop
         found.extend(below for below in module._modules.values() if below is not None)
     return found
 
 
 def _live(actor: Actor, modules: Sequence[torch.nn.Module]) -> list[Tensor]:
-    """Every tensor that a box can view, as the actor holds it now."""
+    """Return every tensor that a box can view, as the actor holds it now."""
     found: list[Tensor | None] = list(optimizer.tensors(actor.optimizer))
     for module in modules:
         found.extend(module._parameters.values())
@@ -71,13 +73,16 @@ def _live(actor: Actor, modules: Sequence[torch.nn.Module]) -> list[Tensor]:
 
 
 def _extra_states(modules: Sequence[torch.nn.Module]) -> list[Any]:
+    """Return the extra state of all modules whose class defines one."""
     silent = torch.nn.Module.get_extra_state
     return [module.get_extra_state() for module in modules if type(module).get_extra_state is not silent]
 
 
 def _filled(extra: Any) -> bool:
+    """Return whether a module gave an extra state that is not empty."""
     return extra is not None and not (isinstance(extra, Tensor) and extra.numel() == 0)
 
 
 def _storage(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()

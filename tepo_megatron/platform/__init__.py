@@ -1,8 +1,8 @@
-"""The only place that names cpu and gloo, or cuda and nccl.
+"""Activate the platform of this process. Only this package names cpu and gloo, or cuda and nccl.
 
-A process activates one platform, before its first `import megatron.core`. `cuda` is Megatron-Core as it comes; `cpu` redirects
-what Megatron-Core asks of `torch.cuda` to the CPU, so that the same model, schedules, optimizer and checkpoints run without a
-GPU. The choice is the config's: a GPU in the machine changes nothing under `cpu`.
+A process activates one platform, before its first `import megatron.core`. `cuda` uses Megatron-Core as it is. `cpu` redirects
+the calls that Megatron-Core makes to `torch.cuda` to the CPU, so that the same model, schedules, optimizer and checkpoints run
+without a GPU. The config alone decides: under `cpu`, a GPU in the machine has no effect.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ PlatformName = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Platform:
-    """Where tensors live and what carries collectives.
+    """The device of tensors, and the backends of collectives.
 
-    name: the config's `platform`, which is also the device type; backend: of torch.distributed;
-    host_backend: of a group for objects on the host; shares_device: every rank of a machine uses GPU 0 (`staged_gloo.py`).
+    Attributes:
+        name: the config's `platform`, which is also the device type.
+        backend: backend of torch.distributed.
+        host_backend: backend of a group for objects on the host.
+        shares_device: whether every rank of a machine uses GPU 0 (`staged_gloo.py`).
     """
 
     name: PlatformName
@@ -32,7 +35,7 @@ class Platform:
     shares_device: bool = False
 
     def device(self, local_rank: int) -> torch.device:
-        """The device of a rank, from its index among the ranks of its machine."""
+        """Return the device of a rank, from its index among the ranks of its machine."""
         if self.name == "cuda":
             return torch.device("cuda", 0 if self.shares_device else local_rank)
         return torch.device(self.name)
@@ -43,18 +46,20 @@ _active: Platform | None = None
 
 
 def activate(name: PlatformName, *, transformer_engine: bool = False) -> Platform:
-    """Make this process a `cpu` or a `cuda` process; again with the same name, it returns the same platform.
+    """Make this process a `cpu` or a `cuda` process. A second call with the same name returns the same platform.
 
     `cpu` imports Megatron-Core (about 3 s); `cuda` imports nothing. With TEPO_STAGED_GLOO=1 in the environment, collectives go
     through host memory and the ranks of `cuda` share GPU 0 (`staged_gloo.py`, for tests).
 
     Args:
         name: the platform.
-        transformer_engine: for `cpu`: let Megatron-Core find Transformer Engine and Apex if they are installed. Only tests of
-            their Python code want that (tests/transformer_engine): their kernels need a GPU.
+        transformer_engine: for `cpu`, let Megatron-Core find Transformer Engine and Apex if they are installed. Only tests of
+            their Python code need that (tests/transformer_engine), because their kernels need a GPU.
 
-    Raises ConfigError for `cuda` where PyTorch sees no GPU; RuntimeError when the process already runs on the other platform,
-    or for `cpu` after `megatron.core` was imported without it: both are mistakes of the calling code.
+    Raises:
+        ConfigError: PyTorch sees no GPU under `cuda`.
+        RuntimeError: the process already runs on the other platform, or `megatron.core` was imported before `cpu` was
+            activated. Both are bugs of the caller.
     """
     global _active
     platform = _PLATFORMS[name]
@@ -81,7 +86,7 @@ def activate(name: PlatformName, *, transformer_engine: bool = False) -> Platfor
 
 
 def _with_ranks_on_one_gpu(platform: Platform) -> Platform:
-    """Return `cuda` with the collectives that `cpu` has, on GPU tensors, and GPU 0 for each rank."""
+    """Return `cuda` with the collectives of `cpu`, on GPU tensors, and with GPU 0 for each rank."""
     staged_gloo.install()
     gloo.add_uneven_collectives()
     gloo.shorten_groups_of_one()

@@ -1,4 +1,4 @@
-"""Adam on the CPU with the contract of Transformer Engine's and Apex's FusedAdam."""
+"""Implement Adam on the CPU with the interface of Transformer Engine's and Apex's FusedAdam."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class HostAdam(torch.optim.Optimizer):
-    """Adam (arXiv:1412.6980) with decoupled weight decay (AdamW, arXiv:1711.05101) or, adam_w_mode=False, L2 regularisation.
+    """Adam (arXiv:1412.6980) with decoupled weight decay (AdamW, arXiv:1711.05101), or with L2 regularisation.
 
-    As in FusedAdam the step count belongs to the parameter group, not to each parameter. Megatron's distributed optimizer
-    relies on that: given torch.optim.AdamW it cannot load a checkpoint into a fresh optimizer (0.16: KeyError 'step', and one
-    step tensor shared by all parameters, advanced once for each).
+    As in FusedAdam, the step count belongs to the parameter group and not to each parameter. Megatron's distributed optimizer
+    relies on that: with torch.optim.AdamW it cannot load a checkpoint into a fresh optimizer (0.16: KeyError 'step', and one
+    step tensor that all parameters share and that each of them advances).
 
-    State per parameter: exp_avg, exp_avg_sq, of its shape and dtype. Gradients may have another dtype. Parameters without
-    gradient are left alone. No `closure`.
+    The state of a parameter is exp_avg and exp_avg_sq, of its shape and dtype. Gradients may have another dtype. Parameters
+    without a gradient do not change. `closure` is not supported.
     """
 
     def __init__(
@@ -30,21 +30,32 @@ class HostAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         capturable: bool = False,
     ) -> None:
-        """As Megatron calls it. capturable (0.17 and later): for CUDA graphs, has no effect."""
+        """Take the arguments that Megatron passes.
+
+        Args:
+            params: parameters or parameter groups.
+            lr: learning rate.
+            betas: decay rates of both moments.
+            eps: added to the square root of the second moment.
+            weight_decay: coefficient of the weight decay.
+            adam_w_mode: whether the weight decay is decoupled; if not, it is L2 regularisation.
+            capturable: for CUDA graphs (Megatron 0.17 and later); has no effect.
+        """
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            if group["params"]:  # FusedAdam leaves an empty group without a step too
+            if group["params"]:  # FusedAdam does not count the steps of an empty group either
                 group["step"] = group.get("step", 0) + 1
                 for p in group["params"]:
                     if p.grad is not None:
                         self._update(p, p.grad.to(p.dtype), group)
 
     def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        """Update one parameter."""
         (beta1, beta2), lr, decay, step = group["betas"], group["lr"], group["weight_decay"], group["step"]
         state = self.state[p]
         if not state:

@@ -1,16 +1,16 @@
-"""The CPU platform: unmodified Megatron-Core without a GPU, its collectives over gloo.
+"""Run unmodified Megatron-Core on a CPU, with its collectives over gloo.
 
-Megatron-Core (0.16.1, and 0.19.2 by `make test-pins`) names `torch.cuda` throughout, although little of it needs a
-GPU. Each redirection is one function with its reason, in the file of what it redirects:
+Megatron-Core (0.16.1, and 0.19.2 by `make test-pins`) calls `torch.cuda` throughout, although little of it needs a GPU. Each
+redirection is one function that states its reason, in a file for each kind:
 
-    tensors.py    factories and tensor methods that ask for a CUDA device
+    tensors.py    factories and tensor methods that request a CUDA device
     cuda_api.py   torch.cuda: current device, streams, events, memory, random state
-    gloo.py       the two collectives that gloo lacks, and those of a rank alone
-    adam.py       Adam in the form that the distributed optimizer expects of a fused one
-    memory.py     freed memory, which glibc would give back at once
-    mcore.py      importing Megatron-Core, and its own slips where there is neither GPU nor Transformer Engine
+    gloo.py       two collectives that gloo lacks, and shortcuts for groups of one rank
+    adam.py       Adam with the interface of a fused one, which the distributed optimizer expects
+    memory.py     keep freed memory, which glibc would return to the system at once
+    mcore.py      import Megatron-Core, and fix its bugs on machines without GPU and Transformer Engine
 
-They last as long as the process and cover all of it: a process is a CPU process or a CUDA process.
+Redirections last as long as the process and affect all of it: a process is either a CPU process or a CUDA process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from tepo_megatron.platform import cuda_api, gloo, mcore, memory, tensors
 
 
 def install(transformer_engine: bool = False) -> None:
-    """Redirect, then import Megatron-Core. Once per process, before anything of `megatron.core` is imported.
+    """Redirect `torch.cuda` to the CPU, then import Megatron-Core.
+
+    Call it once per process, before anything of `megatron.core` is imported.
 
     Args:
         transformer_engine: leave Transformer Engine and Apex visible, and Megatron-Core's choice of Adam as it is.
@@ -50,5 +52,8 @@ def install(transformer_engine: bool = False) -> None:
 
 
 def hide_gpus() -> None:
-    """Hide GPUs from CUDA itself too: autograd, in C++, starts a thread for each that it finds, and no fork survives that."""
+    """Hide GPUs from CUDA itself too.
+
+    Otherwise autograd, in C++, starts a thread for each GPU that it finds, and a forked child cannot use autograd then.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,4 +1,4 @@
-"""The CUDA platform: nothing is redirected, a GPU is required."""
+"""Require a GPU for the CUDA platform, which redirects nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tepo_megatron.errors import ConfigError
 
 
 def require() -> None:
-    """Raise ConfigError where PyTorch cannot use a GPU."""
+    """Raise ConfigError when PyTorch cannot use a GPU."""
     if torch.cuda.is_available():
         return
     reason = (

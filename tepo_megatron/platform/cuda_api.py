@@ -1,7 +1,7 @@
-"""torch.cuda on a machine of one processor: everything asked of the GPU is already done when the call returns.
+"""Replace torch.cuda on the CPU, where all work is done when a call returns.
 
-Every replacement is a function object of its own: torch's tracer keeps a table of functions and refuses one object that stands
-under two names of torch.
+Every replacement is a function object of its own, because torch's tracer keeps a table of functions and refuses one object that
+has two names in torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tepo_megatron.platform.tensors import CPU
 
 
 def redirect_device_queries() -> None:
-    """No GPU is available, and the current device, wherever it is passed on to, is the CPU."""
+    """Report that no GPU is available, and return the CPU as the current device."""
     torch.cuda.is_available = lambda: False
     torch.cuda.device_count = lambda: 0
     torch.cuda.current_device = lambda: CPU
@@ -28,7 +28,7 @@ def redirect_device_queries() -> None:
 
 
 def redirect_streams_and_events() -> None:
-    """There is one stream, and it is in order: waiting is done before it begins."""
+    """Replace streams and events by a single stream in order, on which nothing has to be waited for."""
     torch.cuda.Stream = Stream
     torch.cuda.Event = Event
     torch.cuda.current_stream = lambda device=None: Stream()
@@ -39,7 +39,7 @@ def redirect_streams_and_events() -> None:
 
 
 def redirect_memory_statistics() -> None:
-    """No GPU memory is in use."""
+    """Report that no GPU memory is in use."""
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(torch.cuda, name, _returning(0))
     for name in ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "reset_max_memory_allocated"):
@@ -49,9 +49,9 @@ def redirect_memory_statistics() -> None:
 
 
 def redirect_random_state() -> None:
-    """The CPU's generator is the only one; Megatron's trackers of parallel random states swap its state.
+    """Make the CPU's generator the only one. Megatron's trackers of parallel random states then swap its state.
 
-    `_lazy_call` runs its callback at once: torch would keep it for the moment when CUDA starts, which never comes.
+    `_lazy_call` runs its callback at once: torch would keep the callback until CUDA starts, which never happens.
     """
     torch.cuda.default_generators = _OneGenerator()
     torch.cuda._lazy_call = lambda callback, **_: callback()
@@ -62,14 +62,14 @@ def redirect_random_state() -> None:
 
 
 def silence_nvtx() -> None:
-    """Profiler ranges have no profiler to go to."""
+    """Ignore NVTX ranges, because there is no profiler to receive them."""
     for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
         setattr(torch.cuda.nvtx, name, _returning(None))
     torch.cuda.nvtx.range = _context()
 
 
 class Stream:
-    """The one stream. All are equal."""
+    """The only stream. All instances are equal."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device, self.cuda_stream = CPU, 0
@@ -87,62 +87,62 @@ class Stream:
         return None
 
     def wait_stream(self, stream: Stream) -> None:
-        """Already done."""
+        """Do nothing: the work is done."""
 
     def wait_event(self, event: Event) -> None:
-        """Already done."""
+        """Do nothing: the work is done."""
 
     def record_event(self, event: Event | None = None) -> Event:
-        """The event, with the time of now."""
+        """Record the current time in an event, and return the event."""
         event = event or Event()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Already done."""
+        """Do nothing: the work is done."""
 
     def query(self) -> bool:
-        """Whether all work is done."""
+        """Return whether all work is done, which is always true."""
         return True
 
 
 class Event:
-    """A moment on the one stream."""
+    """A point in time on the only stream."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._seconds = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        """Take the time."""
+        """Store the current time."""
         self._seconds = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Already done."""
+        """Do nothing: the work is done."""
 
     def synchronize(self) -> None:
-        """Already done."""
+        """Do nothing: the work is done."""
 
     def query(self) -> bool:
-        """Whether the moment has passed."""
+        """Return whether the work before the event is done, which is always true."""
         return True
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from here to `end`."""
+        """Return the milliseconds from this event to `end`."""
         return (end._seconds - self._seconds) * 1e3
 
 
 class _OneGenerator(dict[Any, torch.Generator]):
-    """The CPU's generator under every device index."""
+    """Maps every device index to the CPU's generator."""
 
     def __missing__(self, device: Any) -> torch.Generator:
         return torch.default_generator
 
 
 def _returning(value: Any) -> Callable[..., Any]:
-    """A new function that ignores its arguments."""
+    """Return a new function that ignores its arguments and returns `value`."""
     return lambda *_, **__: value
 
 
 def _context() -> Callable[..., contextlib.AbstractContextManager[None]]:
-    """A new function that returns a context manager without effect."""
+    """Return a new function that returns a context manager without effect."""
     return lambda *_, **__: contextlib.nullcontext()

@@ -1,7 +1,8 @@
-"""Collectives that Megatron-Core uses and gloo lacks (torch 2.13): lists of tensors of unequal sizes.
+"""Add the collectives that Megatron-Core uses and gloo lacks (torch 2.13): those on lists of tensors of unequal sizes.
 
-The token dispatcher of a mixture of experts needs them when experts are split by tensors (EP with TP). Everything else that
-Megatron-Core calls is there, bf16 and ReduceOp.AVG included: tests/parallel/test_collectives.py calls each.
+The token dispatcher of a mixture of experts needs them when experts are also split over tensor-parallel ranks (EP with TP).
+gloo has everything else that Megatron-Core calls, including bf16 and ReduceOp.AVG: tests/parallel/test_collectives.py calls
+each.
 """
 
 from __future__ import annotations
@@ -15,19 +16,24 @@ from torch import Tensor
 
 
 def add_uneven_collectives() -> None:
-    """all_gather into, and reduce_scatter from, lists of unequal shapes, as one broadcast or reduction per rank."""
+    """Let all_gather and reduce_scatter take lists of unequal shapes. They run as one broadcast or one reduction per rank."""
     dist.all_gather = _uneven_all_gather(dist.all_gather)
     dist.reduce_scatter = _uneven_reduce_scatter(dist.reduce_scatter)
 
 
 def shorten_groups_of_one() -> None:
-    """A rank that is alone in its group has what it would receive, and the distributed optimizer gives and takes views of one
-    buffer: gloo would copy it twice."""
+    """Replace all_gather_into_tensor and reduce_scatter_tensor, in a group of one rank, by a copy or by nothing.
+
+    Nothing is copied if input and output are the same memory. The distributed optimizer passes views of one buffer, which gloo
+    would copy twice.
+    """
     dist.all_gather_into_tensor = _all_gather_into_tensor(dist.all_gather_into_tensor)
     dist.reduce_scatter_tensor = _reduce_scatter_tensor(dist.reduce_scatter_tensor)
 
 
 def _all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the collective with a shortcut for groups of one rank; asynchronous calls go to gloo."""
+
     @functools.wraps(original)
     def all_gather_into_tensor(
         output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
@@ -40,6 +46,8 @@ def _all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the collective with a shortcut for groups of one rank; asynchronous calls go to gloo."""
+
     @functools.wraps(original)
     def reduce_scatter_tensor(
         output: Tensor,
@@ -50,21 +58,25 @@ def _reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if async_op or dist.get_world_size(group) > 1:
             return original(output, input, op=op, group=group, async_op=async_op)
-        return _copy(output, input)  # a sum, mean, least or largest of one
+        return _copy(output, input)  # the sum, mean, minimum or maximum of one tensor is the tensor
 
     return reduce_scatter_tensor
 
 
 def _copy(output: Tensor, given: Tensor) -> None:
+    """Copy `given` to `output`, unless they begin at the same address."""
     if output.data_ptr() != given.data_ptr():
         output.copy_(given.view_as(output))
 
 
 def _are_equal(tensors: list[Tensor]) -> bool:
+    """Return whether all tensors have the same shape."""
     return len({t.shape for t in tensors}) == 1
 
 
 def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an all_gather that broadcasts from each rank in turn if shapes differ; asynchronous calls go to gloo."""
+
     @functools.wraps(original)
     def all_gather(
         tensor_list: list[Tensor],
@@ -82,6 +94,8 @@ def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reduce_scatter that reduces to each rank in turn if shapes differ; asynchronous calls go to gloo."""
+
     @functools.wraps(original)
     def reduce_scatter(
         output: Tensor,

@@ -1,8 +1,8 @@
-"""Host memory of an exact size that a GPU reads and writes directly: page-locked on CUDA, plain memory on a CPU.
+"""Allocate host memory of an exact size that a GPU reads and writes directly: page-locked on CUDA, plain memory on a CPU.
 
-PyTorch's allocator of page-locked memory rounds each block up to a power of two (`CachingHostAllocator.h`), which for the
-state of a 14B model takes 314 GiB instead of 220. Here a block is an anonymous mapping that `cudaHostRegister` locks:
-tensors over it are pinned for PyTorch (`is_pinned`), so that copies to and from it are asynchronous. See decision 0025.
+PyTorch's allocator of page-locked memory rounds each block up to a power of two (`CachingHostAllocator.h`), which for the state
+of a 14B model takes 314 GiB instead of 220. Here a block is an anonymous mapping that `cudaHostRegister` page-locks. Tensors in
+it are pinned for PyTorch (`is_pinned`), so that copies to and from them are asynchronous. See decision 0025.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ _WIPE_ON_FORK = 18  # MADV_WIPEONFORK of madvise(2), which Python's mmap does no
 
 
 class _Mapping(mmap.mmap):
-    """Private memory of whole pages. It is unlocked and unmapped when the last tensor over it is gone.
+    """Private memory of whole pages. It is unlocked and unmapped when the last tensor in it is gone.
 
-    A child that `fork` makes finds zeros here. Otherwise the kernel would copy page-locked pages for the child, or, before
-    Linux 5.9, could leave the GPU writing to pages that the parent no longer has.
+    A child that `fork` makes reads zeros here. Otherwise the kernel would copy page-locked pages for the child or, before Linux
+    5.9, could leave the GPU writing to pages that the parent no longer has.
     """
 
     locked_at: int | None = None
     owner: int
 
     def __new__(cls, size: int, device: torch.device) -> _Mapping:
-        """Raises OSError or RuntimeError where the machine does not have, or cannot lock, so much memory."""
+        """Map `size` bytes, and page-lock them if `device` is a GPU.
+
+        Raises OSError or RuntimeError when the machine lacks the memory or cannot page-lock it.
+        """
         self = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.madvise(_WIPE_ON_FORK)
         self.owner = os.getpid()
@@ -50,13 +53,16 @@ class _Mapping(mmap.mmap):
 
     def __del__(self) -> None:
         if self.locked_at is None or self.owner != os.getpid() or sys.is_finalizing():
-            return  # the end of a process unlocks its memory too
-        torch.cuda.synchronize()  # copies may be under way
+            return  # the end of the process unlocks its memory
+        torch.cuda.synchronize()  # copies may be in flight
         torch.cuda.cudart().cudaHostUnregister(self.locked_at)
 
 
 class HostArena:
-    """One block for several tensors that are used together. It is kept, since to lock pages takes longer than to fill them."""
+    """One block for several tensors that are used together.
+
+    The block is kept, because to page-lock memory takes longer than to fill it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,14 +70,14 @@ class HostArena:
 
     @property
     def allocated(self) -> int:
-        """Bytes."""
+        """Return the bytes that are allocated."""
         return 0 if self._memory is None else len(self._memory)
 
     def pieces(self, sizes: Sequence[int]) -> list[Tensor]:
         """Return one uint8 tensor of each size, each with a storage of its own.
 
-        The next call reuses the memory, so that earlier pieces must not be used after it. If it needs more memory, the block
-        is freed before the larger one is allocated, as soon as nobody has a piece of it.
+        The next call reuses the memory, so do not use earlier pieces after it. If the next call needs more memory, the block is
+        freed before the larger one is allocated, provided that no piece of it is referenced any more.
 
         Args:
             sizes: bytes of each piece.
@@ -84,7 +90,11 @@ class HostArena:
 
 
 class HostPiece:
-    """Memory for one tensor, on loan from a stack until this object is gone. data: its bytes, uint8."""
+    """Memory for one tensor, borrowed from a stack until this object is deleted.
+
+    Attributes:
+        data: the memory, uint8.
+    """
 
     def __init__(self, data: Tensor, stack: _Stack, returned: deque[_Stack]) -> None:
         self.data, self._stack, self._returned = data, stack, returned
@@ -94,27 +104,37 @@ class HostPiece:
 
 
 class _Stack:
-    """The pieces of one microbatch, one after the other. used: bytes that they need; lent: pieces that somebody has."""
+    """The pieces of one microbatch, one after the other.
+
+    Attributes:
+        used: bytes that the pieces need.
+        lent: number of pieces that are in use.
+    """
 
     def __init__(self) -> None:
         self.used = self.lent = 0
         self._memory: _Mapping | None = None
-        self._beyond: list[_Mapping] = []  # one for each piece for which the memory was too small
-        self._spare: list[_Mapping] = []  # the same of earlier microbatches
+        self._beyond: list[_Mapping] = []  # one mapping for each piece that did not fit into the memory
+        self._spare: list[_Mapping] = []  # those of earlier microbatches, for reuse
 
     @property
     def allocated(self) -> int:
-        """Bytes."""
+        """Return the bytes that are allocated."""
         return sum(len(memory) for memory in (self._memory, *self._beyond, *self._spare) if memory is not None)
 
     def restart(self) -> None:
-        """Begin again, empty, with the same memory."""
+        """Make the stack empty, and keep its memory."""
         self.used = 0
         self._spare += self._beyond
         self._beyond = []
 
     def join(self, size: int, device: torch.device) -> None:
-        """Have one block of at least `size` bytes and nothing else. No piece is lent."""
+        """Make the stack empty, and leave it one block and no other memory. No piece may be in use.
+
+        Args:
+            size: least number of bytes of the block.
+            device: where the tensors come from; the memory is page-locked for a GPU.
+        """
         self.restart()
         self._spare = []
         if size and (self._memory is None or len(self._memory) < size):
@@ -122,7 +142,12 @@ class _Stack:
             self._memory = _Mapping(block_bytes(size), device)
 
     def push(self, size: int, device: torch.device) -> Tensor:
-        """Return the next `size` bytes."""
+        """Return memory for the next piece, uint8.
+
+        Args:
+            size: bytes of the piece.
+            device: where the tensor comes from; the memory is page-locked for a GPU.
+        """
         start, self.used = self.used, self.used + starts([size])[-1]
         if self._memory is not None and self.used <= len(self._memory):
             return _piece(self._memory, start, size)
@@ -135,14 +160,15 @@ class _Stack:
 
 
 class HostStacks:
-    """Memory for the tensors of several microbatches at once, which come one by one and go in any order.
+    """Memory for the tensors of several microbatches at once, which are pushed one by one and released in any order.
 
-    Each microbatch under way has a stack. A stack has the size of the largest microbatch before the last `settle`; what goes
-    beyond that is allocated piece by piece. So all of them together take what the largest needs, times the microbatches under
-    way, and only until the first `settle` somewhat more.
+    Each microbatch in flight has a stack. A stack has the size of the largest microbatch before the last `settle`; what exceeds
+    it is allocated piece by piece. So the total is the size of the largest microbatch times the number of microbatches in
+    flight, and somewhat more until the first `settle`.
 
-    Memory is unlocked in `settle` alone: that waits for the device, and amid a pipeline's schedule the device may wait for what
-    this rank has yet to send. Who takes a piece orders its first write after the last use of the same memory, as by streams.
+    Memory is unlocked only in `settle`. Unlocking waits for the device, and in the middle of a pipeline schedule the device may
+    wait for data that this rank has yet to send. The caller must order its first write to a piece after the last use of the
+    same memory, for example with streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -154,11 +180,11 @@ class HostStacks:
 
     @property
     def allocated(self) -> int:
-        """Bytes."""
+        """Return the bytes that are allocated."""
         return sum(stack.allocated for stack in self._stacks)
 
     def settle(self) -> None:
-        """Give all stacks whose pieces are back the size of the largest microbatch so far. No microbatch is under way."""
+        """Resize all stacks whose pieces were returned to the largest microbatch so far. No microbatch may be in flight."""
         self._collect()
         self._current = None
         for stack in self._stacks:
@@ -166,7 +192,7 @@ class HostStacks:
                 stack.join(self._largest, self._device)
 
     def begin(self) -> None:
-        """Begin another microbatch: pieces are its own from now on."""
+        """Begin another microbatch, to which the pieces of later `take` calls belong."""
         self._collect()
         free = next((stack for stack in self._stacks if not stack.lent), None)
         if free is None:
@@ -186,12 +212,14 @@ class HostStacks:
         return HostPiece(data, stack, self._returned)
 
     def _collect(self) -> None:
+        """Update the size of the largest microbatch, and count the pieces that were returned."""
         self._largest = max(self._largest, self._current.used if self._current is not None else 0)
         while self._returned:
             self._returned.popleft().lent -= 1
 
 
 def _piece(memory: _Mapping | None, start: int, size: int) -> Tensor:
+    """Return `size` bytes of a mapping as a uint8 tensor."""
     if memory is None or size == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)

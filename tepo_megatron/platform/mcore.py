@@ -1,4 +1,4 @@
-"""Importing Megatron-Core without a GPU, and mending what it gets wrong there."""
+"""Import Megatron-Core without a GPU, and fix what it gets wrong there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from tepo_megatron.platform.adam import HostAdam
 
 _GPU_PACKAGES = ("transformer_engine", "apex")
-# All that is mended below, and what nearly every caller needs next.
+# Everything that is fixed below, and what nearly every caller needs next.
 _MODULES = (
     "megatron.core",
     "megatron.core.dist_checkpointing",
@@ -36,16 +36,16 @@ def load() -> None:
 
 
 def hide_gpu_packages() -> None:
-    """Megatron takes Transformer Engine's and Apex's kernels and optimizers wherever they are installed, GPU or not."""
+    """Hide Transformer Engine and Apex. Megatron would use their kernels and optimizers if they are installed, GPU or not."""
     for name in _GPU_PACKAGES:
-        sys.modules[name] = None  # type: ignore[assignment]  # the import system's own way to say: not to be found
+        sys.modules[name] = None  # type: ignore[assignment]  # the import system then reports that it is not found
 
 
 @contextlib.contextmanager
 def without_compilation() -> Iterator[None]:
-    """Megatron's `jit_fuser`, which it decorates small functions with, is whatever `torch.compile` is at its import.
+    """Disable torch.compile within the block. Megatron's `jit_fuser`, a decorator of small functions, is bound to it at import.
 
-    Compiling them needs a C++ compiler, costs seconds per function, and is not what is wanted of a CPU run.
+    Compiling them needs a C++ compiler and costs seconds per function, which a CPU run does not need.
     """
     original = torch.compile
     torch.compile = _not_compiled
@@ -57,20 +57,26 @@ def without_compilation() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_import_warnings() -> Iterator[None]:
-    """A dozen modules warn that Transformer Engine or Apex is missing: on this platform they are missing on purpose."""
+    """Suppress a dozen modules' warnings that Transformer Engine or Apex is missing: on this platform that is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*")
         yield
 
 
 def lend_triton_to_paged_stash() -> None:
-    """0.18 and later import triton unguarded in `moe/**/paged_stash.py`, for kernels that only a GPU runs."""
+    """Let Megatron import `moe/**/paged_stash.py` without triton.
+
+    Megatron 0.18 and later import triton there unconditionally, for kernels that only a GPU runs.
+    """
     if importlib.util.find_spec("triton") is None:
         sys.meta_path.insert(0, _PagedStashFinder())
 
 
 def mend_missing_transformer_engine_names() -> None:
-    """0.16 without Transformer Engine: `moe_utils` never defines what it tests with `te_general_gemm is not None`."""
+    """Define names that `moe_utils` uses but does not define without Transformer Engine (Megatron-Core 0.16).
+
+    For example, it tests `te_general_gemm is not None`.
+    """
     from megatron.core.transformer.moe import moe_utils
 
     for name in ("te_general_gemm", "fused_permute", "fused_unpermute"):
@@ -79,7 +85,7 @@ def mend_missing_transformer_engine_names() -> None:
 
 
 def mend_host_copy_of_splits() -> None:
-    """`maybe_move_tensor_to_cpu(as_numpy=True)` converts only what comes from a GPU; its callers count on numpy arrays."""
+    """Make `maybe_move_tensor_to_cpu(as_numpy=True)` convert CPU tensors too; its callers rely on numpy arrays."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -90,7 +96,7 @@ def mend_host_copy_of_splits() -> None:
 
 
 def use_host_adam() -> None:
-    """Both optimizer modules treat `Adam` as a fused one: see HostAdam for why torch's does not do."""
+    """Make both optimizer modules use HostAdam and treat it as a fused Adam (HostAdam says why torch's does not work)."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -100,7 +106,10 @@ def use_host_adam() -> None:
 
 
 def silence_generator_warning() -> None:
-    """Megatron warns when the CPU's random state moves while it tracks the GPU's: here they are one generator."""
+    """Suppress Megatron's warning that the CPU's random state changes while it tracks the GPU's.
+
+    On this platform both are one generator.
+    """
 
     def is_wanted(record: logging.LogRecord) -> bool:
         return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
@@ -109,14 +118,14 @@ def silence_generator_warning() -> None:
 
 
 def _not_compiled(model: Callable[..., Any] | None = None, **_: Any) -> Any:
-    """torch.compile, as a function and as a decorator with arguments, that compiles nothing."""
+    """Replace torch.compile, as a function and as a decorator with arguments, without compiling anything."""
     return (lambda function: function) if model is None else model
 
 
 class _PagedStashFinder:
-    """Finds `megatron.core.**.paged_stash` and gives it an empty triton for the time of its import only.
+    """Finds `megatron.core.**.paged_stash`, and provides an empty triton only while it is imported.
 
-    A lasting one would make torch believe that triton is installed.
+    An empty triton that stayed would make torch believe that triton is installed.
     """
 
     def find_spec(
@@ -131,6 +140,8 @@ class _PagedStashFinder:
 
 
 def _with_empty_triton(execute: Callable[[types.ModuleType], None]) -> Callable[[types.ModuleType], None]:
+    """Return a function that executes a module with an empty triton in sys.modules."""
+
     def execute_with_triton(module: types.ModuleType) -> None:
         triton: Any = types.ModuleType("triton")
         triton.language = types.ModuleType("triton.language")

@@ -1,4 +1,4 @@
-"""Freed memory stays with the process until it is given back; how much a process has."""
+"""Keep freed memory in the process, return it to the device, and report how much memory the process has."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from pathlib import Path
 
 import torch
 
-# malloc.h
+# from malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> None:
-    """glibc gives the pages of large tensors back with each `free`, and the kernel zeroes new ones for the next tensor.
+    """Make glibc keep freed memory. On another C library, do nothing.
 
-    The resident set stays at its peak instead. On another C library: nothing.
+    By default glibc returns the pages of large tensors with each `free`, and the kernel zeroes new ones for the next tensor.
+    With this setting the resident set stays at its peak.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)  # all from the heap
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)  # which does not shrink
+        mallopt(_M_MMAP_MAX, 0)  # allocate everything on the heap
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)  # the heap does not shrink
 
 
 def give_back(device: torch.device) -> None:
-    """Give what was freed, and is kept for the next tensor, back to the device: here to the system, for other processes."""
+    """Return freed memory, which is kept for the next tensors, to the device.
+
+    On the CPU the memory goes back to the system, for other processes.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return
@@ -36,10 +40,13 @@ def give_back(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Usage:
-    """Memory of this process, in bytes.
+    """The memory of this process, in bytes.
 
-    held: what nobody else can use (cuda: what PyTorch has reserved; cpu: the resident set); peak: of `held`, since
-    `reset_peak`; used: by tensors (cuda only); device: in use on the GPU, by any process (cuda only).
+    Attributes:
+        held: what no other process can use (cuda: reserved by PyTorch; cpu: the resident set).
+        peak: largest `held` since `reset_peak`.
+        used: memory of tensors (cuda only).
+        device: memory of the GPU in use by any process (cuda only).
     """
 
     held: int
@@ -49,7 +56,7 @@ class Usage:
 
 
 def usage(device: torch.device) -> Usage:
-    """Now."""
+    """Return the current memory of this process."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Usage(
@@ -64,7 +71,7 @@ def usage(device: torch.device) -> Usage:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Count the peak from now on; a kernel that does not let a process do that goes on with its own."""
+    """Count the peak from now on. If the kernel does not allow that, the peak is that of the process since its start."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return

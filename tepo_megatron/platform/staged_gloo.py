@@ -1,8 +1,8 @@
-"""Collectives on GPU tensors over gloo, staged through host memory. For tests: it lets several ranks share one GPU.
+"""Run collectives on GPU tensors over gloo, staged through host memory. Tests use this to let several ranks share one GPU.
 
-NCCL refuses two ranks on one GPU, and gloo itself takes GPU tensors in a few collectives only. With TEPO_STAGED_GLOO=1 the
-platform `cuda` therefore uses gloo, every rank uses GPU 0, and each collective runs in three steps: copy its inputs to host
-memory, run gloo there, copy its outputs back. The code above the collectives is what runs on several GPUs.
+NCCL refuses two ranks on one GPU, and gloo itself takes GPU tensors only in a few collectives. With TEPO_STAGED_GLOO=1 the
+platform `cuda` therefore uses gloo, and every rank uses GPU 0. Each collective runs in three steps: copy its inputs to host
+memory, run gloo there, copy its outputs back. The code above the collectives is the same as on several GPUs.
 
 On the platform `cpu` the same variable stages every tensor. That adds copies and nothing else, and tests this file without a
 GPU: tests/parallel/test_staged_gloo.py.
@@ -31,13 +31,18 @@ Staged = Callable[[Tensor], bool]
 
 @dataclass(frozen=True)
 class Roles:
-    """Parameters of a collective that hold tensors, or lists of tensors. One named in both is changed in place."""
+    """The parameters of a collective that hold tensors or lists of tensors. A parameter in both fields is changed in place.
+
+    Attributes:
+        inputs: names of parameters that are read.
+        outputs: names of parameters that are written.
+    """
 
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
 
 
-# Those that Megatron-Core calls. all_to_all of lists is not among them; gloo of torch 2.11 lacks it.
+# The collectives that Megatron-Core calls. all_to_all of lists is not one of them; gloo of torch 2.11 lacks it.
 COLLECTIVES = {
     "all_reduce": Roles(("tensor",), ("tensor",)),
     "broadcast": Roles(("tensor",), ("tensor",)),
@@ -61,12 +66,12 @@ def requested() -> bool:
 
 
 def off_host(tensor: Tensor) -> bool:
-    """Return whether gloo cannot reach a tensor's memory."""
+    """Return whether gloo cannot access a tensor's memory."""
     return tensor.device.type != "cpu"
 
 
 def everything(tensor: Tensor) -> bool:
-    """Stage each tensor, also one on the host."""
+    """Return true for each tensor, so that tensors on the host are staged too."""
     return True
 
 
@@ -84,7 +89,7 @@ def install(staged: Staged = off_host) -> None:
 
 
 def redirect(staged: Staged) -> None:
-    """See `install`; for tests, after Megatron-Core was imported too."""
+    """Replace the collectives as `install` does. Tests may call it after Megatron-Core was imported."""
     for name, roles in COLLECTIVES.items():
         setattr(dist, name, _staged(getattr(dist, name), roles, staged, always_async=name in ALWAYS_ASYNC))
     for name in ALWAYS_ASYNC:  # P2POp compares its operator with these
@@ -96,12 +101,13 @@ def redirect(staged: Staged) -> None:
 
 @dataclass
 class StagedWork:
-    """A collective in progress on host copies. Stands in for `torch.distributed.Work`.
+    """A collective in flight on host copies. It replaces `torch.distributed.Work`.
 
-    Args:
+    Attributes:
         work: gloo's handle of the collective; None when it is complete.
         results: pairs (tensor of the caller, host copy to be read when the collective is complete).
         kept: host copies of the inputs, alive until the collective is complete.
+        done: whether the outputs are copied back.
     """
 
     work: Any
@@ -113,7 +119,7 @@ class StagedWork:
         """Block until the collective is complete and its outputs are copied back. A second call does nothing."""
         if not self.done:
             if self.work is not None:
-                self.work.wait(*(() if timeout is None else (timeout,)))  # raises where gloo failed
+                self.work.wait(*(() if timeout is None else (timeout,)))  # raises when gloo failed
             with torch.no_grad():
                 for tensor, host in self.results:
                     tensor.copy_(host)
@@ -123,17 +129,21 @@ class StagedWork:
     synchronize = wait
 
     def _source_rank(self) -> int:
-        """Return the sender's rank in the group; torch's `recv` asks for it."""
+        """Return the sender's rank in the group, which torch's `recv` asks for."""
         return int(self.work._source_rank())
 
     def is_completed(self) -> bool:
-        """Return whether `wait` has nothing left to wait for; the outputs are there after `wait` only."""
+        """Return whether `wait` has nothing left to wait for. Only `wait` copies the outputs back."""
         return self.done or self.work is None or bool(self.work.is_completed())
 
 
 @dataclass
 class CoalescedWork:
-    """The handle that a coalescing context yields: all of its collectives."""
+    """The handle of a coalescing context.
+
+    Attributes:
+        works: the handles of its asynchronous collectives.
+    """
 
     works: list[Any] = field(default_factory=list)
 
@@ -145,7 +155,10 @@ class CoalescedWork:
 
 
 class _OpenContexts(threading.local):
-    """The coalescing contexts that a thread is in: autograd starts collectives in threads of its own."""
+    """The coalescing contexts that the current thread is in, innermost last.
+
+    They are kept per thread, because autograd starts collectives in threads of its own.
+    """
 
     def __init__(self) -> None:
         self.contexts: list[CoalescedWork] = []
@@ -168,6 +181,7 @@ def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool =
 
 
 def _staged(original: Callable[..., Any], roles: Roles, staged: Staged, always_async: bool) -> Callable[..., Any]:
+    """Return a collective that stages its tensors through host memory if `staged` is true for one of them."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -204,19 +218,20 @@ def _started(work: Any) -> Any:
 
 
 def _tensors(value: Tensor | Sequence[Tensor] | None) -> Sequence[Tensor]:
+    """Return a parameter's value as a sequence of tensors."""
     if value is None:
         return ()
     return [value] if isinstance(value, Tensor) else value
 
 
 def _on_host(tensor: Tensor, filled: bool) -> Tensor:
-    """Return a contiguous tensor in host memory, with the values of `tensor` where they are wanted."""
+    """Return a contiguous tensor in host memory, with the values of `tensor` if `filled`."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return host.copy_(tensor.detach()) if filled else host
 
 
 def _batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[Any]:
-    """Start each operation by itself. gloo has no batches."""
+    """Start each operation separately, because gloo has no batches."""
     works = []
     for p2p in p2p_op_list:
         peer = "group_dst" if p2p.op is dist.isend else "group_src"
@@ -225,9 +240,10 @@ def _batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[Any]:
 
 
 def _barrier_of_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a barrier that ignores `device_ids`, because gloo has a barrier on the host only."""
+
     @functools.wraps(original)
     def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, **more: Any) -> Any:
-        """Ignore `device_ids`: gloo has a barrier on the host alone."""
         return original(group=group, async_op=async_op, **more)
 
     return barrier

@@ -1,4 +1,4 @@
-"""Tensor factories and methods: whoever asks for a CUDA device gets the CPU."""
+"""Redirect tensor factories and methods, so that a request for a CUDA device gets the CPU."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _LIKE_FACTORIES = (
 
 
 def redirect_factories() -> None:
-    """torch.zeros(device=torch.cuda.current_device()), torch.tensor(device="cuda"), pin_memory=True and the like.
+    """Make factories ignore requests for a GPU: torch.zeros(device=torch.cuda.current_device()), pin_memory=True and the like.
 
-    `with torch.device("meta")` recognises factories by identity, in a list that torch fills on first use. It must be filled
-    with the originals, which the wrappers call: filled later it would hold the wrappers, the context would recognise nothing,
-    and Hugging Face's `from_pretrained`, which builds models under it, would silently return wrong weights.
+    `with torch.device("meta")` recognises factories by identity, in a list that torch fills on first use. The list must be
+    filled with the originals, which the wrappers call. Filled later, it would hold the wrappers and the context would recognise
+    nothing. Hugging Face's `from_pretrained`, which builds models in this context, would then silently return wrong weights.
     """
     names = {constructor.__name__ for constructor in _device_constructors() if constructor.__module__ == "torch"}
     for name in (*sorted(names), *_LIKE_FACTORIES):
@@ -38,7 +38,7 @@ def redirect_factories() -> None:
 
 
 def redirect_tensor_methods() -> None:
-    """Tensor.to, .cuda, .pin_memory, .record_stream, .type; modules move through these."""
+    """Make Tensor.to, .cuda, .pin_memory, .record_stream and .type work on the CPU. Modules are moved through these methods."""
     Tensor.to = _to(Tensor.to)
     Tensor.type = _type(Tensor.type)
     Tensor.cuda = lambda self, *args, **kwargs: self
@@ -47,7 +47,7 @@ def redirect_tensor_methods() -> None:
 
 
 def _is_cuda(device: Any) -> bool:
-    """Whether `device` (a name, a torch.device, or the ordinal of a GPU) means a GPU."""
+    """Return whether `device` (a name, a torch.device, or the ordinal of a GPU) means a GPU."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
@@ -56,11 +56,13 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_host(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a factory that creates tensors on the CPU when a CUDA device is requested, and never pins memory."""
+
     @functools.wraps(factory)
     def on_host(*args: Any, **kwargs: Any) -> Any:
         if kwargs and _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
-        if kwargs and kwargs.get("pin_memory"):  # page-locking is CUDA's
+        if kwargs and kwargs.get("pin_memory"):  # only CUDA page-locks memory
             kwargs["pin_memory"] = False
         return factory(*args, **kwargs)
 
@@ -68,6 +70,8 @@ def _on_host(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a Tensor.to that keeps tensors on the CPU when a CUDA device is requested."""
+
     @functools.wraps(original)
     def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args and _is_cuda(args[0]):
@@ -80,9 +84,9 @@ def _to(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's optimizers sort parameters by `param.type() == "torch.cuda.FloatTensor"` and refuse the rest (0.16).
+    """Return a Tensor.type that reports CUDA types to callers inside `megatron` only.
 
-    Only callers inside `megatron` see that name.
+    Megatron's optimizers sort parameters by `param.type() == "torch.cuda.FloatTensor"` and refuse other types (0.16).
     """
 
     @functools.wraps(original)

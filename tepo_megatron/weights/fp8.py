@@ -1,9 +1,9 @@
-"""Blockwise FP8: weights in e4m3 with one fp32 scale for each block of 128 x 128, as DeepSeek-V3 publishes them
-(arXiv 2412.19437, section 3.3) and vLLM and SGLang load them.
+"""Quantize weights to blockwise FP8: e4m3 values with one fp32 scale for each block of 128 x 128.
 
-A weight [n, k] becomes `weight` [n, k] in e4m3 and `weight_scale_inv` [ceil(n / 128), ceil(k / 128)] in fp32, with
-w ~ weight * weight_scale_inv of its block. e4m3 has three mantissa bits: a value is off by at most 2^-4 of itself (half a unit
-in the last place), or, below the smallest normal value 2^-6, by 2^-10 of the block's scale.
+DeepSeek-V3 publishes its weights in this format (arXiv 2412.19437, section 3.3); vLLM and SGLang load it. A weight [n, k]
+becomes `weight` [n, k] in e4m3 and `weight_scale_inv` [ceil(n / 128), ceil(k / 128)] in fp32, with w ~ weight *
+weight_scale_inv of its block. e4m3 has three mantissa bits: the relative error of a value is at most 2^-4 (half a unit in the
+last place). Below the smallest normal value, 2^-6, the error is at most 2^-10 of the block's scale.
 """
 
 from __future__ import annotations
@@ -19,15 +19,21 @@ from tepo_megatron.weights.ops import Op, Replicated, Vocabulary
 
 BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
-MAX = 448.0  # the largest value of e4m3 (there is no infinity)
-# Scales stay normal numbers: a subnormal one has too few bits to divide by. Blocks below 448 times this lose precision to it.
+MAX = 448.0  # the largest value of e4m3, which has no infinity
+# Scales stay normal numbers, since subnormal ones have too few bits to divide by. Blocks below 448 times this lose precision.
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight: [n, k], bf16, fp16 or fp32 -> e4m3 [n, k], fp32 [ceil(n / 128), ceil(k / 128)]. On the meta device: shapes only.
+    """Quantize a weight [n, k] of bf16, fp16 or fp32.
 
-    A block of zeros gets the scale 1. Raises ConversionError for values that are not finite.
+    On the meta device only shapes are computed. A block of zeros gets the scale 1.
+
+    Returns:
+        e4m3 values [n, k], and fp32 scales [ceil(n / 128), ceil(k / 128)].
+
+    Raises:
+        ConversionError: a value is not finite.
     """
     rows, columns = (-(-n // BLOCK) for n in weight.shape)
     if weight.is_meta:
@@ -47,28 +53,46 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(weight: Tensor, scale_inv: Tensor) -> Tensor:
-    """fp32 [n, k]: the values that an engine computes with."""
+    """Return the values that an engine computes with, fp32 [n, k].
+
+    Args:
+        weight: e4m3 [n, k].
+        scale_inv: fp32 [ceil(n / 128), ceil(k / 128)], the scale of each block.
+    """
     each = scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return weight.float() * each[: weight.size(0), : weight.size(1)]
 
 
 def is_quantized(op: Op, tensor: Tensor) -> bool:
-    """Linear layers of the decoder: not the vocabulary's matrices, not routers and norms (which no rank splits), no biases.
+    """Return whether a tensor is quantized: true for the weights of the decoder's linear layers.
 
-    op, tensor: of a whole Hugging Face tensor.
+    It is false for the vocabulary's matrices, routers and norms (which are not split over ranks), and biases.
+
+    Args:
+        op: the tensor's operation in the table of its family.
+        tensor: a whole HF tensor.
     """
     return tensor.ndim == 2 and not isinstance(op, Vocabulary | Replicated)
 
 
 def parts(op: Op, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """What becomes of a whole Hugging Face tensor in an FP8 model: weight and scales, or as it is. Raises as `quantize`."""
+    """Return the tensors by which an FP8 model represents a HF tensor: quantized weight and scales, or the tensor itself.
+
+    Args:
+        op: the tensor's operation in the table of its family.
+        name: its name.
+        tensor: the whole HF tensor.
+
+    Raises:
+        ConversionError: a value to be quantized is not finite.
+    """
     if not is_quantized(op, tensor):
         return [(name, tensor)]
     return list(zip((name, name + SCALE_SUFFIX), quantize(tensor), strict=True))
 
 
 def config(whole_modules: Sequence[str]) -> dict[str, Any]:
-    """`quantization_config` of config.json. whole_modules: those whose weights are not in FP8."""
+    """Return `quantization_config` of config.json. whole_modules: those whose weights are not in FP8."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",

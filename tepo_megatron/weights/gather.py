@@ -1,7 +1,7 @@
-"""Between a Hugging Face directory and the parameters of this rank, on any layout.
+"""Load and export this rank's parameters from and to a Hugging Face directory, on any parallel layout.
 
-A parameter is found by its Megatron name with the layer's and the expert's number in the whole model, so tensor, pipeline,
-virtual-pipeline and expert layouts need no rule of their own beyond the tensor-parallel cut of `weights/ops.py`.
+A parameter is identified by its Megatron name with the indices of its layer and expert in the whole model. So tensor, pipeline,
+virtual-pipeline and expert parallelism need no rules of their own, except for the tensor-parallel split in `weights/ops.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tepo_megatron.weights.families import Family, Row, check_tokenizer
 from tepo_megatron.weights.ops import Architecture, Replicated
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-# SequentialMLP, one module per expert; TEGroupedMLP (Transformer Engine), one weight per expert
+# SequentialMLP has one module per expert; TEGroupedMLP (Transformer Engine) has one weight per expert.
 _EXPERT = re.compile(r"experts\.(?:local_experts\.(?P<module>\d+)\.)?(?P<layer>linear_fc[12])\.weight(?P<weight>\d*)$")
 # Transformer Engine fuses the norm before a linear layer into it.
 _FUSED_NORMS = {
@@ -37,21 +37,37 @@ _FUSED_NORMS = {
 
 @dataclass(frozen=True)
 class Binding:
-    """One parameter of this rank and the HF tensors it is made of."""
+    """One parameter of this rank and the HF tensors that it is made of.
 
-    name: str  # as in the whole model
+    Attributes:
+        name: name of the parameter in the whole model.
+        parameter: the parameter, this rank's tensor-parallel shard.
+        row: its table row.
+        hf_names: names of its HF tensors, in the order of the row.
+    """
+
+    name: str
     parameter: torch.nn.Parameter
     row: Row
     hf_names: tuple[str, ...]
 
     @property
     def of_expert(self) -> bool:
-        """Whether the ranks of an expert-parallel group hold different ones."""
+        """Return whether the parameter belongs to an expert, so that expert-parallel ranks hold different ones."""
         return "{expert}" in self.row.megatron
 
 
 def bind(chunks: Sequence[torch.nn.Module], family: Family, arch: Architecture) -> list[Binding]:
-    """Every parameter of this rank's model chunks with its table row. Raises ConversionError for an unmapped one."""
+    """Return a binding for every parameter of this rank.
+
+    Args:
+        chunks: this rank's model chunks.
+        family: family of the model.
+        arch: architecture of the model.
+
+    Raises:
+        ConversionError: a parameter has no row in the table of the family.
+    """
     rows = {row.megatron: row for row in family.rows}
     bindings = []
     for chunk in chunks:
@@ -72,8 +88,17 @@ def bind(chunks: Sequence[torch.nn.Module], family: Family, arch: Architecture) 
 def load_hf(bindings: Sequence[Binding], reader: hf_io.HfReader, family: Family, arch: Architecture, tp: Axis) -> None:
     """Fill this rank's parameters from a HF directory, in place, tensor by tensor.
 
-    Raises ConversionError for a tensor that is missing, left over, not finite or of the wrong shape, for an output layer that
-    contradicts tied embeddings, and for a tokenizer with more tokens than the embedding has rows.
+    Args:
+        bindings: the parameters.
+        reader: of the directory.
+        family: family of the model.
+        arch: architecture of the model.
+        tp: the tensor-parallel axis.
+
+    Raises:
+        ConversionError: a tensor is missing, left over, not finite or of the wrong shape, the output layer contradicts tied
+            embeddings, or the tokenizer has ids beyond the embedding.
+        CheckpointError: a file is missing or damaged.
     """
     check_tokenizer(reader.path, arch.vocab_size)
     left_over = {n for n in reader.names() - family.tensor_names(arch) if not family.ignores(n)}
@@ -91,7 +116,7 @@ def load_hf(bindings: Sequence[Binding], reader: hf_io.HfReader, family: Family,
     for b in bindings:
         try:
             shard = b.row.op.shard([reader.get(n) for n in b.hf_names], arch, tp.size, tp.rank)
-        except (RuntimeError, ValueError) as e:  # a view or a concatenation that does not fit
+        except (RuntimeError, ValueError) as e:  # shapes of a view or a concatenation do not fit
             raise ConversionError(
                 f"{reader.path}: {', '.join(b.hf_names)} do not have the shapes of config.json: {e}"
             ) from None
@@ -107,15 +132,27 @@ def load_hf(bindings: Sequence[Binding], reader: hf_io.HfReader, family: Family,
 
 
 def sent_by(bindings: Sequence[Binding], groups: Groups) -> list[Binding]:
-    """Those whose tensors leave the model through this rank's tensor-parallel group: each leaves through one."""
+    """Return the parameters whose tensors leave the model through this rank's tensor-parallel group.
+
+    Over all groups, each tensor leaves through exactly one.
+
+    Args:
+        bindings: this rank's parameters.
+        groups: the mesh of the run.
+    """
     return [b for b in bindings if (groups.is_first_expert_replica if b.of_expert else groups.is_first_replica)]
 
 
 def iterate_hf(bindings: Sequence[Binding], arch: Architecture, tp: Axis) -> Iterator[tuple[str, Tensor]]:
-    """Whole HF tensors of these parameters, one parameter after the other; on tensor-parallel rank 0 only.
+    """Yield the whole HF tensors of these parameters, by name, on tensor-parallel rank 0 only; other ranks yield nothing.
 
-    All ranks of a tensor-parallel group must iterate. Collectives: one gather over tp for each split parameter.
-    A tied embedding appears once, from the first stage.
+    All ranks of a tensor-parallel group must iterate to the end. Collectives: one gather over tp for each parameter that is
+    split. A tied embedding appears once, from the first pipeline stage.
+
+    Args:
+        bindings: the parameters.
+        arch: architecture of the model.
+        tp: the tensor-parallel axis.
     """
     for b in bindings:
         if b.name == "output_layer.weight" and arch.tied_embeddings:
@@ -133,14 +170,22 @@ def export_hf(
     out: Path,
     check_in_place: Callable[[], object] = lambda: None,
 ) -> None:
-    """Write the model as a HF directory: those who own tensors write their own shards, rank 0 config, tokenizer and index.
+    """Write the model as a HF directory, which appears complete or not at all.
 
-    All ranks call it; `out` must be on a file system that they share. It appears complete or not at all. Raises CheckpointError
-    on every rank, naming the rank and the file, when one of them cannot write. Collectives: those of `iterate_hf`, and four
-    all-gathers of objects over the host group.
+    All ranks call it. The ranks that own tensors write them to files of their own; rank 0 writes config, tokenizer and index.
+    Collectives: those of `iterate_hf`, and four all-gathers of objects over the host group.
 
-    check_in_place: called on rank 0 before anything is written, and again before the model appears. It raises RunReplacedError
-    where `out` leads into another run's folder by now.
+    Args:
+        bindings: this rank's parameters.
+        arch: architecture of the model.
+        groups: the mesh of the run.
+        base: HF directory of the base model, with config and tokenizer.
+        out: the directory to write, on a file system that all ranks share.
+        check_in_place: called on rank 0 before anything is written, and again before the model appears. It raises
+            RunReplacedError if `out` now leads into the folder of another run.
+
+    Raises:
+        CheckpointError: on every rank, naming the rank and the file, when one rank cannot write or `check_in_place` fails.
     """
     temporary = out.with_name(out.name + ".partial")
     with _agreed(groups):
@@ -156,7 +201,7 @@ def export_hf(
             try:
                 written = hf_io.write_shards(stream, temporary, f"model-{groups.owner}", limit=4 * 2**30)
             except (CheckpointError, OSError):
-                collections.deque(tensors, maxlen=0)  # its tensor-parallel group still gathers the rest
+                collections.deque(tensors, maxlen=0)  # the other ranks of its tensor-parallel group still gather the rest
                 raise
             mine = (written, stream.bytes)
     everything = [mine] * groups.world_size
@@ -173,7 +218,9 @@ def export_hf(
 
 @contextlib.contextmanager
 def _agreed(groups: Groups) -> Iterator[None]:
-    """What cannot be written within, on any rank, is the same CheckpointError on all. Collectives: one host all-gather."""
+    """Turn an error within the block, on any rank, into the same CheckpointError on all ranks. Collectives: one host
+    all-gather.
+    """
     error = None
     try:
         yield
@@ -187,7 +234,7 @@ def _agreed(groups: Groups) -> Iterator[None]:
 
 
 class _Counted:
-    """A stream of named tensors that remembers how many bytes went by."""
+    """A stream of named tensors that counts their bytes."""
 
     def __init__(self, stream: Iterator[tuple[str, Tensor]]) -> None:
         self._stream, self.bytes = stream, 0
@@ -199,7 +246,7 @@ class _Counted:
 
 
 def _gather_shards(binding: Binding, tp: Axis) -> list[Tensor]:
-    """The shards of all tensor-parallel ranks, on rank 0; elsewhere an empty list."""
+    """Return the shards of all tensor-parallel ranks, on rank 0; elsewhere an empty list."""
     shard = binding.parameter.detach()
     if tp.size == 1 or isinstance(binding.row.op, Replicated):
         return [shard] if tp.rank == 0 else []
@@ -209,7 +256,7 @@ def _gather_shards(binding: Binding, tp: Axis) -> list[Tensor]:
 
 
 def _place(chunk: torch.nn.Module, name: str) -> tuple[str, int, int]:
-    """The parameter's name in the table, and its layer's and its expert's number in the whole model (0 where there is none)."""
+    """Return the parameter's name in the table, and the indices of its layer and expert in the whole model (0 if none)."""
     for fused, plain in _FUSED_NORMS.items():
         name = name.replace(fused, plain)
     match = _LAYER.match(name)

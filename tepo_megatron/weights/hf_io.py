@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints on disk: read tensor by tensor, write sharded, never leave half a one behind."""
+"""Read Hugging Face checkpoints tensor by tensor, and write sharded ones that are complete or absent."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ _CARRIED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-_WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # of safetensors
+_WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # names of safetensors
 
 
 class HfReader:
-    """The tensors of a HF directory, by name, read lazily (one tensor in memory at a time).
+    """Reads the tensors of a HF directory by name, lazily: only one tensor is in memory at a time.
 
-    Raises CheckpointError for a missing or truncated file, ConversionError for a missing tensor or one that is not floating
-    point of 16 to 64 bits: a cast would take the integers of a quantized model for its weights.
+    The constructor and every method raise CheckpointError for a missing or damaged file. `get` raises ConversionError for a
+    missing tensor and for one that is not floating point of 16 to 64 bits: a cast would turn the integers of a quantized model
+    into weights.
+
+    Attributes:
+        path: the directory.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -36,11 +40,13 @@ class HfReader:
         self._file_of = self._index()
 
     def names(self) -> set[str]:
-        """All tensor names."""
+        """Return all tensor names."""
         return set(self._file_of)
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the host, in its stored dtype: a map of its file, which takes memory where it is touched."""
+        """Return one tensor on the host in its stored dtype, as a memory map of its file: pages are read where they are
+        touched.
+        """
         if name not in self._file_of:
             raise ConversionError(f"{self.path}: tensor {name} is missing; the weights do not belong to this config.json")
         with self._open(self._file_of[name]) as f:
@@ -53,7 +59,7 @@ class HfReader:
             return f.get_tensor(name)
 
     def shapes(self) -> dict[str, Tensor]:
-        """All tensors on the meta device: their shapes and dtypes. No data are read."""
+        """Return all tensors on the meta device, by name: their shapes and dtypes. No data are read."""
         found = {}
         for file in sorted(set(self._file_of.values())):
             with self._open(file) as f:
@@ -62,6 +68,7 @@ class HfReader:
         return found
 
     def _index(self) -> dict[str, Path]:
+        """Return the file of each tensor, by its name."""
         index = self.path / INDEX
         if index.exists():
             try:
@@ -85,6 +92,7 @@ class HfReader:
 
     @staticmethod
     def _open(file: Path) -> safe_open:
+        """Open a safetensors file. Raises CheckpointError when it is missing or damaged."""
         try:
             return safe_open(file, framework="pt", device="cpu")
         except FileNotFoundError:
@@ -94,10 +102,21 @@ class HfReader:
 
 
 def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path, prefix: str, limit: int) -> dict[str, list[str]]:
-    """Write a stream of named tensors as `prefix-00000.safetensors`, ... of at most `limit` bytes each (or one tensor).
+    """Write a stream of named tensors to `prefix-00000.safetensors`, `prefix-00001.safetensors` and so on.
 
-    Returns file name -> tensor names, in writing order. On the host, one file's tensors and the next one are held at a time.
-    Raises CheckpointError naming the directory when a file cannot be written.
+    Host memory holds the tensors of one file, and one more tensor.
+
+    Args:
+        tensors: names and tensors, on any device.
+        directory: an existing directory.
+        prefix: beginning of the file names.
+        limit: most bytes of tensors in a file; a single tensor may have more.
+
+    Returns:
+        The tensor names of each file, in the order of writing.
+
+    Raises:
+        CheckpointError: a file cannot be written; the message names it.
     """
     written: dict[str, list[str]] = {}
     for i, bucket in enumerate(_buckets(tensors, limit)):
@@ -116,14 +135,14 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path, prefix:
 
 
 def _buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Dicts of at most `limit` bytes (one tensor may exceed it alone), copied to the host."""
+    """Yield dicts of tensors, copied to the host, of at most `limit` bytes each or with a single larger tensor."""
     bucket: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:
         if bucket and size + tensor.nbytes > limit:
             yield bucket
             bucket, size = {}, 0
-        # a storage of its own: safetensors refuses tensors that share one, and parameters change while files are written
+        # A copy, because safetensors refuses tensors that share a storage, and parameters change while files are written.
         bucket[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         size += tensor.nbytes
     if bucket:
@@ -131,26 +150,40 @@ def _buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict
 
 
 def follow_umask(path: Path) -> None:
-    """Give a file the mode that any new file of this process has: safetensors makes its files 0600. Raises OSError."""
+    """Give a file the mode that any new file of this process has, because safetensors creates files with mode 0600. Raises
+    OSError.
+    """
     status = Path("/proc/self/status").read_text()
-    umask = int(status.split("Umask:")[1].split()[0], 8)  # `os.umask` would change it for a moment, for all threads
+    umask = int(status.split("Umask:")[1].split()[0], 8)  # `os.umask` would change it for a moment, in all threads
     path.chmod(0o666 & ~umask)
 
 
 def write_index(directory: Path, written: dict[str, list[str]], total_bytes: int) -> None:
-    """The index that makes several shards one HF checkpoint. total_bytes: of all tensors."""
+    """Write the index that makes several files one HF checkpoint.
+
+    Args:
+        directory: the directory of the checkpoint.
+        written: the tensor names of each file.
+        total_bytes: bytes of all tensors.
+    """
     weight_map = {name: file for file, names in written.items() for name in names}
     text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
     (directory / INDEX).write_text(text)
 
 
 def carried_files() -> tuple[str, ...]:
-    """Names of the files that accompany the weights: config, generation config, tokenizer."""
+    """Return the names of the files that accompany the weights: config, generation config, tokenizer."""
     return _CARRIED
 
 
 def carry_over(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy config, generation config and tokenizer of the base model. dtype: of the weights, for the config; None: as it is."""
+    """Copy config, generation config and tokenizer of the base model, as far as they exist.
+
+    Args:
+        source: the HF directory of the base model.
+        target: the directory to copy to.
+        dtype: dtype of the weights, to be stated in config.json; None: config.json stays as it is.
+    """
     for name in _CARRIED:
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)
@@ -160,7 +193,12 @@ def carry_over(source: Path, target: Path, dtype: torch.dtype | None = None) -> 
 
 
 def set_config(directory: Path, changes: Mapping[str, Any]) -> None:
-    """Change fields of config.json; what changes nothing leaves the file as it is, byte for byte."""
+    """Change fields of config.json. If no value changes, the file stays as it is, byte for byte.
+
+    Args:
+        directory: the HF directory.
+        changes: new values of fields.
+    """
     path = directory / "config.json"
     config = json.loads(path.read_text())
     if config | changes != config:
@@ -168,7 +206,17 @@ def set_config(directory: Path, changes: Mapping[str, Any]) -> None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Put a finished directory in its place: written to disk first, then renamed. A former one is moved aside, then removed."""
+    """Sync a finished directory to disk, and rename it to its final path.
+
+    A directory that is already there is moved aside first and removed afterwards.
+
+    Args:
+        temporary: the finished directory.
+        final: the path to give it, on the same file system.
+
+    Raises:
+        OSError: a file cannot be synced or a directory cannot be renamed.
+    """
     for path in (*temporary.rglob("*"), temporary):
         _sync(path)
     former = final.with_name(final.name + ".former")
@@ -181,7 +229,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """A file's data, or a directory's entries, onto the disk."""
+    """Sync a file's data, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""How one Megatron parameter is made of Hugging Face tensors, and how it is split over tensor-parallel ranks.
+"""Convert Hugging Face tensors to tensor-parallel shards of a Megatron parameter, and back.
 
-Each operation works both ways and moves values only, so a round trip is bitwise exact.
+Each operation works in both directions and only moves values, so a round trip is bitwise exact.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:  # families are read, and layouts planned, without torch
+if TYPE_CHECKING:  # reading families and planning layouts work without torch
     from torch import Tensor
 
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """What replaces RoPE's plain frequencies theta^(-2i/D).
+    """The rotary frequencies of a model whose RoPE is scaled. They replace the plain frequencies theta^(-2i/D).
 
-    inv_freq: [D / 2] radians per position; attention_factor: by which both cosines and sines are multiplied (YaRN,
-    arXiv 2309.00071), that is, the attention scores by its square.
+    Attributes:
+        inv_freq: [D / 2], radians per position.
+        attention_factor: factor of both cosines and sines (YaRN, arXiv 2309.00071); attention scores are scaled by its square.
     """
 
     inv_freq: tuple[float, ...]
@@ -27,10 +28,14 @@ class RotaryTable:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: softmax over `number` router logits, the `per_token` largest chosen.
+    """A mixture of experts: the router takes a softmax over its logits and chooses the largest.
 
-    ffn_size: of one expert; normalized: the weights of the chosen ones add up to 1; sparse_layers: those with experts, in
-    ascending order (the others are dense).
+    Attributes:
+        number: number of experts, and of router logits.
+        per_token: number of experts that are chosen per token.
+        ffn_size: intermediate size of one expert.
+        normalized: whether the weights of the chosen experts are scaled to add up to 1.
+        sparse_layers: indices of the layers with experts, in ascending order; the others are dense.
     """
 
     number: int
@@ -42,10 +47,24 @@ class Experts:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a Hugging Face config says of a decoder, in one vocabulary for all families.
+    """The architecture of a decoder, with the same fields for all families.
 
-    ffn_size: of the dense layers; head_dim need not be hidden_size / num_heads; vocab_size is the true one (Megatron pads it);
-    rotary_base: RoPE's theta; rotary_table: None for RoPE without scaling; experts: None for a dense model.
+    Attributes:
+        num_layers: number of decoder layers.
+        hidden_size: width of the residual stream.
+        ffn_size: intermediate size of the dense layers.
+        num_heads: number of query heads.
+        num_query_groups: number of key-value heads.
+        head_dim: dimension of a head; it need not be hidden_size / num_heads.
+        vocab_size: vocabulary size of the model, without Megatron's padding.
+        max_positions: `max_position_embeddings`.
+        norm_eps: epsilon of the RMS norms.
+        rotary_base: RoPE's theta.
+        tied_embeddings: whether the output layer uses the weight of the embedding.
+        qk_norm: whether q and k have RMS norms per head.
+        qkv_bias: whether q, k and v have biases.
+        rotary_table: frequencies of a scaled RoPE; None: RoPE without scaling.
+        experts: the mixture of experts; None: a dense model.
     """
 
     num_layers: int
@@ -66,23 +85,35 @@ class Architecture:
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """Layers with experts."""
+        """Return the indices of the layers with experts."""
         return self.experts.sparse_layers if self.experts else ()
 
 
 class Op(Protocol):
-    """Both directions of one table row."""
+    """Converts the tensors of one table row in both directions."""
 
     def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
-        """The Megatron shard of tensor-parallel rank `rank` of `size`, from whole HF tensors."""
+        """Return one tensor-parallel rank's shard of the Megatron parameter.
+
+        Args:
+            hf: the whole HF tensors, in the order of the row.
+            arch: architecture of the model.
+            size: number of tensor-parallel ranks.
+            rank: the tensor-parallel rank.
+        """
 
     def unshard(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
-        """The whole HF tensors, from the shards of all tensor-parallel ranks."""
+        """Return the whole HF tensors, in the order of the row.
+
+        Args:
+            shards: the Megatron shards of all tensor-parallel ranks, in order.
+            arch: architecture of the model.
+        """
 
 
 @dataclass(frozen=True)
 class Replicated:
-    """The same tensor on every tensor-parallel rank (norms, routers)."""
+    """Keeps the same tensor on every tensor-parallel rank (norms, routers)."""
 
     def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
         return hf[0]
@@ -93,7 +124,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Split:
-    """One tensor cut along `dim`: 0 for column-parallel, 1 for row-parallel linear layers."""
+    """Splits one tensor along `dim`: 0 for column-parallel, 1 for row-parallel linear layers."""
 
     dim: int
 
@@ -108,10 +139,10 @@ class Split:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Rows of the vocabulary, zero-padded to `padded_vocab_size` before the cut."""
+    """Splits the rows of the vocabulary, after zero-padding them to `padded_vocab_size`."""
 
     def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
-        if hf[0].shape != (arch.vocab_size, arch.hidden_size):  # padding would hide it
+        if hf[0].shape != (arch.vocab_size, arch.hidden_size):  # padding would hide a wrong number of rows
             raise ValueError(f"expected {(arch.vocab_size, arch.hidden_size)}, got {tuple(hf[0].shape)}")
         import torch
 
@@ -127,13 +158,13 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class FusedQKV:
-    """q, k, v weights or biases, interleaved by query group: [q heads of group 0, k 0, v 0, q heads of group 1, ...]."""
+    """Interleaves q, k, v weights or biases by query group: [q heads of group 0, k 0, v 0, q heads of group 1, ...]."""
 
     def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
         import torch
 
         rows = [n * arch.head_dim for n in (arch.num_heads, arch.num_query_groups, arch.num_query_groups)]
-        if [x.size(0) for x in hf] != rows:  # the sum of wrong ones may fit
+        if [x.size(0) for x in hf] != rows:  # wrong numbers of rows may have the right sum
             raise ValueError(f"expected {rows} rows, got {[x.size(0) for x in hf]}")
         q, k, v = (x.view(arch.num_query_groups, -1, *x.shape[1:]) for x in hf)
         groups = torch.cat((q, k, v), dim=1).chunk(size)[rank]
@@ -151,7 +182,7 @@ class FusedQKV:
 
 @dataclass(frozen=True)
 class FusedGateUp:
-    """Gate and up projections; each rank holds its part of the gate above its part of the up projection."""
+    """Concatenates gate and up projections: each rank has its part of the gate above its part of the up projection."""
 
     def shard(self, hf: Sequence[Tensor], arch: Architecture, size: int, rank: int) -> Tensor:
         import torch
@@ -167,11 +198,16 @@ class FusedGateUp:
         return [torch.cat([gate for gate, _ in halves]), torch.cat([up for _, up in halves])]
 
 
-# Rows of the vocabulary per tensor-parallel rank come in multiples of this, for the matrix units of GPUs.
+# The number of vocabulary rows per tensor-parallel rank is a multiple of this, for the matrix units of GPUs.
 VOCAB_MULTIPLE = 16
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """The vocabulary size that Megatron allocates: a multiple of 16 tp."""
+    """Return the vocabulary size that Megatron allocates: the next multiple of 16 tp.
+
+    Args:
+        vocab_size: vocabulary size of the model.
+        tp: number of tensor-parallel ranks.
+    """
     multiple = VOCAB_MULTIPLE * tp
     return -(-vocab_size // multiple) * multiple

@@ -1,6 +1,6 @@
-"""Reading Megatron-Core's `torch_dist` checkpoints (see dist_writer.py for the format).
+"""Read Megatron-Core's `torch_dist` checkpoints (dist_writer.py describes the format).
 
-DCP's own reader plans a load of the whole model; this one maps pieces of it as they are asked for.
+PyTorch's own reader plans a load of the whole model; this one memory-maps pieces of it on request.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ _COMMON = "common.pt"
 
 
 class Reader:
-    """The tensors of a checkpoint, whatever layout wrote it. Several threads may read at a time.
+    """Reads the tensors of a checkpoint, whatever layout wrote it. Several threads may read at a time.
 
-    Raises CheckpointError for a file that is missing, truncated or not what `.metadata` says.
+    The constructor and every method raise CheckpointError for a file that is missing, truncated or not what `.metadata` says.
+
+    Attributes:
+        directory: the directory of the checkpoint.
+        tensors: metadata (shape, dtype, pieces) of each global tensor, by its key.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -37,9 +41,15 @@ class Reader:
         self._check_files()
 
     def region(self, key: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The part of a global tensor from `offsets` on; where the tensor ends before, zeros. Not to be changed in place.
+        """Return a rectangular part of a global tensor; elements beyond the tensor's end are 0.
 
-        A stored piece is a map of its place in the file: it takes memory where it is touched, until the tensor is let go.
+        If one stored piece is exactly this part, the result is a memory map of its file: pages are read where they are touched,
+        and stay in memory until the tensor is released. Do not change the result in place.
+
+        Args:
+            key: the global tensor.
+            offsets: where the part begins.
+            shape: shape of the part.
         """
         exact = MetadataIndex(key, torch.Size(offsets))
         if exact in self._places and (part := self._piece(exact)).shape == torch.Size(shape):
@@ -63,7 +73,7 @@ class Reader:
         return whole
 
     def _piece(self, index: MetadataIndex) -> Tensor:
-        """One stored piece: a map of its file where the archive tells its place, else a copy."""
+        """Return one stored piece: a memory map if the archive says at which byte its data begin, else a copy."""
         place = self._places[index]
         path = self.directory / place.relative_path
         try:
@@ -77,7 +87,7 @@ class Reader:
                     copied: Tensor = torch.load(archive, map_location="cpu", weights_only=True)
                     return copied
                 start = place.offset + inside
-                before = start % mmap.ALLOCATIONGRANULARITY  # a map begins with a page
+                before = start % mmap.ALLOCATIONGRANULARITY  # a map must begin at a page
                 length = before + storage.nbytes()
                 mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start - before)
             raw = torch.frombuffer(mapped, dtype=torch.uint8, count=storage.nbytes(), offset=before)
@@ -89,6 +99,7 @@ class Reader:
         return aligned.view(described.dtype).view(described.shape)
 
     def _check_files(self) -> None:
+        """Raise CheckpointError for a file that is missing, too short or compressed."""
         for index, place in self._places.items():
             path = self.directory / place.relative_path
             size = path.stat().st_size if path.exists() else None
@@ -100,14 +111,17 @@ class Reader:
 
 
 def read_common(directory: Path) -> dict[str, Any]:
-    """`common.pt`: what is not sharded. Raises CheckpointError."""
+    """Return the content of `common.pt`, the part of a checkpoint that is not sharded; {} if torch.load refuses its objects.
+
+    Raises CheckpointError when the file is missing or damaged.
+    """
     path = directory / _COMMON
     try:
         common = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not found; {directory} is no finished Megatron checkpoint") from None
     except pickle.UnpicklingError:
-        return {}  # objects of a training script (its arguments): nothing that a conversion needs
+        return {}  # it holds objects of a training script (its arguments), which a conversion does not need
     except (RuntimeError, OSError, EOFError) as e:
         raise CheckpointError(f"{path}: truncated or corrupt ({e}); copy the checkpoint again") from None
     return common if isinstance(common, dict) else {}

@@ -1,8 +1,8 @@
-"""Writing Megatron-Core's `torch_dist` checkpoints: PyTorch's distributed checkpoint (DCP) format and two files beside it.
+"""Write Megatron-Core's `torch_dist` checkpoints: PyTorch's distributed checkpoint (DCP) format and two more files.
 
-A `.distcp` file is a row of torch.save archives, one for each piece of a global tensor; `.metadata` is a pickle of which piece
-lies where. DCP's own writer is not used: it keeps the last piece of every key in memory until its file ends (torch 2.13,
-`filesystem._write_files_from_queue`), which is the whole model where layers have keys of their own.
+A `.distcp` file is a sequence of torch.save archives, one for each piece of a global tensor; `.metadata` is a pickle of where
+each piece is. DCP's own writer is not used, because it keeps the last piece of every key in memory until its file ends (torch
+2.13, `filesystem._write_files_from_queue`). That is the whole model if layers have keys of their own.
 """
 
 from __future__ import annotations
@@ -34,14 +34,21 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tepo_megatron.weights.convert.sink import Sink
 
 _FILE_BYTES = 4 * 2**30
-_ALIGNMENT = 64  # of each archive in its file, so that mapped tensors are aligned as torch.save aligns them
+_ALIGNMENT = 64  # bytes; archives begin at multiples of it, so that mapped tensors are aligned as torch.save aligns them
 
 
 class Writer:
-    """Writes a checkpoint piece by piece, through its `streams`; it can be read once `finish` has returned.
+    """Writes a checkpoint piece by piece through several streams. It can be read once `finish` has returned.
 
-    streams: their number. Each has files of its own, so that a thread each may use them. What is written does not depend on the
-    order of their work among each other.
+    Each stream has files of its own, so each can be used by a thread of its own. What is written does not depend on the order
+    in which the streams work relative to each other.
+
+    Args:
+        directory: an existing directory.
+        streams: number of streams.
+
+    Attributes:
+        streams: the streams.
     """
 
     def __init__(self, directory: Path, streams: int = 1) -> None:
@@ -49,7 +56,10 @@ class Writer:
         self.streams = tuple(Stream(directory, i, streams) for i in range(streams))
 
     def finish(self, common: Mapping[str, Any]) -> None:
-        """Write the rest. common: what is not sharded (the iteration and the like)."""
+        """Close the streams, then write `common.pt`, `.metadata` and `metadata.json`.
+
+        common: content of common.pt, the part of a checkpoint that is not sharded (the iteration and the like).
+        """
         self.close()
         torch.save(dict(common), self._directory / COMMON_STATE_FNAME)
         tensors: dict[str, Any] = {}
@@ -66,14 +76,23 @@ class Writer:
         save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
 
     def close(self, sync: bool = True) -> None:
-        """Close the files that are being written."""
+        """Close the files that are being written; with `sync`, sync them to disk first."""
         for stream in self.streams:
             stream.close(sync)
 
 
 @dataclass(frozen=True)
 class _Written:
-    """One archive: a piece of a tensor (size: of the whole one), or, without properties, an object."""
+    """One archive that was written: a piece of a tensor, or an object if `properties` is None.
+
+    Attributes:
+        key: the global tensor or object.
+        place: file, start and length of the archive, in bytes.
+        properties: dtype of the tensor.
+        size: shape of the global tensor.
+        offsets: where the piece begins in it.
+        shape: shape of the piece.
+    """
 
     key: str
     place: _StorageInfo
@@ -84,7 +103,10 @@ class _Written:
 
 
 class Stream:
-    """Writes archives one after the other, to `__0_N.distcp`, then `__0_{N + step}.distcp` and so on. For one thread."""
+    """Writes archives one after the other, into files of about 4 GiB. Only one thread may use it.
+
+    The files are `__0_{first}.distcp`, `__0_{first + step}.distcp` and so on.
+    """
 
     def __init__(self, directory: Path, first: int, step: int) -> None:
         self.written: list[_Written] = []
@@ -93,7 +115,7 @@ class Stream:
         self._sink: Sink | None = None
 
     def add(self, piece: ShardedTensor) -> None:
-        """Write one piece with its data. Its memory is free again when this returns."""
+        """Write one piece with its data. No reference to the data is kept."""
         assert piece.data is not None
         data = _alone(piece.data).view((1,) * piece.prepend_axis_num + tuple(piece.local_shape))
         place = self._write(lambda sink: torch.save(data, sink))
@@ -101,18 +123,19 @@ class Stream:
         self.written.append(_Written(piece.key, place, TensorProperties(dtype=data.dtype), size, offsets, data.shape))
 
     def add_object(self, piece: ShardedObject) -> None:
-        """Write what a module keeps beside its parameters."""
+        """Write an object that a module keeps in addition to its parameters."""
         archive = io.BytesIO()
         torch.save([piece.data], archive)
         self.written.append(_Written(piece.unique_key, self._write(lambda sink: sink.write(archive.getbuffer()))))
 
     def close(self, sync: bool = True) -> None:
-        """Close the file that is being written."""
+        """Close the file that is being written; with `sync`, sync it to disk first."""
         if self._sink is not None:
             self._sink.close(sync)
             self._sink = None
 
     def _write(self, write: Callable[[Any], object]) -> _StorageInfo:
+        """Let `write` append one archive to the current file, and return its place."""
         if self._sink is not None and self._sink.tell() >= _FILE_BYTES:
             self.close()
         if self._sink is None:
@@ -132,9 +155,11 @@ class Stream:
 
 @contextlib.contextmanager
 def without_checksums() -> Iterator[None]:
-    """torch.save computes none in this block: torch.load does not look at them, and they take six times the writing.
+    """Make torch.save compute no checksums within the block. torch.load ignores them, and they take six times as long as
+    writing.
 
-    The option belongs to the process, or (PyTorch 2.13) to the context of a thread: other threads must run in a copy of it.
+    The option belongs to the process or, from PyTorch 2.13 on, to a thread's context (contextvars). Other threads must then run
+    in a copy of this context.
     """
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
@@ -145,7 +170,9 @@ def without_checksums() -> Iterator[None]:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The same values in a storage of their own, without a copy where they are contiguous: torch.save writes whole storages."""
+    """Return the same values in a storage of their own, because torch.save writes whole storages. Contiguous ones are not
+    copied.
+    """
     flat = tensor.detach().contiguous().view(-1)
     if flat.untyped_storage().nbytes() == flat.nbytes or not flat.numel():
         return flat.view(tensor.shape)

@@ -1,4 +1,4 @@
-"""From a Megatron-Core checkpoint, whatever layout wrote it, to a Hugging Face directory."""
+"""Export a Megatron-Core checkpoint, whatever layout wrote it, to a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -30,18 +30,32 @@ from tepo_megatron.weights.families import read_config
 from tepo_megatron.weights.hf_io import carry_over, set_config
 
 _LARGEST_FILE, _SMALLEST_FILE = 4 * 2**30, 512 * 2**20  # bytes
-_FILES = 8  # of a model that is neither small nor large: enough for the streams to end at about the same time
+_FILES = 8  # number for a model of medium size: enough for the streams to end at about the same time
 
 
 @dataclass(frozen=True)
 class Format:
-    """dtype: of all tensors; None: as they are stored. fp8_blockwise: linear layers of the decoder as weights/fp8.py has it."""
+    """The dtypes of an exported model.
+
+    Attributes:
+        dtype: dtype of all tensors; None: as they are stored.
+        fp8_blockwise: store the linear layers of the decoder in blockwise FP8 (weights/fp8.py).
+    """
 
     dtype: torch.dtype | None = None
     fp8_blockwise: bool = False
 
     def convert(self, slot: Slot, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """What is written of one HF tensor. Raises ConversionError when it overflows."""
+        """Return what is written for one HF tensor: named tensors, more than one if it is quantized.
+
+        Args:
+            slot: the parameter that the tensor belongs to.
+            name: name of the HF tensor.
+            tensor: the whole HF tensor; on the meta device, only shapes and dtypes are computed.
+
+        Raises:
+            ConversionError: a value is not finite in the new dtype.
+        """
         if self.fp8_blockwise and fp8.is_quantized(slot.binding.row.op, tensor):
             return fp8.parts(slot.binding.row.op, name, tensor)
         cast = tensor if self.dtype is None else tensor.to(self.dtype)
@@ -51,10 +65,20 @@ class Format:
 
 
 def export_hf(checkpoint: Path, out: Path, form: Format = Format(), base: Path | None = None) -> int:  # noqa: B008
-    """Write the model of a Megatron checkpoint to `out` as a HF directory; returns the bytes of tensors written.
+    """Write the model of a Megatron checkpoint to a HF directory, and return the bytes of tensors written.
 
-    base: a HF directory with config and tokenizer, for a checkpoint that carries none. Memory: as importing.
-    Raises ConversionError and CheckpointError naming file and tensor; `out` is then absent.
+    The memory that it takes is that of `import_hf`.
+
+    Args:
+        checkpoint: directory of the checkpoint.
+        out: the directory to write; it must not exist, and is absent after an error.
+        form: the dtypes to write.
+        base: a HF directory with config and tokenizer, for a checkpoint that carries none.
+
+    Raises:
+        ConversionError: the model is not supported, or its tensors do not fit or are not finite. The message names file and
+            tensor.
+        CheckpointError: a file is missing or damaged, or `out` cannot be written.
     """
     folder = carried_folder(checkpoint, base)
     hf_config = read_config(folder)
@@ -82,6 +106,7 @@ def export_hf(checkpoint: Path, out: Path, form: Format = Format(), base: Path |
 
 
 def _convert(slot: Slot, reader: Reader, form: Format, writer: SafetensorsWriter, advance: Advance) -> None:
+    """Read one parameter, and write its HF tensors."""
     for name, tensor in zip(slot.hf_names, hf_tensors(slot, reader), strict=True):
         for part, data in form.convert(slot, name, tensor):
             writer.write(part, data)
@@ -89,7 +114,14 @@ def _convert(slot: Slot, reader: Reader, form: Format, writer: SafetensorsWriter
 
 
 def _in_files(sizes: Sequence[int]) -> list[range]:
-    """The slots of each file, consecutive ones. sizes: bytes that each writes; one larger than a file has a file of its own."""
+    """Group consecutive slots into files. A slot that is larger than a file gets a file of its own.
+
+    Args:
+        sizes: bytes that each slot writes.
+
+    Returns:
+        The indices of the slots in each file.
+    """
     limit = min(_LARGEST_FILE, max(_SMALLEST_FILE, sum(sizes) // _FILES))
     files: list[range] = []
     first = size = 0
@@ -102,7 +134,17 @@ def _in_files(sizes: Sequence[int]) -> list[range]:
 
 
 def plan_of(checkpoint: Path, hf_config: Mapping[str, Any], reader: Reader, groups: Groups) -> Plan:
-    """The plan of a Megatron checkpoint, once its tensors are those of config.json. Raises ConversionError."""
+    """Return the plan of a Megatron checkpoint, after a check that its tensors are those of its config.json.
+
+    Args:
+        checkpoint: directory of the checkpoint.
+        hf_config: content of config.json.
+        reader: of the checkpoint.
+        groups: a mesh of one rank.
+
+    Raises:
+        ConversionError: a tensor is missing, left over or of another shape, or the model is not supported.
+    """
     content = read_common(checkpoint).get("content_metadata")
     plan = make_plan(hf_config, groups, content)
     expected = {p.key: p for slot in plan.slots for p in slot.pieces(slot.binding.parameter.detach())}
@@ -111,14 +153,14 @@ def plan_of(checkpoint: Path, hf_config: Mapping[str, Any], reader: Reader, grou
             raise ConversionError(f"{checkpoint}: tensor {key} is missing; the checkpoint does not belong to config.json")
         stored = reader.tensors[key].size
         fits = stored == torch.Size(piece.global_shape)
-        if piece.allow_shape_mismatch:  # the vocabulary, padded for another number of ranks
+        if piece.allow_shape_mismatch:  # the vocabulary may be padded for another number of ranks
             fits = stored[0] >= plan.arch.vocab_size and stored[1:] == torch.Size(piece.global_shape[1:])
         if not fits:
             raise ConversionError(
                 f"{checkpoint}: tensor {key} has the shape {tuple(stored)}, "
                 f"but config.json asks for {tuple(piece.global_shape)}"
             )
-    roots = {key.split(".")[0] for key in expected}  # the optimizer's state has others
+    roots = {key.split(".")[0] for key in expected}  # keys of the optimizer's state begin otherwise
     if extra := {key for key in reader.tensors if key.split(".")[0] in roots} - expected.keys():
         raise ConversionError(
             f"{checkpoint}: tensor {min(extra)} (and {len(extra) - 1} more) has no place in a model of this config.json"
@@ -127,14 +169,27 @@ def plan_of(checkpoint: Path, hf_config: Mapping[str, Any], reader: Reader, grou
 
 
 def hf_tensors(slot: Slot, reader: Reader) -> list[Tensor]:
-    """A parameter's HF tensors in their stored dtype, contiguous. Raises ConversionError when a value is not finite."""
+    """Return the HF tensors of a parameter in their stored dtype, contiguous.
+
+    Args:
+        slot: the parameter.
+        reader: of the checkpoint.
+
+    Raises:
+        ConversionError: a value is not finite.
+    """
     parameter = read_parameter(slot, reader)
     check_finite(parameter, f"{reader.directory}: {slot.binding.name}")
     return [t.contiguous() for t in slot.to_hf(parameter)]
 
 
 def read_parameter(slot: Slot, reader: Reader) -> Tensor:
-    """A whole Megatron parameter."""
+    """Return a whole Megatron parameter.
+
+    Args:
+        slot: the parameter.
+        reader: of the checkpoint.
+    """
     announced = slot.pieces(slot.binding.parameter.detach())
     if len(announced) == 1:
         return _read(announced[0], reader)
@@ -146,12 +201,13 @@ def read_parameter(slot: Slot, reader: Reader) -> Tensor:
 
 
 def _read(piece: ShardedTensor, reader: Reader) -> Tensor:
+    """Read the data of one piece."""
     shape = (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
     return reader.region(piece.key, piece.global_offset, shape).view(piece.local_shape)
 
 
 def _announced(slot: Slot, reader: Reader, form: Format) -> dict[str, Tensor]:
-    """The HF tensors that will be written of a parameter, on the meta device."""
+    """Return the tensors that will be written for a parameter, by name, on the meta device."""
     announced: dict[str, Tensor] = {}
     for name, tensor in zip(slot.hf_names, slot.to_hf(_stored(slot, reader)), strict=True):
         announced.update(form.convert(slot, name, tensor))
@@ -163,13 +219,13 @@ def _merged(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _stored(slot: Slot, reader: Reader) -> Tensor:
-    """The Megatron parameter in the dtype of the checkpoint, on the meta device."""
+    """Return the Megatron parameter in the dtype of the checkpoint, on the meta device."""
     parameter = slot.binding.parameter.detach()
     return parameter.to(reader.tensors[slot.pieces(parameter)[0].key].properties.dtype)
 
 
 def _config_changes(plan: Plan, announced: Mapping[str, Tensor], hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of config.json that the written tensors change."""
+    """Return the fields of config.json that must change to describe the written tensors."""
     sizes: Counter[torch.dtype] = Counter()
     for name, tensor in announced.items():
         if tensor.dtype != torch.float8_e4m3fn and not name.endswith(fp8.SCALE_SUFFIX):

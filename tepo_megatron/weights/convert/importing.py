@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to a Megatron-Core checkpoint that loads on any layout."""
+"""Import a Hugging Face directory as a Megatron-Core checkpoint that loads on any layout."""
 
 from __future__ import annotations
 
@@ -22,11 +22,19 @@ from tepo_megatron.weights.hf_io import HfReader, carry_over
 
 
 def import_hf(source: Path, out: Path) -> int:
-    """Write the model in `source` to `out` as a torch_dist checkpoint, every tensor in its dtype; returns the bytes of tensors.
+    """Write a HF model as a torch_dist checkpoint, every tensor in its dtype, and return the bytes of tensors written.
 
-    Memory: the tensors of one parameter (HF's, and Megatron's where it is not the same), those of a smaller one, and the
-    program itself.
-    Raises ConversionError and CheckpointError naming file and tensor; `out` is then absent.
+    Peak memory is the program itself, the tensors of one parameter (HF's, and Megatron's if it is not the same tensor), and
+    those of a smaller parameter.
+
+    Args:
+        source: the HF directory.
+        out: the directory to write; it must not exist, and is absent after an error.
+
+    Raises:
+        ConversionError: the model is not supported, or its tensors do not fit or are not finite. The message names file and
+            tensor.
+        CheckpointError: a file is missing or damaged, or `out` cannot be written.
     """
     hf_config = read_config(source)
     with world_of_one() as groups:
@@ -36,7 +44,7 @@ def import_hf(source: Path, out: Path) -> int:
         for slot in plan.slots:
             slot.from_hf(
                 [tensors[n] for n in slot.hf_names]
-            )  # on the meta device: shapes and dtypes, before anything is written
+            )  # on the meta device: this checks shapes and dtypes before anything is written
         sizes = [sum(tensors[n].nbytes for n in slot.hf_names) for slot in plan.slots]
         total = sum(sizes)
         with new_directory(out, total) as filling, progress_bar("import", total) as advance:
@@ -60,7 +68,7 @@ def import_hf(source: Path, out: Path) -> int:
 
 
 def _convert(slot: Slot, reader: HfReader, stream: Stream) -> int:
-    """Returns the bytes of the parameter."""
+    """Read one parameter, write its pieces, and return its size in bytes."""
     parameter = slot.from_hf([reader.get(n) for n in slot.hf_names])
     check_finite(parameter, f"{reader.path}: {', '.join(slot.hf_names)}")
     for piece in slot.pieces(parameter):
@@ -69,9 +77,17 @@ def _convert(slot: Slot, reader: HfReader, stream: Stream) -> int:
 
 
 def read_plan(source: Path, hf_config: Mapping[str, Any], reader: HfReader, groups: Any) -> Plan:
-    """The plan of a HF directory, once its tensors are those of its config.json and its tokenizer fits.
+    """Return the plan of a HF directory, after a check that its tensors and its tokenizer fit its config.json.
 
-    Raises ConversionError.
+    Args:
+        source: the HF directory.
+        hf_config: content of config.json.
+        reader: of the directory.
+        groups: a mesh of one rank.
+
+    Raises:
+        ConversionError: the model is quantized or not supported, a tensor is missing or left over, or the tokenizer has ids
+            beyond the vocabulary.
     """
     if "quantization_config" in hf_config:
         raise ConversionError(
@@ -103,7 +119,12 @@ def read_plan(source: Path, hf_config: Mapping[str, Any], reader: HfReader, grou
 
 
 def check_finite(tensor: Tensor, what: str) -> None:
-    """Raise ConversionError when a value is infinite or not a number."""
-    # The sum is several times faster than looking at each value, and not finite if one of them is not; it may also overflow.
+    """Raise ConversionError when a value is infinite or NaN.
+
+    Args:
+        tensor: the values.
+        what: beginning of the message, which names what holds the values.
+    """
+    # A sum is several times faster than a test of each value. It is not finite if a value is not, but may also overflow.
     if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
         raise ConversionError(f"{what} hold values that are not finite; the file is damaged, or the model has diverged")

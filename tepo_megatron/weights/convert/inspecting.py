@@ -1,4 +1,4 @@
-"""What a checkpoint holds, without reading its tensors."""
+"""Describe what a checkpoint holds, without reading its tensors."""
 
 from __future__ import annotations
 
@@ -21,23 +21,32 @@ from tepo_megatron.weights.families import find_family, read_config
 from tepo_megatron.weights.fp8 import SCALE_SUFFIX
 from tepo_megatron.weights.hf_io import HfReader
 
-# The modules of a GPTModel, which the names of its parameters begin with. Other tensors are an optimizer's.
+# Names of a GPTModel's parameters begin with one of these modules. Other tensors are an optimizer's.
 _MODEL = ("embedding", "decoder", "output_layer")
 
 
 @dataclass(frozen=True)
 class Contents:
-    """tensors: name -> shape and dtype of the model's; others: number and bytes of the rest (an optimizer's state)."""
+    """The content of a checkpoint, as far as its metadata tell.
+
+    Attributes:
+        path: its directory.
+        kind: Hugging Face or Megatron, in words.
+        model: family and architecture in lines of text, or why they are not known.
+        tensors: shape and dtype of the model's tensors, by name.
+        others: number and bytes of the other tensors (an optimizer's state).
+        iteration: training step of the checkpoint; None if it is not known.
+    """
 
     path: Path
     kind: str
-    model: str  # family and architecture, or why they are not known
+    model: str
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
     others: tuple[int, int] = (0, 0)
     iteration: int | None = None
 
     def lines(self, list_tensors: bool) -> list[str]:
-        """For people."""
+        """Return a description for people, in lines. list_tensors: append one line for each tensor."""
         sizes = {name: math.prod(shape) for name, (shape, _) in self.tensors.items()}
         total = sum(sizes[n] * t.itemsize for n, (_, t) in self.tensors.items())
         dtypes = Counter[str]()
@@ -62,7 +71,7 @@ class Contents:
 
 
 def inspect(path: Path) -> Contents:
-    """Tell a HF directory from a Megatron checkpoint by its files. Raises CheckpointError for what is neither."""
+    """Describe a HF directory or a Megatron checkpoint; its files tell which one it is. Raises CheckpointError for neither."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory")
     directory = megatron_directory(path)
@@ -76,6 +85,7 @@ def inspect(path: Path) -> Contents:
 
 
 def _megatron(directory: Path) -> Contents:
+    """Describe a Megatron checkpoint from its metadata."""
     tensors, others = {}, Counter[str]()
     for name, entry in load_metadata(directory).state_dict_metadata.items():
         if not hasattr(entry, "size"):  # an object
@@ -95,14 +105,14 @@ def _megatron(directory: Path) -> Contents:
 
 
 def _iteration(directory: Path) -> int | None:
-    """Of a training checkpoint: what it says, else what its directory is called."""
+    """Return the iteration that common.pt states, else the one in the name of the directory, else None."""
     stated: Any = read_common(directory).get("iteration")
     named = re.fullmatch(r"(?:iter_|step-)(\d+)", directory.name)
     return stated if isinstance(stated, int) else int(named[1]) if named else None
 
 
 def _describe(folder: Path) -> str:
-    """Family and architecture, in lines."""
+    """Return family and architecture in lines of text, or why they are not known."""
     try:
         hf_config = read_config(folder)
         quantized = hf_config.pop("quantization_config", None)

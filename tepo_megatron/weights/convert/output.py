@@ -1,4 +1,4 @@
-"""A directory that appears complete or not at all."""
+"""Create an output directory that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from tepo_megatron.weights import hf_io
 
 @contextlib.contextmanager
 def new_directory(out: Path, expected_bytes: int) -> Iterator[Path]:
-    """A directory `out.partial` to fill, renamed to `out` (after a sync to disk) when the block ends without an exception.
+    """Yield a directory `out.partial` to fill. When the block ends without an exception, sync it to disk and rename it to
+    `out`.
 
-    What an earlier, killed run left in `out.partial` is replaced; after an exception nothing is left. Raises CheckpointError
-    when `out` exists, when the file system lacks `expected_bytes`, when another process fills `out.partial` at this moment,
-    or for an OSError of the block (a full disk).
+    What an earlier, killed run left in `out.partial` is replaced. After an exception nothing is left.
+
+    Args:
+        out: the directory to create.
+        expected_bytes: bytes that will be written.
+
+    Raises:
+        CheckpointError: `out` exists, its file system has fewer than `expected_bytes` free, another process is filling
+            `out.partial`, or the block raises OSError (a full disk).
     """
     if os.path.lexists(out):
         raise CheckpointError(f"{out}: exists already; remove it, or give another --out")
@@ -37,7 +44,12 @@ def new_directory(out: Path, expected_bytes: int) -> Iterator[Path]:
 
 
 def check_space(directory: Path, wanted: int) -> None:
-    """Raise CheckpointError when the file system of `directory` has fewer than `wanted` bytes free; then remove it."""
+    """Raise CheckpointError, and remove the directory, when its file system lacks the space.
+
+    Args:
+        directory: the directory to fill.
+        wanted: bytes that will be written.
+    """
     if shutil.disk_usage(directory).free < wanted:
         free = _free(directory)
         shutil.rmtree(directory, ignore_errors=True)
@@ -48,7 +60,10 @@ def check_space(directory: Path, wanted: int) -> None:
 
 @contextlib.contextmanager
 def _own(partial: Path) -> Iterator[None]:
-    """An empty directory that no other conversion takes for abandoned: locked while this process lives."""
+    """Create an empty directory, locked within the block, so that no other conversion takes it for abandoned.
+
+    The lock ends with the process at the latest.
+    """
     try:
         partial.mkdir(parents=True, exist_ok=True)
         handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
@@ -60,7 +75,7 @@ def _own(partial: Path) -> Iterator[None]:
         except BlockingIOError:
             raise CheckpointError(f"{partial}: another conversion writes it; wait for it, or give another --out") from None
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system has no locks
         for entry in partial.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         yield

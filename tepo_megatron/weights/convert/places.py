@@ -1,4 +1,4 @@
-"""What the user names on the command line, as directories."""
+"""Find the directories that the user names on the command line."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from tepo_megatron.errors import CheckpointError
 from tepo_megatron.weights.convert import HF_FOLDER
 from tepo_megatron.weights.hf_io import carried_files
 
-# Checkpoints of a run of this package
+# a checkpoint in the folder of a run of this package
 _STEP = re.compile(r"step-(\d{8,})")
-# Megatron-LM: the newest of the directories iter_0000123
+# Megatron-LM: this file names the newest of the directories iter_0000123
 _LATEST = "latest_checkpointed_iteration.txt"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def hf_directory(name: str) -> Path:
-    """A Hugging Face directory: `name` itself, or the hub's model of that id, from its local cache or downloaded.
+    """Return `name` if it is a directory, else the directory of the hub's model of that id, from the local cache or downloaded.
 
-    Raises CheckpointError when it is neither.
+    Raises CheckpointError when `name` is neither.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -42,7 +42,7 @@ def hf_directory(name: str) -> Path:
 
 
 def megatron_directory(path: Path) -> Path:
-    """The directory of one checkpoint: `path` itself, or the newest below it. Raises CheckpointError."""
+    """Return the directory of one checkpoint: `path` itself or the newest checkpoint in it. Raises CheckpointError."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory; give a Megatron checkpoint (a directory with .metadata)")
     latest = path / _LATEST
@@ -62,9 +62,14 @@ def megatron_directory(path: Path) -> Path:
 
 
 def carried_folder(checkpoint: Path, base: Path | None) -> Path:
-    """Where config and tokenizer of a Megatron checkpoint lie: `base` if given, else what the checkpoint carries.
+    """Return the folder with config and tokenizer for a Megatron checkpoint.
 
-    Raises CheckpointError when it carries nothing.
+    Args:
+        checkpoint: directory of the checkpoint.
+        base: a HF directory to use instead of what the checkpoint carries; None: the checkpoint's own folder.
+
+    Raises:
+        CheckpointError: the folder has no config.json.
     """
     folder = base or checkpoint / HF_FOLDER
     if not (folder / "config.json").exists():

@@ -1,7 +1,7 @@
-"""Which part of which global tensor of a Megatron checkpoint each Hugging Face tensor becomes.
+"""Map each Hugging Face tensor to its part of a global tensor in a Megatron checkpoint.
 
-The answer is Megatron-Core's own: a GPTModel of one rank is built on the meta device (no memory) and asked for its
-`sharded_state_dict`. Nothing here knows a key, a shape, or how layers and gate and up projections are laid out.
+The mapping is Megatron-Core's own: a GPTModel of one rank is built on the meta device (without memory) and asked for its
+`sharded_state_dict`. No key, no shape, and no layout of layers or of gate and up projections is written down here.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Slot:
-    """One Megatron parameter, undivided: its HF tensors and its place in the checkpoint.
+    """One whole Megatron parameter: its HF tensors and its place in the checkpoint.
 
-    sharded: as the model gave it, on the meta device; a factory cuts the parameter into several pieces.
+    Attributes:
+        binding: the parameter, on the meta device, and its HF tensors.
+        sharded: the model's description of where the checkpoint stores the parameter; a factory splits it into several pieces.
+        arch: architecture of the model.
     """
 
     binding: Binding
@@ -41,23 +44,29 @@ class Slot:
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """The HF tensors, in the order of the row."""
+        """Return the names of the HF tensors, in the order of the table row."""
         return self.binding.hf_names
 
     @property
     def shape(self) -> torch.Size:
-        """Of the parameter."""
+        """Return the shape of the parameter."""
         return self.binding.parameter.shape
 
     def pieces(self, parameter: Tensor) -> list[ShardedTensor]:
-        """The parts of global tensors that the checkpoint holds of `parameter`: views of it wherever Megatron gives views."""
+        """Return the parts of `parameter` that the checkpoint stores. They are views of it wherever Megatron gives views."""
         if isinstance(self.sharded, ShardedTensorFactory):
             built = dataclasses.replace(self.sharded, data=parameter).build()
             return [piece for piece in nested_values({"": built}) if isinstance(piece, ShardedTensor)]
         return [dataclasses.replace(self.sharded, data=parameter, dtype=parameter.dtype)]
 
     def merged(self, parameter: Tensor, pieces: Sequence[ShardedTensor]) -> Tensor:
-        """The parameter, once the data of its `pieces` were filled."""
+        """Return the parameter, once the data of its pieces have been filled.
+
+        Args:
+            parameter: the tensor that was passed to `pieces`.
+            pieces: what `pieces` returned. If they are not views of `parameter`, Megatron's factory merges them into a new
+                tensor.
+        """
         own = parameter.untyped_storage().data_ptr()
         if all(p.data.untyped_storage().data_ptr() == own for p in pieces):
             return parameter
@@ -66,7 +75,10 @@ class Slot:
         return merged
 
     def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The parameter from its HF tensors. Raises ConversionError naming them when they do not fit, or differ in dtype."""
+        """Return the Megatron parameter made of its whole HF tensors, which are in the order of `hf_names`.
+
+        Raises ConversionError, naming the tensors, when their shapes do not fit or their dtypes differ or are not supported.
+        """
         names = ", ".join(self.hf_names)
         if len({t.dtype for t in tensors}) > 1 or tensors[0].dtype not in _DTYPES:
             dtypes = ", ".join(str(t.dtype).removeprefix("torch.") for t in tensors)
@@ -76,7 +88,7 @@ class Slot:
         try:
             with NoIdleCopies():
                 parameter = self.binding.row.op.shard(tensors, self.arch, 1, 0)
-        except (RuntimeError, ValueError) as e:  # a view or a concatenation that does not fit
+        except (RuntimeError, ValueError) as e:  # shapes of a view or a concatenation do not fit
             raise ConversionError(f"{names} do not have the shapes of config.json: {e}") from None
         if parameter.shape != self.shape:
             raise ConversionError(
@@ -86,14 +98,21 @@ class Slot:
         return parameter
 
     def to_hf(self, parameter: Tensor) -> list[Tensor]:
-        """Its HF tensors, in the order of `hf_names`; some may be views of `parameter`."""
+        """Return the whole HF tensors of a parameter, in the order of `hf_names`; some may be views of it."""
         with NoIdleCopies():
             return self.binding.row.op.unshard([parameter], self.arch)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole model. objects: what its modules keep beside parameters (Transformer Engine's extra state, empty here)."""
+    """The conversion plan of a whole model.
+
+    Attributes:
+        family: model family.
+        arch: architecture of the model.
+        slots: all parameters.
+        objects: what modules keep in addition to parameters (Transformer Engine's extra state, empty here).
+    """
 
     family: Family
     arch: Architecture
@@ -102,19 +121,25 @@ class Plan:
 
     @property
     def keys(self) -> set[str]:
-        """The global tensors of the checkpoint."""
+        """Return the keys of all global tensors of the checkpoint."""
         return {piece.key for slot in self.slots for piece in slot.pieces(_meta(slot))}
 
     def hf_tensors(self) -> dict[str, Tensor]:
-        """All HF tensors, on the meta device: their names and shapes, in the order of the slots."""
+        """Return all HF tensors on the meta device, by name, in the order of the slots."""
         return {name: t for slot in self.slots for name, t in zip(slot.hf_names, slot.to_hf(_meta(slot)), strict=True)}
 
 
 def make_plan(hf_config: Mapping[str, Any], groups: Groups, content: Mapping[str, Any] | None = None) -> Plan:
-    """The plan of a model, from its config.json. groups: a mesh of one rank.
+    """Return the conversion plan of a model.
 
-    content: how the checkpoint says that its state dict was made (Megatron's `content_metadata`); None: in the default way.
-    Raises ConversionError for an architecture or a field that is not supported.
+    Args:
+        hf_config: content of config.json.
+        groups: a mesh of one rank.
+        content: the options of `sharded_state_dict` that the checkpoint was written with (Megatron's `content_metadata`); None:
+            the defaults.
+
+    Raises:
+        ConversionError: the architecture or a field of config.json is not supported.
     """
     family = find_family(hf_config)
     arch = family.architecture(hf_config)
@@ -133,9 +158,9 @@ def make_plan(hf_config: Mapping[str, Any], groups: Groups, content: Mapping[str
 
 
 class NoIdleCopies(TorchFunctionMode):
-    """Concatenating one tensor, or padding by nothing, gives the tensor itself instead of a copy.
+    """Makes torch.cat of one tensor, and padding by nothing, return the tensor itself instead of a copy.
 
-    An undivided parameter is one shard: without this the largest tensor, the embedding, would be in memory twice.
+    A whole parameter is one shard. Without this mode the largest tensor, the embedding, would be in memory twice.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -147,4 +172,5 @@ class NoIdleCopies(TorchFunctionMode):
 
 
 def _meta(slot: Slot) -> Tensor:
+    """Return the parameter, on the meta device."""
     return slot.binding.parameter.detach()

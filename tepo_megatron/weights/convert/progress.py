@@ -1,4 +1,4 @@
-"""What a conversion tells while it runs."""
+"""Show the progress of a conversion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ Advance = Callable[[int], object]
 
 @contextlib.contextmanager
 def progress_bar(title: str, total_bytes: int) -> Iterator[Advance]:
-    """A bar on stderr, on a terminal only; yields a function to call with the number of bytes done since the last call."""
+    """Show a progress bar on stderr within the block, if that is a terminal.
+
+    Args:
+        title: text before the bar.
+        total_bytes: bytes of the whole conversion.
+
+    Yields:
+        A function to call with the number of bytes done since its last call.
+    """
     console = Console(stderr=True)
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -1,8 +1,8 @@
-"""A sharded Hugging Face checkpoint written tensor by tensor: no file is ever whole in memory.
+"""Write a sharded Hugging Face checkpoint tensor by tensor, so that no file is ever whole in memory.
 
 A safetensors file is the length of its header (8 bytes, little endian), the header (JSON: dtype, shape and place of each
-tensor) and the data. Names and shapes are known beforehand, so the header goes first and each tensor to its place: files do not
-depend on the order of writing.
+tensor) and the data. Names and shapes are known beforehand. So the header is written first and each tensor to its own place,
+and the files do not depend on the order of writing.
 """
 
 from __future__ import annotations
@@ -27,18 +27,31 @@ _DTYPES = {
 
 @dataclass
 class _File:
+    """A file to write.
+
+    Attributes:
+        name: name of the file.
+        header: the header with its length, as written.
+        starts: first byte of each tensor, from the beginning of the file.
+        left: tensors that are not written yet.
+        sink: the open file; None before the first tensor.
+    """
+
     name: str
     header: bytes
-    starts: dict[str, int]  # of each tensor, in bytes from the beginning of the file
-    left: set[str]  # tensors not written so far
+    starts: dict[str, int]
+    left: set[str]
     sink: Sink | None = None
 
 
 class SafetensorsWriter:
-    """Writes the tensors that were announced, in any order; `finish` writes the index.
+    """Writes tensors that were announced, in any order; `finish` writes the index.
 
-    files: of the announced names, shapes and dtypes (on the meta device), those of each file. One thread at a time may write to
-    a file; several, each to its own, may write beside each other.
+    One thread at a time may write to a file. Several threads may write at the same time, each to a file of its own.
+
+    Args:
+        directory: an existing directory.
+        files: for each file, its tensors by name, on the meta device (shapes and dtypes).
     """
 
     def __init__(self, directory: Path, files: Sequence[Mapping[str, Tensor]]) -> None:
@@ -51,7 +64,15 @@ class SafetensorsWriter:
         self._file_of = {name: file for file in self._files for name in file.starts}
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor to its place. Raises ValueError when it is not as announced (a mistake of the calling code)."""
+        """Write one tensor to its place.
+
+        Args:
+            name: name of an announced tensor.
+            tensor: the values, on the host.
+
+        Raises:
+            ValueError: shape or dtype are not as announced, or the tensor was written before (a bug of the caller).
+        """
         file, announced = self._file_of[name], self._tensors[name]
         if tensor.shape != announced.shape or tensor.dtype != announced.dtype or name not in file.left:
             raise ValueError(
@@ -66,7 +87,7 @@ class SafetensorsWriter:
             file.sink.close()
 
     def finish(self) -> None:
-        """Write the index. Raises ValueError when a tensor is missing."""
+        """Write the index. Raises ValueError when an announced tensor was not written."""
         if missing := [name for file in self._files for name in file.left]:
             raise ValueError(f"{missing[0]} (and {len(missing) - 1} more) was never written")
         total = sum(t.nbytes for t in self._tensors.values())
@@ -79,7 +100,11 @@ class SafetensorsWriter:
                 file.sink.close(sync=False)
 
     def _layout(self, name: str, tensors: list[str]) -> _File:
-        """Wider elements first: then each tensor starts at a multiple of its element's size, as readers that map it expect."""
+        """Assign a place to each tensor of a file.
+
+        Tensors with larger elements come first. Then each starts at a multiple of its element size, as readers that map it
+        expect.
+        """
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         places, end = {}, 0
         for tensor in sorted(tensors, key=lambda n: -self._tensors[n].element_size()):

@@ -1,4 +1,4 @@
-"""A file that is on the disk when it is closed."""
+"""Write a file that is synced to disk when it is closed."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import ctypes
 import os
 from pathlib import Path
 
-# Bytes after which the kernel is told to start writing to the disk: left to itself it would start when the file is synced, at
-# the end, and the disk would have been idle until then.
+# After this many bytes the kernel is asked to start writing to the disk. Otherwise it would start when the file is synced, at
+# the end, and the disk would be idle until then.
 _START_BYTES = 32 * 2**20
-# Bytes of one write. Larger ones make the page cache ask for large pages, which took up to five times as long where the host
-# of a virtual machine takes back free ones (Linux 6.18, ext4).
+# Bytes of one write. Larger writes make the page cache allocate large pages, which took up to five times as long in a virtual
+# machine whose host reclaims free pages (Linux 6.18, ext4).
 _WRITE_BYTES = 256 * 2**10
 _SYNC_FILE_RANGE_WRITE = 2
 
 
 class Sink:
-    """A new file, written at its end (as file objects are) or at given offsets, without a buffer of its own.
+    """A new file without a buffer of its own, which is written at its end (like a file object) or at given offsets.
 
-    Raises OSError from any call when the disk is full or fails, at the latest from `close`. failure: that error, for callers of
-    torch.save, which makes a RuntimeError of it that says nothing.
+    Any call raises OSError when the disk is full or fails; `close` does at the latest.
+
+    Attributes:
+        failure: that error, for callers of torch.save, which replaces it by a RuntimeError that does not name the cause.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,14 +30,19 @@ class Sink:
         self.failure: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append; returns the number of bytes, all of them."""
+        """Append bytes and return their number."""
         view = memoryview(data).cast("B")
         self.write_at(view, self._end)
         self._end += view.nbytes
         return view.nbytes
 
     def write_at(self, data: bytes | memoryview, offset: int) -> None:
-        """Write all of `data` at `offset`, wherever the end is."""
+        """Write all of `data` at a given place, independently of the end of the file.
+
+        Args:
+            data: the bytes.
+            offset: where to write them, in bytes from the beginning of the file.
+        """
         view = memoryview(data).cast("B")
         done = 0
         while done < view.nbytes:
@@ -51,14 +58,14 @@ class Sink:
                 self._held_back = 0
 
     def tell(self) -> int:
-        """The end of what was appended, in bytes."""
+        """Return the number of bytes appended so far."""
         return self._end
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: there is no buffer."""
 
     def close(self, sync: bool = True) -> None:
-        """Sync to disk (unless told otherwise) and close; again: nothing."""
+        """Sync to disk, unless `sync` is false, and close. A second call does nothing."""
         if self._descriptor < 0:
             return
         try:
@@ -70,7 +77,9 @@ class Sink:
 
 
 def _start_writeback(descriptor: int) -> None:
-    """Send what is written to the disk without waiting for it. Where there is no such call (Linux has it), nothing."""
+    """Ask the kernel to start writing to the disk, without waiting. Do nothing where the C library lacks sync_file_range
+    (Linux).
+    """
     start = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if start is not None:
         start(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)  # 0, 0: the whole file

@@ -1,7 +1,7 @@
-"""Converting parameters in a few threads, each of which reads, checks and writes its own.
+"""Convert parameters in a few threads, each of which reads, checks and writes its own.
 
-Most of a conversion is the kernel's work (mapping pages that are read, taking and filling pages that are written), and there
-writes to one file take turns. So each thread does all of it for its parameters, into files of its own.
+Most of a conversion is work of the kernel (it maps pages that are read, and allocates and fills pages that are written), and
+the kernel serializes writes to one file. So each thread does all steps for its parameters, and writes to files of its own.
 """
 
 from __future__ import annotations
@@ -15,26 +15,38 @@ from dataclasses import dataclass
 
 import torch
 
-# Not the number of cores: the output must not depend on the machine.
+# A constant, not the number of cores, because the output must not depend on the machine.
 STREAMS = 2
-# Bytes of a parameter above which it is in memory alone, but for smaller ones: what these add to the peak is bounded.
+# Of parameters larger than this (bytes), one is in memory at a time. What smaller ones add to the peak is bounded.
 LARGE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
 class Job:
-    """run: what is to be done. nbytes: of the parameter that is in memory meanwhile."""
+    """The conversion of one parameter.
+
+    Attributes:
+        run: the function to call.
+        nbytes: size of the parameter that is in memory meanwhile.
+    """
 
     run: Callable[[], object]
     nbytes: int = 0
 
 
 def work(queues: Sequence[Sequence[Job]], large_bytes: int = LARGE_BYTES) -> None:
-    """Run all jobs: those of a queue one after the other in one thread, STREAMS queues at a time, begun in their order.
+    """Run all jobs. The jobs of a queue run in order in one thread; STREAMS queues run at a time, and start in their order.
 
-    Of the jobs of more than `large_bytes` one runs at a time. The first exception of a job is raised here once all threads have
-    ended, which they do before their next job, as on an interrupt. Jobs see the caller's context variables, and PyTorch
-    computes each in its own thread only.
+    A job that is larger than `large_bytes` runs concurrently with no other such job. After an exception, or an interrupt, each
+    thread ends before its next job. Jobs see the caller's context variables, and PyTorch computes each job in its own thread
+    only.
+
+    Args:
+        queues: the jobs of each queue.
+        large_bytes: size above which a job is large.
+
+    Raises:
+        BaseException: the first exception of a job, once all threads have ended.
     """
     stop, large = threading.Event(), threading.Lock()
     failures: list[BaseException] = []
@@ -60,7 +72,15 @@ def work(queues: Sequence[Sequence[Job]], large_bytes: int = LARGE_BYTES) -> Non
 
 
 def deal(sizes: Sequence[int], hands: int = STREAMS) -> list[list[int]]:
-    """Indices of `sizes`, ascending in each hand; the sums of the hands are about equal (the largest are dealt first)."""
+    """Distribute items over `hands`, so that the sums of their sizes are about equal. The largest items are distributed first.
+
+    Args:
+        sizes: size of each item.
+        hands: number of shares.
+
+    Returns:
+        For each share the indices of its items, in ascending order.
+    """
     dealt: list[list[int]] = [[] for _ in range(hands)]
     sums = [0] * hands
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -72,7 +92,7 @@ def deal(sizes: Sequence[int], hands: int = STREAMS) -> list[list[int]]:
 
 @contextlib.contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """PyTorch's own threads would only take the cores from the streams."""
+    """Limit PyTorch to one thread within the block: more would only take cores from the streams."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

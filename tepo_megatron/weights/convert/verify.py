@@ -1,4 +1,4 @@
-"""Is a Megatron checkpoint the Hugging Face model? Bit by bit, and by what both compute."""
+"""Verify that a Megatron checkpoint is a given Hugging Face model: compare all bits, and what both models compute."""
 
 from __future__ import annotations
 
@@ -26,16 +26,24 @@ from tepo_megatron.weights.hf_io import HfReader
 from tepo_megatron.weights.ops import Architecture
 
 TEXT = "Find all real x with x^2 - 5x + 6 = 0. Since (x - 2)(x - 3) = 0, the answer is \\boxed{2, 3}."
-# ||megatron - hf|| / ||hf|| of hidden states and logits. fp32: some ten times what rounding gives in models of 1 to 14 billion
-# parameters; a wrong layer is off by 1e-2 and more. bf16: roundings of 2^-9 each.
+# Largest ||megatron - hf|| / ||hf|| of hidden states and logits. fp32: about ten times the effect of rounding in models of 1 to
+# 14 billion parameters; a wrong layer is off by 1e-2 or more. bf16: each rounding is up to 2^-9.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """differing: HF tensors that are not bitwise equal; errors: of each layer's output and of the logits, in the order of
-    computation; tokens: compared; agreement: share of tokens whose most likely successor is the same."""
+    """The result of a verification.
+
+    Attributes:
+        tensors: number of HF tensors compared.
+        differing: those that are not bitwise equal.
+        errors: relative error of each layer's output and of the logits, by name, in the order of computation.
+        tokens: number of tokens compared.
+        agreement: share of tokens for which both models have the same most likely next token.
+        tolerance: largest relative error that passes.
+    """
 
     tensors: int
     differing: tuple[str, ...]
@@ -46,19 +54,26 @@ class Verdict:
 
     @property
     def first_wrong_layer(self) -> str | None:
-        """The first whose output is off by more than the tolerance (or not finite)."""
+        """Return the first layer whose error exceeds the tolerance or is not finite; None if all pass."""
         return next((name for name, error in self.errors if not error <= self.tolerance), None)
 
     @property
     def passed(self) -> bool:
-        """Whether all tensors and all outputs agree."""
+        """Return whether all tensors are equal and all outputs agree."""
         return not self.differing and self.first_wrong_layer is None
 
 
 def verify(source: Path, checkpoint: Path, text: str = TEXT, precision: str = "fp32") -> Verdict:
-    """Compare every tensor, then load one model after the other (each whole in memory) and compare what `text` gives.
+    """Compare every tensor, then load one model after the other (each whole in memory) and compare their outputs on a text.
 
-    Raises ConversionError and CheckpointError where either is damaged or they are not of one architecture.
+    Args:
+        source: the HF directory.
+        checkpoint: the directory of the Megatron checkpoint.
+        text: what both models read.
+        precision: "fp32" or "bf16", of both models.
+
+    Raises:
+        ConversionError, CheckpointError: one of them is damaged, or they have different architectures.
     """
     carried = checkpoint / HF_FOLDER if (checkpoint / HF_FOLDER / "config.json").exists() else source
     with world_of_one() as groups:
@@ -91,13 +106,13 @@ def verify(source: Path, checkpoint: Path, text: str = TEXT, precision: str = "f
 
 
 def _bitwise_equal(a: Tensor, b: Tensor) -> bool:
-    """Also tells 0.0 from -0.0."""
+    """Return whether dtype, shape and all bits are equal, so that 0.0 differs from -0.0."""
     integers = {2: torch.int16, 4: torch.int32}.get(a.element_size(), torch.uint8)
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(integers), b.view(integers))
 
 
 def _tokens(source: Path, text: str, vocab_size: int, max_positions: int) -> Tensor:
-    """int64 [1, S]: the text in the model's tokens; without a tokenizer, ids spread over the vocabulary."""
+    """Return the text as token ids, int64 [1, S]; without a tokenizer, ids that are spread over the vocabulary."""
     ids: Sequence[int] = []
     if (source / "tokenizer_config.json").exists() or (source / "tokenizer.json").exists():
         from transformers import AutoTokenizer
@@ -110,6 +125,7 @@ def _tokens(source: Path, text: str, vocab_size: int, max_positions: int) -> Ten
 
 @torch.no_grad()
 def _hf_outputs(source: Path, tokens: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the fp32 outputs [S, ...] of the HF model's embedding, layers and output layer, by name."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -130,6 +146,7 @@ def _hf_outputs(source: Path, tokens: Tensor, dtype: torch.dtype) -> dict[str, T
 def _megatron_outputs(
     checkpoint: Path, arch: Architecture, groups: Groups, tokens: Tensor, precision: str
 ) -> dict[str, Tensor]:
+    """Return the same outputs of the Megatron model."""
     from megatron.core import dist_checkpointing
 
     from tepo_megatron.actor import build
@@ -137,10 +154,10 @@ def _megatron_outputs(
     model = ModelConfig(path="", precision=precision)  # type: ignore[arg-type]
     config = build.transformer_config(arch, model, ParallelConfig(), groups.device)
     (chunk,) = build.build_chunks(config, arch, model, groups)
-    # as a trainer loads it: the reading side of this package has no part in it
+    # Megatron's own loader, as a trainer would use it: an error in this package's reader cannot hide here
     content = read_common(checkpoint).get("content_metadata")
     with warnings.catch_warnings(), restricted_loading():
-        warnings.filterwarnings("ignore", category=FutureWarning)  # Megatron-Core calls what PyTorch is about to rename
+        warnings.filterwarnings("ignore", category=FutureWarning)  # Megatron-Core calls functions that PyTorch will rename
         loaded = dist_checkpointing.load({"model": chunk.sharded_state_dict(metadata=content)}, str(checkpoint))
     chunk.load_state_dict(loaded["model"])
     chunk.eval()
@@ -154,7 +171,7 @@ def _megatron_outputs(
 
 
 def _keep(module: torch.nn.Module, name: str, outputs: dict[str, Tensor], sequence_first: bool = False) -> None:
-    """Keep the module's output, [S, hidden], under `name` when it has run."""
+    """Store the module's output, fp32 [S, hidden], under `name` whenever it has run."""
 
     def hook(_: torch.nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
         hidden = output if isinstance(output, Tensor) else output[0]
@@ -164,5 +181,5 @@ def _keep(module: torch.nn.Module, name: str, outputs: dict[str, Tensor], sequen
 
 
 def _error(a: Tensor, b: Tensor) -> float:
-    """||a - b|| / ||b||, 2-norms in fp64."""
+    """Return ||a - b|| / ||b||, with 2-norms in fp64."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()

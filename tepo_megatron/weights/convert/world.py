@@ -1,4 +1,4 @@
-"""Megatron-Core builds nothing without a mesh: one of a single rank, on the CPU."""
+"""Create a mesh of a single rank on the CPU, which Megatron-Core needs to build anything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def world_of_one() -> Iterator[Groups]:
-    """The mesh of this process alone, for the time of the block. Needs no network and no free port."""
+    """Yield a mesh of this process alone, which lasts as long as the block. It needs no network and no free port."""
     platform = activate("cpu")
     from tepo_megatron import parallel  # imports Megatron-Core, which the platform must precede
 

@@ -1,4 +1,4 @@
-"""One file per model family: declarative tables, used by loading, export and weight sync alike."""
+"""Define each model family in one file, as tables that loading, export and weight sync all use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def read_config(model_path: str | Path) -> dict[str, Any]:
-    """config.json of a HF directory. Raises CheckpointError naming the file."""
+    """Return config.json of a HF directory. Raises CheckpointError, naming the file, when it is missing or no model config."""
     path = Path(model_path) / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -39,7 +39,7 @@ def read_config(model_path: str | Path) -> dict[str, Any]:
 
 
 def find_family(hf_config: Mapping[str, Any]) -> Family:
-    """The family of a HF config, by its `architectures`. Raises ConversionError for an unknown one."""
+    """Return the family of a HF config, by its `architectures`. Raises ConversionError for an unknown one."""
     name = (hf_config.get("architectures") or ["(none)"])[0]
     if name not in FAMILIES:
         raise ConversionError(f"config.json: architecture {name} is not supported; known: {', '.join(FAMILIES)}")

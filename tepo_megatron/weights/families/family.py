@@ -1,4 +1,4 @@
-"""What a model family is: a table of tensors and a table of config fields, each read in both directions."""
+"""Define a model family as a table of tensors and a table of config fields. The table of tensors is read in both directions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tepo_megatron.errors import ConversionError
 from tepo_megatron.weights.families.rope import read_rope
 from tepo_megatron.weights.ops import Architecture, Experts, Op
 
-# Fields that every decoder here has, and what they become.
+# Fields of every decoder that `Architecture` represents.
 _MAPPED = frozenset({
     "architectures", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_scaling",
     "rope_parameters",
 })  # fmt: skip
 
-# Fields without effect on log-probs: bookkeeping, initialisation, what generate() or another head would use.
+# Fields without effect on log-probs: bookkeeping, initialisation, and what only generate() or other heads use.
 _NO_EFFECT = frozenset({
     "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path", "_attn_implementation",
     "attn_implementation", "torchscript", "tokenizer_class", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
@@ -28,7 +28,7 @@ _NO_EFFECT = frozenset({
     "do_sample", "temperature", "top_p", "top_k", "max_length", "repetition_penalty",
 })  # fmt: skip
 
-# Fields that change the computation, with the values that are computed. In a list, each element must be one of them.
+# Fields that change the computation, with the supported values. In a list, each element must be one of them.
 _REQUIRED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_dropout": (0,),
@@ -48,10 +48,15 @@ _MENDS = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Row:
-    """Megatron parameter name <-> HF tensor names.
+    """A row of the table of tensors: a Megatron parameter name <-> HF tensor names.
 
-    `{layer}` is the layer's number in the whole model, `{expert}` the expert's. layers: those that have the row; dense and
-    sparse ones together are all.
+    In names, `{layer}` is the layer's index in the whole model and `{expert}` the expert's index.
+
+    Attributes:
+        megatron: name of the Megatron parameter.
+        hf: names of its HF tensors.
+        op: converts the tensors in both directions.
+        layers: the layers that have the parameter; every layer is either dense or sparse (with experts).
     """
 
     megatron: str
@@ -60,7 +65,7 @@ class Row:
     layers: Literal["all", "dense", "sparse"] = "all"
 
     def instances(self, arch: Architecture) -> Iterator[tuple[str, ...]]:
-        """The HF tensor names of each parameter of a model that this row describes."""
+        """Yield the HF tensor names of each parameter that this row describes in a model of this architecture."""
         sparse = set(arch.sparse_layers)
         layers = [i for i in range(arch.num_layers) if self.layers == "all" or (i in sparse) == (self.layers == "sparse")]
         experts = range(arch.experts.number) if arch.experts and "{expert}" in self.megatron else (0,)
@@ -73,10 +78,18 @@ class Row:
 class Family:
     """A model family.
 
-    required: the family's own fields that change the computation -> the values that are computed; no_effect: those that do
-    not; mapped: those that `read_experts` reads. defaults, default_theta: what transformers takes for a field that is absent,
-    where published files leave it out or it matters. ignored_tensors: a pattern of tensors that old files hold and transformers
-    ignores.
+    Attributes:
+        name: its name in messages.
+        rows: the table of tensors.
+        required: the family's own config fields that change the computation, with the values that are supported.
+        no_effect: the family's own config fields that do not change log-probs.
+        mapped: the config fields that `read_experts` reads.
+        defaults: values of absent fields, as transformers has them, where published files omit the field or it matters.
+        default_theta: the same for RoPE's theta; None: the config must state it.
+        qk_norm: whether q and k have RMS norms per head.
+        qkv_bias: whether q, k and v have biases.
+        read_experts: reads the mixture of experts from a HF config; None for dense families.
+        ignored_tensors: pattern of HF tensors that old files hold and transformers ignores.
     """
 
     name: str
@@ -92,7 +105,10 @@ class Family:
     ignored_tensors: str = r"(?!)"
 
     def architecture(self, hf_config: Mapping[str, Any]) -> Architecture:
-        """What a HF config says. Raises ConversionError naming the field that is missing, unknown or not supported."""
+        """Return the architecture that a HF config describes.
+
+        Raises ConversionError, naming the field, when one is missing, unknown or not supported.
+        """
         self._check_fields(hf_config)
         try:
             return self._read({**self.defaults, **hf_config})
@@ -100,15 +116,16 @@ class Family:
             raise ConversionError(f"config.json: {e.args[0]} is missing; the {self.name} family needs it") from None
 
     def tensor_names(self, arch: Architecture) -> set[str]:
-        """All HF tensor names of a model of this architecture."""
+        """Return all HF tensor names of a model of this architecture."""
         names = {n for row in self.rows for names in row.instances(arch) for n in names}
         return names - {"lm_head.weight"} if arch.tied_embeddings else names
 
     def ignores(self, tensor: str) -> bool:
-        """Whether a HF tensor carries nothing that the model uses."""
+        """Return whether the model makes no use of a HF tensor."""
         return re.search(self.ignored_tensors, tensor) is not None
 
     def _check_fields(self, hf_config: Mapping[str, Any]) -> None:
+        """Raise ConversionError for a field that is unknown or has a value that is not supported."""
         required = {**_REQUIRED, **self.required}
         for name, value in {**self.defaults, **hf_config}.items():
             if name in required:
@@ -127,6 +144,7 @@ class Family:
                 )
 
     def _read(self, hf: Mapping[str, Any]) -> Architecture:
+        """Read the architecture. Raises KeyError for a missing field, ConversionError for a wrong value."""
         heads, hidden = positive(hf, "num_attention_heads"), positive(hf, "hidden_size")
         head_dim = hf.get("head_dim") or hidden // heads
         groups = heads if hf["num_key_value_heads"] is None else positive(hf, "num_key_value_heads")
@@ -155,7 +173,16 @@ class Family:
 
 
 def positive(hf: Mapping[str, Any], name: str) -> int:
-    """A field that counts something. Raises ConversionError for what is no positive integer, KeyError when it is missing."""
+    """Return a config field that counts something.
+
+    Args:
+        hf: the HF config.
+        name: name of the field.
+
+    Raises:
+        ConversionError: the value is not a positive integer.
+        KeyError: the field is missing.
+    """
     value = hf[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConversionError(f"config.json: {name}={value!r} is not a positive integer")

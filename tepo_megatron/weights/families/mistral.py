@@ -1,4 +1,4 @@
-"""Mistral, dense, without sliding window: GQA, SwiGLU."""
+"""Define the Mistral family (dense, without sliding window): GQA, SwiGLU."""
 
 from tepo_megatron.weights.families.family import Family
 from tepo_megatron.weights.families.tensors import DECODER, swiglu

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention with experts in all layers; the weights of the chosen ones add up to 1."""
+"""Define the Mixtral family: Mistral's attention, and experts in all layers; the chosen experts' weights add up to 1."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from tepo_megatron.weights.ops import Experts
 
 
 def read_experts(hf: Mapping[str, Any]) -> Experts:
-    """All layers are sparse."""
+    """Read the mixture of experts from a HF config; all layers are sparse."""
     return Experts(
         number=positive(hf, "num_local_experts"),
         per_token=positive(hf, "num_experts_per_tok"),
@@ -23,7 +23,7 @@ FAMILY = Family(
     name="mixtral",
     rows=DECODER + experts("block_sparse_moe", "w1", "w3", "w2"),
     required={"sliding_window": (None,), "router_jitter_noise": (0,)},
-    no_effect=frozenset({"router_aux_loss_coef", "output_router_logits"}),  # of a loss that is not added here
+    no_effect=frozenset({"router_aux_loss_coef", "output_router_logits"}),  # they belong to a loss that is not added here
     mapped=frozenset({"num_local_experts", "num_experts_per_tok"}),
     read_experts=read_experts,
 )

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, dense: GQA with biases on q, k and v, SwiGLU, tied or untied embeddings."""
+"""Define the dense Qwen2 and Qwen2.5 family: GQA with biases on q, k and v, SwiGLU, tied or untied embeddings."""
 
 from tepo_megatron.weights.families.family import Family
 from tepo_megatron.weights.families.tensors import DECODER, QKV_BIAS, swiglu
@@ -8,5 +8,5 @@ FAMILY = Family(
     rows=DECODER + QKV_BIAS + swiglu(),
     qkv_bias=True,
     required={"use_sliding_window": (False,), "use_mrope": (False,)},
-    no_effect=frozenset({"sliding_window", "max_window_layers"}),  # without use_sliding_window
+    no_effect=frozenset({"sliding_window", "max_window_layers"}),  # no effect without use_sliding_window
 )

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention with experts in place of the feed-forward block, in all layers or in some."""
+"""Define the Qwen3-MoE family: Qwen3's attention, and experts in place of the feed-forward block in all or some layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,10 @@ from tepo_megatron.weights.ops import Experts
 
 
 def read_experts(hf: Mapping[str, Any]) -> Experts:
-    """transformers 5 writes `num_local_experts` for `num_experts`."""
+    """Read the mixture of experts from a HF config. transformers 5 writes `num_local_experts` in place of `num_experts`.
+
+    Raises ConversionError when both are given and differ.
+    """
     name = "num_local_experts" if "num_local_experts" in hf else "num_experts"
     number, step, dense = positive(hf, name), positive(hf, "decoder_sparse_step"), hf["mlp_only_layers"] or ()
     if hf.get("num_experts", number) != number:
@@ -30,8 +33,8 @@ FAMILY = Family(
     qk_norm=True,
     required={"attention_bias": (False,), "use_sliding_window": (False,)},
     no_effect=frozenset({
-        "sliding_window", "max_window_layers",  # without use_sliding_window
-        "router_aux_loss_coef", "output_router_logits",  # of a loss that is not added here
+        "sliding_window", "max_window_layers",  # no effect without use_sliding_window
+        "router_aux_loss_coef", "output_router_logits",  # they belong to a loss that is not added here
     }),
     mapped=frozenset({
         "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",

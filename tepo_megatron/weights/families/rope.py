@@ -1,4 +1,4 @@
-"""RoPE and its scalings, from a HF config."""
+"""Read RoPE and its scalings from a HF config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.weights.ops import RotaryTable
 
-# type -> what it needs, what it may have besides
+# rope_type -> fields that it needs, fields that it may have
 _FIELDS: Mapping[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
@@ -27,10 +27,20 @@ _OF_ALL = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 def read_rope(
     hf: Mapping[str, Any], family: str, default_theta: float | None, head_dim: int, max_positions: int
 ) -> tuple[float, RotaryTable | None]:
-    """theta, and the frequencies where a scaling changes them. default_theta: where the config names none.
+    """Return theta and, if a scaling changes them, the rotary frequencies (else None).
 
-    transformers 5 keeps everything in `rope_parameters`; earlier files have `rope_theta` at the top and the rest in
-    `rope_scaling`. Raises ConversionError for a type or a field that is not known, or for two that contradict each other.
+    transformers 5 keeps all parameters in `rope_parameters`; earlier files have `rope_theta` at the top level and the rest in
+    `rope_scaling`.
+
+    Args:
+        hf: the HF config.
+        family: name of the family, for messages.
+        default_theta: theta of a config that states none; None: the config must state it.
+        head_dim: dimension of a head.
+        max_positions: `max_position_embeddings`.
+
+    Raises:
+        ConversionError: a type or a field is missing or unknown, or two of them contradict each other.
     """
     where, rope = _parameters(hf)
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -55,7 +65,7 @@ def read_rope(
 
 
 def _parameters(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Where the parameters stand, and they."""
+    """Return the name of the config field that holds RoPE's parameters, and the parameters."""
     new, old = hf.get("rope_parameters"), hf.get("rope_scaling")
     if new and old and new != old:
         raise ConversionError("config.json: rope_parameters and rope_scaling differ; remove one of them")
@@ -64,6 +74,7 @@ def _parameters(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 def _theta(hf: Mapping[str, Any], rope: Mapping[str, Any], where: str, default: float | None) -> float:
+    """Return theta. Raises ConversionError when it is not stated or stated twice with different values."""
     given = {x for x in (rope.get("rope_theta"), hf.get("rope_theta")) if x is not None}
     if not given and default is not None:
         return default
@@ -77,11 +88,11 @@ def _theta(hf: Mapping[str, Any], rope: Mapping[str, Any], where: str, default: 
 
 
 def _table(rope: dict[str, Any], head_dim: int, max_positions: int) -> RotaryTable:
-    """transformers' own formulas, so that the frequencies are its frequencies to the bit."""
+    """Compute the frequencies with transformers' own functions, so that both are equal to the bit."""
     from transformers import Qwen3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    # any config class does: the formulas read only these fields
+    # Any config class would do, because the functions read only these fields.
     config = Qwen3Config(head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=rope)
     inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
     return RotaryTable(tuple(inv_freq.tolist()), float(attention_factor))

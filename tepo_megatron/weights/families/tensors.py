@@ -1,4 +1,4 @@
-"""Rows that families share."""
+"""Define the rows of the tensor table that families share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QK_NORM = (
 
 
 def swiglu(layers: Literal["all", "dense"] = "all") -> tuple[Row, ...]:
-    """A dense feed-forward block."""
+    """Return the rows of a dense SwiGLU feed-forward block."""
     gate_up = tuple(_HF + f"mlp.{x}_proj.weight" for x in ("gate", "up"))
     return (
         Row(_MEGATRON + "mlp.linear_fc1.weight", gate_up, FusedGateUp(), layers),
@@ -44,7 +44,14 @@ def swiglu(layers: Literal["all", "dense"] = "all") -> tuple[Row, ...]:
 
 
 def experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """A router and SwiGLU experts; `block` and the names of the three projections are HF's."""
+    """Return the rows of a router and SwiGLU experts.
+
+    Args:
+        block: HF's name of the block in a layer.
+        gate: HF's name of an expert's gate projection.
+        up: HF's name of its up projection.
+        down: HF's name of its down projection.
+    """
     of_expert = _HF + block + ".experts.{expert}."
     mine = _MEGATRON + "mlp.experts.{expert}."
     return (

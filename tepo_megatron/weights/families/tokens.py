@@ -1,4 +1,4 @@
-"""Do the ids of the tokenizer lie in the vocabulary?"""
+"""Check that the ids of a tokenizer lie in the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from tepo_megatron.errors import CheckpointError, ConversionError
 
 
 def check_tokenizer(model_path: str | Path, vocab_size: int) -> None:
-    """Raise ConversionError naming the largest token of tokenizer.json whose id has no row in the embedding.
+    """Check that every id of tokenizer.json has a row in the embedding. Do nothing without a tokenizer.json.
 
-    Without a tokenizer.json nothing is checked. Raises CheckpointError for one that cannot be read.
+    Args:
+        model_path: the HF directory.
+        vocab_size: number of rows of the embedding.
+
+    Raises:
+        ConversionError: an id is too large; the message names the token with the largest id.
+        CheckpointError: tokenizer.json cannot be read.
     """
     path = Path(model_path) / "tokenizer.json"
     if not path.exists():
