@@ -40,8 +40,7 @@ class Beside(Nothing):
         return self._future.done()
 
     def wait(self) -> tuple[bool, Any]:
-        """Return (True, None) when the engine asks for weights, else (False, result) when the work is done. Re-raise its
-        errors."""
+        """Return (True, None) when the engine asks for weights, (False, result) when the work is done. Re-raise its errors."""
         while not self._future.done():
             if self._weights_wanted():
                 return True, None

@@ -119,8 +119,7 @@ def memory_group(process: Path) -> MemoryGroup | None:
 
 
 def _mounted(mounts: list[str], kind: str) -> list[tuple[str, Path]]:
-    """Return (root within the hierarchy, mount point) of the cgroup v2 mounts, or of the v1 mounts with the memory
-    controller."""
+    """Return (root in the hierarchy, mount point) of the cgroup v2 mounts, or of the v1 mounts with the memory controller."""
     found = []
     for line in mounts:
         before, _, after = line.partition(" - ")

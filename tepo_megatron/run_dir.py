@@ -59,7 +59,7 @@ def claim(cfg: Config) -> RunLock:
         raise ConfigError(f"output={cfg.output}: {e}") from None
     try:
         _refuse_what_is_there(cfg)
-        _refuse_one_under_way(cfg.run_dir)  # by its metrics file: a version without this lock may have started it, or the lock was removed
+        _refuse_one_under_way(cfg.run_dir)  # by its metrics: a version without this lock started it, or the lock is gone
         lock.sign()
         _make_ready(cfg)
     except BaseException:
