@@ -99,8 +99,7 @@ class Failure(Exception):
 
 
 class Machine:
-    """An actor that supervises the scripts of one machine. It is killed with its node, and its scripts then end (see
-    keep.py)."""
+    """An actor that supervises the scripts of one machine. It is killed with its node, and the scripts then end (keep.py)."""
 
     def __init__(self) -> None:
         self._kept: dict[str, subprocess.Popen[bytes]] = {}

@@ -89,8 +89,7 @@ class RayJob:
             (self.folder / name).write_text(text)
 
     def _plan(self) -> dict[str, object]:
-        """Return the plan that on_ray.py reads. Paths are absolute; `{machine}` in a log path stands for the machine's
-        index."""
+        """Return the plan for on_ray.py. Paths are absolute; `{machine}` in a log path stands for the machine's index."""
         scripts = [
             {
                 "name": task.name, "path": str(self.folder / f"{task.name}.sh"), "nodes": task.nodes, "first": task.first,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-_BYTES = 1024  # size of a file; rewriting it takes no new space, so that a full disk does not stop the heartbeats
+_BYTES = 1024  # minimum size of a file; rewriting it takes no new space, so that a full disk does not stop the heartbeats
 _ATTEMPTS = 100
 
 

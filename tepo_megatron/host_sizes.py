@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Sequence
 from itertools import accumulate
 
-ALIGNMENT = 64  # bytes; start of each piece of an arena, sufficient for any dtype
+ALIGNMENT = 64  # bytes; alignment of the pieces of an arena, enough for any dtype
 LEAST_OFFLOADED = 2**20  # bytes; smaller activations stay on the device, because moving them costs more than it frees
 
 
@@ -25,5 +25,5 @@ def block_bytes(size: int) -> int:
 
 
 def arena_bytes(sizes: Sequence[int]) -> int:
-    """Return the bytes that an arena allocates for pieces of these sizes, in bytes."""
+    """Return the bytes that an arena allocates for pieces of these sizes (bytes)."""
     return block_bytes(starts(sizes)[-1])

@@ -118,9 +118,9 @@ class Rollout:
         prompt_id: `Prompt.id`.
         token_ids_L: int64.
         response_mask_L: bool, True where the policy chose the token.
-        rollout_logprobs_L: fp32 nats, the engine's log-prob of each token after temperature (0 on the prompt).
+        rollout_logprobs_L: fp32 nats, the engine's log-prob of each token after temperature (0 where the mask is False).
         policy_version: Version of the weights that sampled the sequence, or the oldest if there were several.
-        stop_reason: "stop" or "length".
+        stop_reason: "stop" or "length"; "abort" for a partial response that new weights interrupted (`rollout/cut.py`).
         answer: Gold answer.
         reward: Shaped reward, which the policy is trained on; nan before grading.
         score: The grader's unshaped score, used by group filters and accuracies; nan before grading.
@@ -170,7 +170,7 @@ class Rollout:
 
     @property
     def versions_L(self) -> Tensor:
-        """Return each token's weight version, int64. Prompt and tool tokens get the version around them."""
+        """Return the weight version at each token, int64. Prompt and tool tokens, which no weights sampled, have one too."""
         versions_L = torch.full_like(self.token_ids_L, self.policy_version)
         for place, version in self.later_versions:
             versions_L[place:] = version
@@ -189,8 +189,9 @@ class TrainBatch:
     Attributes:
         rollouts: B sequences.
         advantages_B: fp32.
-        old_logprobs_N, old_entropies_N: fp32 nats under the actor's weights at the start of the rollout batch, valid on the
-            last pipeline stage. None: before the old-statistics pass.
+        old_logprobs_N: fp32 nats under the actor's weights at the start of the rollout batch, valid on the last pipeline stage;
+            or the engine's log-probs (training.old_logprobs=rollout). None: no old pass; the current ones are used.
+        old_entropies_N: fp32 nats under the same weights, valid on the last pipeline stage. None: no old pass.
         ref_logprobs_N: fp32 nats under the reference policy, valid on the last pipeline stage. None: no reference.
         update: Number of optimizer steps already taken on this rollout batch.
         ids_B: int64, index of each sequence in the rollout batch, which random choices are keyed by. None: its index here.

@@ -229,7 +229,7 @@ class Predictor:
         return engine.seconds(work.prompt, each, work.responses(each * samples))
 
     def optimizer_seconds(self) -> tuple[float, float]:
-        """Return the seconds of one update on the largest rank: (collectives over dp x cp, Adam).
+        """Return the seconds of one update on the rank with the largest buffers: (collectives over dp x cp, Adam).
 
         The collectives scatter gradients and gather weights.
         """
