@@ -16,8 +16,8 @@ class Layout:
     Attributes:
         train_nodes: Machines with training ranks, the first ones.
         ranks: Ranks on each of them.
-        serve_nodes: Machines with inference servers, after the others. 0: the run's first rank starts its servers next to
-            itself.
+        serve_nodes: Machines with inference servers, after the training machines. 0: the run's first rank starts its servers
+            on its own machine.
         servers: Servers on each serving machine.
         shared: True: the serving machines are the training machines (colocated).
     """

@@ -34,7 +34,13 @@ _COLLECTIVES = os.path.join("torch", "distributed", "")
 
 @dataclass
 class Here:
-    """Position of this process in the run; the training loop and the schedule update it."""
+    """Position of this process in the run; the training loop and the schedule update it.
+
+    Attributes:
+        step: Number of the training step.
+        phase: Name of the phase.
+        microbatch: Forward steps begun in the current pass: one per microbatch and model chunk. 0: none yet.
+    """
 
     step: int = 0
     phase: str = "start"

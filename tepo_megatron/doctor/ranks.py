@@ -16,7 +16,7 @@ from tepo_megatron.launcher import run_rank
 from tepo_megatron.platform import Platform
 
 RESULT = "ranks.json"
-NUMEL, ROUNDS = 4 * 2**20, 5  # fp32 elements; timed repetitions
+NUMEL, ROUNDS = 4 * 2**20, 5  # fp32 elements; repetitions after the first
 
 
 def measure(cfg: Config, platform: Platform) -> None:

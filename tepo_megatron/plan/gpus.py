@@ -54,7 +54,7 @@ class Assumptions:
         elementwise: Share of the memory bandwidth.
         links: Share of the links' bandwidth.
         reserved: Bytes of the CUDA context, NCCL's buffers and the libraries' workspaces.
-        fragmentation: Share of the memory allocated anew in every pass that is lost to fragmentation.
+        fragmentation: Memory lost to fragmentation, as a share of the memory that every pass allocates again.
         asleep: Bytes that a sleeping engine keeps on each GPU: context, libraries, CUDA graphs, NCCL.
         graphs: Part of `asleep` that vLLM's --sleep-mode-offload-cudagraph frees.
         nccl: Part of `asleep` that vLLM's --enable-nccl-comm-suspend frees, with tp > 1.
