@@ -1,5 +1,5 @@
-"""Runs on a cluster: `python -m launch`, in the environment of `make launch`, or for SkyPilot of `make launch-sky`.
+"""Launch runs on a cluster: `python -m launch`, in the environment of `make launch` (for SkyPilot `make launch-sky`).
 
-How it is used: docs/launch.md. Of the training code it reads the config and the rules of the run's folder, neither of which
-needs PyTorch.
+docs/launch.md explains its use. Of the training code it uses the config and the rules of the run's folder; neither needs
+PyTorch.
 """

@@ -1,4 +1,4 @@
-"""`python -m launch`: a run, or a command, on this machine or on a cluster. See docs/launch.md."""
+"""The command `python -m launch`: start a run or a command on this machine or on a cluster. See docs/launch.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ USAGE = """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0, 1 for an error (told in one message) or a local run that failed."""
+    """Run the command and return the exit status: 0, or 1 for an error (reported in one message) or a failed local run."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words and words[0] in ("status", "logs", "cancel"):
@@ -99,7 +99,7 @@ def _start(executor: Executor, job: Any, folder: Path, dry_run: bool) -> int:
 
 
 def _cut(words: list[str]) -> tuple[list[str], list[str]]:
-    """Before and after `--`."""
+    """Return the words before and after `--`."""
     if "--" not in words:
         return words, []
     at = words.index("--")

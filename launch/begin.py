@@ -1,6 +1,6 @@
-"""`python -m launch.begin CONFIG`, on the first machine of a managed job of SkyPilot, before any machine's part of the run.
+"""Begin a start of a SkyPilot managed job: `python -m launch.begin CONFIG`, on its first machine, before the run.
 
-Counts the starts of the job in the run's folder; at the first makes that folder, as `launch` itself does under Slurm.
+It counts the job's starts in the run's folder. At the first start it creates that folder, as `launch` itself does under Slurm.
 """
 
 from __future__ import annotations
@@ -14,9 +14,17 @@ from tepo_megatron.errors import TepoError
 
 
 def begin(config: str, task_id: str) -> int:
-    """The number of this start. task_id: SkyPilot's, the same in each start of a job.
+    """Count a start of the job.
 
-    Raises ConfigError where `tepo train` would.
+    Args:
+        config: Path of the run's config.
+        task_id: SkyPilot's task id, the same in each start of a job.
+
+    Returns:
+        The number of this start, from 1.
+
+    Raises:
+        ConfigError: As `tepo train`.
     """
     cfg = load_config(config)
     count = cfg.run_dir / "launch" / f"{task_id}.starts"

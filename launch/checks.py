@@ -1,4 +1,4 @@
-"""What would fail, or go wrong without a word, only when a job had waited for its machines."""
+"""Check before submission for problems that would otherwise appear, perhaps silently, only after a job got its machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from tepo_megatron.errors import ConfigError
 
 
 def check_section(cluster: Cluster, executor: str) -> None:
-    """Raise ConfigError for a profile without the section of an executor, which has its name."""
+    """Raise ConfigError if the profile lacks the section of an executor.
+
+    Args:
+        cluster: The cluster's profile.
+        executor: Name of the executor and of its section.
+    """
     if getattr(cluster, executor) is None:
         raise ConfigError(
             f"--executor {executor}: the cluster's profile has no {executor} section; give one with --cluster PROFILE"
@@ -21,21 +26,26 @@ def check_section(cluster: Cluster, executor: str) -> None:
 
 
 def check_secrets(cluster: Cluster) -> None:
-    """Raise ConfigError for a secret that is not set here."""
+    """Raise ConfigError if a secret is not set here."""
     for name in cluster.secrets:
         if not os.environ.get(name):
             raise ConfigError(f"secrets: {name} is not set; `export {name}=...` before, or remove it from the profile")
 
 
 def check_paths(paths: Iterable[Path]) -> None:
-    """Raise ConfigError for a path that NeMo-Run would garble."""
+    """Raise ConfigError for a path that NeMo-Run would corrupt."""
     for path in paths:
         if reserved(path.absolute()):
             raise ConfigError(f"{path.absolute()}: NeMo-Run replaces /nemo_run in its scripts; use a folder of another name")
 
 
 def check_run(cfg: Config, cluster: Cluster) -> None:
-    """Raise ConfigError for a run that could not go on after its time limit, or whose files the container does not see."""
+    """Raise ConfigError for a run that could not continue after its time limit, or whose files the container does not see.
+
+    Args:
+        cfg: The run's config.
+        cluster: The cluster's profile.
+    """
     check_paths([Path.cwd(), cfg.run_dir])
     if cluster.slurm is not None and cluster.slurm.restarts and not cfg.checkpoint.every and not cfg.rollout.only:
         raise ConfigError(
@@ -52,7 +62,7 @@ def check_run(cfg: Config, cluster: Cluster) -> None:
 
 
 def folders(cfg: Config) -> list[tuple[str, str | None]]:
-    """What the tasks read and write, by key."""
+    """Return the paths that the tasks read and write, by key."""
     return [
         ("output", cfg.output),
         ("model.path", cfg.model.path),

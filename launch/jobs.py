@@ -1,4 +1,4 @@
-"""What was started for a folder: `launch/` in it holds the logs, NeMo-Run's files, and a record of the newest job."""
+"""Record the jobs started for a folder. Its `launch/` holds the logs, NeMo-Run's files, and a record of the newest job."""
 
 from __future__ import annotations
 
@@ -19,8 +19,14 @@ _RECORD = "job.json"
 
 @dataclass(frozen=True)
 class Job:
-    """executor: its name; id: Slurm's number of the job, NAMESPACE/NAME of KubeRay's, that of SkyPilot's managed job, or the
-    process of `launch` on `host`.
+    """A submitted job.
+
+    Attributes:
+        executor: Name of the executor.
+        id: Slurm's job number, KubeRay's NAMESPACE/NAME, the number of SkyPilot's managed job, or the pid of `launch` on
+            `host`.
+        host: Machine where `launch` was called.
+        submitted: Time of submission.
     """
 
     executor: str
@@ -30,12 +36,18 @@ class Job:
 
 
 def home_of(folder: Path) -> Path:
-    """Where launch keeps what belongs to a run, or to another folder."""
+    """Return the folder in which launch keeps the files that belong to a run or to another folder."""
     return folder.absolute() / "launch"
 
 
 def write(folder: Path, executor: str, job_id: str) -> None:
-    """Remember a job as the newest of its folder."""
+    """Record a job as the newest of its folder.
+
+    Args:
+        folder: The folder.
+        executor: Name of the executor.
+        job_id: `Job.id`.
+    """
     home = home_of(folder)
     home.mkdir(parents=True, exist_ok=True)
     job = Job(executor, job_id, os.uname().nodename, time.strftime("%Y-%m-%dT%H:%M:%S%z"))
@@ -45,7 +57,7 @@ def write(folder: Path, executor: str, job_id: str) -> None:
 
 
 def read(folder: Path) -> Job:
-    """The newest job of a folder. Raises ConfigError where there is none."""
+    """Return the newest job of a folder. Raise ConfigError if there is none."""
     path = home_of(folder) / _RECORD
     try:
         return Job(**json.loads(path.read_text()))
@@ -56,21 +68,31 @@ def read(folder: Path) -> Job:
 
 
 def next_submission(folder: Path) -> tuple[str, Path, int]:
-    """Its name, where its files go, and its number: one more than the greatest there."""
+    """Return the name of the next submission, the folder for its files, and its number (one more than the greatest so far)."""
     home, name = home_of(folder), folder.absolute().name
     numbers = (path.name.rpartition("_")[2] for path in (home / "experiments" / name).glob(f"{name}_*"))
     return name, home, 1 + max((int(number) for number in numbers if number.isdigit()), default=0)
 
 
 def submitted(folder: Path, executor: str, job_id: str, what: str = "job") -> int:
-    """Record a job, and say how to ask for it; returns the exit status."""
+    """Record a job and print the commands to ask for it.
+
+    Args:
+        folder: The folder.
+        executor: Name of the executor.
+        job_id: `Job.id`.
+        what: The executor's word for a job.
+
+    Returns:
+        The exit status 0.
+    """
     write(folder, executor, job_id)
     print(f"{what} {job_id}; python -m launch status|logs|cancel {folder}")
     return 0
 
 
 def progress(folder: Path) -> list[str]:
-    """What a run has got to, a line each; none for another folder."""
+    """Return the progress of a run, in lines of text; empty for another folder."""
     lines = []
     metrics = folder / "metrics.jsonl"
     if metrics.exists():
@@ -85,7 +107,13 @@ def progress(folder: Path) -> list[str]:
 
 
 def ends(folder: Path, paths: Iterable[Path], lines: int) -> str:
-    """The ends of these files and of the run's own log, under their names; empty: there is none."""
+    """Return the last lines of some files and of the run's own log, under their names; empty if none exists.
+
+    Args:
+        folder: Folder of the run.
+        paths: The files.
+        lines: Number of lines of each file.
+    """
     found = [path for path in [*paths, folder / "log.txt"] if path.exists()]
     return "\n".join(f"==== {path}\n{_end(path, lines)}" for path in found)
 

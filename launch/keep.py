@@ -1,8 +1,9 @@
-"""Keeps one command and all that it starts, for a process that may be killed: `python keep.py LOG WORDS...`, by a file's path.
+"""Supervise one command and all its descendants for a process that may be killed: `python keep.py LOG WORDS...`.
 
-On stdin nothing is read: when it ends, because whoever holds the other end closed it or is gone, everything is ended. On stdout
-comes the command's exit status, as one line, when none of its processes is left. In between nothing can get away: this process
-adopts what its descendants leave behind (PR_SET_CHILD_SUBREAPER). It needs the standard library alone (Linux).
+It is run by its file path. Stdin is never read. When stdin is closed, because the process at the other end closed it or is
+gone, everything is ended. When no process of the command is left, one line with the command's exit status goes to stdout. No
+descendant can escape, because this process adopts orphans (PR_SET_CHILD_SUBREAPER). Only the standard library is needed
+(Linux).
 """
 
 from __future__ import annotations
@@ -18,14 +19,22 @@ import sys
 import time
 from pathlib import Path
 
-GRACE_SECONDS = 30.0  # between being told to end and being killed
+GRACE_SECONDS = 30.0  # between SIGTERM and SIGKILL
 _LOOK_SECONDS = 0.2
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def keep(log: str, words: list[str]) -> int:
-    """Run a command until it ends, or stdin does; its exit status, as a shell counts. No process of it is left."""
+    """Run a command until it ends or stdin is closed. No process of it is left afterwards.
+
+    Args:
+        log: File for its output.
+        words: The command.
+
+    Returns:
+        The exit status, as a shell counts it.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with open(log, "ab") as out:
         command = subprocess.Popen(
@@ -57,7 +66,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _reap(command: int) -> int | None:
-    """Take note of all children that ended; the command's status if it is among them."""
+    """Reap all children that ended. Return the command's status if it is among them, else None."""
     status = None
     while True:
         try:
@@ -72,13 +81,13 @@ def _reap(command: int) -> int | None:
 
 
 def _descendants() -> list[int]:
-    """Of this process, those that ended and were not reaped included."""
+    """Return the descendants of this process, including those that ended and were not reaped."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(path.read_text().rpartition(")")[2].split()[1])
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # it has already ended
         children.setdefault(parent, []).append(int(path.parent.name))
     found, waiting = [], [os.getpid()]
     while waiting:
@@ -89,12 +98,15 @@ def _descendants() -> list[int]:
 
 
 def main() -> None:
-    """Away from whoever started us, whose own end must not end us before we have ended the rest: Ray kills its children."""
+    """Detach from the parent, then supervise.
+
+    Ray kills the children of an ending process; detached, this process can still end all the others.
+    """
     if os.fork():
         os._exit(0)
     os.setsid()
     status = keep(sys.argv[1], sys.argv[2:])
-    with contextlib.suppress(BrokenPipeError):  # nobody waits for it
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for the status
         os.write(1, f"{status}\n".encode())
 
 

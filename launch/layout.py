@@ -1,4 +1,4 @@
-"""How many machines a run takes, and what runs on which."""
+"""Determine how many machines a run takes, and what runs on which."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from tepo_megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class Layout:
-    """Machines of a run: the first `train_nodes` with `ranks` training ranks each, then `serve_nodes` with `servers` inference
-    servers each. No serving machines: the run's first rank starts its servers itself, beside it. shared: the serving machines
-    are the training ones, in turns.
+    """The machines of a run.
+
+    Attributes:
+        train_nodes: Machines with training ranks, the first ones.
+        ranks: Ranks on each of them.
+        serve_nodes: Machines with inference servers, after the training machines. 0: the run's first rank starts its servers
+            on its own machine.
+        servers: Servers on each serving machine.
+        shared: True: the serving machines are the training machines (colocated).
     """
 
     train_nodes: int
@@ -24,15 +30,22 @@ class Layout:
 
     @property
     def nodes(self) -> int:
-        """All of them."""
+        """Return the number of machines."""
         return self.train_nodes + (0 if self.shared else self.serve_nodes)
 
 
 def lay_out(cfg: Config, cluster: Cluster) -> Layout:
-    """Where `rollout.server.rendezvous` is set, servers have machines of their own, or under `rollout.colocate` the ranks'.
+    """Return the layout of a run.
 
-    Raises ConfigError where ranks or servers do not fill machines, and where several machines of ranks would share the servers
-    of one without a way to it.
+    With `rollout.server.rendezvous` servers have machines of their own, or under `rollout.colocate` the ranks' machines.
+
+    Args:
+        cfg: The run's config.
+        cluster: The cluster's profile.
+
+    Raises:
+        ConfigError: Ranks or servers do not fill machines, or several machines of ranks would share the servers of one machine
+            without a way to it.
     """
     if cfg.platform == "cuda" and not cluster.gpus_per_node:
         raise ConfigError("platform=cuda, and the cluster's machines have no GPUs; set gpus_per_node in its profile")
@@ -75,7 +88,7 @@ def lay_out(cfg: Config, cluster: Cluster) -> Layout:
 
 
 def _split(count: int, room: int | None, what: str, keys: str) -> tuple[int, int]:
-    """As (machines, how many on each), all alike. Raises ConfigError where they cannot be."""
+    """Return (machines, count on each), all alike. Raise ConfigError if the count does not divide evenly."""
     if room is None or count <= room:
         return 1, count
     if count % room:

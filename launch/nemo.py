@@ -1,10 +1,11 @@
-"""NeMo-Run for Slurm and for this machine: tasks to its executors, its scripts, its submission. (KubeRay:
-launch/nemo_ray.py, SkyPilot: launch/nemo_sky.py; nothing else imports nemo_run.)
+"""Use NeMo-Run for Slurm and for this machine: its executors, its scripts, its submission.
 
-Facts of NeMo-Run 0.11.1 that this file answers to: it reads NEMORUN_HOME when it is imported, so whoever imports this file sets
-that before; the batch script waits for a single task in the foreground, where bash holds signals back, and for a group of one
-in the background; it writes the names of environment variables in capitals and their values unquoted; a local tunnel copies
-nothing; it quotes the name of a single task's log file, so that no variable in it is replaced.
+Only launch/nemo_ray.py (KubeRay) and launch/nemo_sky.py (SkyPilot) import nemo_run as well.
+
+Facts of NeMo-Run 0.11.1 that this file depends on: it reads NEMORUN_HOME at import, so importers of this file set it before.
+The batch script waits for a single task in the foreground, where bash defers signals, and for a group of one in the background.
+It writes the names of environment variables in capitals and their values unquoted. A local tunnel copies nothing. It quotes the
+log file name of a single task, so no variable in it is expanded.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from launch.profile import Cluster
 from launch.scripts import Task, variables
 from tepo_megatron.errors import ConfigError
 
-_POLL_SECONDS = 5  # of the batch script, between looks at its tasks: its answer to a signal takes as long
+_POLL_SECONDS = 5  # interval at which the batch script checks its tasks, which delays its reaction to a signal
 
 
 @dataclass(kw_only=True)
 class _Logs(SlurmJobDetails):
-    """One file for each task of a job, which a restarted job goes on with."""
+    """Log files: one per task of a job. A restarted job appends to them."""
 
     @property
     def stdout(self) -> Path:
@@ -43,8 +44,16 @@ class _Logs(SlurmJobDetails):
 class Submission:
     """A job of one or several tasks.
 
-    home: where NeMo-Run's files and the logs go; number: of this submission from that folder; setup: shell code of the batch
-    script; requeued: the job gets a signal before its time limit; after: the number of a Slurm job that has to succeed first.
+    Attributes:
+        name: Name of the job.
+        home: Folder for NeMo-Run's files and the logs.
+        number: Number of this submission from that folder.
+        tasks: The tasks.
+        cluster: The cluster's profile.
+        folder: Working directory.
+        setup: Shell code for the batch script.
+        requeued: True: the job gets a signal before its time limit.
+        after: Number of a Slurm job that must succeed first; None: no waiting.
     """
 
     name: str
@@ -59,11 +68,11 @@ class Submission:
 
     @property
     def id(self) -> str:
-        """Of NeMo-Run's experiment, whose title it finds before the last underscore."""
+        """Return the id of NeMo-Run's experiment. NeMo-Run takes the text before the last underscore as its title."""
         return f"{self.name}_{self.number}"
 
     def render(self) -> str:
-        """All scripts that submitting would run under Slurm, as they would be. Nothing is left on disk."""
+        """Return all scripts that a submission to Slurm would run, unchanged. Nothing is left on disk."""
         with tempfile.TemporaryDirectory(prefix="launch-") as home:
             with _experiment(self, Path(home)) as experiment:
                 _add_slurm(experiment, self, Path(home))
@@ -74,19 +83,19 @@ class Submission:
             return "\n".join(texts).replace(home, str(self.home))
 
     def submit(self) -> str:
-        """Hand a job to Slurm; returns its number. Raises ConfigError with what Slurm says."""
+        """Submit the job to Slurm and return its number. Raise ConfigError with Slurm's message."""
         with _experiment(self, self.home) as experiment:
             _add_slurm(experiment, self, self.home)
             try:
                 experiment.run(detach=True)
-            except Exception as e:  # of `invoke`, NeMo-Run's way to call sbatch
+            except Exception as e:  # an error of `invoke`, through which NeMo-Run calls sbatch
                 said = getattr(getattr(e, "result", None), "stderr", "") or str(e)
                 raise ConfigError(f"sbatch refused the job: {' '.join(said.split())}") from None
             (handle,) = experiment.jobs[0].handles
-        return str(handle).rpartition("/")[2].partition(";")[0]  # after which some clusters give their name
+        return str(handle).rpartition("/")[2].partition(";")[0]  # some clusters append ";" and their name
 
     def run_here(self) -> bool:
-        """Run one task on this machine and wait; returns whether it succeeded. SIGINT and SIGTERM end it."""
+        """Run the task on this machine and wait. Return whether it succeeded. SIGINT and SIGTERM end it."""
         (task,) = self.tasks
         with _experiment(self, self.home) as experiment:
             job = experiment.add(run.Script(inline=task.script), executor=run.LocalExecutor(), name=task.name, tail_logs=True)
@@ -114,13 +123,13 @@ def _add_slurm(experiment: Any, submission: Submission, home: Path) -> None:
 
 
 def _executor(submission: Submission, task: Task, home: Path) -> Any:
-    """One allocation for all tasks; each takes its machines of it."""
+    """Return the executor of a task. All tasks share one allocation; each uses its own machines of it."""
     cluster, slurm = submission.cluster, submission.cluster.slurm
     assert slurm is not None, "checked before"
-    # by their names: `--relative` counts only those on which no step is under way, as the script's first may still be
+    # By name: `--relative` counts only machines without a running step, and the script's first step may still run there.
     machines = f'--nodelist=$(IFS=,; echo "${{nodes[*]:{task.first}:{task.nodes}}}")'
     srun = [f"--nodes={task.nodes}", f"--ntasks={task.nodes}", "--ntasks-per-node=1", machines]
-    srun += ["--overlap"] if task.shared else []  # else the second task waits until the first has ended
+    srun += ["--overlap"] if task.shared else []  # otherwise the second task waits for the end of the first
     environment = variables(cluster) | {
         "MASTER_ADDR": f"${run.SlurmExecutor.HEAD_NODE_IP_VAR}",
         "MASTER_PORT": str(cluster.network.port),

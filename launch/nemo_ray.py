@@ -1,8 +1,9 @@
-"""Jobs on Kubernetes with KubeRay: NeMo-Run's manifest and its client, and what is asked of the cluster afterwards.
+"""Manage jobs on Kubernetes with KubeRay: NeMo-Run's manifest and client, and queries to the cluster afterwards.
 
-Facts of NeMo-Run 0.11.1 that this file answers to: KubeRayJob looks for a cluster when it is made, and its `start` only prints
-what a dry run would create; head and workers get the same environment, volumes and keys of a pod, and `container_kwargs` come
-last; what it cannot ask or end it logs, and goes on as if nothing had happened, so that its client is called here instead.
+Facts of NeMo-Run 0.11.1 that this file depends on: KubeRayJob looks for a cluster when it is constructed, and its `start` only
+prints what a dry run would create. Head and workers get the same environment, volumes and pod keys, and `container_kwargs` are
+applied last. It only logs failed queries and deletions and continues as if nothing had happened; therefore its client is called
+here instead.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from tepo_megatron.escaping import excerpt
 _KIND = {"group": "ray.io", "version": "v1", "plural": "rayjobs"}
 _ANSWER_SECONDS = 30
 _MEMORY = "shared-memory"
-# Ray keeps objects in /dev/shm, a third of it by default, and here has none to keep
+# Ray reserves memory in /dev/shm for objects, a third of it by default; these jobs have no objects
 _START = {"object-store-memory": "100000000"}
 
 
 @dataclass(kw_only=True)
 class _Job(KubeRayJob):
-    """NeMo-Run's, which asks for a cluster only when told to: a dry run needs none."""
+    """NeMo-Run's job, which connects to a cluster only on request, because a dry run needs none."""
 
     def __post_init__(self) -> None:
         self.user, self.job_name = "", self.name
 
     def connect(self) -> None:
-        """Find the cluster as kubectl does, or as a pod in it. Raises ConfigError."""
-        logging.getLogger(KubeRayJob.__module__).disabled = True  # it would tell of each place that it looked at
+        """Find the cluster like kubectl does, or as a pod in it. Raise ConfigError."""
+        logging.getLogger(KubeRayJob.__module__).disabled = True  # it would log every location that it tries
         try:
             super().__post_init__()
         except ConfigException as e:
@@ -53,13 +54,13 @@ class _Job(KubeRayJob):
 
 
 def render(job: RayJob) -> str:
-    """The manifest and the files that submitting would write, as they would be; not launch's own programs."""
+    """Return the manifest and the files that a submission would write, without launch's own programs."""
     files = {"rayjob.yaml": _yaml(manifest(job))} | {n: t for n, t in job.files().items() if not n.endswith(".py")}
     return "\n".join(f"#==== {job.folder / name}\n{text.rstrip()}\n" for name, text in files.items())
 
 
 def submit(job: RayJob) -> str:
-    """Hand a job to Kubernetes; returns NAMESPACE/NAME. Raises ConfigError with what it says."""
+    """Submit a job to Kubernetes and return NAMESPACE/NAME. Raise ConfigError with the answer of Kubernetes."""
     body = manifest(job)
     handle = _connected(f"{job.kuberay.namespace}/{job.id}")
     job.write()
@@ -72,7 +73,7 @@ def submit(job: RayJob) -> str:
 
 
 def state(id: str) -> str:
-    """Of a RayJob, in one line, and one for each of its pods that does not run. Raises ConfigError."""
+    """Return the state of a RayJob on one line, and one line for each of its pods that does not run. Raise ConfigError."""
     job = _connected(id)
     with _asking(f"RayJob {id}"):
         found = job.api.get_namespaced_custom_object(
@@ -90,7 +91,15 @@ def state(id: str) -> str:
 
 
 def said(id: str, lines: int) -> str:
-    """What the job's submitter has printed, which is what on_ray.py says. Raises ConfigError."""
+    """Return the output of the job's submitter, which is the output of on_ray.py.
+
+    Args:
+        id: NAMESPACE/NAME.
+        lines: Last lines to return.
+
+    Raises:
+        ConfigError: The cluster does not answer, or refuses.
+    """
     job = _connected(id)
     with _asking(f"the pods of RayJob {id}"):
         pods = job.core_v1_api.list_namespaced_pod(
@@ -99,7 +108,7 @@ def said(id: str, lines: int) -> str:
         texts = [
             job.core_v1_api.read_namespaced_pod_log(
                 pod.metadata.name, job.executor.namespace, tail_lines=lines, _request_timeout=_ANSWER_SECONDS,
-                _preload_content=False,  # else it is bytes, as Python writes them
+                _preload_content=False,  # otherwise the text is the repr of bytes
             ).data.decode(errors="replace")
             for pod in pods
             if pod.status.phase != "Pending"
@@ -108,7 +117,7 @@ def said(id: str, lines: int) -> str:
 
 
 def cancel(id: str) -> None:
-    """Delete a RayJob, and with it its pods. Raises ConfigError."""
+    """Delete a RayJob and its pods. Raise ConfigError."""
     job = _connected(id)
     with _asking(f"RayJob {id}"):
         job.api.delete_namespaced_custom_object(
@@ -117,11 +126,11 @@ def cancel(id: str) -> None:
 
 
 def manifest(job: RayJob) -> dict[str, Any]:
-    """NeMo-Run's RayJob, and what it has no words for: machines that are chosen, and their further devices."""
+    """Return NeMo-Run's RayJob, completed with options that NeMo-Run lacks: node selection, tolerations and further devices."""
     with contextlib.redirect_stdout(io.StringIO()):
         body = _Job(name=job.id, executor=_executor(job)).start(command=job.entrypoint, dryrun=True)
-    body = json.loads(json.dumps(body))  # head and workers share lists in it
-    del body["spec"]["runtimeEnvYAML"]  # which is null
+    body = json.loads(json.dumps(body))  # a deep copy, because head and workers share lists
+    del body["spec"]["runtimeEnvYAML"]  # null
     (workers,) = body["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     pod, section = workers["template"]["spec"], job.kuberay
     if section.node_selector:
@@ -137,7 +146,7 @@ def manifest(job: RayJob) -> dict[str, Any]:
 def _executor(job: RayJob) -> KubeRayExecutor:
     cluster, section = job.cluster, job.kuberay
     assert cluster.container is not None, "checked before"
-    names = {claim: f"claim-{i}" for i, claim in enumerate(section.claims)}  # a volume's takes no dots
+    names = {claim: f"claim-{i}" for i, claim in enumerate(section.claims)}  # a volume's name has no dots
     mounts = [{"name": names[claim], "mountPath": path} for claim, path in section.claims.items()]
     volumes = [{"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in names.items()]
     workers = KubeRayWorkerGroup(
@@ -163,7 +172,7 @@ def _executor(job: RayJob) -> KubeRayExecutor:
 
 
 def _environment(cluster: Cluster, secret: str | None) -> list[dict[str, Any]]:
-    """In Kubernetes' words, in which $ begins a name and $$ stands for itself."""
+    """Return the environment in Kubernetes' form, where $ begins a reference and $$ stands for itself."""
     values = OF_RAY | cluster.environment | cluster.network.variables
     plain: list[dict[str, Any]] = [{"name": name, "value": value.replace("$", "$$")} for name, value in values.items()]
     return plain + [{"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}} for name in cluster.secrets]
@@ -178,7 +187,7 @@ def _connected(id: str) -> _Job:
 
 @contextlib.contextmanager
 def _asking(what: str) -> Iterator[None]:
-    """Errors of the cluster, and of the way to it, as ConfigError."""
+    """Turn errors of the cluster and of the connection to it into ConfigErrors."""
     try:
         yield
     except ApiException as e:
@@ -194,7 +203,7 @@ def _asking(what: str) -> Iterator[None]:
 
 
 def _waits(status: Any) -> str | None:
-    """Why a pod does not run; None if it does."""
+    """Return why a pod does not run; None if it runs."""
     for container in status.container_statuses or []:
         if container.state.waiting is not None:
             return f"{container.state.waiting.reason}: {container.state.waiting.message or ''}".rstrip(": ")
@@ -205,5 +214,5 @@ def _waits(status: Any) -> str | None:
 
 
 def _yaml(body: dict[str, Any]) -> str:
-    # no line is folded: where one would be depends on how long the path of the run is
+    # do not fold lines, because the folds would depend on the length of the run's path
     return yaml.safe_dump(body, sort_keys=False, width=sys.maxsize)

@@ -1,9 +1,9 @@
-"""The only caller of SkyPilot, and of NeMo-Run's executor for its managed jobs. In the environment of `make launch-sky`.
+"""Call SkyPilot, and NeMo-Run's executor for its managed jobs. Only this file does; it needs `make launch-sky`.
 
-Facts of NeMo-Run 0.11.1 and SkyPilot 0.14.1 that this file answers to: NeMo-Run's scheduler looks for the executor's very
-class, so that a subclass cannot pass through an experiment of it, and SkyPilot has moved what the scheduler prints a task with;
-the executor knows environment variables and not secrets, nor volumes, nor how often errors are restarted; SkyPilot writes into
-the home folder when it is imported, and sends usage statistics unless told not to.
+Facts of NeMo-Run 0.11.1 and SkyPilot 0.14.1 that this file depends on: NeMo-Run's scheduler checks for the exact class of the
+executor, so a subclass cannot be used in one of its experiments, and SkyPilot has moved the function with which the scheduler
+prints a task. The executor supports environment variables, but neither secrets nor volumes nor a number of restarts after
+errors. SkyPilot writes into the home folder at import, and sends usage statistics unless they are disabled.
 """
 
 from __future__ import annotations
@@ -20,16 +20,26 @@ from typing import Any
 from launch.profile import Cluster
 from tepo_megatron.errors import ConfigError
 
-HOME = "/nemo_run"  # on the machines: NeMo-Run's copy of what `launch` hands over
+HOME = "/nemo_run"  # on the machines: NeMo-Run's copy of the files from `launch`
 CODE, CONFIG = f"{HOME}/code", f"{HOME}/configs/config.yaml"
 SETUP, RUN = f"{HOME}/scripts/setup.sh", f"{HOME}/scripts/run.sh"
-_DEACTIVATE = "conda deactivate 2>/dev/null || true"  # SkyPilot's own environment, as NeMo-Run does before the run
+_DEACTIVATE = "conda deactivate 2>/dev/null || true"  # leaves SkyPilot's own environment, as NeMo-Run does before the run
 _INSTALL = "`make launch-sky` makes .venv-sky, whose python has it"
 
 
 @dataclass(frozen=True)
 class ManagedJob:
-    """number: of this submission from `home`; setup, run: scripts of every machine; config: the run's, resolved."""
+    """A managed job of SkyPilot.
+
+    Attributes:
+        name: Name of the job.
+        home: Folder for its files.
+        number: Number of this submission from `home`.
+        nodes: Number of machines.
+        cluster: The cluster's profile.
+        setup, run: Scripts of every machine.
+        config: The run's resolved config, as YAML.
+    """
 
     name: str
     home: Path
@@ -42,14 +52,14 @@ class ManagedJob:
 
 
 def render(job: ManagedJob) -> str:
-    """The task as SkyPilot would get it, without the secrets' values, and the scripts in it. Nothing is left on disk."""
+    """Return the task as SkyPilot would get it, without the values of secrets, and its scripts. Nothing is left on disk."""
     with tempfile.TemporaryDirectory(prefix="launch-") as scratch:
         with _environment(Path(scratch), HOME=scratch, SKY_RUNTIME_DIR=scratch):
             executor = _executor(job, Path(scratch, "job"))
             task = _task(executor, job)
             from sky.utils import yaml_utils
 
-            # of a task that was not read from a file this is all of it, less the secrets' values
+            # for a task that was not read from a file this is everything except the values of secrets
             text = f"#==== task.yaml\n{yaml_utils.dump_yaml_str(task.to_yaml_config(use_user_specified_yaml=True))}"
         for name, script in ((SETUP, job.setup), (RUN, job.run)):
             text += f"\n#==== {name}\n{script}"
@@ -57,9 +67,10 @@ def render(job: ManagedJob) -> str:
 
 
 def submit(job: ManagedJob) -> str:
-    """Hand a job to SkyPilot's API server, which is started here where none is set; returns its number there.
+    """Submit a job to SkyPilot's API server and return its number there. A local server is started if none is set.
 
-    Raises ConfigError with what SkyPilot says.
+    Raises:
+        ConfigError: With SkyPilot's message.
     """
     with _environment(job.home):
         executor = _executor(job, job.home)
@@ -73,7 +84,7 @@ def submit(job: ManagedJob) -> str:
 
 
 def status(number: str) -> str:
-    """What SkyPilot says of a job, in words."""
+    """Return the state of a job as text."""
     with _environment(Path.cwd()), _told(f"the state of managed job {number}"):
         import sky
         from sky.jobs.client import sdk
@@ -87,7 +98,12 @@ def status(number: str) -> str:
 
 
 def logs(number: str, lines: int) -> str:
-    """The end of what its machines printed."""
+    """Return the last lines that the job's machines printed.
+
+    Args:
+        number: Number of the job.
+        lines: Number of lines.
+    """
     text = io.StringIO()
     with _environment(Path.cwd()), _told(f"the logs of managed job {number}"):
         from sky.jobs.client import sdk
@@ -97,7 +113,7 @@ def logs(number: str, lines: int) -> str:
 
 
 def cancel(number: str) -> None:
-    """End a job, once what it wrote has reached its buckets."""
+    """Cancel a job after its written files have reached their buckets."""
     with _environment(Path.cwd()), _told(f"cancelling managed job {number}"):
         import sky
         from sky.jobs.client import sdk
@@ -106,7 +122,7 @@ def cancel(number: str) -> None:
 
 
 def _executor(job: ManagedJob, home: Path) -> Any:
-    """NeMo-Run's, with the files of the job in place."""
+    """Return NeMo-Run's executor, with the files of the job in place."""
     with _importing():
         import nemo_run as run
     cluster, sky = job.cluster, job.cluster.skypilot
@@ -138,7 +154,7 @@ def _executor(job: ManagedJob, home: Path) -> Any:
 
 
 def _task(executor: Any, job: ManagedJob) -> Any:
-    """NeMo-Run's task of SkyPilot, and what its executor has no words for."""
+    """Return NeMo-Run's SkyPilot task, completed with options that its executor lacks."""
     sky = job.cluster.skypilot
     assert sky is not None, "checked before"
     with _told("SkyPilot refuses the task"):
@@ -161,7 +177,7 @@ def _given(keys: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _environment(nemo_home: Path, **more: str) -> Iterator[None]:
-    """Variables that NeMo-Run and SkyPilot read when they are imported; those of `more` as they were, afterwards."""
+    """Set variables that NeMo-Run and SkyPilot read at import. Those of `more` are restored afterwards."""
     before = {name: os.environ.get(name) for name in more}
     os.environ |= {"NEMORUN_HOME": str(nemo_home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1", **more}
     try:
@@ -181,7 +197,7 @@ def _importing() -> Iterator[None]:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # their dependencies warn of each other
+            warnings.simplefilter("ignore")  # their dependencies warn about each other
             import sky  # noqa: F401
 
             yield
@@ -192,7 +208,7 @@ def _importing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _told(what: str) -> Iterator[None]:
-    """An error of SkyPilot or NeMo-Run as one of ours, in one line."""
+    """Turn an error of SkyPilot or NeMo-Run into a ConfigError with a one-line message."""
     try:
         with _importing():
             yield

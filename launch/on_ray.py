@@ -1,8 +1,9 @@
-"""The program on the head of a Ray cluster, a copy beside the job's plan: `python on_ray.py PLAN` runs the plan's scripts.
+"""The program on the head of a Ray cluster: `python on_ray.py PLAN` runs the scripts of a job's plan.
 
-It needs Python and Ray, and keep.py beside it; nothing else of this project. One actor holds each machine, with all its GPUs,
-and keeps the scripts of that machine as processes. When one fails, or a machine is lost, all others are ended; then a start of
-the whole job follows, on the machines that are there, unless the plan says that it is enough. Who ends this program ends all.
+A copy of this file lies next to the plan. It needs Python, Ray, and keep.py next to it, and nothing else of this project. One
+actor per machine, with all its GPUs, supervises that machine's scripts. If one fails or a machine is lost, all others are
+ended. Then the whole job is started again on the available machines, unless the plan's limits are reached. Ending this program
+ends everything.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _LOOK_SECONDS = 1.0
-_ANSWER_SECONDS = 60.0  # of a machine: more than Ray takes to notice that one is gone
-_END_SECONDS = 60.0  # for all processes of a machine, which keep.py kills after half of it
-_HEAD = "node:__internal_head__"  # a resource that Ray gives to the head's node
+_ANSWER_SECONDS = 60.0  # time limit for an answer of a machine; longer than Ray takes to notice a lost one
+_END_SECONDS = 60.0  # time to end all processes of a machine; keep.py kills them after half of it
+_HEAD = "node:__internal_head__"  # a resource that only Ray's head node has
 
 
 @dataclass(frozen=True)
 class Script:
-    """As launch/ray_plan.py writes it: runs once on each of `nodes` machines from the `first` on, with a log for each."""
+    """A script in the plan. It runs once on each of `nodes` machines from the `first` on, with one log per machine."""
 
     name: str
     path: str
@@ -39,13 +40,16 @@ class Script:
     log: str
 
     def runs_on(self, machine: int) -> bool:
-        """Whether on the machine of that number."""
+        """Return whether the script runs on the machine with this index."""
         return self.first <= machine < self.first + self.nodes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What launch wrote. The job ends when the first script has ended everywhere; the end of another one is a failure."""
+    """The plan that `launch` wrote.
+
+    The job ends when the first script has ended on all its machines. The end of another script is a failure.
+    """
 
     job: str
     machines: int
@@ -61,55 +65,66 @@ class Plan:
 
     @classmethod
     def read(cls, path: str) -> Plan:
-        """From its file."""
+        """Read the plan from its file."""
         tree = json.loads(Path(path).read_text())
         return cls(**tree | {"scripts": [Script(**script) for script in tree["scripts"]]})
 
 
 @dataclass
 class State:
-    """What has to outlive this program. starts: so far; failed_at: the newest checkpoint at each failure."""
+    """State that must outlive this program.
+
+    Attributes:
+        starts: Number of starts so far.
+        failed_at: Newest checkpoint at each failure.
+    """
 
     starts: int = 0
     failed_at: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, path: Path) -> State:
-        """From its file, or of a new job."""
+        """Read the state from its file; a new job has the initial state."""
         return cls(**json.loads(path.read_text())) if path.exists() else cls()
 
     def write(self, path: Path) -> None:
-        """Whole or not at all."""
+        """Write the state atomically."""
         part = path.with_suffix(".part")
         part.write_text(json.dumps(asdict(self)) + "\n")
         part.replace(path)
 
 
 class Failure(Exception):
-    """Why a start of the job has ended; the message says what and where."""
+    """A start of the job has ended; the message says why and where."""
 
 
 class Machine:
-    """An actor that keeps the scripts of one machine. It is killed with its node, and its scripts end with it: see keep.py."""
+    """An actor that supervises the scripts of one machine. It is killed with its node, and the scripts then end (keep.py)."""
 
     def __init__(self) -> None:
         self._kept: dict[str, subprocess.Popen[bytes]] = {}
         self._ended: dict[str, int] = {}
 
     def start(self, name: str, words: list[str], more: dict[str, str]) -> None:
-        """One script, with the environment of the machine itself, not that of an actor (Ray sets OMP_NUM_THREADS), and more."""
+        """Start one script with the environment of the machine, not of the actor (Ray sets OMP_NUM_THREADS there).
+
+        Args:
+            name: Name of the script.
+            words: Arguments of Python: keep.py and its arguments.
+            more: Additional environment variables.
+        """
         environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="surrogateescape")
         inherited = dict(entry.split("=", 1) for entry in environ.split("\0") if "=" in entry)
         pipe = subprocess.PIPE
         self._kept[name] = subprocess.Popen([sys.executable, *words], stdin=pipe, stdout=pipe, env=inherited | more)
-        self._kept[name].wait()  # the keeper itself is a child of this one
+        self._kept[name].wait()  # reap the process that keep.py detaches from
 
     def ended(self) -> dict[str, int]:
-        """The exit statuses of the scripts that have ended, with all their processes."""
+        """Return the exit statuses of the scripts that have ended, with all their processes."""
         return self._look(0)
 
     def end(self) -> dict[str, int]:
-        """End all of them and wait for it; what `ended` says then."""
+        """End all scripts, wait for their end, and return what `ended` returns then."""
         for kept in self._kept.values():
             assert kept.stdin is not None
             kept.stdin.close()
@@ -122,13 +137,13 @@ class Machine:
         outputs = {kept.stdout: name for name, kept in self._kept.items() if name not in self._ended}
         for output in select.select(list(outputs), [], [], seconds)[0]:
             assert output is not None
-            told = output.readline()  # one write, so that it is whole; none when the keeper was killed
+            told = output.readline()  # written at once, so never partial; empty if keep.py was killed
             self._ended[outputs[output]] = int(told or 137)
         return self._ended
 
 
 class Job:
-    """One start after the other, until the job is done."""
+    """A job on the Ray cluster, with all its starts."""
 
     def __init__(self, plan: Plan, keeper: Path) -> None:
         self._plan = plan
@@ -136,7 +151,7 @@ class Job:
         self._actor = ray.remote(num_cpus=0, num_gpus=plan.gpus, max_restarts=0)(Machine)
 
     def run(self) -> int:
-        """0 when the first script has ended well; 1 when it is not started again."""
+        """Start the job until it is done. Return 0 if the first script succeeded, and 1 if the job is given up."""
         state = State.read(Path(self._plan.state))
         while True:
             try:
@@ -164,7 +179,7 @@ class Job:
             self._say(f"{said}; started again; newest checkpoint: {newest}")
 
     def _machines(self) -> list[Any]:
-        """An answering actor on each of as many machines as the job takes. Raises Failure when they do not come in time."""
+        """Return a responsive actor on each required machine. Raise Failure if the machines are not available in time."""
         deadline = time.monotonic() + self._plan.wait_seconds
         told = 0.0
         while True:
@@ -185,7 +200,7 @@ class Job:
         return node["Alive"] and _HEAD not in resources and resources.get("GPU", 0) >= self._plan.gpus
 
     def _held(self, ids: list[str]) -> list[Any] | None:
-        """None if one does not answer: it is gone, and Ray has not noticed."""
+        """Return the actors; None if one does not answer, because its machine is gone and Ray has not noticed yet."""
         where = [NodeAffinitySchedulingStrategy(node_id=id, soft=False) for id in ids]
         actors = [self._actor.options(scheduling_strategy=strategy).remote() for strategy in where]
         try:
@@ -197,7 +212,7 @@ class Job:
         return list(zip(ids, actors, strict=True))
 
     def _start(self, machines: list[Any], start: int) -> None:
-        """Raises Failure, when everything that could be ended is."""
+        """Run one start of the job. Before it raises Failure, it ends everything that can be ended."""
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         actors = [actor for _, actor in machines]
         names = [f"machine {i} ({addresses[id]})" for i, (id, _) in enumerate(machines)]
@@ -236,7 +251,7 @@ class Job:
             raise Failure(f"{name} did not answer within {_ANSWER_SECONDS:.0f} s") from None
 
     def _done(self, ended: list[dict[str, int]], names: list[str]) -> bool:
-        """Whether the first script has ended well everywhere. Raises Failure for a script that did not, and another's end."""
+        """Return whether the first script succeeded on all its machines. Raise Failure if one failed or another one ended."""
         first = self._plan.scripts[0]
         for name, statuses in zip(names, ended, strict=True):
             for script, status in statuses.items():
@@ -245,7 +260,7 @@ class Job:
         return sum(first.name in statuses for statuses in ended) == first.nodes
 
     def _newest(self) -> str:
-        """Of the run's complete checkpoints."""
+        """Return the newest complete checkpoint of the run."""
         folder = Path(self._plan.checkpoints or "")
         names = [path.name for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
         return max(names, key=lambda name: int(name.removeprefix("step-")), default="none")
@@ -258,7 +273,7 @@ class Job:
 
 
 def main() -> int:
-    """The exit status is the job's."""
+    """Run the plan and return the exit status of the job."""
     plan = Plan.read(sys.argv[1])
     ray.init(address="auto", log_to_driver=False)
     return Job(plan, Path(__file__).absolute().with_name("keep.py")).run()

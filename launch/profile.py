@@ -1,4 +1,7 @@
-"""A cluster in one YAML file: what differs between sites, and nothing of a run. Examples: launch/profiles/."""
+"""The profile of a cluster, one YAML file: everything that differs between sites, and nothing about a run.
+
+Examples are in launch/profiles/.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,16 @@ from tepo_megatron.config.fields import NonNegative, Positive, config
 from tepo_megatron.config_io import read_yaml, validate_as
 
 _SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$")
-_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")  # NeMo-Run writes names in capitals, whatever they were
+_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")  # NeMo-Run converts names to capitals
 
 
 @config
 class ContainerConfig:
-    """What the tasks run in (Slurm with Pyxis; Kubernetes). With Pyxis the working directory is mounted at its own path.
+    """The container of the tasks (Slurm with Pyxis; Kubernetes). Pyxis mounts the working directory at its own path.
 
-    image: as Pyxis takes it, a registry's image or a .sqsh file, or as Kubernetes does. mounts: HOST:CONTAINER[:FLAGS]; Pyxis.
+    Attributes:
+        image: For Pyxis an image of a registry or a .sqsh file; for Kubernetes an image name.
+        mounts: HOST:CONTAINER[:FLAGS]; Pyxis only.
     """
 
     image: str
@@ -34,10 +39,12 @@ class ContainerConfig:
 
 @config
 class NetworkConfig:
-    """Between the machines. None leaves the choice to NCCL and Gloo.
+    """The network between the machines. None leaves the choice to NCCL and Gloo.
 
-    interface: of TCP traffic (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), `ib0` or `=eth0,eth1`; infiniband: the adapters of
-    RDMA (NCCL_IB_HCA); port: where the first machine's torchrun listens.
+    Attributes:
+        interface: Interface of TCP traffic (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME): `ib0` or `=eth0,eth1`.
+        infiniband: RDMA adapters (NCCL_IB_HCA).
+        port: Port on which torchrun listens on the first machine.
     """
 
     interface: str | None = None
@@ -46,19 +53,26 @@ class NetworkConfig:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables that say so."""
+        """Return the environment variables for these settings."""
         found = {"NCCL_SOCKET_IFNAME": self.interface, "GLOO_SOCKET_IFNAME": self.interface, "NCCL_IB_HCA": self.infiniband}
         return {name: value for name, value in found.items() if value is not None}
 
 
 @config
 class Cluster:
-    """Where runs go.
+    """A cluster on which runs are launched.
 
-    python: the interpreter of the training environment, on the machines or in the container; gpus_per_node: of every machine,
-    0 without; ranks_per_node: training ranks, or GPUs' worth of servers, that fit on one; None: gpus_per_node, or any number
-    without GPUs. environment: variables of all tasks; secrets: names of variables that have to be set where `launch` is called
-    (of KubeRay, in a Secret of Kubernetes) and whose values stand in no file.
+    Attributes:
+        python: Interpreter of the training environment, on the machines or in the container.
+        gpus_per_node: GPUs of every machine; 0: none.
+        ranks_per_node: Training ranks, or GPUs of servers, that fit on one machine. None: gpus_per_node; any number without
+            GPUs.
+        environment: Environment variables of all tasks.
+        secrets: Names of variables whose values are in no file. They must be set where `launch` is called (KubeRay: in a
+            Kubernetes Secret).
+        network: Network between the machines.
+        container: Container of the tasks; None: no container.
+        slurm, skypilot, kuberay: Sections of individual executors.
     """
 
     python: str = "python"
@@ -94,10 +108,10 @@ class Cluster:
 
     @property
     def slots(self) -> int | None:
-        """Ranks that a machine has room for; None: any number."""
+        """Return the number of ranks that fit on a machine; None: any number."""
         return self.ranks_per_node or self.gpus_per_node or None
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Read a profile. Raises ConfigError naming the file, the key and the mend."""
+    """Read a profile. Raise ConfigError naming the file, the key and the fix."""
     return validate_as(Cluster, read_yaml(path), str(path))

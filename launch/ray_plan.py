@@ -1,4 +1,4 @@
-"""A job for a Ray cluster, as files: its scripts, the plan that launch/on_ray.py follows, and the programs themselves."""
+"""Write a job for a Ray cluster as files: its scripts, the plan for launch/on_ray.py, and the programs themselves."""
 
 from __future__ import annotations
 
@@ -13,27 +13,32 @@ from launch.profile import Cluster
 from launch.scripts import ENDPOINT, Starts, Task
 from launch.sections import KubeRayConfig
 
-# By variables that on_ray.py sets for every start of a job. Addresses are told: a pod's name is known to itself alone.
+# on_ray.py sets these variables for every start of a job. Addresses are passed, because only a pod itself can resolve its name.
 STARTS = Starts(
     "$LAUNCH_START", '"${LAUNCH_JOB}-${LAUNCH_START}"',
     meet=f'{ENDPOINT} --node-rank "$LAUNCH_MACHINE"', address=f'{Starts.address} --address "$LAUNCH_ADDRESS"',
 )  # fmt: skip
-# Ray's workers, and what they start, would run at nice 15, be the first that the kernel kills, and be killed by Ray where
-# memory is scarce: here one of them is a whole machine's work. Nothing is reported to Ray's makers.
+# By default Ray's workers and their children run at nice 15, are the first that the kernel kills, and are killed by Ray when
+# memory is scarce. Here one worker is a whole machine's work. Usage statistics are off.
 OF_RAY = {
     "RAY_worker_niceness": "0", "RAY_worker_oom_score_adjustment": "0", "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
 PLAN, PROGRAM, KEEPER = "plan.json", "on_ray.py", "keep.py"
-_NAME_LENGTH = 24  # of the run's in the job's name, which KubeRay lets have 47 letters
+_NAME_LENGTH = 24  # characters of the run's name in the job's name, which KubeRay limits to 47
 
 
 @dataclass(frozen=True)
 class RayJob:
-    """A job of one or several tasks, of which the first one's end is its end.
+    """A job of one or several tasks. It ends when the first task ends.
 
-    home: where its files and logs go, `launch/` of a run's folder; number: of this submission from that folder; goes_on: a run
-    with checkpoints, which is started again after a failure.
+    Attributes:
+        name: Name of the job.
+        home: Folder for its files and logs, `launch/` in the run's folder.
+        number: Number of this submission from that folder.
+        tasks: The tasks.
+        cluster: The cluster's profile.
+        goes_on: True for a run with checkpoints, which is restarted after a failure.
     """
 
     name: str
@@ -45,46 +50,46 @@ class RayJob:
 
     @property
     def id(self) -> str:
-        """A name that Kubernetes takes, unlike that of any other job: the folder is in it, as a checksum."""
+        """Return a name valid in Kubernetes and unique to this job; it contains a checksum of the folder."""
         readable = re.sub(r"[^a-z0-9]+", "-", self.name.lower())[:_NAME_LENGTH].strip("-")
         checksum = hashlib.sha256(str(self.home).encode()).hexdigest()[:6]
         return "-".join(part for part in ("tepo", readable, checksum, str(self.number)) if part)
 
     @property
     def folder(self) -> Path:
-        """Of its files."""
+        """Return the folder of the job's files."""
         return self.home / "experiments" / self.name / f"{self.name}_{self.number}"
 
     @property
     def machines(self) -> int:
-        """All of them."""
+        """Return the number of machines."""
         return max(task.first + task.nodes for task in self.tasks)
 
     @property
     def kuberay(self) -> KubeRayConfig:
-        """That section of the profile."""
+        """Return the `kuberay` section of the profile."""
         assert self.cluster.kuberay is not None, "checked before"
         return self.cluster.kuberay
 
     @property
     def entrypoint(self) -> str:
-        """The command that runs on the head, where `python` has Ray; no word of it needs quotes: executors/kuberay.py."""
+        """Return the command for the head, whose `python` has Ray. executors/kuberay.py checks that no word needs quotes."""
         return f"python {self.folder / PROGRAM} {self.folder / PLAN}"
 
     def files(self) -> dict[str, str]:
-        """What the entrypoint needs in the job's folder, by name."""
+        """Return name -> content of the files that the entrypoint needs in the job's folder."""
         scripts = {f"{task.name}.sh": f"#!/bin/bash\n{task.script}" for task in self.tasks}
         programs = {name: Path(__file__).with_name(name).read_text() for name in (PROGRAM, KEEPER)}
         return {PLAN: json.dumps(self._plan(), indent=2) + "\n", **scripts, **programs}
 
     def write(self) -> None:
-        """Write them."""
+        """Write the files."""
         self.folder.mkdir(parents=True)
         for name, text in self.files().items():
             (self.folder / name).write_text(text)
 
     def _plan(self) -> dict[str, object]:
-        """What on_ray.py reads; paths are absolute. `{machine}` in a log's path becomes its number."""
+        """Return the plan for on_ray.py. Paths are absolute; `{machine}` in a log path stands for the machine's index."""
         scripts = [
             {
                 "name": task.name, "path": str(self.folder / f"{task.name}.sh"), "nodes": task.nodes, "first": task.first,

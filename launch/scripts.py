@@ -1,4 +1,4 @@
-"""The shell scripts of a job. Each is complete: what stands here is what runs. From a job's second start on a run resumes."""
+"""Generate the shell scripts of a job. Each is complete: nothing else runs. From a job's second start on, a run resumes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from tepo_megatron.config import Config
 _COMMANDS = {"convert": ["tools/convert.py"], "evaluate": ["-m", "tepo_megatron", "evaluate"]}
 
 
-# Of several addresses of the first machine the first.
+# The first machine may have several addresses; take the first.
 ENDPOINT = '--rdzv-endpoint "${MASTER_ADDR%% *}:$MASTER_PORT"'
 
 
 @dataclass(frozen=True)
 class Starts:
-    """What a scheduler says of a start of a job, in words of the shell.
+    """Information about a start of a job that the scheduler provides, as shell words.
 
-    count: how often it was started before; id: unlike that of every other start of every other job; meet: where the machines of
-    the ranks meet and which of them this is, as options of torchrun; address: options of `tepo serve`; config: the run's, None:
-    that of its folder.
+    Attributes:
+        count: Number of earlier starts of the job.
+        id: Unique among all starts of all jobs.
+        meet: torchrun options: the rendezvous address of the ranks' machines, and the index of this machine.
+        address: Options of `tepo serve`.
+        config: The run's config. None: the config.yaml in its folder.
     """
 
     count: str
@@ -36,7 +39,15 @@ class Starts:
 
 @dataclass(frozen=True)
 class Task:
-    """A script that runs once on each of `nodes` machines of the job, from the `first` on; shared: others run there too."""
+    """A script that runs once on each of several machines of a job.
+
+    Attributes:
+        name: Name of the task.
+        script: The script.
+        nodes: Number of machines.
+        first: Index of its first machine in the job.
+        shared: True if another task runs on the same machines.
+    """
 
     name: str
     script: str
@@ -46,7 +57,15 @@ class Task:
 
 
 def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts: Starts) -> list[Task]:
-    """The tasks of a run; folder: the directory in which all of them start."""
+    """Return the tasks of a run.
+
+    Args:
+        cfg: The run's config.
+        cluster: The cluster's profile.
+        layout: Machines of the run.
+        folder: Working directory of all tasks.
+        starts: What the scheduler says of a start.
+    """
     *words, train = train_lines(cfg, cluster, layout, starts)
     tasks = [Task("train", text([*head(folder), *words, f"exec {train}"]), layout.train_nodes, shared=layout.shared)]
     if layout.serve_nodes:
@@ -55,7 +74,7 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts
             f"{serve_line(cfg, cluster, layout, starts)} &",
             "trap 'kill $! 2>/dev/null || true' TERM",
             "wait || true; wait || true",
-            "exit 1",  # it is the run's end that ends them: servers that ended by themselves have failed
+            "exit 1",  # the end of the run stops the servers, so servers that ended by themselves have failed
         ]
         first = 0 if layout.shared else layout.train_nodes
         tasks.append(Task("serve", text(lines), layout.serve_nodes, first, layout.shared))
@@ -63,7 +82,14 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts
 
 
 def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -> list[str]:
-    """Of a machine of the ranks; the last is the command."""
+    """Return the lines for a machine with ranks. The last line is the command.
+
+    Args:
+        cfg: The run's config.
+        cluster: The cluster's profile.
+        layout: Machines of the run.
+        starts: What the scheduler says of a start.
+    """
     lines = [
         f"words=(train {shlex.quote(_config(cfg, starts))})",
         f'if [ "{starts.count}" -gt 0 ]; then words+=(--resume true --overwrite false); fi',
@@ -73,38 +99,57 @@ def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -
     if layout.train_nodes == 1:
         return [*lines, f'{joined([cluster.python, "-m", "tepo_megatron"])} "${{words[@]}}"']
     env = ""
-    if cfg.platform == "cuda":  # an equal share of the cores: torchrun gives each rank one
+    if cfg.platform == "cuda":  # an equal share of the cores, because torchrun's default is one core per rank
         share = f"$(nproc) > {layout.ranks} ? $(nproc) / {layout.ranks} : 1"
         env = f'env OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$(( {share} ))}}" '
     start = [
         *(cluster.python, "-m", "torch.distributed.run"),
         *("--nnodes", str(layout.train_nodes), "--nproc-per-node", str(layout.ranks)),
-        # not c10d, whose agents unpickle what anybody put into their store (torch 2.13)
+        # not c10d: its agents unpickle anything that anybody put into their store (torch 2.13)
         *("--rdzv-backend", "static", "--max-restarts", "0"),
     ]
     return [*lines, f'{env}{joined(start)} {starts.meet} --rdzv-id {starts.id} -m tepo_megatron "${{words[@]}}"']
 
 
 def serve_line(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -> str:
-    """The command of a machine that serves."""
+    """Return the command for a machine with servers.
+
+    Args:
+        cfg: The run's config.
+        cluster: The cluster's profile.
+        layout: Machines of the run.
+        starts: What the scheduler says of a start.
+    """
     serve = joined([cluster.python, *serve_words(_config(cfg, starts), layout)])
     return f"{serve} {starts.address} --rollout.server.rendezvous {_rendezvous(cfg, starts)}"
 
 
 def serve_words(config: str, layout: Layout) -> list[str]:
-    """`tepo serve` for one machine's servers."""
+    """Return the words of `tepo serve` for one machine's servers.
+
+    Args:
+        config: Path of the run's config.
+        layout: Machines of the run.
+    """
     words = ["-m", "tepo_megatron", "serve", config]
     return [*words, "--rollout.servers", str(layout.servers), "--rollout.min_servers", "1"]
 
 
 def side_by_side(serve: str, train: str) -> list[str]:
-    """Two commands of one machine that end with the first of them; the status is that of training."""
+    """Return lines that run two commands concurrently on one machine and end both when the first ends.
+
+    The exit status is that of training. Servers that end first make it nonzero.
+
+    Args:
+        serve: Command of the servers.
+        train: Command of training.
+    """
     return [
         f"{serve} & serve=$!",
         f"{train} & train=$!",
         "trap 'kill $train $serve 2>/dev/null' TERM INT",
         "ended=0; wait -n $train $serve || ended=$?",
-        "if kill -0 $train 2>/dev/null && [ $ended -eq 0 ]; then ended=1; fi",  # servers that end first end the run
+        "if kill -0 $train 2>/dev/null && [ $ended -eq 0 ]; then ended=1; fi",  # servers that end first fail the run
         "kill $train $serve 2>/dev/null || true",
         "wait",
         "exit $ended",
@@ -112,17 +157,25 @@ def side_by_side(serve: str, train: str) -> list[str]:
 
 
 def command(kind: str, words: Sequence[str], cluster: Cluster, folder: Path, exports: Sequence[str] = ()) -> Task:
-    """`tools/convert.py WORDS` or `tepo evaluate WORDS`, on one machine. exports: lines before it."""
+    """Return the task that runs `tools/convert.py WORDS` or `tepo evaluate WORDS` on one machine.
+
+    Args:
+        kind: `convert` or `evaluate`.
+        words: Words of the command.
+        cluster: The cluster's profile.
+        folder: Working directory.
+        exports: Shell lines before the command.
+    """
     return Task(kind, text([*head(folder), *exports, f"exec {joined([cluster.python, *_COMMANDS[kind], *words])}"]))
 
 
 def variables(cluster: Cluster) -> dict[str, str]:
-    """Environment variables of every task, as a shell writes their values."""
+    """Return the environment variables of every task, with values quoted for a shell."""
     return {name: shlex.quote(value) for name, value in (cluster.environment | cluster.network.variables).items()}
 
 
 def head(folder: Path) -> list[str]:
-    """Of every script."""
+    """Return the first lines of every script."""
     return ["set -euo pipefail", f"cd {shlex.quote(str(folder))}"]
 
 
@@ -131,15 +184,15 @@ def _config(cfg: Config, starts: Starts) -> str:
 
 
 def _rendezvous(cfg: Config, starts: Starts) -> str:
-    """A folder of each start: what a killed one left behind is never found."""
+    """Return a folder of its own for each start, so that the servers of a killed start are never found."""
     return f"{shlex.quote(str(cfg.rollout.server.rendezvous))}/{starts.id}"
 
 
 def joined(words: Sequence[str]) -> str:
-    """Words of a command."""
+    """Return the words of a command, quoted and joined."""
     return " ".join(shlex.quote(word) for word in words)
 
 
 def text(lines: Sequence[str]) -> str:
-    """Of a script."""
+    """Return the lines as the text of a script."""
     return "\n".join(lines) + "\n"

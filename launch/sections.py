@@ -1,4 +1,4 @@
-"""What the sections of a profile for one executor each may say: `slurm`, `skypilot`, `kuberay`. The rest: launch/profile.py."""
+"""Profile sections of individual executors: `slurm`, `skypilot`, `kuberay`. launch/profile.py has the rest of a profile."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import Field
 
 from tepo_megatron.config.fields import NonNegative, Positive, config
 
-# What NeMo-Run replaces in every script it writes, wherever it stands.
+# NeMo-Run replaces this text everywhere in the scripts that it writes.
 _RESERVED = "/nemo_run"
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")  # the names of Kubernetes' objects
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")  # names of Kubernetes objects
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?|Ki)?")
-# Set by sbatch's other keys here: given twice, the last would win without a word.
+# sbatch options that other keys set. If one is given twice, the last silently wins.
 _OWN_OPTIONS = {
     "account", "partition", "qos", "time", "nodes", "ntasks_per_node", "gpus_per_node", "mem", "exclusive", "signal",
     "output", "error", "job_name", "dependency", "requeue", "open_mode", "export",
@@ -23,12 +23,15 @@ _OWN_OPTIONS = {
 
 @config
 class SlurmConfig:
-    """What sbatch is told.
+    """Options of sbatch.
 
-    warning_seconds: before the time limit, when a run is told to look for its next checkpoint and to be queued again after it;
-    restarts: how often at most, for whatever reason; 0: never. error_restarts: how often a run of which a part ended with an
-    error, or was killed, is started again at one checkpoint, or before the first one; 0: that is the end. options: further ones
-    of sbatch, by name ("mail_type: END").
+    Attributes:
+        account, partition, qos, time, mem, exclusive: Options of sbatch.
+        warning_seconds: Seconds before the time limit at which a run is told to requeue after its next checkpoint.
+        restarts: Maximum restarts for any reason; 0: never restart.
+        error_restarts: Maximum restarts at one checkpoint, or before the first, after a part of the run failed or was killed;
+            0: the first failure ends the run.
+        options: Further options of sbatch, by name ("mail_type: END").
     """
 
     account: str
@@ -55,7 +58,7 @@ class SlurmConfig:
 
     @property
     def seconds(self) -> int:
-        """The time limit."""
+        """Return the time limit in seconds."""
         days, _, clock = self.time.rpartition("-")
         hours, minutes, seconds = map(int, clock.split(":"))
         return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
@@ -63,12 +66,14 @@ class SlurmConfig:
 
 @config
 class BucketConfig:
-    """Of an object store, at a path of the machines.
+    """A bucket of an object store, at a path of the machines.
 
-    name: of a bucket, made where there is none; source: one that is there, with a folder of it ("s3://bucket/folder"), instead;
-    store: s3, gcs, azure, r2, ...; None: that of the source, or of the cloud; mode: MOUNT_CACHED keeps what is written on the
-    machine's disk and sends it to the bucket by and by; MOUNT sends it at once, and neither renames nor appends; COPY is a copy
-    made at each start, which the bucket never sees again.
+    Attributes:
+        name: Name of a bucket, created if it does not exist.
+        source: Instead of `name`: an existing bucket with a folder of it ("s3://bucket/folder").
+        store: s3, gcs, azure, r2, ...; None: that of the source, or of the cloud.
+        mode: MOUNT_CACHED keeps written files on the machine's disk and uploads them in the background. MOUNT uploads at once,
+            and supports neither rename nor append. COPY is a copy made at each start, which is never uploaded.
     """
 
     name: str | None = None
@@ -83,15 +88,20 @@ class BucketConfig:
 
 @config
 class SkypilotConfig:
-    """What SkyPilot is told of each machine, all alike.
+    """Properties of SkyPilot's machines, which are all alike.
 
-    infra: where they are: "k8s/CONTEXT", "aws/us-east-1", ...; gpu: as SkyPilot calls it (`sky gpus list`); cpus, memory (GB):
-    exactly so much, or with a "+" at least; disk_size: GB; network_tier: "best" asks for the fastest between machines.
-
-    workdir: where the run's relative paths begin, below a path of volumes or storage; volumes: of SkyPilot (`sky volumes`), by
-    the path where the machines see them, which share them; storage: buckets by path; setup: lines of bash that each machine
-    runs at each start before the run; error_restarts: how often a run that ended with an error is started again. When machines
-    are lost it always is.
+    Attributes:
+        infra: Location: "k8s/CONTEXT", "aws/us-east-1", ...
+        workdir: Base of the run's relative paths, below a path of volumes or storage.
+        gpu: SkyPilot's name of the GPU (`sky gpus list`).
+        cpus, memory: Number and GB, exact or, with a "+", at least.
+        disk_size: GB.
+        use_spot: Use spot instances.
+        network_tier: "best" requests the fastest network between machines.
+        volumes: Path on the machines -> SkyPilot volume (`sky volumes`), which the machines share.
+        storage: Path on the machines -> bucket.
+        setup: Lines of bash that each machine runs at each start before the run.
+        error_restarts: Maximum restarts of a run that ended with an error. Lost machines always cause a restart.
     """
 
     infra: str
@@ -121,7 +131,10 @@ class SkypilotConfig:
             )
 
     def kind_of(self, path: str | Path) -> Literal["volume", "MOUNT_CACHED", "MOUNT", "COPY"] | None:
-        """What a path of the machines lies on, of the paths above it the nearest; None: their own disk. Relative to workdir."""
+        """Return the storage of a path on the machines: that of the nearest mount above it; None: the machine's own disk.
+
+        Relative paths are relative to workdir.
+        """
         found = Path(self.workdir, path)
         for above in (str(found), *map(str, found.parents)):
             if above in self.volumes:
@@ -133,7 +146,7 @@ class SkypilotConfig:
 
 @config
 class Toleration:
-    """Of a taint on the machines, as in a manifest of Kubernetes."""
+    """Toleration of a taint on the machines, as in a Kubernetes manifest."""
 
     key: str
     operator: Literal["Exists", "Equal"] = "Exists"
@@ -143,14 +156,21 @@ class Toleration:
 
 @config
 class KubeRayConfig:
-    """What Kubernetes is told, for KubeRay's operator: a head without GPUs, and one worker for each machine of the job.
+    """Properties of KubeRay's cluster: a head without GPUs, and one worker for each machine of the job.
 
-    ray_version: of the image; claims: PersistentVolumeClaims and where each is mounted, which is the path of the same files
-    where `launch` is called; cpu, memory: of each worker, whose /dev/shm is part of its memory; devices: further ones of each
-    worker, as RDMA adapters, and how many; node_selector, tolerations: of the workers; user, group: who the processes are,
-    instead of the image's user; secret: the Kubernetes Secret whose keys are the names under `secrets`.
-    wait_seconds: for machines, at the start and after each failure; restarts: how often at most a run is started again, for
-    whatever reason; error_restarts: how often at one checkpoint, or before the first one.
+    Attributes:
+        claims: PersistentVolumeClaim -> mount path. The path must be that of the same files where `launch` is called.
+        cpu, memory: Of each worker; its /dev/shm is part of its memory.
+        namespace: Kubernetes namespace.
+        ray_version: Version of Ray in the image.
+        head_cpu, head_memory: Of the head.
+        devices: Further devices of each worker, such as RDMA adapters -> how many.
+        node_selector, tolerations: Of the workers.
+        user, group: User and group of the processes. None: the image's.
+        secret: Kubernetes Secret whose keys are the names under `secrets`.
+        wait_seconds: Maximum wait for machines, at the start and after each failure.
+        restarts: Maximum restarts of a run for any reason.
+        error_restarts: Maximum restarts at one checkpoint, or before the first one.
     """
 
     claims: dict[str, str]
@@ -188,5 +208,5 @@ class KubeRayConfig:
 
 
 def reserved(path: Path) -> bool:
-    """Whether NeMo-Run would garble this path in its scripts."""
+    """Return whether NeMo-Run would corrupt this path in its scripts."""
     return _RESERVED in str(path)

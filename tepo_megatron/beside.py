@@ -1,4 +1,4 @@
-"""Work that waits for an engine, in a thread beside the one that owns the collectives."""
+"""Work that waits for an engine, run in a background thread so that the thread that owns the collectives goes on."""
 
 from __future__ import annotations
 
@@ -11,31 +11,36 @@ POLL_SECONDS = 0.05
 
 
 class Nothing:
-    """The stand-in on ranks other than 0."""
+    """The placeholder for the background work on ranks other than 0."""
 
     @property
     def done(self) -> bool:
-        """Whether the work is over."""
+        """Return whether the work has finished."""
         return True
 
     def wait(self) -> tuple[bool, Any]:
-        """What rank 0 shares instead."""
+        """Return (False, None). Rank 0 broadcasts its own result instead."""
         return False, None
 
 
 class Beside(Nothing):
-    """future: of the work; weights_wanted: whether the engine asks for weights, without which the work may never end."""
+    """Background work on rank 0.
+
+    Args:
+        future: Future of the work.
+        weights_wanted: Returns whether the engine asks for weights. Without them the work may never finish.
+    """
 
     def __init__(self, future: Future[Any], weights_wanted: Callable[[], bool]) -> None:
         self._future, self._weights_wanted = future, weights_wanted
 
     @property
     def done(self) -> bool:
-        """Whether the work is over."""
+        """Return whether the work has finished."""
         return self._future.done()
 
     def wait(self) -> tuple[bool, Any]:
-        """(True, None) when weights are wanted, (False, what the work made) when it is done. Raises what the work raises."""
+        """Return (True, None) when the engine asks for weights, (False, result) when the work is done. Re-raise its errors."""
         while not self._future.done():
             if self._weights_wanted():
                 return True, None

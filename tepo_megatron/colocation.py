@@ -1,14 +1,14 @@
-"""Trainer and engine on the same devices: who has released what, and in which order they change places.
+"""Trainer and engine on the same devices: a state machine for which of them holds device memory.
 
-    state      trainer has on the device      engine has there
-    train      all                            nothing
-    sync       parameters                     weights, which it is being sent
+    state      trainer on the device          engine on the device
+    train      everything                     nothing
+    sync       parameters                     weights, which are being sent to it
     generate   nothing                        weights and KV cache
-    repair     parameters                     all; a server that was started again is being sent its weights
+    repair     parameters                     everything; a restarted server is receiving its weights
 
-In no state, and on no way from one to the next, are both there in full: whoever comes waits for the other to have gone, on
-every rank. On CPU the device's memory is the host's: the same states are gone through, gradients and what was freed leave the
-process, and parameters and the optimizer's state stay where they are.
+Both are never fully on the device, neither in a state nor during a transition: each waits until the other has released its
+memory on every rank. On a CPU the device memory is host memory. The states are the same; gradients and freed memory leave the
+process, and parameters and the optimizer's state stay in place.
 """
 
 from __future__ import annotations
@@ -32,47 +32,53 @@ _WAYS: dict[State, tuple[State, ...]] = {
 
 
 class Trainer(Protocol):
-    """Of `actor.Actor`."""
+    """The part of `actor.Actor` that is needed here."""
 
     def offload(self, *parts: Part) -> None:
-        """Take parts, or all, off the device."""
+        """Move the given parts, or all, off the device."""
 
     def load(self, *parts: Part) -> None:
-        """Put parts, or all, back."""
+        """Move the given parts, or all, back to the device."""
 
 
 class Engine(Protocol):
-    """Of `rollout.engine.RolloutEngine`."""
+    """The part of `rollout.engine.RolloutEngine` that is needed here."""
 
     def sleep(self) -> None:
         """Release weights and KV cache."""
 
     def wake(self, part: EnginePart) -> None:
-        """Take one of them again."""
+        """Allocate one part again."""
 
 
 class Apart:
-    """In the place of colocation where the engine has devices of its own: nobody waits for anybody."""
+    """The disaggregated placement: the engine has devices of its own, so nobody waits."""
 
     shared = False
     engine_sleeps = False
 
     def generate(self, push: Callable[[], None]) -> None:
-        """Have the engine serve what `push` sends."""
+        """Call `push` to send the weights that the engine is to serve."""
         push()
 
     def train(self) -> None:
-        """Have the actor ready to be trained, saved and exported."""
+        """Make the actor ready for training, saving and export."""
 
     def repair(self, push: Callable[[], None]) -> None:
-        """Have a server that was started again while the engine serves get its weights, which `push` sends."""
+        """Call `push` to send the weights to a server that was restarted while the engine serves."""
         push()
 
 
 class Colocation(Apart):
-    """Begins in `train`, with the engine asleep. Every method is called by all ranks alike; engine: on rank 0 only.
+    """The colocated placement. It starts in `train` with the engine asleep. All ranks must call every method.
 
-    Raises RuntimeError for a way that is none, and what the engine raises.
+    Args:
+        trainer: The actor.
+        engine: The engine on rank 0; None on other ranks.
+        groups: Groups of this rank.
+
+    Raises:
+        RuntimeError: A method was called in a state that has no such transition. Errors of the engine pass through.
     """
 
     shared = True
@@ -83,11 +89,11 @@ class Colocation(Apart):
 
     @property
     def engine_sleeps(self) -> bool:  # type: ignore[override]
-        """Whether the engine serves nothing."""
+        """Return whether the engine cannot serve requests."""
         return self.state != "generate"
 
     def generate(self, push: Callable[[], None]) -> None:
-        """From `train` over `sync`: the engine serves what `push` sends, and has the device."""
+        """Go from `train` over `sync` to `generate`: the engine gets the weights that `push` sends, and the device."""
         self._go("sync")
         self._trainer.offload("gradients", "optimizer")
         self._wake("weights")
@@ -97,7 +103,7 @@ class Colocation(Apart):
         self._go("generate")
 
     def train(self) -> None:
-        """From `generate`, if it is not there already: the engine sleeps, and the trainer has the device."""
+        """Go from `generate` to `train` (if not there already): the engine sleeps and the trainer gets the device."""
         if self.state == "train":
             return
         self._go("train")
@@ -107,7 +113,7 @@ class Colocation(Apart):
         self._trainer.load()
 
     def repair(self, push: Callable[[], None]) -> None:
-        """From `generate` and back to it."""
+        """Go from `generate` to `repair` and back: `push` sends the weights again."""
         self._go("repair")
         self._trainer.load("parameters")
         push()
@@ -129,5 +135,5 @@ class Colocation(Apart):
 
 
 def everybody(groups: Groups) -> None:
-    """Wait until all ranks have come here, however long rank 0 takes."""
+    """Wait until all ranks have arrived, however long rank 0 takes. Collectives: one barrier over the host group."""
     dist.barrier(group=groups.host)

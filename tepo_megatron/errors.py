@@ -1,11 +1,11 @@
-"""The errors a user can meet. Each names the key, file, rank or parameter, and the mend.
+"""Errors that a user can meet. Each message names the key, file, rank or parameter, and the fix.
 
-Every class is also a standard Python type, so callers need not know this package to catch it.
+Every class also derives from a standard Python exception, so callers can catch it without importing this package.
 """
 
 
 class TepoError(Exception):
-    """Base of all errors of this package: shown to the user as one message, without a traceback."""
+    """Base class of all errors of this package. The user sees the message alone, without a traceback."""
 
 
 class ConfigError(TepoError, ValueError):
@@ -21,11 +21,11 @@ class CheckpointError(TepoError, OSError):
 
 
 class StorageError(TepoError, OSError):
-    """A file of a run cannot be written: its disk is full, read-only or broken."""
+    """A file of a run cannot be written: the disk is full, read-only or broken."""
 
 
 class RunReplacedError(TepoError, RuntimeError):
-    """The folder of a run was removed, moved or replaced while the run was under way."""
+    """A run's folder was removed, moved or replaced during the run."""
 
 
 class DataError(TepoError, ValueError):
@@ -33,7 +33,7 @@ class DataError(TepoError, ValueError):
 
 
 class RewardError(TepoError, RuntimeError):
-    """The grader itself cannot work (a single bad answer is never an error: it is a status)."""
+    """The grader itself cannot work. A single bad answer is never an error; it is a status."""
 
 
 class RolloutError(TepoError, RuntimeError):
@@ -41,7 +41,7 @@ class RolloutError(TepoError, RuntimeError):
 
 
 class SyncError(TepoError, RuntimeError):
-    """The weights that the engine serves are not those that the actor sent."""
+    """The engine does not serve the weights that the actor sent."""
 
 
 class NumericalError(TepoError, ArithmeticError):

@@ -1,19 +1,19 @@
-"""Text that others wrote, made safe to print: what a server, a model or a dataset says must not drive a terminal."""
+"""Make foreign text safe to print: output of a server, a model or a dataset must not control the terminal."""
 
 from __future__ import annotations
 
 import unicodedata
 
-# Controls, formats (bidirectional overrides, zero-width characters), lone surrogates, line and paragraph separators.
+# Control and format characters (bidirectional overrides, zero-width), lone surrogates, line and paragraph separators.
 _UNSAFE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 _KEPT = frozenset("\n\t")
 
 
 def escaped(text: str) -> str:
-    r"""Return `text` with every control character but line break and tab as \xNN, \uNNNN or \UNNNNNNNN.
+    r"""Return `text` with every control character except line break and tab as \xNN, \uNNNN or \UNNNNNNNN.
 
-    A text without any, which is the usual one, comes back as it is. Colours and other escape sequences lose their effect, and
-    so do characters that reorder or hide what follows them.
+    Text without control characters (the usual case) is returned unchanged. Colours and other escape sequences lose their
+    effect, and so do characters that reorder or hide the text after them.
     """
     if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
         return text
@@ -21,7 +21,12 @@ def escaped(text: str) -> str:
 
 
 def excerpt(text: str, limit: int = 200) -> str:
-    """Return the beginning of `text` on one line and escaped, for a message: at most `limit` characters, then "..."."""
+    """Return the beginning of `text`, on one line and escaped, for a message.
+
+    Args:
+        text: Foreign text.
+        limit: Maximum characters; longer text is cut there and gets "...".
+    """
     line = escaped(" ".join(text[: 4 * limit].split()))
     return line if len(line) <= limit and len(text) <= 4 * limit else line[:limit] + "..."
 

@@ -1,8 +1,8 @@
-"""One HTTP exchange with a server that need not be ours: bounded in time and memory, whatever it does.
+"""HTTP exchanges with a server that may be faulty or hostile: bounded in time and memory, whatever the server does.
 
-Every client goes through here: rewards, engines, their health. A deadline holds for the whole exchange (name look-up,
-connection, request, headers, body). Redirects are not followed, so a key goes to no other server. Compressed bodies are refused
-unread, so no answer is larger than what came over the wire.
+Every HTTP client of the package uses this module: rewards, engines, health checks. A deadline covers the whole exchange (name
+look-up, connection, request, headers, body). Redirects are not followed, so a key never reaches another server. Compressed
+bodies are refused unread, so no answer is larger than the bytes received.
 """
 
 from __future__ import annotations
@@ -23,33 +23,36 @@ import httpx
 from tepo_megatron.escaping import excerpt
 
 CONNECT_SECONDS = 10.0
-ERROR_BYTES = 64 * 2**10  # what is read of an answer that is an error
-CONTROL_BYTES = 8 * 2**20  # of an answer whose size the request does not tell
-LEAST_VALUES = 1_000_000  # numbers, texts and containers that any JSON answer may have; about 72 MB of memory
-_BYTES_PER_VALUE = 16  # of longer answers, on average at least
-_SLACK_SECONDS = 5.0  # for a loop that is busy to give up by itself
-# json.loads converts up to 4300 digits, to numbers that no float holds
+ERROR_BYTES = 64 * 2**10  # maximum bytes read of an error answer
+CONTROL_BYTES = 8 * 2**20  # maximum bytes of an answer whose size does not follow from the request
+LEAST_VALUES = 1_000_000  # numbers, strings and containers that any JSON answer may hold; about 72 MB of memory
+_BYTES_PER_VALUE = 16  # minimum average in longer answers
+_SLACK_SECONDS = 5.0  # extra time for a busy event loop to report the time-out itself
+# Numbers with so many digits or such an exponent may exceed the float range; json.loads accepts up to 4300 digits.
 _EXTREME = re.compile(rb"[0-9]{300}|[eE]\+?[0-9]{3}")
 _JSON = re.compile(r"(application|text)/([\w.-]+\+)?json|text/plain|application/octet-stream")
 
 
 class ExchangeFailed(Exception):
-    """What happened instead of an answer; it may live on after that."""
+    """An exchange without an answer. The server may still be alive."""
 
 
 class TimedOut(ExchangeFailed):
-    """No whole answer came in time."""
+    """The complete answer did not arrive in time."""
 
 
 class BadAnswer(ExchangeFailed):
-    """The server answered, with something that is not accepted; the text goes after "answered with"."""
+    """The server answered with something unacceptable. The message continues the phrase "answered with"."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of whatever status. content_type: in lower case, without parameters; None where the server gives none.
+    """An HTTP answer of any status.
 
-    body: raw, at most the bytes asked for; of an error the first ERROR_BYTES, and nothing where it is compressed.
+    Attributes:
+        status: HTTP status code.
+        content_type: Lower case, without parameters; None if the server sends none.
+        body: Raw bytes, at most as many as requested. Error answers keep the first ERROR_BYTES, or nothing if compressed.
     """
 
     status: int
@@ -58,16 +61,20 @@ class Answer:
 
     @property
     def ok(self) -> bool:
-        """Whether the status is 2xx."""
+        """Return whether the status is 2xx."""
         return 200 <= self.status < 300
 
     @property
     def text(self) -> str:
-        """The body as text, bytes that are not UTF-8 replaced."""
+        """Return the body as text, with invalid UTF-8 replaced."""
         return self.body.decode(errors="replace")
 
     def json(self) -> Any:
-        """The object in the body. Raises BadAnswer: not JSON, another content type, too many values, a number out of range."""
+        """Return the JSON value in the body.
+
+        Raises:
+            BadAnswer: The body is not JSON, has another content type or too many values, or holds a number out of range.
+        """
         if self.content_type is not None and not _JSON.fullmatch(self.content_type):
             raise BadAnswer(f"{excerpt(self.content_type, 40)!r} instead of JSON")
         values = sum(self.body.count(sign) for sign in (b",", b"[", b"{"))
@@ -87,12 +94,13 @@ class Answer:
 
 
 class Http:
-    """Exchanges with one server, in one event loop. Each has a connection of its own: servers close connections that were idle,
-    and a request that meets a closed one fails.
+    """Exchanges with one server, in one event loop.
+
+    Each exchange opens its own connection: servers close idle connections, and a request on a closed one fails.
 
     Args:
-        url: Of the server; paths of `exchange` are appended.
-        key: Sent as a bearer token with every request. None: no key.
+        url: URL of the server; `exchange` appends paths to it.
+        key: Bearer token sent with every request. None: no key.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -101,28 +109,28 @@ class Http:
             base_url=url,
             headers=headers,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),  # none is kept
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),  # cookies are never stored
             follow_redirects=False,
-            trust_env=False,  # no proxy stands between us and the server
-            verify=url.startswith("https"),  # loading certificates takes a while
+            trust_env=False,  # ignore proxy settings: there is no proxy between us and the server
+            verify=url.startswith("https"),  # loading certificates is slow, so only for https
         )
 
     async def exchange(
         self, method: str, path: str, *, seconds: float, most_bytes: int = CONTROL_BYTES, body: bytes | None = None
     ) -> Answer:
-        """Send one request, which is never repeated, and return the answer, of whatever status.
+        """Send one request and return the answer, whatever its status. The request is never repeated.
 
         Args:
-            method: Of HTTP.
-            path: Below the server's URL.
-            seconds: From the look-up of the name to the last byte of the answer.
-            most_bytes: Of the body of an answer that is no error.
+            method: HTTP method.
+            path: Path below the server's URL.
+            seconds: Time limit from the name look-up to the last byte of the answer.
+            most_bytes: Maximum size of the body of a successful answer.
             body: JSON. None: no body.
 
         Raises:
-            TimedOut: The answer was not whole after `seconds`.
-            BadAnswer: It is compressed, or has more than `most_bytes`.
-            ExchangeFailed: There is no server, or it broke the exchange off.
+            TimedOut: The answer was not complete after `seconds`.
+            BadAnswer: The answer is compressed or larger than `most_bytes`.
+            ExchangeFailed: There is no server, or it broke off the exchange.
         """
         headers = {} if body is None else {"Content-Type": "application/json"}
         timeout = httpx.Timeout(None, connect=min(CONNECT_SECONDS, seconds))
@@ -143,7 +151,7 @@ class Http:
 
 
 class BlockingHttp:
-    """The same for callers without an event loop: one runs in a thread of its own, started by the first exchange."""
+    """`Http` for callers without an event loop. The first exchange starts a thread with an event loop of its own."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self._http = Http(url, key)
@@ -153,7 +161,18 @@ class BlockingHttp:
     def exchange(
         self, method: str, path: str, *, seconds: float, most_bytes: int = CONTROL_BYTES, body: bytes | None = None
     ) -> Answer:
-        """See `Http.exchange`; it returns in time even where the loop itself is held up."""
+        """Send one request, like `Http.exchange`. It returns in time even if the event loop itself is blocked.
+
+        Args:
+            method: HTTP method.
+            path: Path below the server's URL.
+            seconds: Time limit from the name look-up to the last byte of the answer.
+            most_bytes: Maximum size of the body of a successful answer.
+            body: JSON. None: no body.
+
+        Raises:
+            TimedOut, BadAnswer, ExchangeFailed: As `Http.exchange`.
+        """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
@@ -168,7 +187,7 @@ class BlockingHttp:
             future.cancel()
 
     def close(self) -> None:
-        """Close the connections and end the thread. May be called again."""
+        """Close the connections and stop the thread. It may be called repeatedly."""
         if self._loop is None or self._thread is None:
             return
         with contextlib.suppress(TimeoutError):
@@ -184,12 +203,12 @@ class BlockingHttp:
 
 
 def to_json(value: Mapping[str, Any] | None) -> bytes | None:
-    """The body of a request."""
+    """Return `value` encoded as a request body; None for None."""
     return None if value is None else json.dumps(value).encode()
 
 
 async def _received(response: httpx.Response, most_bytes: int) -> Answer:
-    """Raises BadAnswer."""
+    """Read an answer within its size limit. Raise BadAnswer if it is compressed or too large."""
     kind = response.headers.get("content-type")
     kind = None if kind is None else kind.partition(";")[0].strip().lower()
     fails = not 200 <= response.status_code < 300
@@ -211,7 +230,7 @@ async def _received(response: httpx.Response, most_bytes: int) -> Answer:
 
 
 def _reason(error: BaseException) -> str:
-    """What an error says, and what the operating system says behind it."""
+    """Return the error's message together with the operating system's error behind it."""
     said, cause = str(error) or type(error).__name__, error
     while (behind := cause.__cause__ or cause.__context__) is not None:
         cause = behind

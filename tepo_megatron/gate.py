@@ -1,13 +1,14 @@
-"""Compare every rollout with the log-probs of the weights that sampled it, before or with the update that uses it.
+"""Compare every rollout with log-probs under the weights that sampled it, before or together with the update that uses it.
 
-A server only echoes the version that it was told. What it samples shows which weights it has: the actor computes the log-probs
-of the same tokens under the same version, and where the two lie too far apart the run ends. Every server is judged by itself,
-for the mean over several would dilute one that is stale. `docs/decisions/0027-*` says why this way.
+A server merely echoes the version that it was given; its samples show which weights it really has. The actor computes the
+log-probs of the same tokens under the same version. If the two differ too much, the run ends. Every server is judged
+separately, because a mean over several servers would dilute a stale one. `docs/decisions/0027-*` gives the reasons for this
+design.
 
     tokens of                 | are compared
     the newest version        | with the old statistics, which the step computes anyway
-    an older version          | in a pass of their own, with the weights of that version, kept in host memory at their delivery
-    training.old_logprobs:    | in a pass of their own, where a batch takes several updates: there is no pass for old statistics
+    an older version          | in a separate pass, with that version's weights, kept in host memory since their delivery
+    training.old_logprobs:    | in a separate pass if a batch takes several updates, because there is no pass for old statistics
       rollout                 |
 """
 
@@ -29,65 +30,70 @@ from tepo_megatron.parallel import Groups
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.weights.sync import allowed_difference, check_mismatch
 
-Source = tuple[int, str]  # (version, name of the server, "" where it is not known)
+Source = tuple[int, str]  # (version, name of the server or "" if unknown)
 
 
 @dataclass
 class Difference:
-    """Sum over `tokens` response tokens of |log-prob of the engine - of the actor|, in nats."""
+    """Sum of |engine log-prob - actor log-prob| in nats over response tokens.
+
+    Attributes:
+        total: The sum.
+        tokens: Number of tokens.
+    """
 
     total: float = 0.0
     tokens: int = 0
 
     @property
     def mean(self) -> float:
-        """Nats per token."""
+        """Return the mean in nats per token; 0 without tokens."""
         return self.total / max(1, self.tokens)
 
     def add(self, other: Difference) -> None:
-        """Add the tokens of another."""
+        """Add the sum and the tokens of another difference."""
         self.total, self.tokens = self.total + other.total, self.tokens + other.tokens
 
 
 class WeightsGate:
-    """The comparison over a run. Every method is called by all ranks alike, with the same rollouts.
+    """The comparison over a run. All ranks must call every method, with the same rollouts.
 
     Args:
-        cfg: of the run. `rollout.max_staleness` says how many versions are kept, and `sync` how much is compared and how far
-            the log-probs may lie apart.
-        actor: computes the log-probs; its parameters are those that are delivered.
-        groups: of this rank.
+        cfg: The run's config. `rollout.max_staleness` sets how many versions are kept; `sync` sets how many tokens are compared
+            and how far the log-probs may differ.
+        actor: Computes the log-probs; its parameters are the ones delivered to the engine.
+        groups: Groups of this rank.
     """
 
     def __init__(self, cfg: Config, actor: Actor, groups: Groups) -> None:
         self._cfg, self._actor, self._groups = cfg, actor, groups
-        # replayed rollouts are by another run's weights: only those that are said to be of the newest can be compared
+        # Another run's weights sampled replayed rollouts; only those recorded as of the newest version can be compared.
         self._keeps = cfg.rollout.max_staleness if cfg.rollout.replay is None else 0
-        self._kept: dict[int, HostWeights] = {}  # by version
-        self._compared: dict[Source, Difference] = {}  # of the step
+        self._kept: dict[int, HostWeights] = {}  # version -> weights
+        self._compared: dict[Source, Difference] = {}  # differences of the current step
         self._step_tokens = 0
         self._newest_too = False  # whether `before_updates` compared the tokens of the newest version
 
     def delivered(self, version: int) -> None:
-        """Keep the actor's weights, which the engine was given as `version`, for as long as rollouts of them may be used."""
+        """Keep a copy of the actor's weights, delivered to the engine as `version`, as long as its rollouts may be used."""
         if not self._keeps or version in self._kept:
             return
         unused = [self._kept.pop(v) for v in sorted(self._kept) if v < version - self._keeps]
-        if unused:  # page-locked memory is dear to get
+        if unused:  # reuse the buffer, because allocating page-locked memory is slow
             self._kept[version] = unused[0]
             unused[0].keep()
         else:
             self._kept[version] = self._actor.host_copy()
 
     def before_updates(self, batch: TrainBatch, step: int) -> None:
-        """Compare, in passes of their own, the tokens that no pass of the step gives the log-probs of.
+        """Compare, in separate passes, the tokens whose log-probs no other pass of the step computes.
 
         Args:
-            batch: the whole rollout batch of the step.
-            step: its number; the actor has the weights of version `step` - 1.
+            batch: The whole rollout batch of the step.
+            step: Number of the step. The actor has the weights of version `step` - 1.
 
         Raises:
-            SyncError: A server serves other weights than it says, or rollouts are of a version that was never delivered.
+            SyncError: A server serves other weights than it reports, or rollouts have a version that was never delivered.
         """
         cfg, newest = self._cfg, step - 1
         self._compared, self._step_tokens, self._newest_too = {}, batch.num_tokens, False
@@ -105,14 +111,14 @@ class WeightsGate:
         self._judge(compared)
 
     def with_old_stats(self, batch: TrainBatch, step: int) -> None:
-        """Compare the tokens of the newest version with the batch's old log-probs, which are the actor's.
+        """Compare the tokens of the newest version with the batch's old log-probs, which the actor computed.
 
         Args:
-            batch: the rollout batch, or the minibatch of its only update; `old_logprobs_N` valid on the last pipeline stage.
-            step: as in `before_updates`, which is called first.
+            batch: The rollout batch, or the minibatch of its only update; `old_logprobs_N` is valid on the last pipeline stage.
+            step: Number of the step, as in `before_updates`, which must be called first.
 
         Raises:
-            SyncError: As `before_updates`.
+            SyncError: As in `before_updates`.
         """
         assert batch.old_logprobs_N is not None, "the batch has no old statistics"
         if self._newest_too:
@@ -120,7 +126,7 @@ class WeightsGate:
         self._judge(self._differences(batch, batch.old_logprobs_N, step - 1))
 
     def values(self) -> dict[str, float | None]:
-        """Return the metrics of the step: mean and the worst server's mean in nats, and the share of tokens compared."""
+        """Return the step's metrics: mean and worst server's mean in nats, and the share of compared tokens."""
         whole = self._whole()
         if not whole.tokens:
             return {}
@@ -132,7 +138,7 @@ class WeightsGate:
 
     @contextlib.contextmanager
     def _weights_of(self, version: int, newest: int) -> Iterator[None]:
-        """Within, the actor has the weights of `version`; afterwards, bit for bit, its own."""
+        """Give the actor the weights of `version` inside the block; afterwards its own are restored bit for bit."""
         if version == newest:
             yield
             return
@@ -159,13 +165,13 @@ class WeightsGate:
         return {source: difference for source, difference in found.items() if source[0] == version and difference.tokens}
 
     def _judge(self, compared: Mapping[Source, Difference]) -> None:
-        """Add to what the step compared, and raise SyncError where a server, or all of them together, lie too far off."""
+        """Add to the step's differences. Raise SyncError if one server, or all together, differ too much."""
         if not compared:
             return
         for source, difference in compared.items():
             self._compared.setdefault(source, Difference()).add(difference)
         limit = self._cfg.sync
-        # the server that is furthest beyond what its number of tokens allows comes first: it names the fault best
+        # first the server that exceeds the limit for its number of tokens the most, because it best identifies the fault
         worst = sorted(compared.items(), key=lambda item: -item[1].mean / allowed_difference(item[1].tokens, limit))
         for (version, server), difference in worst:
             check_mismatch(difference.mean, version, limit, server, difference.tokens)
@@ -179,7 +185,7 @@ class WeightsGate:
 
 
 def pieces(rollout: Rollout) -> list[tuple[int, Source]]:
-    """Return (response tokens, their source) of each part of a sequence that one version on one server sampled, in order."""
+    """Return (response tokens, source) of each part of a sequence that one version on one server sampled, in order."""
     versions, servers = dict(rollout.later_versions), dict(rollout.servers)
     version, server, found = rollout.policy_version, "", []
     bounds = [*sorted({0, *versions, *servers}), rollout.token_ids_L.numel()]
@@ -192,12 +198,12 @@ def pieces(rollout: Rollout) -> list[tuple[int, Source]]:
 
 
 def chosen(rollouts: Sequence[Rollout], version: int, most_tokens: int | None) -> list[int]:
-    """Return the sequences to compare for `version`: all that have tokens of it.
+    """Return the indices of the sequences to compare for `version`, among those with tokens of that version.
 
     Args:
-        rollouts: of the batch.
-        version: of the weights.
-        most_tokens: of each server; beyond them no further sequence is chosen for it. None: no limit.
+        rollouts: Rollouts of the batch.
+        version: Version of the weights.
+        most_tokens: Token limit per server; once reached, no further sequence is chosen for that server. None: no limit.
     """
     counted: dict[str, int] = {}
     found = []
@@ -211,7 +217,7 @@ def chosen(rollouts: Sequence[Rollout], version: int, most_tokens: int | None) -
 
 
 def _layout(rollouts: Sequence[Rollout]) -> tuple[list[Source], tuple[Tensor, Tensor]]:
-    """Return the sources, and (index of the source, number of tokens) of each piece in the order of the _N tensors."""
+    """Return the sources, and (source index, number of tokens) of each piece in the order of the _N tensors."""
     numbers: dict[Source, int] = {}
     owners, counts = [], []
     for rollout in rollouts:

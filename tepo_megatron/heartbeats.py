@@ -1,7 +1,7 @@
-"""The heartbeats of the ranks of one machine: one small file per key in the run's private folder.
+"""A key-value store for the heartbeats of one machine's ranks: one small file per key in the run's private folder.
 
-A `FileStore` would not do: it appends each `set` for ever, and every rank reads all of it (136 bytes a second and rank, torch
-2.13).
+A torch `FileStore` does not fit: it appends every `set` for ever, and every rank reads all of it (136 bytes per second and
+rank, torch 2.13).
 """
 
 from __future__ import annotations
@@ -14,36 +14,41 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-_BYTES = 1024  # of a file: a set of fewer takes no more space, so that a full disk does not stop the heart
+_BYTES = 1024  # minimum size of a file; rewriting it takes no new space, so that a full disk does not stop the heartbeats
 _ATTEMPTS = 100
 
 
 class HeartbeatFolder:
-    """`check`, `get`, `set` and `compare_set` of a torch `Store`, in files of a folder that exists.
+    """The methods `check`, `get`, `set` and `compare_set` of a torch `Store`, on files in an existing folder.
 
-    Nothing waits for another process, so a frozen one holds nobody up. Errors of the file system are RuntimeErrors, as those
-    of a store are.
+    No call waits for another process, so a frozen process blocks nobody. File-system errors become RuntimeErrors, like the
+    errors of a store.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there."""
+        """Return whether all keys exist."""
         return all(self._path(key).exists() for key in keys)
 
     def get(self, key: str) -> bytes:
-        """Return a key's value. Raises RuntimeError where it is missing or damaged."""
+        """Return the value of a key. Raise RuntimeError if it is missing or damaged."""
         with _as_runtime_error():
             for _ in range(_ATTEMPTS):
                 checksum, _, value = self._path(key).read_bytes().rstrip(b" ").partition(b" ")
                 if checksum == _checksum(value):
                     return value
-                time.sleep(0.001)  # read while it was written
+                time.sleep(0.001)  # it was read during a write
         raise RuntimeError(f"{self._path(key)}: damaged")
 
     def set(self, key: str, value: str) -> None:
-        """Replace a key's value. Only one process sets a given key."""
+        """Replace the value of a key. Only one process may set a given key.
+
+        Args:
+            key: The key.
+            value: The new value; trailing spaces are lost.
+        """
         with _as_runtime_error():
             file = os.open(self._path(key), os.O_WRONLY | os.O_CREAT, 0o600)
             try:
@@ -52,13 +57,22 @@ class HeartbeatFolder:
                 os.close(file)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Set a key that is not there; return what it has then. Only expected="" is supported."""
+        """Set a key if it does not exist yet.
+
+        Args:
+            key: The key.
+            expected: Must be "": no other value is supported.
+            value: The new value; trailing spaces are lost.
+
+        Returns:
+            The value that the key has afterwards.
+        """
         assert expected == "", "a heartbeat is never exchanged for another"
         with _as_runtime_error():
             own = self._folder / f".{os.getpid()}"
             own.write_bytes(_record(value))
             with contextlib.suppress(FileExistsError):
-                os.link(own, self._path(key))  # whole, and the first alone
+                os.link(own, self._path(key))  # the key appears with its full value, and only the first process succeeds
             own.unlink()
         return self.get(key)
 

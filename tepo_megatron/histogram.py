@@ -1,4 +1,4 @@
-"""Histograms of signed numbers over many decades: counts add up over ranks, microbatches and updates; quantiles come last."""
+"""Logarithmic histograms of signed numbers. Counts add up over ranks, microbatches and updates; quantiles come last."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_PER_DECADE = 32  # bins: a quantile is exact to half a bin, 3.7 %
+_PER_DECADE = 32  # bins per decade; a quantile is exact to half a bin, 3.7 %
 _SMALLEST, _DECADES = 1e-9, 11  # magnitudes below 1e-9 count as 0, above 100 as 100
 _SIDE = _PER_DECADE * _DECADES
 BINS = 2 * _SIDE + 1  # negative, largest first; zero; positive, smallest first
 
 
 def counts(x: Tensor, where: Tensor | None = None) -> Tensor:
-    """int64 [BINS]: how many entries of x (of those that the bool mask `where` marks) fall into each bin, NaN into that of 0.
+    """Count the entries of `x` per bin, without gradient or synchronisation. NaN counts as 0.
 
-    No gradient, no synchronisation.
+    Args:
+        x: Numbers of any shape.
+        where: bool mask of the same shape that selects the entries. None: all.
+
+    Returns:
+        int64 [BINS] on the device of `x`.
     """
     x = x.detach().double()
     step = (x.abs() / _SMALLEST).log10().mul(_PER_DECADE).floor().clamp(-1, _SIDE - 1) + 1  # 0 below _SMALLEST
@@ -26,7 +31,15 @@ def counts(x: Tensor, where: Tensor | None = None) -> Tensor:
 
 
 def quantiles(bins: Tensor, shares: Sequence[float]) -> list[float | None]:
-    """For each share in [0, 1], the middle of the bin that holds it (None throughout for an empty histogram)."""
+    """Return quantiles of a histogram.
+
+    Args:
+        bins: int64 [BINS] from `counts`, or a sum of such tensors.
+        shares: Quantile levels in [0, 1].
+
+    Returns:
+        For each level, the geometric middle of the bin that contains it; None for every level if the histogram is empty.
+    """
     through = bins.cumsum(0)
     total = int(through[-1])
     if total == 0:
@@ -36,7 +49,7 @@ def quantiles(bins: Tensor, shares: Sequence[float]) -> list[float | None]:
 
 
 def _middle(step: int) -> float:
-    """Geometric middle of a bin; step: its distance from the zero bin."""
+    """Return the geometric middle of the bin that is `step` bins away from the zero bin."""
     if step == 0:
         return 0.0
     magnitude = _SMALLEST * 10 ** ((abs(step) - 0.5) / _PER_DECADE)

@@ -1,4 +1,4 @@
-"""Sizes of page-locked host memory, for what allocates it and for `tepo plan`, which so count the same bytes. Without torch."""
+"""Sizes of page-locked host memory. The allocating code and `tepo plan` share them, so both count the same bytes. No torch."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import mmap
 from collections.abc import Sequence
 from itertools import accumulate
 
-ALIGNMENT = 64  # bytes, of the start of a piece of an arena: enough for any dtype
-LEAST_OFFLOADED = 2**20  # bytes: smaller activations stay on the device, because moving them costs more than it frees
+ALIGNMENT = 64  # bytes; alignment of the pieces of an arena, enough for any dtype
+LEAST_OFFLOADED = 2**20  # bytes; smaller activations stay on the device, because moving them costs more than it frees
 
 
 def starts(sizes: Sequence[int]) -> list[int]:
-    """Return where the pieces of an arena start, in bytes, and as the last number where they end.
+    """Return the start of each piece of an arena, in bytes, and the end of the last piece as the last number.
 
     Args:
-        sizes: bytes of each piece.
+        sizes: Bytes of each piece.
     """
     return list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
 
 
 def block_bytes(size: int) -> int:
-    """Return the bytes that are allocated for `size` bytes: whole pages."""
+    """Return the bytes allocated for `size` bytes, in whole pages."""
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def arena_bytes(sizes: Sequence[int]) -> int:
-    """Return the bytes that an arena allocates for pieces of these sizes."""
+    """Return the bytes that an arena allocates for pieces of these sizes (bytes)."""
     return block_bytes(starts(sizes)[-1])

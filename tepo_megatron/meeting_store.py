@@ -1,8 +1,8 @@
-"""The stores through which a trainer's ranks and the processes of its servers meet for `sync.transport=group`.
+"""Stores through which the trainer's ranks and the server processes form a group for `sync.transport=group`.
 
-On one machine a store is a folder of mode 0700: PyTorch's TCPStore knows no key, so that every local user could list, read and
-change what is in it, the addresses of members included. Between machines it is a TCPStore on the interface that leads
-to the servers (docs/security.md). Runs in the trainer and inside the servers.
+On one machine a store is a folder of mode 0700. PyTorch's TCPStore has no authentication: any local user could list, read and
+change its contents, including the addresses of members. Between machines the store is a TCPStore on the interface that leads to
+the servers (docs/security.md). This module runs in the trainer and inside the servers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ import torch.distributed as dist
 
 
 class Store(Protocol):
-    """What both kinds do."""
+    """The methods that both kinds of store have."""
 
     def add(self, key: str, amount: int) -> int:
-        """Put a key into the store, where all see it once this has returned."""
+        """Add a key; when this returns, every process sees it.
+
+        Args:
+            key: The key.
+            amount: Added to the key's number in a TCPStore.
+        """
         ...
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of these are there."""
+        """Return whether all keys exist."""
         ...
 
     def delete_key(self, key: str) -> bool:
@@ -37,18 +42,20 @@ class Store(Protocol):
 
 
 class NotPrivate(RuntimeError):
-    """Others could write in a folder, or have made it."""
+    """A folder belongs to another user, or others can write in it."""
 
 
 class FolderStore:
-    """Keys as empty files: one that a killed process left half written, as PyTorch's FileStore can, holds up nobody.
+    """A store that keeps keys as empty files.
+
+    Unlike PyTorch's FileStore, it has no half-written key of a killed process that could block the others.
 
     Args:
-        folder: of mode 0700 and this user's.
+        folder: Folder of mode 0700 that this user owns.
 
     Raises:
-        NotPrivate: it is another's, or others may enter it.
-        OSError: it cannot be read.
+        NotPrivate: The folder belongs to another user, or others may enter it.
+        OSError: The folder cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,23 +67,31 @@ class FolderStore:
         self.folder = folder
 
     def add(self, key: str, amount: int = 1) -> int:
-        """See `Store.add`. Returns 1, however often a key was added."""
+        """Add a key, see `Store.add`.
+
+        Args:
+            key: The key.
+            amount: Ignored.
+
+        Returns:
+            1, however often the key was added.
+        """
         (self.folder / _file(key)).touch(mode=0o600)
         return 1
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See `Store.check`."""
+        """Return whether all keys exist."""
         return all((self.folder / _file(key)).exists() for key in keys)
 
     def delete_key(self, key: str) -> bool:
-        """See `Store.delete_key`. Whether it was there."""
+        """Remove a key and return whether it existed."""
         with contextlib.suppress(FileNotFoundError):
             (self.folder / _file(key)).unlink()
             return True
         return False
 
     def of_group(self, name: str) -> dist.Store:
-        """A store for the members of one process group, in a file of its own."""
+        """Return a store for the members of one process group, in a file of its own."""
         return dist.FileStore(str(self.folder / f"group-{_file(name)}"), -1)
 
 
@@ -85,20 +100,29 @@ def _file(key: str) -> str:
 
 
 def open_store(address: str) -> dist.TCPStore:
-    """A store on this machine's interface with `address`, and on no other, at a port that was free. Raises OSError."""
+    """Return a TCPStore that listens only on this machine's interface `address`, at a free port. Raise OSError."""
     door = socket.create_server((address, 0))
     port = door.getsockname()[1]
     return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
 
 
 def connect(address: str, port: int, seconds: float) -> dist.TCPStore:
-    """The store that listens there. Raises RuntimeError when it cannot be reached."""
+    """Return a client of a TCPStore.
+
+    Args:
+        address: Address of the store.
+        port: Port of the store.
+        seconds: Time limit of each operation.
+
+    Raises:
+        RuntimeError: The store cannot be reached.
+    """
     timeout = datetime.timedelta(seconds=seconds)
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address, is reached from this machine alone."""
+    """Return whether `host`, a name or an address, can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -106,7 +130,7 @@ def is_loopback(host: str) -> bool:
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the way to another, or to itself. Sends nothing. Raises OSError for an unknown host."""
+    """Return this machine's address on the route to `host`, without sending anything. Raise OSError for an unknown host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])

@@ -1,6 +1,6 @@
-"""Tell whether the kernel killed a process for want of memory: it sends SIGKILL and leaves nothing but a count.
+"""Detect whether the kernel killed a process for lack of memory. It sends SIGKILL and leaves nothing but a counter.
 
-Imports nothing heavy: graders' parents and launchers use it.
+This module imports nothing heavy, because the parents of graders and the launchers use it.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ _FIX = (
     "(--resume true goes on from the last checkpoint)"
 )
 _GIB = 2**30
-_UNLIMITED = 2**60  # bytes; control groups of version 1 call "no limit" a number near 2**63
+_UNLIMITED = 2**60  # bytes; cgroup v1 writes a number near 2**63 for "no limit"
 
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """The control group that bounds the memory of a process.
+    """The control group (cgroup) that bounds the memory of a process.
 
     Attributes:
-        events: The file that counts the processes killed in it, on a line `oom_kill N`.
-        limit: The file with its limit in bytes.
+        events: File that counts the processes killed in the group, on a line `oom_kill N`.
+        limit: File with the limit in bytes.
     """
 
     events: Path
     limit: Path
 
     def kills(self) -> int | None:
-        """Return how many of its processes the kernel killed so far; None where it does not say."""
+        """Return how many processes of the group the kernel has killed so far; None if the kernel does not report it."""
         return _count(self.events)
 
     def limit_in_words(self) -> str:
-        """Return its limit for a message."""
+        """Return the limit as text for a message."""
         with contextlib.suppress(OSError, ValueError):
             size = int(self.limit.read_text())
             if size < _UNLIMITED:
@@ -44,14 +44,14 @@ class MemoryGroup:
 
 
 class MemoryKills:
-    """The kernel's counts of processes that it killed for want of memory, compared with those when this object was made."""
+    """Change in the kernel's counts of out-of-memory kills since this object was created."""
 
     def __init__(self, process: str = "self", proc: Path = Path("/proc")) -> None:
-        """Read the counts of the process's control group and of the machine. Nothing is raised where there are none.
+        """Read the counts of the process's control group and of the machine. Missing counts raise nothing.
 
         Args:
-            process: a pid, or "self".
-            proc: where the kernel's files are.
+            process: A pid, or "self".
+            proc: Folder with the kernel's files.
         """
         self._group = memory_group(proc / process)
         self._machine = proc / "vmstat"
@@ -61,13 +61,14 @@ class MemoryKills:
         return (None if self._group is None else self._group.kills()), _count(self._machine)
 
     def seen(self) -> bool:
-        """Return whether the kernel killed any process of the group, or of the machine, since."""
+        """Return whether the kernel has since killed any process of the group or of the machine."""
         return any(now > before for before, now in self._pairs())
 
     def explain(self, fix: str = _FIX) -> str:
-        """Return, for a message about a process that ended by SIGKILL, whether that was for want of memory.
+        """Return text for a message about a process that ended by SIGKILL: whether the cause was lack of memory.
 
-        fix: what to do about it where it was, or may have been.
+        Args:
+            fix: The fix to recommend if memory was, or may have been, the cause.
         """
         in_group, on_machine = self._counts()
         if self._group is not None and (self._before[0] or 0) < (in_group or 0):
@@ -93,9 +94,10 @@ class MemoryKills:
 
 
 def memory_group(process: Path) -> MemoryGroup | None:
-    """Return the control group that bounds a process's memory, of version 1 or 2; None where none can be seen.
+    """Return the control group (version 1 or 2) that bounds a process's memory; None if none is visible.
 
-    process: its folder in /proc.
+    Args:
+        process: Folder of the process in /proc.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         mounts = (process / "mountinfo").read_text().splitlines()
@@ -108,7 +110,7 @@ def memory_group(process: Path) -> MemoryGroup | None:
             else:
                 continue
             for root, folder in _mounted(mounts, kind):
-                # a container sees its own group at the root of the mount, whatever the group is called outside
+                # a container sees its own group at the root of the mount, whatever its name outside
                 for below in (path, path.removeprefix(root), ""):
                     group = MemoryGroup(*(folder / below.strip("/") / name for name in names))
                     if group.kills() is not None:
@@ -117,7 +119,7 @@ def memory_group(process: Path) -> MemoryGroup | None:
 
 
 def _mounted(mounts: list[str], kind: str) -> list[tuple[str, Path]]:
-    """The mounts of version 2, or of version 1 with the memory controller: their root within the hierarchy, and where."""
+    """Return (root in the hierarchy, mount point) of the cgroup v2 mounts, or of the v1 mounts with the memory controller."""
     found = []
     for line in mounts:
         before, _, after = line.partition(" - ")

@@ -1,4 +1,4 @@
-"""What ranks and servers hold at the end of each phase, as metrics of the step and as one table at the end of the run."""
+"""Report the memory of ranks and servers at the end of each phase, as step metrics and as one table at the end of the run."""
 
 from __future__ import annotations
 
@@ -16,24 +16,34 @@ _GIB = 2**30
 
 
 class Servers(Protocol):
-    """Of `rollout.engine.RolloutEngine`."""
+    """The part of `rollout.engine.RolloutEngine` that is needed here."""
 
     def resident_bytes(self) -> int:
-        """Host memory of the engine's processes."""
+        """Return the host memory of the engine's processes, in bytes."""
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """At the end of a phase: of every rank, by rank, and of the servers' processes together, in bytes."""
+    """Memory at the end of a phase, in bytes.
+
+    Attributes:
+        ranks: Usage of every rank, by rank.
+        servers: Resident memory of all server processes together.
+    """
 
     ranks: Sequence[Usage]
     servers: int
 
 
 class MemoryReport:
-    """Every method is called by all ranks alike; servers: on rank 0 only, where there are some. Not enabled: nothing is done.
+    """The memory of all ranks and servers over a run. All ranks must call every method.
 
-    A phase's peak is counted from when the one before was left.
+    The peak of a phase is counted from the end of the previous phase.
+
+    Args:
+        groups: Groups of this rank.
+        servers: The engine, on rank 0 if there is one; None elsewhere.
+        enabled: If False, nothing is measured.
     """
 
     def __init__(self, groups: Groups, servers: Servers | None, *, enabled: bool) -> None:
@@ -42,12 +52,12 @@ class MemoryReport:
         self._largest: dict[Phase, _Measured] = {}
 
     def begin_phase(self) -> None:
-        """Count the peak anew."""
+        """Reset the peak."""
         if self._enabled:
             reset_peak(self._groups.device)
 
     def end_phase(self, phase: Phase) -> None:
-        """Measure. Collectives: one all-gather over the host group."""
+        """Measure at the end of a phase. Collectives: one all-gather over the host group."""
         if not self._enabled:
             return
         mine = usage(self._groups.device)
@@ -58,9 +68,10 @@ class MemoryReport:
         self._largest[phase] = _larger(self._largest.get(phase, now), now)
 
     def values(self) -> dict[str, float | None]:
-        """GiB at the end of each phase of this step: of the rank that has most, and of all servers; null where there is none.
+        """Return the GiB at the end of each phase of this step, from the rank with the maximum; None if unavailable.
 
-        held, peak: what others cannot use, and its most in the phase; used: by tensors; device: of the GPU, by anybody.
+        held: memory that other processes cannot use; peak: maximum of held in the phase; used: memory in tensors; device:
+        memory of the GPU in use by any process; servers: all server processes together.
         """
         values: dict[str, float | None] = {}
         for phase, measured in self._last.items():
@@ -72,7 +83,7 @@ class MemoryReport:
         return values
 
     def table(self) -> str:
-        """By rank, the most at the end of each phase; empty when nothing was measured."""
+        """Return a table of the maximum at the end of each phase, by rank; empty if nothing was measured."""
         if not self._largest:
             return ""
         columns = [(phase, name) for phase in self._largest for name in ("held", "peak")]
@@ -86,7 +97,7 @@ class MemoryReport:
 
 
 def _larger(a: _Measured, b: _Measured) -> _Measured:
-    """Number by number."""
+    """Return the elementwise maximum of two measurements."""
 
     def most(x: int | None, y: int | None) -> int | None:
         return x if y is None else y if x is None else max(x, y)

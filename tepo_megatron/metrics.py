@@ -9,7 +9,7 @@ Pair = tuple[float, float]
 
 
 class Metrics:
-    """Sums of numerators and denominators by name; `means()` divides at the end.
+    """Sums of numerators and denominators by name. `means()` divides at the end.
 
     >>> m = Metrics(); m.add("reward/mean", 3.0, 4.0); m.add("reward/mean", 1.0, 4.0); m.means()
     {'reward/mean': 0.5}
@@ -19,16 +19,22 @@ class Metrics:
         self._pairs: dict[str, Pair] = {name: (n, d) for name, (n, d) in (pairs or {}).items()}
 
     def pairs(self) -> dict[str, Pair]:
-        """The sums by name: plain JSON, from which the metrics can be made again."""
+        """Return the sums by name, as plain JSON from which the object can be rebuilt."""
         return dict(self._pairs)
 
     def add(self, name: str, numerator: float, denominator: float = 1.0) -> None:
-        """Add one contribution."""
+        """Add one contribution.
+
+        Args:
+            name: Name of the metric.
+            numerator: Added to its numerator.
+            denominator: Added to its denominator.
+        """
         n, d = self._pairs.get(name, (0.0, 0.0))
         self._pairs[name] = (n + float(numerator), d + float(denominator))
 
     def means(self) -> dict[str, float | None]:
-        """name -> numerator / denominator; None where nothing was counted or the value is not finite (JSON has no NaN)."""
+        """Return name -> numerator / denominator; None if the denominator is 0 or the value is not finite (JSON has no NaN)."""
         out: dict[str, float | None] = {}
         for name, (n, d) in self._pairs.items():
             value = n / d if d else math.nan

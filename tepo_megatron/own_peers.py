@@ -1,9 +1,9 @@
-"""Process groups of gloo, whose members on this machine are shown to be this user's processes.
+"""Verify that the members of a gloo process group on this machine are processes of the same user.
 
-gloo has no key: a member takes whoever connects first and says the small number of the member it waits for. On loopback any
-local user could do so, and what it sends would be taken for weights, or unpickled. (Its TLS is not in PyTorch's wheels.) The
-kernel knows the user behind each end of a connection within one machine, and tells everybody in /proc/net/tcp. Facts are of
-PyTorch 2.13.
+gloo has no authentication: a member accepts whoever connects first and sends the small number of the expected member. On
+loopback any local user could connect, and the data would be taken for weights or unpickled. (gloo's TLS is not in PyTorch's
+wheels.) The kernel knows the user behind each end of a connection within one machine, and publishes it in /proc/net/tcp. All
+facts refer to PyTorch 2.13.
 """
 
 from __future__ import annotations
@@ -18,18 +18,26 @@ from pathlib import Path
 from typing import Any
 
 LOOPBACK_INTERFACE = "lo"
-READS, READ_SECONDS = 10, 0.05  # the table is not read at one instant: a missing row is looked for again
+READS, READ_SECONDS = 10, 0.05  # the kernel's table is not read atomically, so a missing row is looked up again
 _LISTENS, _ESTABLISHED, _CLOSE_WAIT = "0A", "01", "08"
-_MAPPED = "0000000000000000FFFF0000"  # before an IPv4 address in a table of IPv6
+_MAPPED = "0000000000000000FFFF0000"  # prefix of an IPv4 address in the IPv6 table
 
 
 class Stranger(RuntimeError):
-    """A process group may have a member on this machine that is not this user's process."""
+    """A process group may have a member on this machine that is not a process of this user."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One line of /proc/net/tcp: its own end, the other end, its state, and the user and the inode of its own end."""
+    """One line of /proc/net/tcp.
+
+    Attributes:
+        local: Address and port of this end.
+        remote: Address and port of the other end.
+        state: Connection state.
+        user: User of this end.
+        inode: Inode of this end's socket.
+    """
 
     local: str
     remote: str
@@ -39,17 +47,17 @@ class _Row:
 
     @property
     def port(self) -> str:
-        """Of its own end."""
+        """Return the port of this end."""
         return self.local.rpartition(":")[2]
 
 
 @contextlib.contextmanager
 def own_peers_only() -> Iterator[None]:
-    """Form process groups of gloo in this block; nothing is known of members on other machines.
+    """Check the gloo process groups formed in this block. Members on other machines are not checked.
 
     Raises:
-        Stranger: a port that was opened in the block has a connection from this machine whose other end is not this user's, or
-            is gone. The groups must not be used. A stranger who only connects ends them as well.
+        Stranger: A port opened in the block has a connection from this machine whose other end belongs to another user or is
+            gone. The groups must not be used. Another user's mere attempt to connect raises this too.
     """
     mine = _inodes()
     before = {row.local for row in _rows() if row.state == _LISTENS and row.inode in mine}
@@ -75,7 +83,7 @@ def own_peers_only() -> Iterator[None]:
 
 
 def guard_process_groups() -> None:
-    """Form every process group of this process as in `own_peers_only` from now on, where gloo is bound to loopback.
+    """Form every later process group of this process under `own_peers_only` if gloo is bound to loopback.
 
     A second call does nothing.
     """
@@ -107,13 +115,13 @@ def _rows() -> list[_Row]:
 
 
 def _is_loopback(address: str) -> bool:
-    """127.0.0.0/8 or ::1, as the kernel prints them: in words of little-endian bytes."""
+    """Return whether an address is in 127.0.0.0/8 or is ::1. The kernel prints addresses as little-endian words."""
     host = address.rpartition(":")[0]
     return host[6:] == "7F" or host == "00000000000000000000000001000000"
 
 
 def _inodes() -> set[str]:
-    """Of this process's sockets."""
+    """Return the inodes of this process's sockets."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile

@@ -1,6 +1,6 @@
-"""Folders that only their owner can enter: what the processes of one run say to each other on one machine.
+"""Folders that only their owner can enter, through which the processes of one run communicate on one machine.
 
-Imports nothing heavy: every process of a run uses it.
+This module imports nothing heavy, because every process of a run uses it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from pathlib import Path
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.scratch import PrivateFolder
 
-WORLD_FOLDER = "TEPO_WORLD_FOLDER"  # environment variable: where the ranks of a launch meet
+WORLD_FOLDER = "TEPO_WORLD_FOLDER"  # environment variable: the folder through which the ranks of a launch connect
 
 
 def make_private_folder(purpose: str) -> PrivateFolder:
     """Create an empty folder of mode 0700 in the system's folder for temporary files (TMPDIR).
 
+    The caller removes the folder. If the caller is killed, the next start does.
+
     Args:
-        purpose: lower-case letters, part of its name. The caller removes the folder; the next start does, if it was killed.
+        purpose: Part of the name; lower-case letters.
 
     Raises:
-        ConfigError: another user could replace the folder, or it cannot be created.
+        ConfigError: Another user could replace the folder, or it cannot be created.
     """
     parent = Path(tempfile.gettempdir())
     try:

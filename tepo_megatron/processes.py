@@ -1,6 +1,6 @@
-"""Processes that never outlive the one that needs them, or their time (Linux).
+"""Process control that lets no process outlive its owner or its time limit (Linux).
 
-Imports nothing heavy: workers and guards start with it.
+This module imports nothing heavy, because workers and guards start with it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,19 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """One line of /proc/PID/stat. started: clock ticks after boot, which tell two owners of one pid apart."""
+    """One line of /proc/PID/stat.
+
+    Attributes:
+        pid: Process id.
+        state: Z: the process has ended, and its parent has not read its status yet.
+        parent: Pid of the parent.
+        group: Process group.
+        session: Session.
+        started: Start time in clock ticks after boot, which tells successive owners of one pid apart.
+    """
 
     pid: int
-    state: str  # Z: it has ended, and its parent has not asked for its status yet
+    state: str
     parent: int
     group: int
     session: int
@@ -36,10 +45,15 @@ class ProcessStat:
 def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
     """Ask the kernel to send `signum` to this process when the thread that started it ends, however it ends.
 
-    SIGKILL by default: it also ends a process that is stopped, or that ignores SIGTERM.
+    SIGKILL, the default, also ends a process that is stopped or ignores SIGTERM. This function can be a preexec_fn.
 
-    parent_pid: who started it, by its own account: if that process is gone already, or was gone when this one first looked, it
-    ends here, with status 1. Fit for a preexec_fn. Raises OSError.
+    Args:
+        parent_pid: Pid of the parent, as the parent itself reports it. If the parent is already gone, this process exits with
+            status 1.
+        signum: The signal.
+
+    Raises:
+        OSError: prctl failed.
     """
     if _libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -48,17 +62,17 @@ def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) ->
 
 
 def read_stat(pid: int) -> ProcessStat | None:
-    """Return the state of a process, None where there is none."""
+    """Return the state of a process; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name before it may hold anything
+    fields = text[text.rindex(")") + 2 :].split()  # the name before it may contain any character
     return ProcessStat(pid, fields[0], int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
 
 
 def family(leader: int) -> list[ProcessStat]:
-    """Return the live processes of the session that `leader` leads or led, and all their descendants, but not `leader`."""
+    """Return the live processes of the session that `leader` leads or led, and all their descendants, without `leader`."""
     processes = [stat for name in os.listdir("/proc") if name.isdigit() and (stat := read_stat(int(name))) is not None]
     found, parents = {leader}, {leader}
     found |= {process.pid for process in processes if process.session == leader}
@@ -69,17 +83,22 @@ def family(leader: int) -> list[ProcessStat]:
 
 
 def has_ended(child: int) -> bool:
-    """Return whether a child of this process has ended. Its status is not taken: it keeps its pid, which is nobody else's."""
+    """Return whether a child of this process has ended. The child is not reaped, so its pid is not reused."""
     try:
         return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # somebody has taken its status
+    except ChildProcessError:  # it was already reaped
         return True
 
 
 def end_family(leader: int, seconds: float) -> bool:
-    """SIGKILL `family(leader)`, again and again until there is none: they may start others meanwhile.
+    """Send SIGKILL to `family(leader)` until none is left, because they may start others in the meantime.
 
-    Returns False if some are left after `seconds`.
+    Args:
+        leader: Pid of the session leader.
+        seconds: Time limit.
+
+    Returns:
+        False if processes are left after `seconds`.
     """
     deadline = time.monotonic() + seconds
     while found := family(leader):
@@ -93,7 +112,12 @@ def end_family(leader: int, seconds: float) -> bool:
 
 
 def end_later(pid: int, seconds: float) -> None:
-    """SIGKILL for a process that lives longer than so many seconds from now, sent by a process of its own: ours may be gone."""
+    """Send SIGKILL to a process that still lives after a delay. A separate process sends it, so this one may end first.
+
+    Args:
+        pid: The process.
+        seconds: Delay from now.
+    """
     subprocess.Popen(
         [sys.executable, "-m", __spec__.name, str(pid), str(seconds)],
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,

@@ -1,4 +1,4 @@
-"""Warnings of other packages that say nothing to the user of a run, each with its reason."""
+"""Suppress warnings of other packages that do not matter to the user of a run, each with its reason."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import warnings
 
 
 def quiet_upstream() -> None:
-    """Silence them in this process."""
+    """Silence these warnings in this process."""
     for category, message in (
-        # Megatron-Core calls the names of collectives that torch 2.13 renamed
+        # Megatron-Core calls collectives by names that torch 2.13 deprecated
         (FutureWarning, r"`torch\.distributed\.\w+` is deprecated"),
-        # Megatron-Core looks at .grad of the distributed optimizer's shards, which are views
+        # Megatron-Core reads .grad of the distributed optimizer's shards, which are views
         (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf"),
-        # Megatron-Core's own default for CUDA graphs, which are off
+        # Megatron-Core warns of its own default for CUDA graphs, which are off
         (UserWarning, r"full scope is deprecated"),
-        # Megatron-Core compares CPU and CUDA generator states; on the CPU they are one
+        # Megatron-Core compares the CPU and CUDA generator states, which are the same on the CPU
         (UserWarning, r"CPU RNG state changed within GPU RNG context"),
     ):
         warnings.filterwarnings("ignore", message=message, category=category)

@@ -1,7 +1,7 @@
-"""Files with one JSON object per line: read by meaning, whatever became of their bytes.
+"""Read files with one JSON object per line, tolerating damage.
 
-Every reader of a run's folder goes through here. A line that a kill cut in half, garbage, a doubled or a missing line costs
-what it says and nothing else, and is reported. Only the standard library is imported: launchers read progress with it.
+Every reader of a run's folder uses this module. A truncated, corrupt, duplicate or missing line affects only its own content,
+and is reported. Only the standard library is imported, because launchers read progress with this module.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 from tepo_megatron.escaping import excerpt
 
 _LOGGER = logging.getLogger(__name__)
-LONGEST_LINE = 64 * 2**20  # bytes; a longer one is none of ours
-_MOST_NAMED = 5  # faults that are reported one by one
-_MOST_PIECES = 1000  # of one line
+LONGEST_LINE = 64 * 2**20  # bytes; this package writes no longer line
+_MOST_NAMED = 5  # faults reported individually
+_MOST_PIECES = 1000  # maximum records searched for in one line
 _WIDE = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 Record = dict[str, Any]
@@ -29,13 +29,13 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a file, or one of several records that share a line.
+    """One line of a file, or one of several records in the same line.
 
     Attributes:
-        number: The line's number in the file, from 1.
+        number: Line number in the file, from 1.
         raw: Its bytes without the line break.
-        value: The object in it; None where it holds none that can be read.
-        fault: Why there is none; empty where there is one.
+        value: The JSON object; None if it cannot be read.
+        fault: Why it cannot be read; empty if it can.
     """
 
     number: int
@@ -46,13 +46,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Steps:
-    """The records of a run's steps, sorted out.
+    """The step records of a run, sorted.
 
     Attributes:
         kept: One line per step, ascending.
-        later: The lines of steps after the last one that was asked for, in the order of the file.
-        rest: Every other line: unreadable, of no step, or the former of two of the same step.
-        faults: What was wrong with the file, a sentence each.
+        later: Lines of steps after the requested last one, in file order.
+        rest: Every other line: unreadable, without a step, or an earlier record of a step recorded twice.
+        faults: What is wrong with the file, one sentence each.
     """
 
     kept: list[Line]
@@ -62,16 +62,16 @@ class Steps:
 
     @property
     def records(self) -> list[Record]:
-        """The objects of `kept`."""
+        """Return the objects of `kept`."""
         return [line.value for line in self.kept if line.value is not None]
 
 
 def parse_lines(data: bytes, first: str) -> list[Line]:
-    """Return the lines of `data` that are not blank.
+    """Return the non-blank lines of `data`.
 
     Args:
-        data: UTF-8, with or without a byte order mark, line breaks of Unix or Windows; or UTF-16 with a mark.
-        first: The key that every object begins with. A record that stands behind a half one in the same line is found by it.
+        data: UTF-8, with or without a byte order mark, Unix or Windows line breaks; or UTF-16 with a mark.
+        first: First key of every object. It locates a complete record that follows a truncated one in the same line.
     """
     data = _utf8(data)
     lines: list[Line] = []
@@ -83,18 +83,26 @@ def parse_lines(data: bytes, first: str) -> list[Line]:
 
 
 def read_lines(path: Path, first: str) -> list[Line]:
-    """Return `parse_lines` of a file. Raises OSError where it cannot be read."""
+    """Read a file and return its lines.
+
+    Args:
+        path: The file.
+        first: First key of every object, as in `parse_lines`.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     return parse_lines(path.read_bytes(), first)
 
 
 def steps_of(lines: Iterable[Line], last: int | None = None) -> Steps:
-    """Sort out the records of steps: each step once, in order.
+    """Sort the step records: each step once, in order.
 
-    Of two different records of one step the one that was written later stays: it is that of the later attempt.
+    Of two records of the same step the later one in the file is kept, because it comes from the later attempt.
 
     Args:
-        lines: Of `metrics.jsonl`, as `parse_lines` returns them.
-        last: The step up to which records are kept, each of which must be there. None: all of them, up to the greatest.
+        lines: Lines of `metrics.jsonl`, from `parse_lines`.
+        last: Last step to keep; a missing step up to it is a fault. None: keep all steps up to the greatest.
     """
     found = Steps([])
     by_step: dict[int, Line] = {}
@@ -131,7 +139,7 @@ def steps_of(lines: Iterable[Line], last: int | None = None) -> Steps:
 
 
 def named_faults(unreadable: Sequence[tuple[Line, str]]) -> list[str]:
-    """Return one sentence for each of the first lines that cannot be read, and one for all others together."""
+    """Return one sentence for each of the first unreadable lines, and one for all the others together."""
     said = [f"line {line.number} cannot be read: {fault}" for line, fault in unreadable[:_MOST_NAMED]]
     if len(unreadable) > _MOST_NAMED:
         said.append(f"{len(unreadable) - _MOST_NAMED} further lines cannot be read")
@@ -139,15 +147,29 @@ def named_faults(unreadable: Sequence[tuple[Line, str]]) -> list[str]:
 
 
 def report(path: Path, faults: Iterable[str]) -> None:
-    """Warn of what is wrong with a file: in the run's log while one is open, else on stderr."""
+    """Warn about the faults of a file, in the run's log if one is open, else on stderr.
+
+    Args:
+        path: The file.
+        faults: One sentence per fault.
+    """
     for fault in faults:
         _LOGGER.warning("%s: %s", path, fault)
 
 
 def read_rows(path: Path, first: str, take: Callable[[Record], Any]) -> tuple[list[Any], list[str]]:
-    """Return what `take` makes of each object of a file, and what is wrong with the file, a sentence each.
+    """Convert every object of a file.
 
-    take: raises ValueError, TypeError, KeyError or OverflowError for an object that is none of its own. Raises OSError.
+    Args:
+        path: The file.
+        first: First key of every object, as in `parse_lines`.
+        take: Converts one object. It raises ValueError, TypeError, KeyError or OverflowError for an invalid object.
+
+    Returns:
+        The converted objects, and the faults of the file, one sentence each.
+
+    Raises:
+        OSError: The file cannot be read.
     """
     made: list[Any] = []
     unreadable: list[tuple[Line, str]] = []
@@ -173,7 +195,7 @@ def _utf8(data: bytes) -> bytes:
 
 
 def _lines_in(number: int, raw: bytes, first: str) -> list[Line]:
-    """The records of one physical line, usually one."""
+    """Return the records of one physical line, usually one."""
     whole = _object(number, raw)
     if whole.value is not None or len(raw) > LONGEST_LINE:
         return [whole]
@@ -195,7 +217,7 @@ def _lines_in(number: int, raw: bytes, first: str) -> list[Line]:
 
 
 def _ended(raw: bytes) -> int | None:
-    """The size of the object that `raw` begins with; None where it holds none to its end."""
+    """Return the size in bytes of the complete object at the start of `raw`; None if there is none."""
     try:
         text = raw.decode("utf-8", "surrogateescape")
         _, end = json.JSONDecoder().raw_decode(text)
@@ -220,7 +242,7 @@ def _object(number: int, raw: bytes) -> Line:
 
 
 def _no_record(value: Record | None) -> str:
-    """Why an object is not the record of a step; empty where it is one."""
+    """Return why an object is not a step record; empty if it is one."""
     step = None if value is None else value.get("step")
     if value is None or isinstance(step, bool) or not isinstance(step, int):
         return 'not an object with an integer "step"'
@@ -240,7 +262,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _gaps(present: Iterable[int], end: int) -> list[tuple[int, int]]:
-    """Ranges, ends included, of the steps from 1 to `end` that are not present; not one by one: `end` may be anything."""
+    """Return the missing steps from 1 to `end` as inclusive ranges. The steps are not enumerated, because `end` may be huge."""
     gaps, expected = [], 1
     for step in [*sorted(present), end + 1]:
         if step > expected:

@@ -1,8 +1,8 @@
-"""The only place in which this package unpickles what it has not written in the same process: `.metadata` of checkpoints.
+"""Load a checkpoint's `.metadata`. This is the only place that unpickles data not written by the same process.
 
-A pickle is a program, and that of PyTorch's and Megatron's distributed checkpoints is read on every resume, evaluation and
-conversion. Here it may name the classes of which such metadata consists, and nothing else: no function but one that looks a
-memory layout up by its name. tests/unit/test_unpickling.py lists every other call that could execute what it reads.
+A pickle is a program, and the pickle in PyTorch's and Megatron's distributed checkpoints is read on every resume, evaluation
+and conversion. Here it may name the classes that such metadata consists of, and nothing else; the only allowed function looks
+up a memory layout by name. tests/unit/test_unpickling.py lists every other call that could execute what it reads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CLASSES: dict[str, Any] = {
         dcp.TensorStorageMetadata,
         dcp._MEM_FORMAT_ENCODING,
         dcp_filesystem._StorageInfo,
-        dcp_planner.BytesIOWriteData,  # of each rank's plan, which Megatron-Core keeps for its next save
+        dcp_planner.BytesIOWriteData,  # part of each rank's plan, which Megatron-Core keeps for its next save
         dcp_planner.SavePlan,
         dcp_planner.TensorWriteData,
         dcp_planner.WriteItem,
@@ -53,18 +53,23 @@ _ALLOWED: dict[str, Any] = _CLASSES | {
     "torch.serialization._get_layout": _get_layout,
     **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
-# placeholders for what Megatron-Core 0.15 and older wrote next to the metadata; they are looked up where a file names them
+# Placeholder classes for what Megatron-Core 0.15 and older wrote next to the metadata; imported only if a file names them.
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _MEGATRON_CLASSES = ("MCoreMetadata", "MCoreSavePlan")
 
 
 class _Refused(pickle.UnpicklingError):
-    """The pickle names what it may not."""
+    """The pickle names something that is not allowed."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """The class itself, not a name that is looked up in a module: dots in a name lead nowhere."""
+        """Return an allowed class by its full name, without looking it up in a module: dots in a name lead nowhere.
+
+        Args:
+            module: Module named in the pickle.
+            name: Name within the module.
+        """
         full = f"{module}.{name}"
         if full in _ALLOWED:
             return _ALLOWED[full]
@@ -76,11 +81,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_metadata(folder: Path) -> dcp.Metadata:
-    """Return what a checkpoint holds, executing nothing that its `.metadata` says.
+    """Return the metadata of a checkpoint without executing anything that `.metadata` names.
 
     Raises:
-        CheckpointError: the file is missing, damaged, names anything but the classes of metadata, or puts data outside the
-            folder.
+        CheckpointError: The file is missing or damaged, names anything but metadata classes, or places data outside the folder.
     """
     path = folder / METADATA
     try:
@@ -110,7 +114,7 @@ def load_metadata(folder: Path) -> dcp.Metadata:
 
 
 def _restored(kind: Any, attributes: dict[str, Any]) -> bool:
-    """Put a class back as it was: the BUILD instruction of a pickle can set attributes of classes. Whether it had changed."""
+    """Restore a class whose attributes a pickle changed (its BUILD instruction can). Return whether it had changed."""
     now = dict(vars(kind))
     differing = {name for name in now.keys() | attributes.keys() if now.get(name) is not attributes.get(name)}
     for name in differing:
@@ -122,10 +126,10 @@ def _restored(kind: Any, attributes: dict[str, Any]) -> bool:
 
 
 class MetadataReader(FileSystemReader):
-    """PyTorch's reader of a checkpoint in a folder, with `load_metadata` instead of its own unpickling."""
+    """PyTorch's checkpoint reader for a folder, with `load_metadata` instead of PyTorch's own unpickling."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """See `load_metadata`."""
+        """Return the metadata, see `load_metadata`."""
         return _restricted(self)
 
 
@@ -138,7 +142,7 @@ def _restricted(reader: FileSystemReader) -> dcp.Metadata:
 
 @contextlib.contextmanager
 def restricted_loading() -> Iterator[None]:
-    """Have every reader of PyTorch's in this block, such as Megatron's own, take its metadata from `load_metadata`."""
+    """Make every PyTorch reader in this block, such as Megatron's own, read its metadata with `load_metadata`."""
     original = FileSystemReader.read_metadata
     FileSystemReader.read_metadata = lambda self, *args, **kwargs: _restricted(self)
     try:

@@ -1,4 +1,4 @@
-"""The folder of a run: what it can hold, and when it may be replaced or gone on with."""
+"""The folder of a run: its contents, and when a start may replace or resume the run in it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tepo_megatron.storage import disk_fault
 if TYPE_CHECKING:
     from tepo_megatron.config import Config
 
-# Signs of a run that got somewhere; what a start that failed left behind has none of them.
+# Files of a run that made progress. A failed start leaves none of them.
 _SIGNS = ("summary.json", "hf", "checkpoints", "metrics.lost.jsonl")
-# What the end of a run writes, and its name once the run goes on, which writes it again.
+# Files written at the end of a run -> their names after the run is resumed, which writes them again.
 _OUTCOME = {"summary.json": "summary.former.json", "evaluation.jsonl": "evaluation.former.jsonl"}
 _HANG = {"hang.txt": "hang.former.txt"}
-# All that a run writes: `overwrite` removes these and nothing else.
+# Everything that a run writes. `overwrite` removes these and nothing else.
 _OF_A_RUN = (
     "checkpoints", *_OUTCOME, *_OUTCOME.values(), *_HANG, *_HANG.values(), "summary.json.partial", "evaluation.jsonl.partial",
     "config.yaml", "config.yaml.partial", "metrics.jsonl", "metrics.jsonl.partial", "metrics.lost.jsonl",
@@ -33,30 +33,33 @@ _OF_A_RUN = (
 
 
 def prepare(cfg: Config) -> Path:
-    """As `claim`, for a run that starts later: the lock is given back. Returns the path of config.yaml."""
+    """Prepare the folder of a run that starts later: call `claim`, then release the lock. Return the path of config.yaml."""
     with claim(cfg):
         return cfg.run_dir / "config.yaml"
 
 
 def claim(cfg: Config) -> RunLock:
-    """Lock output/name and make it ready for a run: with the resolved config.yaml, without what `overwrite` replaces.
+    """Lock the run's folder and prepare it: write the resolved config.yaml and remove what `overwrite` replaces.
 
-    With `resume` nothing is removed; the outcome of one that had ended keeps its name until the run goes on
-    (`rename_outcome`). Returns the lock, which the caller holds until the run has ended.
+    With `resume` nothing is removed. The outcome of a run that had ended keeps its name until the run continues
+    (`rename_outcome`). A refusal changes nothing in the folder.
 
-    Raises ConfigError if a run is there already and neither `resume` nor `overwrite` is set, if it is under way or has nothing
-    to resume from, if the model or the data lie in what would be removed, or if the directory cannot be written. A refusal
-    changes nothing in the folder.
+    Returns:
+        The lock, which the caller holds until the run has ended.
+
+    Raises:
+        ConfigError: The folder holds a run and neither `resume` nor `overwrite` is set; the run is under way or has nothing to
+            resume from; the model or the data lie in what would be removed; or the folder cannot be written.
     """
     if not (cfg.run_dir / LOCK_FILE).exists():
-        _refuse_what_is_there(cfg)  # before a lock's file is made in a folder that is not ours
+        _refuse_what_is_there(cfg)  # before a lock file is created in a folder that is not ours
     try:
         lock = RunLock(cfg.run_dir)
     except ConfigError as e:
         raise ConfigError(f"output={cfg.output}: {e}") from None
     try:
         _refuse_what_is_there(cfg)
-        _refuse_one_under_way(cfg.run_dir)  # by its metrics: a version without this lock started it, or the lock was removed
+        _refuse_one_under_way(cfg.run_dir)  # by its metrics: a version without this lock started it, or the lock is gone
         lock.sign()
         _make_ready(cfg)
     except BaseException:
@@ -66,7 +69,7 @@ def claim(cfg: Config) -> RunLock:
 
 
 def _refuse_what_is_there(cfg: Config) -> None:
-    """Raise ConfigError for a run that may not start in the folder as it is now. Reads only."""
+    """Raise ConfigError if the run may not start in the folder as it is now. This only reads."""
     metrics = cfg.run_dir / "metrics.jsonl"
     holds_a_run = (metrics.exists() and metrics.stat().st_size) or any((cfg.run_dir / n).exists() for n in _SIGNS)
     if holds_a_run and not (cfg.overwrite or cfg.resume):
@@ -103,9 +106,9 @@ def _make_ready(cfg: Config) -> None:
 
 
 def rename_outcome(run_dir: Path) -> None:
-    """Give the outcome of a run that had ended another name, because the run goes on.
+    """Rename the outcome of a run that had ended, because the run continues.
 
-    Call it when nothing can refuse the resume any more: until then a finished run stays finished.
+    Call it when nothing can refuse the resume any more. Until then a finished run stays finished.
     """
     _rename(run_dir, _OUTCOME)
 
@@ -117,15 +120,18 @@ def _rename(run_dir: Path, names: Mapping[str, str]) -> None:
 
 
 def finished(cfg: Config) -> bool:
-    """Whether `resume` has nothing left to do: the run took `training.steps` steps, or ended early under `evaluation.patience`,
-    and its model is exported if it shall be.
+    """Return whether `resume` has nothing left to do.
 
-    Raises ConfigError where it took more.
+    That is the case if the run took `training.steps` steps, or ended early under `evaluation.patience`, and its model is
+    exported if `export_hf` is set.
+
+    Raises:
+        ConfigError: The run took more than `training.steps` steps.
     """
     try:
         summary = json.loads((cfg.run_dir / "summary.json").read_text()) if cfg.resume else {"steps": None}
         steps, early = summary["steps"], cfg.evaluation.patience is not None and "stopped_early" in summary
-    except (OSError, ValueError, KeyError, TypeError):  # there is none, or not one of a run
+    except (OSError, ValueError, KeyError, TypeError):  # there is no summary, or it is not a run's
         return False
     if isinstance(steps, int) and steps > cfg.training.steps:
         raise ConfigError(
@@ -135,7 +141,15 @@ def finished(cfg: Config) -> bool:
 
 
 def lock(metrics: int, run_dir: Path) -> None:
-    """Mark a run as under way while its open metrics file stays open. Raises ConfigError where another process did so."""
+    """Lock the open metrics file to mark a run as under way for as long as the file stays open.
+
+    Args:
+        metrics: File descriptor of metrics.jsonl.
+        run_dir: Folder of the run, for the message.
+
+    Raises:
+        ConfigError: Another process holds the lock. On a file system without locks nothing is checked.
+    """
     try:
         fcntl.flock(metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -147,7 +161,7 @@ def lock(metrics: int, run_dir: Path) -> None:
 
 
 def _refuse_one_under_way(run_dir: Path) -> None:
-    with contextlib.suppress(OSError):  # there is none, or `prepare` will say what is wrong
+    with contextlib.suppress(OSError):  # there is no such file, or `prepare` reports what is wrong
         metrics = os.open(run_dir / "metrics.jsonl", os.O_WRONLY)
         try:
             lock(metrics, run_dir)
@@ -156,7 +170,7 @@ def _refuse_one_under_way(run_dir: Path) -> None:
 
 
 def _refuse_without_checkpoints(cfg: Config) -> None:
-    """To start anew what has no checkpoint is no loss where a run was cut off; where it had ended it would be."""
+    """Refuse a resume without checkpoints if the run had ended. Restarting an interrupted run from scratch loses nothing."""
     if cfg.rollout.only:
         raise ConfigError(
             f"{cfg.run_dir} holds a run already, and rollout.only=true keeps no checkpoints to resume from; choose another "

@@ -1,6 +1,7 @@
-"""The lock of a run's folder: held by the launcher, or by rank 0 under torchrun, from before the folder is touched to the end.
+"""The lock of a run's folder.
 
-The lock is the kernel's (flock, which Linux's NFS client turns into a lock of the server), on a file that says who holds it.
+The launcher (rank 0 under torchrun) holds it from before the folder is touched until the run ends. It is a kernel lock (flock,
+which Linux's NFS client turns into a lock of the server) on a file that names its holder.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ _log = logging.getLogger(__name__)
 
 
 class RunLock:
-    """The exclusive right to write in one run's folder; a context manager, which gives it back.
+    """The exclusive right to write in one run's folder; a context manager that releases it on exit.
 
-    Ranks that inherit `file` hold the lock on when the launcher dies: it is free once all of them have ended too.
+    Ranks that inherit `file` keep the lock if the launcher dies. The lock is free once all of them have ended too.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        """Take the lock, and create the folder where it is missing.
+        """Take the lock, creating the folder if it is missing. A refusal leaves everything as it was.
 
-        Raises ConfigError where another process holds it, naming it, or where the folder cannot be written. A refusal leaves
-        everything as it was.
+        Raises:
+            ConfigError: Another process holds the lock (the message names it), or the folder cannot be written.
         """
         self._path, self._is_new = run_dir / LOCK_FILE, False
         self._made = _missing(run_dir)
@@ -46,7 +47,7 @@ class RunLock:
             raise ConfigError(fault) from None
 
     def _attempt(self) -> int:
-        """The open and locked file; -1 where the folder or the file went with its former owner meanwhile."""
+        """Return the open, locked file; -1 if its former owner removed the folder or the file in the meantime."""
         folder = self._path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +55,7 @@ class RunLock:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except FileNotFoundError:
             return -1
-        except FileExistsError:  # by mkdir, which found a folder that is gone now; or a file
+        except FileExistsError:  # mkdir found a folder that is gone now, or a file
             if folder.exists():
                 raise
             return -1
@@ -69,7 +70,7 @@ class RunLock:
         return -1
 
     def sign(self) -> None:
-        """Write into the lock's file who holds it: what a start that is refused tells its user. Raises StorageError."""
+        """Write the holder into the lock file; a start that is refused shows it to its user. Raise StorageError."""
         with writing(self._path):
             os.ftruncate(self.file, os.pwrite(self.file, json.dumps(_myself()).encode() + b"\n", 0))
         self._is_new = True
@@ -86,7 +87,7 @@ class RunLock:
             self._without_locks(file, e)
 
     def _without_locks(self, file: int, error: OSError) -> None:
-        """What can be known of a file system without locks: whether the last owner still runs on this machine."""
+        """Without locks in the file system, only check whether the last owner still runs on this machine, and warn."""
         owner = _read(file)
         if owner is not None and owner["host"] == socket.gethostname() and owner["start"] == _start_of(owner["pid"]):
             raise ConfigError(
@@ -101,22 +102,22 @@ class RunLock:
         )
 
     def holds(self) -> bool:
-        """Return whether the folder is still the one that was locked: not removed, moved or replaced."""
+        """Return whether the folder is still the locked one, not removed, moved or replaced."""
         return _is_at(self.file, self._path)
 
     def release(self) -> None:
-        """Give the lock back and remove its file, if it is ours. A second call does nothing."""
+        """Release the lock and remove its file, if it is ours. A second call does nothing."""
         if self.file < 0:
             return
         if self._is_new and self.holds():
-            with contextlib.suppress(OSError):  # its file system has become read-only; a file that is left is harmless
-                self._path.unlink()  # while it is locked: who opened it meanwhile finds that it is gone
+            with contextlib.suppress(OSError):  # the file system has become read-only; a leftover file is harmless
+                self._path.unlink()  # while locked, so that a process that opened it meanwhile notices that it is gone
         os.close(self.file)
         self.file = -1
         self._remove_made()
 
     def _remove_made(self) -> None:
-        """The folders that this lock made, where nothing was put into them."""
+        """Remove the folders that this lock created, if they are empty."""
         for folder in self._made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -129,32 +130,32 @@ class RunLock:
 
 
 class FolderIdentity:
-    """The folder that a run began in, kept open: an inode that is open is given to no other folder.
+    """The folder that a run began in, held open to detect its replacement. An open inode is never reused for another folder.
 
-    A run may be replaced by hand while it is under way. Then the path leads to another run's folder, or the folder holds
-    another run's lock.
+    A user may replace a run while it is under way. Then the path leads to another run's folder, or the folder holds another
+    run's lock.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        """Keep what is there now: nothing where the folder does not exist, which `is_in_place` then cannot tell."""
+        """Open the folder and its lock file. If the folder does not exist, `is_in_place` always returns True."""
         self._kept: list[tuple[int, Path]] = []
         for path in (run_dir, run_dir / LOCK_FILE):
             with contextlib.suppress(OSError):
                 self._kept.append((os.open(path, os.O_RDONLY | os.O_CLOEXEC), path))
 
     def is_in_place(self) -> bool:
-        """Return whether the path still leads to that folder, and the lock in it is still that run's."""
+        """Return whether the path still leads to that folder, and its lock file is still that run's."""
         return all(_is_at(file, path) for file, path in self._kept)
 
     def close(self) -> None:
-        """Give the files back. A second call does nothing; afterwards `is_in_place` cannot tell any more."""
+        """Close the files. A second call does nothing. Afterwards `is_in_place` always returns True."""
         for file, _ in self._kept:
             os.close(file)
         self._kept = []
 
 
 def _missing(folder: Path) -> list[Path]:
-    """The folder and those above it that do not exist, from the bottom up."""
+    """Return the folder and its parents that do not exist, innermost first."""
     found = []
     while not folder.exists():
         found.append(folder)
@@ -176,7 +177,7 @@ def _myself() -> dict[str, str | int]:
 
 
 def _start_of(pid: int) -> str:
-    """When a process started, in clock ticks since boot: no other process has the same number and start. Empty: it is gone."""
+    """Return when a process started, in clock ticks since boot, which identifies it along with its pid. Empty: it is gone."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""

@@ -1,4 +1,7 @@
-"""The checks that stand between a wrong engine and the update, and whether they work in a run: told at start and in reports."""
+"""List the checks that protect an update from an engine with wrong weights, and whether each works in a run.
+
+The start of a run and the reports show the result.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,18 @@ from dataclasses import dataclass
 
 from tepo_megatron.config import Config
 
-TOO_WIDE = 0.5  # nats: the mean that stale or mixed weights rarely reach
-COLD = 0.1  # a temperature below which nearly every token is the likeliest one
+TOO_WIDE = 0.5  # nats; stale or mixed weights rarely reach this mean
+COLD = 0.1  # below this temperature nearly every token is the most likely one
 
 
 @dataclass(frozen=True)
 class SafetyCheck:
-    """One check of a run.
+    """One safety check of a run.
 
-    Args:
-        name: of the check.
-        works: False where it is off, or cannot work in this run.
-        state: what it compares, or why it does not.
+    Attributes:
+        name: Name of the check.
+        works: False if the check is off or cannot work in this run.
+        state: What the check compares, or why it does not work.
     """
 
     name: str
@@ -41,7 +44,7 @@ def safety_checks(cfg: Config) -> list[SafetyCheck]:
 
 
 def checks_that_are_off(cfg: Config) -> list[str]:
-    """Return a line for the user for each check that does not work in a run of this config."""
+    """Return one line of text for each check that does not work in a run of this config."""
     return [f"safety check {check}" for check in safety_checks(cfg) if not check.works]
 
 
@@ -65,7 +68,7 @@ def _log_probs(cfg: Config) -> tuple[bool, str]:
         )
     share = "every token" if sync.compared_tokens is None else f"about {sync.compared_tokens} tokens of each server and version"
     if sync.compared_tokens is not None and not rollout.max_staleness and cfg.training.old_logprobs == "actor":
-        share = "every token"  # no pass of its own, which alone that bounds
+        share = "every token"  # the limit applies only to a comparison pass, which does not run here
     state = f"{share} under the weights that sampled it; the run ends above {sync.max_logprob_diff:g} nats"
     if rollout.filter_uniform_groups:
         state += "; groups that rollout.filter_uniform_groups drops are neither learned from nor compared"

@@ -1,11 +1,11 @@
-"""Private temporary folders that no kill leaves behind for long.
+"""Private temporary folders that are cleaned up even after their owner is killed.
 
-A folder `tepo-PURPOSE-<16 hex digits>` has mode 0700 and an flock on itself that its owner holds. The kernel drops the lock
-with the owner, however it ends, and containers that share the file system share the locks, unlike process ids. So a folder
-whose lock can be taken is abandoned: whoever makes a folder there, or sweeps, removes it. Those of other users and of live runs
-stay.
+A folder `tepo-PURPOSE-<16 hex digits>` has mode 0700, and its owner holds an flock on it. The kernel releases the lock when the
+owner ends, however it ends. Containers that share the file system share the locks, unlike process ids. So a folder whose lock
+can be taken is abandoned: any process that creates a folder in the same place, or sweeps, removes it. Folders of other users
+and of live runs stay.
 
-Imports nothing heavy: guards use it.
+This module imports nothing heavy, because guards use it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Self
 
 SHARED_MEMORY = Path("/dev/shm")
-SEGMENTS = "shared_memory.json"  # in a folder: the segments that die with it, see `record_segments`
+SEGMENTS = "shared_memory.json"  # lists the segments to remove with a folder, see `record_segments`
 _NAME = re.compile(r"tepo-[a-z]+-[0-9a-f]{16}")
 _UNNAMED = ".tepo-"
 _ATTEMPTS = 100
@@ -33,14 +33,17 @@ Segments = dict[str, int]  # name of a file in /dev/shm -> inode
 
 
 class PrivateFolder:
-    """A folder that this process owns until `remove`, or until it ends."""
+    """A folder that this process owns until `remove`, or until the process ends."""
 
     def __init__(self, purpose: str, root: Path | None = None) -> None:
-        """Make it in `root` (None: where temporary files go), after sweeping there and in shared memory. Raises OSError.
+        """Create the folder, after sweeping `root` and shared memory.
 
         Args:
-            purpose: lower-case letters, part of the name.
-            root: an existing folder.
+            purpose: Part of the name; lower-case letters.
+            root: An existing folder. None: the system's folder for temporary files.
+
+        Raises:
+            OSError: The folder cannot be created.
         """
         root = Path(tempfile.gettempdir()) if root is None else root
         sweep(SHARED_MEMORY)
@@ -53,7 +56,7 @@ class PrivateFolder:
         self.remove()
 
     def remove(self) -> None:
-        """Remove it with all it holds. A second call does nothing."""
+        """Remove the folder with its contents. A second call does nothing."""
         if self._lock >= 0:
             _remove(self.path)
             os.close(self._lock)
@@ -61,24 +64,32 @@ class PrivateFolder:
 
 
 def new_name(purpose: str) -> str:
-    """Return a name that no other folder has."""
+    """Return a name that no other folder has, for `purpose` (lower-case letters)."""
     return f"tepo-{purpose}-{secrets.token_hex(8)}"
 
 
 def claim(root: Path, name: str) -> tuple[Path, int]:
-    """Make the folder `name` in `root`; return it with its open lock. Sweeps `root` first. Raises OSError.
+    """Sweep `root`, then create a locked folder in it.
 
-    name: of `new_name`.
+    Args:
+        root: An existing folder.
+        name: A name from `new_name`.
+
+    Returns:
+        The path of the folder, and the open file that holds its lock.
+
+    Raises:
+        OSError: The folder cannot be created.
     """
     sweep(root)
     for _ in range(_ATTEMPTS):
-        # locked before it gets the name by which others would find and remove it; the lock stays with the folder
+        # lock it before it gets the name by which others would find and remove it; renaming keeps the lock
         unnamed = Path(tempfile.mkdtemp(prefix=_UNNAMED, dir=root))
         try:
             lock = _open_locked(unnamed)
-        except (BlockingIOError, FileNotFoundError):  # somebody swept it between the two calls
+        except (BlockingIOError, FileNotFoundError):  # another process swept it between the two calls
             continue
-        except OSError:  # the file system has no locks: nobody can take this folder for an abandoned one
+        except OSError:  # the file system has no locks, so nobody can mistake this folder for an abandoned one
             lock = os.open(unnamed, os.O_RDONLY | os.O_DIRECTORY)
         try:
             return unnamed.rename(root / name), lock
@@ -92,7 +103,7 @@ def claim(root: Path, name: str) -> tuple[Path, int]:
 
 
 def sweep(*roots: Path) -> list[Path]:
-    """Remove the abandoned folders in `roots`; return those. Several processes may do so at once."""
+    """Remove the abandoned folders in `roots` and return their paths. Several processes may sweep at once."""
     removed = []
     for root in roots:
         try:
@@ -103,13 +114,13 @@ def sweep(*roots: Path) -> list[Path]:
             named, unnamed = _NAME.fullmatch(folder.name), folder.name.startswith(_UNNAMED)
             if not (named or unnamed) or not _is_mine(folder):
                 continue
-            with contextlib.suppress(OSError):  # in use, or removed meanwhile
+            with contextlib.suppress(OSError):  # in use, or already removed
                 lock = _open_locked(folder)
                 try:
                     if named:
                         _remove(folder)
                         removed.append(folder)
-                    else:  # it has its name before it holds anything
+                    else:  # a folder without its final name is empty
                         folder.rmdir()
                 finally:
                     os.close(lock)
@@ -117,16 +128,24 @@ def sweep(*roots: Path) -> list[Path]:
 
 
 def record_segments(folder: Path, segments: Segments) -> None:
-    """Note in a folder which segments of shared memory are to be removed with it. Raises OSError."""
+    """Record in a folder which shared-memory segments to remove with it.
+
+    Args:
+        folder: The folder.
+        segments: File names in /dev/shm -> inodes.
+
+    Raises:
+        OSError: The record cannot be written.
+    """
     part = folder / f"{SEGMENTS}.part"
     part.write_text(json.dumps(segments))
     part.replace(folder / SEGMENTS)
 
 
 def mapped_segments(pids: Iterable[int]) -> Segments:
-    """Return the files of shared memory that the processes map, but those in folders of ours, which have owners.
+    """Return the shared-memory files that the processes map, except those in our own private folders, which have owners.
 
-    By inode: a semaphore is mapped under a name that it had before it got its own.
+    They are matched by inode, because a semaphore is mapped under the name that it had before its final one.
     """
     inodes: set[int] = set()
     for pid in pids:
@@ -141,7 +160,7 @@ def mapped_segments(pids: Iterable[int]) -> Segments:
 
 
 def remove_segments(segments: Segments) -> None:
-    """Unlink those that are still the same files and this user's."""
+    """Unlink the segments that still have the recorded inode and belong to this user."""
     for name, inode in segments.items():
         path = SHARED_MEMORY / Path(name).name
         with contextlib.suppress(OSError):
@@ -151,7 +170,7 @@ def remove_segments(segments: Segments) -> None:
 
 
 def _remove(folder: Path) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # most have none
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # most folders have no such record
         remove_segments({str(name): int(inode) for name, inode in json.loads((folder / SEGMENTS).read_text()).items()})
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -165,7 +184,7 @@ def _is_mine(folder: Path) -> bool:
 
 
 def _open_locked(folder: Path) -> int:
-    """Lock a folder without waiting; return the file to keep open. Raises OSError."""
+    """Lock a folder without waiting and return its open file. Raise OSError if it is locked."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Seeds that depend on what is drawn, never on who draws it."""
+"""Derive seeds from what is drawn, never from the process that draws it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from torch import Tensor
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2^62) from (run seed, purpose, step, ...): stable over processes, platforms and layouts."""
+    """Return a seed in [0, 2^62) for (run seed, purpose, step, ...), the same in all processes, platforms and layouts."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 
 def hash_rows(seed: int, rows: Tensor) -> Tensor:
-    """[n] int64 in [0, 2^63): a random number for each row of an int64 matrix [n, k], whatever the order of the rows.
+    """Return one random number per row, independent of the order of the rows: int64 [n] in [0, 2^63).
 
-    The finalizer of SplitMix64 (Steele, Lea and Flood 2014), once per column; int64 products wrap around.
+    The hash is the finalizer of SplitMix64 (Steele, Lea and Flood 2014), applied once per column; int64 products wrap around.
+
+    Args:
+        seed: Seed of the numbers.
+        rows: int64 [n, k], any device.
     """
     key = torch.full((rows.shape[0],), seed, dtype=torch.int64)
     for column in rows.cpu().unbind(1):
@@ -29,5 +33,5 @@ def hash_rows(seed: int, rows: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """x >> bits, filled with zeros."""
+    """Return x >> bits, filled with zeros."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

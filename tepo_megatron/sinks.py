@@ -1,6 +1,6 @@
-"""Where the metrics of a run go: `metrics.jsonl` (the truth), the terminal and `log.txt`, TensorBoard, W&B.
+"""The outputs for a run's metrics: `metrics.jsonl` (authoritative), the terminal and `log.txt`, TensorBoard, W&B.
 
-Rank 0 alone opens a `RunLog`.
+Only rank 0 opens a `RunLog`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from tepo_megatron.storage import writing
 METRICS_FILE = "metrics.jsonl"
 LOST_FILE = "metrics.lost.jsonl"
 LOG_FILE = "log.txt"
-HEADER_EVERY = 20  # progress lines
-_PACKAGE = "tepo_megatron"  # whose loggers are listened to
+HEADER_EVERY = 20  # progress lines between two headers
+_PACKAGE = "tepo_megatron"  # warnings of its loggers go to the log
 _WANDB_ID = "wandb/run-id.txt"
-_FIRST_KEY = "step"  # of a record
+_FIRST_KEY = "step"  # first key of every record
 
 Value = float | int | None
 
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of the progress line, right-aligned in `width` characters."""
+    """One value of the progress line, right-aligned in `width` characters."""
 
     heading: str
     key: str
@@ -49,12 +49,12 @@ class Column:
     format: str
 
     def cell(self, record: Mapping[str, Value]) -> str:
-        """The figure, "-" where the step has none."""
+        """Return the formatted value, or "-" if the step has none."""
         value = record.get(self.key)
         return ("-" if value is None else format(value, self.format)).rjust(self.width)
 
 
-# the most telling first: a terminal too narrow for all of them shows those that fit
+# most important first: a narrow terminal shows only the columns that fit
 COLUMNS = (
     Column("reward", "reward/mean", 6, ".3f"),
     Column("acc", "accuracy/mean", 5, ".3f"),
@@ -81,11 +81,18 @@ COLUMNS = (
 
 
 class RunLog:
-    """The open sinks of one run; a context manager.
+    """The open outputs of one run; a context manager.
 
-    run_dir must exist. steps: of the whole run, for the progress line. Files are appended to, each line in one write:
-    a process that is killed hardly ever leaves half of one. Within, what this process warns of is told like a message. Raises
-    ConfigError when a configured sink is not installed, or when another process has the log of this run open.
+    Files are appended to, each line in one write, so a killed process hardly ever leaves half a line. Inside the context,
+    warnings of this process are logged like messages.
+
+    Args:
+        run_dir: Folder of the run; it must exist.
+        cfg: Which outputs are on.
+        steps: Steps of the whole run, for the progress line.
+
+    Raises:
+        ConfigError: A configured output is not installed, or another process has this run's log open.
     """
 
     def __init__(self, run_dir: Path, cfg: LoggingConfig, steps: int) -> None:
@@ -115,9 +122,14 @@ class RunLog:
         os.close(self._log)
 
     def write(self, step: int, record: Mapping[str, Value]) -> None:
-        """Record one step everywhere. None, and what is not finite, is null in JSON and "-" in the progress line.
+        """Record one step in all outputs. None and non-finite values become null in JSON and "-" in the progress line.
 
-        Raises RunReplacedError, and StorageError naming the file that cannot be written.
+        Args:
+            step: Number of the step.
+            record: Values by key.
+
+        Raises:
+            RunReplacedError, StorageError: The run's folder was replaced, or the named file cannot be written.
         """
         self.check_in_place()
         values = {key: _finite(value) for key, value in record.items()}
@@ -133,7 +145,7 @@ class RunLog:
             self._wandb.log(known, step=step)
 
     def check_in_place(self) -> None:
-        """Raise RunReplacedError where the metrics file that this run writes is not the one in the run's folder any more."""
+        """Raise RunReplacedError if the open metrics file is no longer the one in the run's folder."""
         path = self._run_dir / METRICS_FILE
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(self._metrics), path.stat()):
@@ -144,20 +156,17 @@ class RunLog:
         )
 
     def sync(self) -> None:
-        """Return when every record written so far is on the disk. Raises RunReplacedError and StorageError."""
+        """Flush all records to the disk. Raise RunReplacedError or StorageError."""
         self.check_in_place()
         with writing(self._run_dir / METRICS_FILE):
             os.fsync(self._metrics)
 
     def rewind(self, step: int) -> list[str]:
-        """Go back to where step `step` had been recorded: metrics.jsonl then holds the records of the steps up to it, each once
-        and in order, whatever had become of the file.
+        """Go back to the state after `step`: metrics.jsonl then holds the steps up to it, each once and in order.
 
-        All else in it moves to metrics.lost.jsonl: records of later steps, which the run takes again, and what is damaged.
-        TensorBoard is told to forget later steps. Killed in between and called again, it moves everything once.
-
-        Returns:
-            What was moved and what is wrong with the file, a sentence each.
+        Everything else in the file moves to metrics.lost.jsonl: later steps, which the run repeats, and damaged lines.
+        TensorBoard is told to drop later steps. If the process is killed during this and calls it again, everything is moved
+        exactly once. Return what was moved and what is wrong with the file, one sentence each.
         """
         path = self._run_dir / METRICS_FILE
         data = path.read_bytes() if path.exists() else b""
@@ -181,14 +190,14 @@ class RunLog:
         return said
 
     def _add_lost(self, lost: bytes) -> None:
-        """Append to metrics.lost.jsonl, once however often it is called with the same, and with a line of its own."""
+        """Append to metrics.lost.jsonl on a new line. Repeated calls with the same data append it once."""
         path = self._run_dir / LOST_FILE
         known = path.read_bytes() if path.exists() else b""
         if not known.endswith(lost):
             replace_file(path, known + (b"" if known.endswith(b"\n") or not known else b"\n") + lost)
 
     def _replace_metrics(self, data: bytes) -> None:
-        """Swap metrics.jsonl in one step; the lock of this run passes to the new file before anybody can see it."""
+        """Replace metrics.jsonl atomically. The new file is locked for this run before other processes can see it."""
         path = self._run_dir / METRICS_FILE
         unfinished = path.with_name(path.name + ".partial")
         unfinished.write_bytes(data)
@@ -200,7 +209,7 @@ class RunLog:
         os.close(former)
 
     def message(self, text: str) -> None:
-        """Print `text` and keep it in the log; control characters in it, which may be foreign, are escaped."""
+        """Print `text` and write it to the log. Control characters are escaped, because the text may be foreign."""
         text = escaped(text)
         self._append(self._log, LOG_FILE, text + "\n")
         self._print(text)
@@ -213,7 +222,7 @@ class RunLog:
         self._lines += 1
 
     def _row(self, first: str, cells: list[str], style: str | None = None) -> None:
-        """The whole row to the log; to a terminal, the cells that fit on one line of it."""
+        """Write the whole row to the log, and to a terminal the cells that fit on one line."""
         self._append(self._log, LOG_FILE, " ".join([first, *cells]) + "\n")
         if self._console.is_terminal:
             while len(" ".join([first, *cells])) > self._console.width:
@@ -229,7 +238,7 @@ class RunLog:
 
 
 class _Warnings(logging.Handler):
-    """Tells a run's log what the package warns of, from any thread of this process."""
+    """A logging handler that copies the package's warnings, from any thread of this process, to a run's log."""
 
     def __init__(self, log: RunLog) -> None:
         super().__init__(logging.WARNING)
@@ -238,14 +247,14 @@ class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._to.message(f"warning: {record.getMessage()}")
-        except OSError:  # what is warned of must not fail for it
+        except OSError:  # a warning must not make its caller fail
             self.handleError(record)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
-    """The records of a run: each step once, in order, whatever had become of the file. What is wrong with it is warned of.
+    """Return a run's records: each step once, in order, even from a damaged file. Log a warning about damage.
 
-    Raises DataError when there is no record, naming the file.
+    Raise DataError, naming the file, if there is no record.
     """
     found = read_steps(run_dir)
     records.report(run_dir / METRICS_FILE, found.faults)
@@ -253,7 +262,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
 
 
 def read_steps(run_dir: Path) -> records.Steps:
-    """The same with its faults as text. Raises DataError when there is no record, naming the file."""
+    """Return a run's records and the file's faults as text. Raise DataError, naming the file, if there is no record."""
     path = run_dir / METRICS_FILE
     try:
         lines = records.read_lines(path, _FIRST_KEY)
@@ -267,7 +276,12 @@ def read_steps(run_dir: Path) -> records.Steps:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file that is as it was, or whole, whenever the process is killed or the machine loses power."""
+    """Write a file atomically: after a kill or power loss it has either the old content or all of the new.
+
+    Args:
+        path: The file.
+        data: New content.
+    """
     unfinished = path.with_name(path.name + ".partial")
     with unfinished.open("wb") as file:
         file.write(data)
@@ -285,14 +299,14 @@ def _open_for_appending(path: Path) -> int:
 
 
 def _end_line(file: int, path: Path) -> None:
-    """A line that a kill cut off stays a line of its own."""
+    """End a line that a kill cut off, so that it stays a separate line."""
     with path.open("rb") as reader:
         if reader.seek(0, os.SEEK_END) and (reader.seek(-1, os.SEEK_END), reader.read(1))[1] != b"\n":
             os.write(file, b"\n")
 
 
 def _append(file: int, line: str) -> None:
-    """All of `line` or, where the disk is full, nothing of it and an OSError."""
+    """Write all of `line`, or nothing if the disk is full; then raise OSError."""
     data = line.encode()
     written = os.write(file, data)
     if written < len(data):
@@ -319,12 +333,12 @@ def _open_wandb(run_dir: Path, project: str) -> Any:
             f"logging.wandb_project={project}: the wandb package is not installed; "
             "install tepo-megatron[wandb] or remove the key"
         ) from None
-    # a run that is resumed goes on in the same one; of steps that are taken again W&B keeps the former values
+    # A resumed run continues the same W&B run. W&B keeps the former values of repeated steps.
     return wandb.init(project=project, name=run_dir.name, dir=str(run_dir), id=wandb_id(run_dir), resume="allow")
 
 
 def wandb_id(run_dir: Path) -> str:
-    """The id under which W&B knows this run, made at its first start and kept in its directory."""
+    """Return the id of this run in W&B, created at its first start and kept in its folder."""
     path = run_dir / _WANDB_ID
     known = path.read_text(errors="replace").strip() if path.exists() else ""
     if not re.fullmatch("[0-9a-f]{32}", known):

@@ -1,4 +1,4 @@
-"""What one step reports: sums from rollouts and updates, turned into one line of metrics.jsonl."""
+"""Collect the metrics of one step: sums from rollouts and updates become one line of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tepo_megatron.types import Rollout
 if TYPE_CHECKING:
     from tepo_megatron.actor.tally import UpdateResult
 
-# In the order of the record; what a step could not measure is null.
+# Keys in the order of the record. Values that a step could not measure are null.
 KEYS = (
     "reward/mean", "reward/ref_kl", "accuracy/mean", "actor/entropy", "actor/grad_norm", "loss/total", "loss/kl",
     "loss/ref_kl", "loss/clip_fraction", "loss/clip_fraction_low", "loss/clip_fraction_high", "tepo/kl_mask_share",
@@ -32,12 +32,12 @@ KEYS = (
     *(f"grading/{status}" for status in STATUSES),
 )  # fmt: skip
 _OF_ENTROPY_CHANGE = ("tepo/kl_mask_share", "tepo/mask_below_noise")
-# `wait` is what training waited for `rollout` and `reward`, which run beside it where rollouts are sampled ahead.
+# `wait`: time that training waited for `rollout` and `reward`, which run concurrently if rollouts are sampled ahead.
 PHASES = ("wait", "rollout", "reward", "old_stats", "update", "sync")
 
 
 class StepLog:
-    """Collects one step's metrics. Every rank fills one; rank 0's is written."""
+    """The metrics of one step. Every rank fills one; rank 0's is written."""
 
     def __init__(self) -> None:
         self._metrics = Metrics()
@@ -47,26 +47,26 @@ class StepLog:
         self._memory: dict[str, float | None] = {}
 
     def receive(self, collected: tuple[list[Rollout], Metrics]) -> list[Rollout]:
-        """Take over the metrics of all samples; returns the rollouts that were kept."""
+        """Take over the metrics of all samples and return the kept rollouts."""
         rollouts, self._metrics = collected
         self._trained_tokens = sum(r.token_ids_L.numel() for r in rollouts)
         return rollouts
 
     def note(self, values: Mapping[str, float | None]) -> None:
-        """Record what is measured once in a step; None: it could not be."""
+        """Record values measured once per step. None: the value could not be measured."""
         for name, value in values.items():
             if value is not None:
                 self._metrics.add(name, value)
 
     def memory(self, values: dict[str, float | None]) -> None:
-        """Record what was held in the step's phases: keys of the record, none where it is not measured."""
+        """Record the memory held in the step's phases, by key of the record. Empty: not measured."""
         self._memory = values
 
     def add(self, result: UpdateResult) -> None:
         """Record one optimizer step.
 
-        The first update of a rollout batch runs on the very weights that gave the old entropies: its dH is 0 or rounding noise,
-        so what depends on dH says nothing and is left out.
+        The first update of a rollout batch uses the very weights that gave the old entropies. Its dH is 0 or rounding noise, so
+        metrics that depend on dH are left out.
         """
         for name, pair in result.metrics.items():
             if result.knows_entropy_change or name not in _OF_ENTROPY_CHANGE:
@@ -77,7 +77,7 @@ class StepLog:
         self._ratios.append(result.ratio_B)
 
     def record(self, clock: Clock) -> dict[str, float | None]:
-        """One flat record: KEYS, then memory, seconds by phase, and trained tokens (prompt and response) per second."""
+        """Return one flat record: KEYS, memory, seconds by phase, and trained tokens (prompt and response) per second."""
         values = self._metrics.means()
         if self._ratios:
             ratios = torch.quantile(torch.cat(self._ratios), torch.tensor([0.01, 0.5, 0.99], dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""Say what is wrong with a disk: which file could not be written, why, and what to do about it."""
+"""Explain disk errors: which file could not be written, why, and how to fix it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tepo_megatron.errors import StorageError, TepoError
 
-# errors of a disk, not of a program -> what they mean, and the fix
+# errors of the disk, not of the program -> meaning and fix
 _MEANINGS = {
     errno.ENOSPC: ("the disk is full", "free some space there"),
     errno.EDQUOT: ("the quota of this user is used up", "free some space there, or have the quota raised"),
@@ -26,14 +26,14 @@ _MEANINGS = {
     errno.EACCES: ("it may not be written", "give this user the right to write there"),
     errno.EPERM: ("it may not be written", "give this user the right to write there"),
 }
-# those that reading does not have: whatever raised them was writing
+# errors that only writing raises
 _OF_WRITING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-_IN_TEXT = re.compile(r"\(os error (\d+)\)")  # safetensors has no errno
+_IN_TEXT = re.compile(r"\(os error (\d+)\)")  # safetensors errors have no errno
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Within, an error of the disk becomes a StorageError that names `path`, why it cannot be written, and the fix."""
+    """Turn a disk error inside the block into a StorageError that names the file, the reason and the fix."""
     try:
         yield
     except TepoError:
@@ -45,12 +45,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def disk_fault(error: BaseException, path: Path, written: bool = True) -> str | None:
-    """Return the message for an error of a disk; None for any other error.
+    """Return the message for a disk error; None for any other error.
 
     Args:
-        error: whatever was raised.
-        path: what was being written, where the error itself names no file.
-        written: whether something was being written for certain. If not, only errors that reading does not have count.
+        error: The exception.
+        path: The path being written, used if the error itself names no file.
+        written: True if something was certainly being written. If False, only errors that reading cannot raise count.
     """
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (found := _IN_TEXT.search(str(error))):

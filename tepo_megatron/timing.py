@@ -1,4 +1,4 @@
-"""Seconds by phase."""
+"""Measure wall time by phase."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tepo_megatron.watch import here
 
 
 class Clock:
-    """Adds up wall time by phase name.
+    """Sums of wall time by phase name.
 
-    On a GPU a phase ends when its kernels were launched, not when they ended; every phase of the loop ends with a value read on
-    the host, which waits for them.
+    On a GPU a phase ends when its kernels have been launched, not when they have finished. Every phase of the training loop
+    ends with a value read on the host, which waits for the kernels.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Clock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as `name`; repeated blocks add up."""
+        """Time the block as phase `name`. Repeated blocks add up."""
         start = time.perf_counter()
         try:
             with here.within(name):
@@ -32,7 +32,7 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the block out of the total."""
+        """Exclude the block from the total."""
         start = time.perf_counter()
         try:
             yield
@@ -41,5 +41,5 @@ class Clock:
 
     @property
     def total(self) -> float:
-        """Seconds since the clock was made."""
+        """Return the seconds since the clock was created, without paused blocks."""
         return time.perf_counter() - self._start

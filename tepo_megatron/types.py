@@ -1,17 +1,17 @@
-"""The data objects of one training step, in the order in which they arise.
+"""Data objects of one training step, in the order in which they are created.
 
     Prompt -> Rollout -> TrainBatch -> PackedMicrobatch -> TokenStats -> LossOutput
 
 Layout suffixes of tensors:
     _L  tokens of one sequence (prompt and response)
-    _B  sequences of the batch, on all ranks
-    _N  response tokens of the batch, on all ranks, sequence after sequence
+    _B  sequences of the batch, over all ranks
+    _N  response tokens of the batch, over all ranks, sequence after sequence
     _S  packed tokens of one microbatch on this context-parallel rank
-    _R  its response rows: the positions whose LABEL is a response token, the only ones to reach the output layer
+    _R  response rows of one microbatch: positions whose LABEL is a response token; only these reach the output layer
     _G  sequences of one microbatch (whole sequences, whichever context-parallel ranks hold their tokens)
-    _P  pieces of sequences of one microbatch (as many as sequences, unless prompts are shared)
-    _K  layers with experts, first to last, of the whole model
-    _T  experts chosen for one token in one of them
+    _P  pieces of sequences of one microbatch (one per sequence, unless prompts are shared)
+    _K  MoE layers of the whole model, first to last
+    _T  experts chosen for one token in one MoE layer
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question, tokenized.
+    """A tokenized question.
 
-    id: unique and stable over runs (its line in the dataset); token_ids: what the engine receives;
-    answer: the gold answer for the grader; meta: whatever else the dataset row held.
+    Attributes:
+        id: Unique number, stable across runs (the row's line in the dataset).
+        token_ids: Tokens that the engine receives.
+        answer: Gold answer for the grader.
+        meta: Everything else in the dataset row.
     """
 
     id: int
@@ -43,7 +46,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Routing:
-    """A model's experts: `per_token` of `number` are chosen in each of `sparse_layers` (ascending) out of num_layers."""
+    """The shape of a model's MoE routing.
+
+    Attributes:
+        num_layers: Layers of the model.
+        sparse_layers: Indices of the layers with experts, ascending.
+        per_token: Experts chosen per token and layer (top-k).
+        number: Experts per layer.
+    """
 
     num_layers: int
     sparse_layers: tuple[int, ...]
@@ -51,7 +61,7 @@ class Routing:
     number: int
 
     def check(self, experts_LKT: Tensor) -> None:
-        """Raise ValueError unless these are choices of this model: of each token distinct experts, of the last perhaps none."""
+        """Raise ValueError unless these are valid choices: distinct experts for every token. The last token may have none."""
         shape = (experts_LKT.shape[0], len(self.sparse_layers), self.per_token)
         if experts_LKT.shape != shape:
             raise ValueError(f"experts of shape {list(experts_LKT.shape)} instead of {list(shape)} (tokens, layers, per token)")
@@ -62,17 +72,23 @@ class Routing:
             raise ValueError("an expert was chosen twice for one token")
 
 
-NO_EXPERT = -1  # whose choice nobody made
+NO_EXPERT = -1  # marks a token for which no router ran
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. samples: responses per prompt; max_tokens: response tokens at most; stop_token_ids: each of them ends a
-    response, as its last token (none: the engine decides); max_sequence_tokens: of prompt and response together, None for no
-    such limit; routing: of the model, if the experts that were chosen are to be returned.
+    """Sampling settings of a request.
 
-    Whatever is not named here is switched off in the engine (top_p=1, top_k=-1, min_p=0, repetition_penalty=1),
-    since log-probs are recomputed by the actor under `temperature` alone.
+    Sampling options without a field are switched off in the engine (top_p=1, top_k=-1, min_p=0, repetition_penalty=1),
+    because the actor recomputes log-probs under `temperature` alone.
+
+    Attributes:
+        samples: Responses per prompt.
+        temperature: Sampling temperature.
+        max_tokens: Maximum response tokens.
+        stop_token_ids: Tokens that end a response; the response includes them. Empty: the engine decides.
+        max_sequence_tokens: Maximum tokens of prompt and response together. None: no such limit.
+        routing: Routing of the model, if the engine is to return the experts that it chose. None: not requested.
     """
 
     samples: int = 1
@@ -83,7 +99,7 @@ class SamplingParams:
     routing: Routing | None = None
 
     def after(self, prompt: Prompt) -> SamplingParams:
-        """The same for this prompt alone, with `max_tokens` the only limit. Raises ValueError where it leaves no token."""
+        """Return the settings for this prompt, limited by `max_tokens` alone. Raise ValueError if that leaves no token."""
         if self.max_sequence_tokens is None:
             return self
         room = self.max_sequence_tokens - len(prompt.token_ids)
@@ -96,17 +112,23 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled sequence, prompt included.
+    """One sampled sequence, including its prompt.
 
-    token_ids_L: int64; response_mask_L: bool, True where the policy chose the token;
-    rollout_logprobs_L: fp32 nats, the engine's log-prob of each token after temperature (0 on the prompt);
-    policy_version: the weights that sampled it, or the oldest of them; later_versions: (place, version) where newer ones took
-    over, which sampled the tokens from that place in the sequence on; servers: (place, name) of the inference servers in the
-    same way, the first of them at place 0; empty: not known. stop_reason: "stop" or "length".
-    reward: what the policy is trained on (shaped); score: the unshaped verdict of the grader, which group filters and
-    accuracies use; status: why (`exact`, `no_box`, `timeout`, ...). Before grading: nan, nan, "ungraded".
-    experts_LKT: int16, the experts that the engine's routers chose; NO_EXPERT of the last token, which never was an input.
-    None: not asked for.
+    Attributes:
+        prompt_id: `Prompt.id`.
+        token_ids_L: int64.
+        response_mask_L: bool, True where the policy chose the token.
+        rollout_logprobs_L: fp32 nats, the engine's log-prob of each token after temperature (0 where the mask is False).
+        policy_version: Version of the weights that sampled the sequence, or the oldest if there were several.
+        stop_reason: "stop" or "length"; "abort" for a partial response that new weights interrupted (`rollout/cut.py`).
+        answer: Gold answer.
+        reward: Shaped reward, which the policy is trained on; nan before grading.
+        score: The grader's unshaped score, used by group filters and accuracies; nan before grading.
+        status: Reason for the score (`exact`, `no_box`, `timeout`, ...); "ungraded" before grading.
+        later_versions: (index, version) of each change to newer weights, which sampled the tokens from that index on.
+        experts_LKT: int16, the experts that the engine's routers chose. The last token was never an input and has NO_EXPERT.
+            None: not requested.
+        servers: (index, name) of each inference server, like `later_versions`, the first at index 0. Empty: unknown.
     """
 
     prompt_id: int
@@ -143,12 +165,12 @@ class Rollout:
 
     @property
     def response_length(self) -> int:
-        """|y|: tokens that the policy chose."""
+        """Return |y|, the number of tokens that the policy chose."""
         return int(self.response_mask_L.sum())
 
     @property
     def versions_L(self) -> Tensor:
-        """int64: the weights that sampled each token (on the prompt and on what tools wrote: that stand beside it)."""
+        """Return the weight version at each token, int64. Prompt and tool tokens, which no weights sampled, have one too."""
         versions_L = torch.full_like(self.token_ids_L, self.policy_version)
         for place, version in self.later_versions:
             versions_L[place:] = version
@@ -156,18 +178,23 @@ class Rollout:
 
     @property
     def response_ids(self) -> list[int]:
-        """The chosen tokens, for the grader."""
+        """Return the tokens that the policy chose, for the grader."""
         return self.token_ids_L[self.response_mask_L].tolist()
 
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Graded rollouts with advantages, whole on every rank; sequences are contiguous by prompt.
+    """Graded rollouts with advantages. Every rank holds the whole batch; the sequences of one prompt are contiguous.
 
-    advantages_B: fp32. old_logprobs_N, old_entropies_N: fp32 nats of the actor's weights at the start of the rollout batch
-    (valid on the last pipeline stage), None before the old pass; ref_logprobs_N: the same of the reference policy, None
-    without one. update: how many optimizer steps on this rollout batch came before. ids_B: int64, each sequence's place in the
-    rollout batch (which random choices hang on); None: its place in this one.
+    Attributes:
+        rollouts: B sequences.
+        advantages_B: fp32.
+        old_logprobs_N: fp32 nats under the actor's weights at the start of the rollout batch, valid on the last pipeline stage;
+            or the engine's log-probs (training.old_logprobs=rollout). None: no old pass; the current ones are used.
+        old_entropies_N: fp32 nats under the same weights, valid on the last pipeline stage. None: no old pass.
+        ref_logprobs_N: fp32 nats under the reference policy, valid on the last pipeline stage. None: no reference.
+        update: Number of optimizer steps already taken on this rollout batch.
+        ids_B: int64, index of each sequence in the rollout batch, which random choices are keyed by. None: its index here.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -180,33 +207,38 @@ class TrainBatch:
 
     @classmethod
     def build(cls, rollouts: Sequence[Rollout], advantages_B: Tensor) -> TrainBatch:
-        """Raises ValueError when there is not one advantage per rollout."""
+        """Return a batch without old statistics.
+
+        Args:
+            rollouts: B graded rollouts, contiguous by prompt.
+            advantages_B: fp32. Raises ValueError unless there is one advantage per rollout.
+        """
         if advantages_B.shape != (len(rollouts),):
             raise ValueError(f"{len(rollouts)} rollouts but advantages of shape {tuple(advantages_B.shape)}")
         return cls(tuple(rollouts), advantages_B)
 
     def __len__(self) -> int:
-        """Sequences."""
+        """Return B, the number of sequences."""
         return len(self.rollouts)
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence, prompt included."""
+        """Return the number of tokens of each sequence, including the prompt."""
         return [r.token_ids_L.numel() for r in self.rollouts]
 
     @cached_property
     def response_lengths(self) -> list[int]:
-        """|y| of each sequence."""
+        """Return |y| of each sequence."""
         return [r.response_length for r in self.rollouts]
 
     @cached_property
     def prompt_lengths(self) -> list[int]:
-        """Tokens of each sequence before the first that the policy chose; all of them where it chose none."""
+        """Return the number of tokens before the first one that the policy chose; the whole length if it chose none."""
         return [int(r.response_mask_L.int().argmax()) if r.response_length else r.token_ids_L.numel() for r in self.rollouts]
 
     @cached_property
     def prompt_ids(self) -> list[int]:
-        """For each sequence a number: equal ones where the prompts are equal, token by token, with their experts if known."""
+        """Return one number per sequence, equal for equal prompts: same tokens and, if known, same experts."""
         numbers: dict[tuple[bytes, bytes], int] = {}
         out = []
         for rollout, length in zip(self.rollouts, self.prompt_lengths, strict=True):
@@ -217,22 +249,22 @@ class TrainBatch:
 
     @cached_property
     def first_tokens(self) -> list[int]:
-        """Where each sequence's response starts in the _N tensors."""
+        """Return the index in the _N tensors at which each sequence's response starts."""
         return [0, *itertools.accumulate(self.response_lengths)][:-1]
 
     @property
     def num_tokens(self) -> int:
-        """N: response tokens."""
+        """Return N, the number of response tokens."""
         return sum(self.response_lengths)
 
     @cached_property
     def rollout_logprobs_N(self) -> Tensor:
-        """fp32 nats: the engine's log-probs of the response tokens."""
+        """Return the engine's log-probs of the response tokens, fp32 nats."""
         return torch.cat([r.rollout_logprobs_L[r.response_mask_L] for r in self.rollouts])
 
     @property
     def experts(self) -> list[Tensor]:
-        """int16, each [L, K, T]: the experts of each sequence. Raises ValueError naming the prompt of one without."""
+        """Return each sequence's experts, int16 [L, K, T]. Raise ValueError naming the prompt of a rollout without them."""
         chosen = [r.experts_LKT for r in self.rollouts if r.experts_LKT is not None]
         if len(chosen) < len(self):
             prompt = next(r.prompt_id for r in self.rollouts if r.experts_LKT is None)
@@ -241,18 +273,23 @@ class TrainBatch:
 
     @cached_property
     def sequence_N(self) -> Tensor:
-        """int64: the sequence of each response token, in [0, B)."""
+        """Return the sequence of each response token, int64 in [0, B)."""
         return torch.arange(len(self)).repeat_interleave(torch.tensor(self.response_lengths))
 
     @cached_property
     def token_keys_N(self) -> Tensor:
-        """int64 [N, 2]: sequence id and place in the response of each token: its name, whatever the order of the sequences."""
+        """Return int64 [N, 2]: (sequence id, position in the response) of each token, independent of the sequence order."""
         ids_B = torch.arange(len(self)) if self.ids_B is None else self.ids_B
         position_N = torch.arange(self.num_tokens) - torch.tensor(self.first_tokens)[self.sequence_N]
         return torch.stack((ids_B[self.sequence_N], position_N), dim=1)
 
     def select(self, indices: Sequence[int], update: int) -> TrainBatch:
-        """The sequences `indices`, with their old and reference statistics."""
+        """Return a batch of some sequences, with their old and reference statistics.
+
+        Args:
+            indices: Indices of the sequences, in the order of the new batch.
+            update: `update` of the new batch.
+        """
 
         def pick(x_N: Tensor | None) -> Tensor | None:
             if x_N is None:
@@ -271,15 +308,26 @@ class TrainBatch:
         )
 
     def with_old_stats(self, stats_N: TokenStats) -> TrainBatch:
-        """The same batch with these old statistics."""
+        """Return the same batch with these statistics as the old ones."""
         return dataclasses.replace(self, old_logprobs_N=stats_N.logprob_R, old_entropies_N=stats_N.entropy_R)
 
     def updates(self, epochs: int, minibatch_prompts: int) -> int:
-        """How many minibatches `epochs` yields."""
+        """Return the number of minibatches that `epochs` yields for the same arguments.
+
+        Args:
+            epochs: Passes over the batch.
+            minibatch_prompts: Maximum groups (prompts) per minibatch.
+        """
         return epochs * -(-len({r.prompt_id for r in self.rollouts}) // minibatch_prompts)
 
     def epochs(self, epochs: int, minibatch_prompts: int, seed: int) -> Iterator[TrainBatch]:
-        """Minibatches of at most `minibatch_prompts` whole groups, of even size, reshuffled every epoch (by `seed` alone)."""
+        """Yield minibatches of whole groups, as equal in size as possible, reshuffled every epoch.
+
+        Args:
+            epochs: Passes over the batch.
+            minibatch_prompts: Maximum groups (prompts) per minibatch.
+            seed: Seed of the shuffles, which depend on nothing else.
+        """
         groups = [list(g) for _, g in itertools.groupby(range(len(self)), key=lambda i: self.rollouts[i].prompt_id)]
         parts = -(-len(groups) // minibatch_prompts)
         generator = torch.Generator().manual_seed(seed)
@@ -294,9 +342,10 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Log-prob of the label and entropy of the whole distribution, of each response row.
+    """Log-prob of the label and entropy of the full distribution, for each response row.
 
-    logprob_R, entropy_R: fp32 (or fp64 where the logits are) nats, under the sampling temperature; differentiable.
+    Attributes:
+        logprob_R, entropy_R: fp32 (fp64 if the logits are) nats, under the sampling temperature; differentiable.
     """
 
     logprob_R: Tensor
@@ -307,16 +356,26 @@ class TokenStats:
 class PackedMicrobatch:
     """Pieces of sequences packed one after another (THD), as this context-parallel rank sees them.
 
-    A piece is a whole sequence, a prompt that several sequences share, or what one of these has behind that prompt.
-    tokens_S: int64 [1, S]; cu_seqlens: int32 [P + 1], padded starts of the P pieces over ALL context-parallel ranks;
-    max_seqlen: the longest padded sequence; rows_R: int64, positions in [0, S) whose label is a response token, several times
-    where sequences share them; labels_R: int64, that token; sequence_R: int64, its sequence, in [0, G); token_R: int64, its
-    place in the flat _N tensors of the TrainBatch (where old log-probs and the like are kept); position_R: int64, its place in
-    its response, from 0; chunk_R: int64, the part of its sequence in which it lies, in [0, chunks): the zigzag chunk, a shared
-    prompt counted as one; lengths_G: |y| of each sequence over all context-parallel ranks, at least 1; sequences_G: int64, the
-    index of each sequence in the TrainBatch; starts: of each piece, its place in its sequence: above 0, the piece continues as
-    many tokens of the last piece before it that starts at 0; None: all start at 0; experts_SKT: int16, the experts that each
-    token is sent to (those of padding and of tokens without any are arbitrary); None: as routers choose.
+    A piece is a whole sequence, a prompt that several sequences share, or the rest of one such sequence after that prompt.
+
+    Attributes:
+        tokens_S: int64 [1, S].
+        cu_seqlens: int32 [P + 1], padded starts of the P pieces over ALL context-parallel ranks.
+        max_seqlen: Length of the longest padded sequence.
+        rows_R: int64, positions in [0, S) whose label is a response token; a position repeats where sequences share it.
+        labels_R: int64, the label of each row.
+        sequence_R: int64 in [0, G), the sequence of each label.
+        token_R: int64, index of each label in the flat _N tensors of the TrainBatch (old log-probs and so on).
+        position_R: int64, index of each label in its response, from 0.
+        chunk_R: int64 in [0, chunks), the part of the sequence that holds the row: the zigzag chunk; a shared prompt counts
+            as one part.
+        chunks: Parts per sequence.
+        lengths_G: |y| of each sequence over all context-parallel ranks, at least 1.
+        sequences_G: int64, index of each sequence in the TrainBatch.
+        starts: Offset of each piece in its sequence. A piece with an offset above 0 continues that many tokens of the last
+            piece before it that starts at 0. None: all pieces start at 0.
+        experts_SKT: int16, the experts to route each token to; arbitrary for padding and for tokens without known experts.
+            None: the routers choose.
     """
 
     tokens_S: Tensor
@@ -335,16 +394,18 @@ class PackedMicrobatch:
     experts_SKT: Tensor | None = None
 
     def to(self, device: torch.device) -> PackedMicrobatch:
-        """The same microbatch with its tensors on `device`."""
+        """Return the same microbatch with its tensors on `device`."""
         moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
         return PackedMicrobatch(**moved)
 
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over the whole minibatch (all ranks and microbatches), fixed before any backward. fp32 scalars on the device.
+    """Counts over the whole minibatch (all ranks and microbatches), fixed before any backward; fp32 scalars on the device.
 
-    tokens: response tokens N; sequences: sampled sequences G.
+    Attributes:
+        tokens: Response tokens N.
+        sequences: Sampled sequences G of the minibatch.
     """
 
     tokens: Tensor
@@ -353,9 +414,13 @@ class Denominators:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """loss: scalar, this rank's part of the objective (the parts of all ranks and microbatches add up to it);
-    metrics: name -> (numerator, denominator), detached; histograms: name -> int64 counts, to be summed over ranks and
-    microbatches; ratio_R: the importance ratio of each row, detached.
+    """The loss of one microbatch on this rank, with its metrics.
+
+    Attributes:
+        loss: Scalar, this rank's part of the objective; the parts of all ranks and microbatches add up to it.
+        metrics: Name -> (numerator, denominator), detached.
+        histograms: Name -> int64 counts, to be summed over ranks and microbatches.
+        ratio_R: Importance ratio of each row, detached.
     """
 
     loss: Tensor

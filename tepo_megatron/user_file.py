@@ -1,4 +1,4 @@
-"""Functions in files of the user's own, named "path/to/file.py:name" in a config. Imports nothing heavy."""
+"""Load functions from the user's own files, named "path/to/file.py:name" in a config. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from tepo_megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class Found:
-    """file: resolved; name: in it; value: what it is there."""
+    """An object loaded from a user's file.
+
+    Attributes:
+        file: Resolved path.
+        name: Name of the object in the file.
+        value: The object.
+    """
 
     file: Path
     name: str
@@ -24,9 +30,15 @@ class Found:
 
 
 def load(spec: str, key: str, kind: str = "a function") -> Found:
-    """What "path/to/file.py:name" names; kind: what it should be, in words. The file is run.
+    """Run a user's file and return the object that "path/to/file.py:name" names.
 
-    Raises ConfigError naming `key`, what is wrong and the mend.
+    Args:
+        spec: The text "path/to/file.py:name".
+        key: Config key, for messages.
+        kind: Description of the expected object, for messages.
+
+    Raises:
+        ConfigError: The object cannot be loaded; the message names `key`, the reason and the fix.
     """
     key = f"{key}={spec}"
     path, colon, name = spec.rpartition(":")
@@ -42,7 +54,14 @@ def load(spec: str, key: str, kind: str = "a function") -> Found:
 
 
 def check_takes(found: Found, key: str, arguments: int, what: str) -> None:
-    """Raise ConfigError unless the function can be called with so many arguments, which the error calls `what`."""
+    """Raise ConfigError unless the function accepts this number of positional arguments.
+
+    Args:
+        found: The function.
+        key: Config key, for the message.
+        arguments: Number of arguments.
+        what: Description of the arguments, for the message.
+    """
     try:
         inspect.signature(found.value).bind(*(object() for _ in range(arguments)))
     except TypeError as e:
@@ -50,7 +69,12 @@ def check_takes(found: Found, key: str, arguments: int, what: str) -> None:
 
 
 def told(error: BaseException, file: Path) -> str:
-    """The error and where it arose: the last line of `file` on the way to it, or else the last line of all."""
+    """Return an error as text, with the source line where it arose.
+
+    Args:
+        error: The exception.
+        file: The last line of this file in the traceback is named; if there is none, the last line of the traceback.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     line = next((frame for frame in reversed(frames) if frame.filename == str(file)), frames[-1] if frames else None)
     where = "" if line is None else f" at {line.filename}:{line.lineno}"
@@ -62,7 +86,7 @@ def _run(file: Path, key: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as e:

@@ -1,8 +1,9 @@
-"""Which rank hangs, and where: told, instead of a collective's bare time-out or of nothing at all.
+"""Hang detection: report which rank hangs and where, instead of a bare collective time-out or silence.
 
-A thread of every rank puts into the world's store that it lives and where its main thread is. Rank 0 reads what all say, rank 1
-what rank 0 says. When one is silent for too long, or stays too long in one place of a training phase, that is told once, every
-rank that can writes the stacks of its threads, and all end. Nothing here is a collective, or asks anything of the main thread.
+A thread of every rank writes heartbeats into the world's store, with the position of its main thread. Rank 0 reads the
+heartbeats of all ranks, and rank 1 reads those of rank 0. If a rank is silent for too long, or stays too long at one position
+of a training phase, this is reported once, every rank that can writes the stacks of its threads, and all processes end. Nothing
+here is a collective or needs the main thread.
 """
 
 from __future__ import annotations
@@ -25,15 +26,21 @@ from tepo_megatron.escaping import escaped
 from tepo_megatron.run_lock import FolderIdentity
 
 BEAT_SECONDS = 1.0
-TRAINING = ("old_stats", "update")  # phases in which every rank moves; elsewhere it may wait for rank 0 for as long as it takes
-JOINING = "joining the servers in"  # and the meeting's name: a phase with a deadline of its own, in which every rank moves
+TRAINING = ("old_stats", "update")  # phases in which every rank makes progress; in others a rank may wait for rank 0
+JOINING = "joining the servers in"  # + the group's name: a phase with its own deadline, where every rank progresses
 _VERDICT = "watch/verdict"
 _COLLECTIVES = os.path.join("torch", "distributed", "")
 
 
 @dataclass
 class Here:
-    """Where this process is: the loop and the schedule keep it up to date."""
+    """Position of this process in the run; the training loop and the schedule update it.
+
+    Attributes:
+        step: Number of the training step.
+        phase: Name of the phase.
+        microbatch: Forward steps begun in the current pass: one per microbatch and model chunk. 0: none yet.
+    """
 
     step: int = 0
     phase: str = "start"
@@ -41,7 +48,7 @@ class Here:
 
     @contextlib.contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """For the block, `phase`; in threads beside the main one, nothing."""
+        """Set `phase` for the block. In threads other than the main one this does nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -56,43 +63,73 @@ here = Here()
 
 
 class BeatStore(Protocol):
-    """What the ranks of a world put their heartbeats into: a torch `Store`, or files. Errors are RuntimeErrors."""
+    """The store for the heartbeats of a world: a torch `Store`, or files. Its errors are RuntimeErrors."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys are there."""
+        """Return whether all keys exist."""
         ...
 
     def get(self, key: str, /) -> bytes:
-        """Return a key's value."""
+        """Return the value of a key."""
         ...
 
     def set(self, key: str, value: str, /) -> None:
-        """Replace a key's value."""
+        """Replace the value of a key.
+
+        Args:
+            key: The key.
+            value: The new value.
+        """
         ...
 
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Set a key that has the value `expected` ("": is not there); return what it has then."""
+        """Set a key if it has the expected value.
+
+        Args:
+            key: The key.
+            expected: The expected value; "" means that the key does not exist.
+            value: The new value.
+
+        Returns:
+            The value that the key has afterwards.
+        """
         ...
 
 
 @dataclass
 class _Seen:
-    """The last that was heard of a rank. unheard, unmoved: beats of who listens since it beat, and since its place changed."""
+    """The last heartbeat of a rank.
+
+    Attributes:
+        beat: Number of the heartbeat.
+        place: Position of the main thread, as text.
+        phase: `Here.phase`.
+        left: True if the rank has ended normally.
+        unheard: Beats of the listening rank since this rank's last heartbeat.
+        unmoved: Beats of the listening rank since this rank's position changed.
+    """
 
     beat: int = 0
     place: str = "it has not begun"
     phase: str = ""
-    left: bool = False  # it has ended in order
+    left: bool = False
     unheard: int = 0
     unmoved: int = 0
 
 
 class Watch:
-    """store: of the world, a connection of this object's own; folder: for the explanation (hang.txt) and the stacks;
-    silent_seconds: after which a rank counts as frozen; stuck_seconds: in one place of a training phase; end: told the
-    explanation, and whether this rank is cut off from the world's store, ends this process.
+    """The hang watchdog of one rank; a context manager that runs it.
 
-    Time is counted in beats of the listener: a job that is suspended as a whole, and goes on, has missed none.
+    Time is counted in beats of the listening rank, so a job that is suspended as a whole and continued has missed none.
+
+    Args:
+        store: The world's store, through a connection that only this object uses.
+        rank: This rank.
+        world_size: Ranks in the world.
+        folder: Folder for the explanation (hang.txt) and the stacks.
+        silent_seconds: A rank without heartbeat for this long counts as frozen.
+        stuck_seconds: Maximum time at one position of a training phase.
+        end: Ends this process, given the explanation and whether this rank is cut off from the world's store.
     """
 
     def __init__(
@@ -125,11 +162,11 @@ class Watch:
         for thread in self._threads:
             thread.join(self._silent_seconds)
         self._identity.close()
-        with contextlib.suppress(RuntimeError):  # the store went with whoever kept it
+        with contextlib.suppress(RuntimeError):  # the store ended with its owner
             self._say(left=True)
 
     def _beat(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store's: the other thread tells
+        with contextlib.suppress(RuntimeError):  # of the store, which the other thread reports
             while not self._over.wait(BEAT_SECONDS):
                 self._say()
                 if self._store.check([_VERDICT]):
@@ -140,7 +177,7 @@ class Watch:
                     self._leave(self._store.compare_set(_VERDICT, "", f"{fault}\n{self._places()}").decode())
 
     def _hold_store(self) -> None:
-        """A store that is frozen with its machine answers nothing, for as long as one waits."""
+        """Detect a store that does not answer. A store frozen with its machine blocks its callers for ever."""
         while not self._over.wait(BEAT_SECONDS):
             self._unanswered += 1
             if self._unanswered * BEAT_SECONDS > self._silent_seconds:
@@ -192,11 +229,17 @@ class Watch:
         return "\n".join([*lines, f"the stacks of those that could write them: {self._folder / 'stacks'}"])
 
     def _leave(self, explanation: str, cut_off: bool = False) -> None:
-        """cut_off: from what the others know; theirs says more, where both reach the folder."""
+        """Write the explanation and the stacks, then end this process.
+
+        Args:
+            explanation: The fault.
+            cut_off: True if this rank has lost the store. It then does not overwrite an existing hang.txt, whose text says
+                more.
+        """
         with self._told:
-            if self._identity.is_in_place():  # else the folder is another run's by now
+            if self._identity.is_in_place():  # else the folder now belongs to another run
                 self._write(explanation, cut_off)
-            time.sleep(2 * BEAT_SECONDS)  # for the others to hear of it and to write theirs
+            time.sleep(2 * BEAT_SECONDS)  # so that the others read the verdict and write their stacks
             self._end(explanation, cut_off)
 
     def _write(self, explanation: str, cut_off: bool) -> None:
@@ -213,12 +256,16 @@ def _key(rank: int) -> str:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """In words: step, phase, microbatch, the collective that waits if one does, and the line of ours or of Megatron-Core's."""
+    """Return the position of a thread as text.
+
+    It holds the step, the phase, the microbatch, the waiting collective if any, and the source line in this package or
+    Megatron-Core.
+    """
     collective, line = "", ""
     while frame is not None and not line:
         path = frame.f_code.co_filename
-        if _COLLECTIVES in path and frame.f_code.co_name != "wrapper":  # that of its logger
-            collective = frame.f_code.co_name  # the outermost is the one that was called
+        if _COLLECTIVES in path and frame.f_code.co_name != "wrapper":  # skip the wrapper of its logger
+            collective = frame.f_code.co_name  # the outermost frame is the function that was called
         for package in ("tepo_megatron", "megatron"):
             if f"{os.sep}{package}{os.sep}" in path:
                 inside = path.rpartition(f"{os.sep}{package}{os.sep}")[2]
@@ -230,7 +277,7 @@ def place_of(frame: FrameType | None) -> str:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """rank 3; ranks 0, 3-5, 9."""
+    """Return ranks as text: "rank 3" or "ranks 0, 3-5, 9"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -242,6 +289,11 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 
 def last_words(explanation: str, _: bool) -> NoReturn:
-    """On stderr, and the end of this process."""
+    """Print the explanation on stderr and end this process with status 1.
+
+    Args:
+        explanation: The fault.
+        _: Ignored: whether this rank is cut off from the store (see `Watch`).
+    """
     print(f"tepo: error: {escaped(explanation)}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -1,7 +1,7 @@
-"""Where a job runs. Each module here is one executor and says all that is its own; `launch` looks it up in EXECUTORS.
+"""Executors: the ways to run a job. Each module here is one executor with everything specific to it, listed in EXECUTORS.
 
-A further one is a module with all that `Executor` names, its place in the table below, and, if it needs one, a section of the
-profile: a type in launch/sections.py and a field of `Cluster`.
+A further executor is a module with everything that `Executor` names, an entry in the table below and, if needed, a section of
+the profile: a type in launch/sections.py and a field of `Cluster`.
 """
 
 from __future__ import annotations
@@ -18,45 +18,88 @@ from tepo_megatron.config import Config
 
 
 class Executor(Protocol):
-    """What such a module has. Its functions are called in this order, and raise ConfigError for what it refuses.
+    """The interface of an executor module. The functions are called in this order, and raise ConfigError to refuse.
 
-    NAME: in --executor, in records, and of its section in a profile; RUN_IS_HERE: `launch` and the machines see one folder of
-    the run, so that `launch` looks there for one that is finished, and makes it. Of what type a job is before its start is the
-    module's own affair.
+    Attributes:
+        NAME: Name in --executor and in records, and of the section in a profile.
+        RUN_IS_HERE: True if `launch` and the machines share the run's folder, so that `launch` creates it and looks there for a
+            finished run.
+
+    The type of a job before its start is private to the module.
     """
 
     NAME: str
     RUN_IS_HERE: bool
 
     def after(self, folder: Path) -> str:
-        """The id of the newest job of a folder, for a job that is to wait for it."""
+        """Return the id of the newest job of a folder, for a job that is to wait for it."""
 
     def check(self, cluster: Cluster, cfg: Config | None) -> None:
-        """What of a profile is needed, or has no meaning here, before a run's machines are counted. cfg: None for a command."""
+        """Check that the profile has what is needed, and nothing meaningless, before a run's machines are counted.
+
+        Args:
+            cluster: The cluster's profile.
+            cfg: The run's config; None for a command.
+        """
 
     def check_run(self, cfg: Config, cluster: Cluster, layout: Layout) -> None:
-        """Whether the machines have the run's files, and the run can go on when it is started again."""
+        """Check that the machines have the run's files, and that the run can continue after a restart.
+
+        Args:
+            cfg: The run's config.
+            cluster: The cluster's profile.
+            layout: Machines of the run.
+        """
 
     def training(self, cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> Any:
-        """The job of a run."""
+        """Return the job of a run.
+
+        Args:
+            cfg: The run's config.
+            cluster: The cluster's profile.
+            layout: Machines of the run.
+            after: Id of a job to wait for; None: no waiting.
+        """
 
     def command(self, kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> Any:
-        """The job of a command, `convert` or `evaluate`, with these words, checked; its logs go to `folder`."""
+        """Check and return the job of a command.
+
+        Args:
+            kind: `convert` or `evaluate`.
+            words: Words of the command.
+            folder: Folder for the logs.
+            cluster: The cluster's profile.
+            after: Id of a job to wait for; None: no waiting.
+        """
 
     def render(self, job: Any) -> str:
-        """What a dry run prints. Nothing is left on disk."""
+        """Return the output of a dry run. Nothing is left on disk."""
 
     def start(self, job: Any, folder: Path) -> int:
-        """Submit a job, or run it, and record it as the newest of its folder; returns the exit status of `launch`."""
+        """Submit or run a job and record it as the newest of its folder.
+
+        Args:
+            job: From `training` or `command`.
+            folder: The folder.
+
+        Returns:
+            The exit status of `launch`.
+        """
 
     def state(self, job: Job) -> str:
-        """In words."""
+        """Return the state of a job as text."""
 
     def logs(self, job: Job, folder: Path, lines: int) -> str:
-        """The ends of its logs, so many lines of each; empty: there are none yet."""
+        """Return the last lines of a job's logs; empty if there are none yet.
+
+        Args:
+            job: The job.
+            folder: Its folder.
+            lines: Number of lines of each log.
+        """
 
     def cancel(self, job: Job) -> str:
-        """End it, and say so."""
+        """Cancel a job and return a message about it."""
 
 
 _ALL: tuple[Executor, ...] = (local, slurm, kuberay, skypilot)

@@ -1,6 +1,6 @@
-"""Kubernetes with KubeRay's operator: a job is a RayJob (launch/ray_plan.py), sent by launch/nemo_ray.py.
+"""The executor for Kubernetes with KubeRay's operator. A job is a RayJob (launch/ray_plan.py), sent by launch/nemo_ray.py.
 
-Its pods see the run's folder where `launch` sees it, through volumes.
+Volumes make the pods see the run's folder at the same path as `launch`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ def after(folder: Path) -> NoReturn:
 
 
 def check(cluster: Cluster, cfg: Config | None) -> None:
-    """Also that every path, of a run's or launch's own, is on a claim."""
+    """Check the profile, and that every path of a run or of launch itself is on a claim.
+
+    Args:
+        cluster: The cluster's profile.
+        cfg: The run's config; None for a command.
+    """
     checks.check_section(cluster, NAME)
     section = cluster.kuberay
     assert section is not None, "just checked"
@@ -59,11 +64,15 @@ def check(cluster: Cluster, cfg: Config | None) -> None:
 
 
 def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
-    """Nothing is left: `check` has seen its paths."""
+    """Do nothing: `check` has already checked the paths.
+
+    Args:
+        cfg, cluster, layout: Unused.
+    """
 
 
 def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> RayJob:
-    goes_on = not cfg.rollout.only  # which keeps no checkpoints
+    goes_on = not cfg.rollout.only  # rollout.only keeps no checkpoints
     return _job(cfg.run_dir, scripts.training(cfg, cluster, layout, Path.cwd(), STARTS), cluster, goes_on)
 
 
@@ -86,7 +95,15 @@ def state(job: Job) -> str:
 
 
 def logs(job: Job, folder: Path, lines: int) -> str:
-    """Of its files, which end with the number of the submission as its id does; while there are none, what it printed."""
+    """Return the last lines of the job's log files; if there are none yet, the submitter's output.
+
+    The names of the files end with the submission's number, like the id.
+
+    Args:
+        job: The job.
+        folder: Its folder.
+        lines: Number of lines of each log.
+    """
     paths = sorted(jobs.home_of(folder).glob(f"*-{job.id.rpartition('-')[2]}.log"))
     printed = "" if paths else _client().said(job.id, lines)
     return printed or ends(folder, paths, lines)

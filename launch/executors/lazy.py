@@ -1,4 +1,4 @@
-"""NeMo-Run, imported where it is needed."""
+"""Import NeMo-Run only when it is needed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def imported(module: str) -> ModuleType:
-    """A module of launch that imports NeMo-Run. Raises ConfigError where that, or another package, is missing."""
+    """Return a module of launch that imports NeMo-Run. Raise ConfigError if NeMo-Run or another package is missing."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # NeMo-Run's dependencies warn of each other
+            warnings.simplefilter("ignore")  # NeMo-Run's dependencies warn about each other
             return importlib.import_module(module)
     except ModuleNotFoundError as e:
         raise ConfigError(f"{e.name} is not installed here; `make launch` makes .venv-launch, whose python has it") from None
@@ -32,7 +32,16 @@ def imported(module: str) -> ModuleType:
 def submission(
     folder: Path, tasks: Sequence[Task], cluster: Cluster, after: str | None = None, setup: str = "", requeued: bool = False
 ) -> Submission:
-    """The next one of a folder, through launch/nemo.py."""
+    """Return the next submission of a folder, through launch/nemo.py.
+
+    Args:
+        folder: The folder.
+        tasks: Tasks of the job.
+        cluster: The cluster's profile.
+        after: Number of a Slurm job that must succeed first; None: no waiting.
+        setup: Shell code for the batch script.
+        requeued: The job gets a signal before its time limit.
+    """
     os.environ["NEMORUN_HOME"] = str(jobs.home_of(folder))
     nemo = imported("launch.nemo")
     return nemo.Submission(*jobs.next_submission(folder), tasks, cluster, Path.cwd(), setup, requeued, after)

@@ -1,4 +1,4 @@
-"""This machine: a job is one script, which `launch` starts through NeMo-Run and waits for."""
+"""The executor for this machine. A job is one script, which `launch` starts through NeMo-Run and waits for."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def state(job: Job) -> str:
 
 
 def logs(job: Job, folder: Path, lines: int) -> str:
-    # for a person to read, nothing is decided by it: where the clock was set back it may be an earlier launch
+    # If the clock was set back, this may be an earlier launch. That is harmless, because the result is only displayed.
     newest = max(jobs.home_of(folder).glob("experiments/*/*"), key=lambda path: path.stat().st_mtime)
     return ends(folder, sorted(newest.rglob("combined.log")), lines)
 
@@ -79,7 +79,7 @@ def cancel(job: Job) -> str:
 
 
 def _script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
-    """The tasks of a run in one; servers apart are kept beside the ranks, and end with them."""
+    """Return all tasks of a run as one script. Disaggregated servers run next to the ranks and end with them."""
     config = str(cfg.run_dir / "config.yaml")
     train = scripts.joined([cluster.python, "-m", "tepo_megatron", "train", config])
     lines = [*scripts.head(Path.cwd()), *_exports(cluster)]
@@ -94,7 +94,7 @@ def _exports(cluster: Cluster) -> list[str]:
 
 
 def _is_launch(pid: int) -> bool:
-    """Whether that process lives and is one of ours: numbers are used again."""
+    """Return whether the process lives and is a `launch`, because pids are reused."""
     try:
         return b"launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -1,9 +1,9 @@
-"""Managed jobs of SkyPilot: what a run needs there, and the scripts of its machines. What calls SkyPilot: launch/nemo_sky.py.
+"""The executor for SkyPilot's managed jobs: requirements of a run, and the scripts of its machines.
 
-SkyPilot starts such a job again, on other machines, when it lost some. All machines run one script; SKYPILOT_NODE_RANK says
-which of them this is, SKYPILOT_NODE_IPS which there are, the first of rank 0. Each start runs the setup on all machines to its
-end before it runs anything else on one: there the first machine counts the starts. The run's folder is the machines' own: here
-is the record of the job alone.
+launch/nemo_sky.py calls SkyPilot. SkyPilot restarts such a job on other machines when it loses some. All machines run one
+script. SKYPILOT_NODE_RANK is the index of a machine, SKYPILOT_NODE_IPS lists all machines, rank 0 first. Each start completes
+the setup on all machines before it runs anything else; in the setup the first machine counts the starts. The run's folder is on
+the machines only; only the record of the job is here.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tepo_megatron.config_io import to_yaml
 from tepo_megatron.errors import ConfigError
 
 NAME, RUN_IS_HERE = "skypilot", False
-_LOOK_SECONDS = 5  # between looks of a serving machine at whether training has ended
-_NEEDED = "launch/begin.py"  # of this project, in what travels
+_LOOK_SECONDS = 5  # interval at which a serving machine checks whether training has ended
+_NEEDED = "launch/begin.py"  # a file that identifies a checkout of this project
 
 
 def after(folder: Path) -> NoReturn:
@@ -39,7 +39,13 @@ def check(cluster: Cluster, cfg: Config | None) -> None:
 
 
 def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
-    """That the machines would have the run's files, share them, and not lose them."""
+    """Check that the machines have the run's files, share them, and do not lose them.
+
+    Args:
+        cfg: The run's config.
+        cluster: The cluster's profile.
+        layout: Machines of the run.
+    """
     sky = cluster.skypilot
     assert sky is not None, "checked before"
     checks.check_paths([Path.cwd(), cfg.run_dir])
@@ -104,7 +110,7 @@ def cancel(job: Job) -> str:
 
 
 def _check_shared(key: str, folder: str, sky: SkypilotConfig, layout: Layout) -> None:
-    """The servers' folder wants hard links, both want renames that are seen at once: no bucket has them."""
+    """Check a shared folder. The servers' folder needs hard links, and both need atomic renames: buckets have neither."""
     kind = sky.kind_of(folder)
     if layout.nodes > 1 and kind != "volume":
         raise ConfigError(
@@ -118,7 +124,7 @@ def _check_shared(key: str, folder: str, sky: SkypilotConfig, layout: Layout) ->
 
 
 def _read(cfg: Config) -> list[tuple[str, str | None]]:
-    """What the run reads, by key."""
+    """Return the paths that the run reads, by key."""
     return [
         ("model.path", cfg.model.path),
         ("model.reference", cfg.model.reference),
@@ -129,7 +135,7 @@ def _read(cfg: Config) -> list[tuple[str, str | None]]:
 
 
 def check_code(folder: Path) -> list[str]:
-    """What of the checkout in `folder` would not travel, in words: HEAD alone does. Empty: nothing that matters."""
+    """Return messages about files of the checkout that would not be sent, because only HEAD is; empty if none matters."""
     top = _git(folder, "rev-parse", "--show-toplevel")
     if top is None:
         return [f"{folder} is in no git repository, and NeMo-Run sends the commit HEAD of one; call launch in a checkout"]
@@ -150,7 +156,7 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def setup_script(cluster: Cluster) -> str:
-    """What each machine runs at each start, before any machine's `run`."""
+    """Return the script that each machine runs at each start, before any machine's `run`."""
     sky = cluster.skypilot
     assert sky is not None, "checked before"
     first = f'if [ "$SKYPILOT_SETUP_NODE_RANK" -eq 0 ]; then {cluster.python} -m launch.begin {nemo_sky.CONFIG}; fi'
@@ -158,19 +164,27 @@ def setup_script(cluster: Cluster) -> str:
 
 
 def run_script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
-    """What each machine runs then. The servers of machines apart end when training has, with its status."""
+    """Return the script that each machine runs after the setup.
+
+    On separate machines the servers end when training has ended, with its status.
+
+    Args:
+        cfg: The run's config.
+        cluster: The cluster's profile.
+        layout: Machines of the run.
+    """
     sky = cluster.skypilot
     assert sky is not None, "checked before"
     lines = [
         "set -euo pipefail",
         *_there(sky),
         f'job={scripts.joined([str(cfg.run_dir / "launch")])}/"$SKYPILOT_TASK_ID"',
-        'start=$(cat "$job.starts")',  # counted by the setup
+        'start=$(cat "$job.starts")',  # written by the setup
         'mapfile -t machines <<< "$SKYPILOT_NODE_IPS"',
         "rank=$SKYPILOT_NODE_RANK; here=${machines[$rank]}",
     ]
     meet = f'--rdzv-endpoint "${{machines[0]}}:{cluster.network.port}" --node-rank "$rank"'
-    serves = '--host 0.0.0.0 --address "$here"'  # pods do not know each other by name
+    serves = '--host 0.0.0.0 --address "$here"'  # pods cannot resolve each other's names
     starts = scripts.Starts("$((start - 1))", '"$SKYPILOT_TASK_ID-$start"', meet, serves, nemo_sky.CONFIG)
     *words, train = scripts.train_lines(cfg, cluster, layout, starts)
     if not layout.serve_nodes:
@@ -182,12 +196,12 @@ def run_script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
 
 
 def _there(sky: SkypilotConfig) -> list[str]:
-    """In the folder where relative paths begin, with the code that travelled."""
+    """Return lines that enter the base of relative paths, with the sent code on PYTHONPATH."""
     return [f"mkdir -p {sky.workdir}", f"cd {sky.workdir}", f"export PYTHONPATH={nemo_sky.CODE}"]
 
 
 def _apart(words: list[str], train: str, serve: str, layout: Layout) -> list[str]:
-    """The first machines train, the others serve until a file says how that ended."""
+    """Return lines with which the first machines train, and the others serve until a file holds training's status."""
     end = "trap 'kill $! 2>/dev/null || true' TERM INT"
     return [
         'ended="$job.$start.ended"',

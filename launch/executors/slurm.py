@@ -1,4 +1,4 @@
-"""Slurm: a job is one allocation, with a step of `srun` for each task, made and submitted by NeMo-Run (launch/nemo.py)."""
+"""The executor for Slurm. A job is one allocation with an `srun` step per task, submitted by NeMo-Run (launch/nemo.py)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NAME, RUN_IS_HERE = "slurm", True
 _STARTS = scripts.Starts("${SLURM_RESTART_COUNT:-0}", '"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"')
-_MARGIN_SECONDS = 60  # of the warning, for Slurm to end the job before its limit
+_MARGIN_SECONDS = 60  # part of the warning time reserved for Slurm to end the job before its limit
 
 
 def after(folder: Path) -> str:
@@ -43,7 +43,7 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
 
 def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> Submission:
     assert cluster.slurm is not None, "checked before"
-    goes_on = not cfg.rollout.only  # which keeps no checkpoints
+    goes_on = not cfg.rollout.only  # rollout.only keeps no checkpoints
     tasks = scripts.training(cfg, cluster, layout, Path.cwd(), _STARTS)
     setup = batch_setup(cfg, cluster.slurm, jobs.home_of(cfg.run_dir)) if goes_on and cluster.slurm.restarts else ""
     return submission(cfg.run_dir, tasks, cluster, after, setup, requeued=goes_on)
@@ -64,7 +64,7 @@ def start(job: Submission, folder: Path) -> int:
 
 
 def state(job: Job) -> str:
-    shown = _call("scontrol", "show", "job", "--oneliner", job.id)  # knows jobs until minutes after their end
+    shown = _call("scontrol", "show", "job", "--oneliner", job.id)  # scontrol forgets jobs minutes after their end
     if shown.returncode == 0:
         words = dict(word.split("=", 1) for word in shown.stdout.split() if "=" in word)
         reason = f" ({words['Reason']})" if words.get("Reason", "None") != "None" else ""
@@ -96,13 +96,17 @@ def _call(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def batch_setup(cfg: Config, slurm: SlurmConfig, home: Path) -> str:
-    """For the batch script of a run: what it does on the signal before its time limit, and when a task fails.
+    """Return shell code for a run's batch script: its reaction to the signal before the time limit, and to a failed task.
 
-    Before the limit it waits for the next checkpoint, so that few steps are taken twice, and after the last one for the end of
-    the run, but not until the limit; then it is queued again. After a failure it is queued again at once, unless the starts
-    before failed at the same checkpoint. The script may be killed too: a step of its own sees that, and does as it would have.
+    Before the limit it waits for the next checkpoint (so that few steps are repeated) or, after the last checkpoint, for the
+    end of the run, but stops waiting shortly before the limit. Then it requeues the job. After a failure it requeues the job at
+    once, unless earlier starts failed at the same checkpoint. The batch script itself may be killed; a separate step detects
+    that and does the same.
 
-    home: for the log of that step, and the checkpoints at which starts of a job failed.
+    Args:
+        cfg: The run's config.
+        slurm: Section of the profile.
+        home: Folder for the log of that step, and for the checkpoints at which starts of the job failed.
     """
     name = cfg.run_dir.absolute().name
     log, failures = (shlex.quote(str(home / f"{name}-{what}")) for what in ("guard-%j.log", "failures-"))

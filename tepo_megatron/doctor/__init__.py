@@ -1,4 +1,4 @@
-"""`tepo doctor`: whether a run can work, found out before it costs anything."""
+"""`tepo doctor`: find out whether a run can work before it costs anything."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from tepo_megatron.doctor.findings import Finding, found_by
 def examine(
     cfg: Config, check: Callable[[Config], None], start: Callable[[Config], None], launch: Callable[..., None], quick: bool
 ) -> Iterator[Finding]:
-    """What there is to say of a run, as it is found; cheap things first.
+    """Yield findings about a run as they are made, cheap checks first.
 
-    check: raises a TepoError for a config that cannot run; start: makes a run; launch: as `launcher.launch`; quick: without the
-    ranks and the step, which start processes.
+    Args:
+        cfg: The config of the run.
+        check: Raises a TepoError for a config that cannot run.
+        start: Makes a run.
+        launch: `launcher.launch`.
+        quick: Skip the all-reduces and the step, which start processes.
     """
 
     def config() -> Iterator[Finding]:
@@ -69,7 +73,17 @@ def _why_no_step(cfg: Config, failed: bool, quick: bool) -> str:
 
 
 def doctor(cfg: Config, check: Callable[[Config], None], start: Callable[[Config], None], quick: bool) -> int:
-    """Print what is found; returns the exit status, 1 where something fails."""
+    """Print all findings.
+
+    Args:
+        cfg: The config of the run.
+        check: Raises a TepoError for a config that cannot run.
+        start: Makes a run.
+        quick: Skip the checks that start processes.
+
+    Returns:
+        The exit status: 1 if a check failed, else 0.
+    """
     from tepo_megatron.launcher import launch
 
     count = {"pass": 0, "warn": 0, "fail": 0, "skip": 0}

@@ -1,4 +1,4 @@
-"""What a check found, and how it is told."""
+"""The result of a check, and its form on the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ Verdict = Literal["pass", "warn", "fail", "skip"]
 
 @dataclass(frozen=True)
 class Finding:
-    """check: what was looked at; said: what it is like, in one line; mend: what to do about it, unless all is well."""
+    """The result of one check.
+
+    Attributes:
+        check: Subject of the check.
+        verdict: Result.
+        said: State that was found, on one line.
+        mend: The fix; empty if none is needed.
+    """
 
     check: str
     verdict: Verdict
@@ -22,8 +29,10 @@ class Finding:
     mend: str = ""
 
     def __str__(self) -> str:
-        """Return it for a terminal: escaped, since models, datasets and servers are quoted, and no line but the first begins at
-        the margin, so that nothing quoted looks like another finding.
+        """Return the finding as text for a terminal.
+
+        It is escaped, because it quotes models, datasets and servers. Lines after the first are indented, so that no quoted
+        text looks like another finding.
         """
         mend = f"\n→ {self.mend}" if self.mend else ""
         indented = escaped(self.said + mend).replace("\n", f"\n{'':22}")
@@ -31,7 +40,12 @@ class Finding:
 
 
 def found_by(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """What `look` finds; an error of ours that it raises is a failure of `check`, which says its mend itself."""
+    """Yield the findings of a check. A TepoError becomes a failure, whose message already names the fix.
+
+    Args:
+        check: Subject of the check, for such a failure.
+        look: Makes the findings.
+    """
     try:
         yield from look()
     except TepoError as e:

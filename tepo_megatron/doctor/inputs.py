@@ -1,4 +1,4 @@
-"""What the run reads: the model's tokenizer, the prompts, their answers."""
+"""Check the inputs of a run: the model's tokenizer, the prompts and their answers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tepo_megatron.doctor.findings import Finding
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.types import Prompt, Rollout
 
-GRADED = 64  # answers
-NEAR_LIMIT = 0.95  # where the 95% quantile of prompt lengths lies that near, longer ones were likely dropped
+GRADED = 64  # number of answers that are graded
+NEAR_LIMIT = 0.95  # if the 95% quantile of prompt lengths is above this share of the limit, longer ones were likely dropped
 
 
 def data(cfg: Config) -> Iterator[Finding]:
-    """Both datasets, as the run will read them; how the first prompt looks; whether the grader finds right answers right."""
+    """Check both datasets as the run will read them, show the first prompt, and check that the grader accepts right answers."""
     tokenizer = load_tokenizer(cfg.model.path)
     found = load_data(cfg.data, cfg.reward, tokenizer)
     for line in found.told:
@@ -33,7 +33,12 @@ def data(cfg: Config) -> Iterator[Finding]:
 
 
 def lengths(cfg: Config, tokens: Sequence[int]) -> Finding:
-    """tokens: of the prompts that are kept, in ascending order."""
+    """Check the lengths of the prompts against the limit.
+
+    Args:
+        cfg: The config of the run.
+        tokens: Tokens of the kept prompts, ascending.
+    """
     limit, longest = cfg.data.max_prompt_tokens, tokens[-1]
     middle, most = tokens[len(tokens) // 2], tokens[len(tokens) * 19 // 20]
     said = f"{middle} tokens in the median, {most} at 95%, {longest} at most; data.max_prompt_tokens={limit}"
@@ -43,7 +48,12 @@ def lengths(cfg: Config, tokens: Sequence[int]) -> Finding:
 
 
 def grading(cfg: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """A response that boxes the right answer must count as right."""
+    """Check that a response with the right answer in a box is graded as right.
+
+    Args:
+        cfg: The config of the run.
+        prompts: Prompts whose answers are graded.
+    """
     texts = [rf"\boxed{{{prompt.answer}}}" for prompt in prompts]
     with build_reward(cfg.reward, decode=lambda ids: texts[ids[0]]) as reward:
         graded = reward.score([_answered(i, prompt) for i, prompt in enumerate(prompts)])

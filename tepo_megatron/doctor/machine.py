@@ -1,4 +1,4 @@
-"""This machine: packages, processors, memory, disk, ports. Nothing is started."""
+"""Check this machine without starting anything: packages, processors, memory, disk, ports."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tepo_megatron.weights.hf_io import HfReader
 DISTRIBUTION = "tepo-megatron"
 SHOWN = ("torch", "megatron-core", "transformers", "math-verify")
 WRITTEN_BYTES = 64 * 2**20
-SLOW_DISK = 50e6  # bytes a second
-STATE_BYTES = 12  # of a checkpoint per parameter: fp32 master and both moments, beside the weights
+SLOW_DISK = 50e6  # bytes per second
+STATE_BYTES = 12  # bytes per parameter in a checkpoint in addition to the weight: fp32 master and both moments
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
-WRITTEN_AT_ONCE = 1  # a checkpoint, beside those that stay
+WRITTEN_AT_ONCE = 1  # checkpoints in addition to the kept ones
 
 
 def packages() -> Iterator[Finding]:
-    """Whether what is installed is what this package asks for."""
+    """Check that the installed packages are those that this package requires."""
     wrong = []
     for text in importlib.metadata.requires(DISTRIBUTION) or ():
         wanted = Requirement(text)
@@ -49,12 +49,12 @@ def packages() -> Iterator[Finding]:
 
 
 def enough_devices(cfg: Config) -> bool:
-    """Whether this machine alone can hold the ranks and the servers that the run starts."""
+    """Return whether this machine alone has the devices for the ranks and for the servers that the run starts."""
     return cfg.platform == "cpu" or _gpus() >= _wanted(cfg)
 
 
 def processors(cfg: Config) -> Iterator[Finding]:
-    """GPUs, or cores, for the ranks and the servers that are started here."""
+    """Check that there are GPUs, or cores, for the ranks and for the servers that are started here."""
     ranks = cfg.parallel.world_size
     if cfg.platform == "cuda":
         there, wanted = _gpus(), _wanted(cfg)
@@ -75,7 +75,7 @@ def processors(cfg: Config) -> Iterator[Finding]:
 
 
 def memory(cfg: Config) -> Iterator[Finding]:
-    """Room in host memory for the weights on their way."""
+    """Check that host memory suffices for the weights in transfer."""
     free, files = psutil.virtual_memory().available, cfg.sync.transport == "shm" and cfg.sync.folder is None
     yield Finding("memory", "pass" if free > 4 * 2**30 else "warn", f"{free / 2**30:.1f} GiB available on this machine")
     if files and cfg.rollout.replay is None:
@@ -91,7 +91,7 @@ def memory(cfg: Config) -> Iterator[Finding]:
 
 
 def disk(cfg: Config) -> Iterator[Finding]:
-    """Room and speed where checkpoints and the trained model go."""
+    """Check free space and speed of the disk for checkpoints and the trained model."""
     folder = _existing(Path(cfg.output))
     free, weight = shutil.disk_usage(folder).free, WEIGHT_BYTES[cfg.model.dtype]
     kept = cfg.checkpoint.keep_last + WRITTEN_AT_ONCE if cfg.checkpoint.every else 0
@@ -116,7 +116,7 @@ def disk(cfg: Config) -> Iterator[Finding]:
 
 
 def ports(cfg: Config) -> Iterator[Finding]:
-    """That of the server, where the config names one."""
+    """Check that the server's port is free, if the config names one."""
     if not cfg.rollout.server.port or cfg.rollout.server.remote or cfg.rollout.replay is not None:
         return
     try:
@@ -133,7 +133,7 @@ def _gpus() -> int:
 
 
 def _wanted(cfg: Config) -> int:
-    """GPUs of the ranks and of the servers that are started here."""
+    """Return the GPUs of the ranks and of the servers that are started here."""
     ranks = cfg.parallel.world_size
     servers = 0 if cfg.rollout.server.remote or cfg.rollout.replay is not None else cfg.rollout.servers * cfg.rollout.server.tp
     return max(ranks, servers) if cfg.rollout.colocate else ranks + servers
@@ -151,7 +151,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _write_speed(folder: Path) -> float:
-    """Bytes a second."""
+    """Return the speed of a synced write, in bytes per second."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
         start = time.perf_counter()
         file.write(os.urandom(2**20) * (WRITTEN_BYTES // 2**20))

@@ -1,4 +1,4 @@
-"""The model as the run reads it: its weights through the conversion, its tokenizer, its chat template."""
+"""Check the model as the run reads it: conversion of its weights, tokenizer, chat template."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ QUESTION, ANSWER = "What is 1 + 1?", "2"
 
 
 def conversion(cfg: Config) -> Iterator[Finding]:
-    """HF -> shards of parallel.tp ranks -> HF, bit by bit, one parameter in memory at a time: what belongs to no layer, and the
-    first and the last layer with the first and the last of their experts."""
+    """Check that HF -> shards of parallel.tp ranks -> HF preserves every bit, with one parameter in memory at a time.
+
+    Checked are the parameters outside of layers, and the first and the last layer with their first and last expert.
+    """
     config = read_config(cfg.model.path)
     family = find_family(config)
     arch, reader = family.architecture(config), HfReader(cfg.model.path)
@@ -34,11 +36,11 @@ def conversion(cfg: Config) -> Iterator[Finding]:
         said = f"{len(missing)} tensors of config.json are not in {cfg.model.path}: {min(missing)}"
         yield Finding("conversion", "fail", said, "copy the model directory again")
         return
-    tp = cfg.parallel.tp if arch.num_query_groups % cfg.parallel.tp == 0 else 1  # another is refused as such
+    tp = cfg.parallel.tp if arch.num_query_groups % cfg.parallel.tp == 0 else 1  # check_layout refuses any other value
     count, nbytes = 0, 0
     for row in family.rows:
         for names in _ends(row, arch):
-            if not set(names) <= expected:  # the output layer of tied embeddings
+            if not set(names) <= expected:  # such as the output layer of tied embeddings
                 continue
             tensors = [reader.get(name) for name in names]
             if wrong := _changed(row, names, tensors, arch, tp):
@@ -54,7 +56,7 @@ def conversion(cfg: Config) -> Iterator[Finding]:
 
 
 def _ends(row: Row, arch: Architecture) -> list[tuple[str, ...]]:
-    """Of the parameters that a row describes, the first and the last, and where there are experts, both of each such layer."""
+    """Return a row's first and last instance; with experts the first and last expert of the first and last layer."""
     instances = list(row.instances(arch))
     of_layer = arch.experts.number if arch.experts is not None and "{expert}" in row.megatron else 1
     kept = {0, of_layer - 1, len(instances) - of_layer, len(instances) - 1} if instances else set()
@@ -62,7 +64,7 @@ def _ends(row: Row, arch: Architecture) -> list[tuple[str, ...]]:
 
 
 def _changed(row: Row, names: Sequence[str], tensors: Sequence[Tensor], arch: Architecture, tp: int) -> str:
-    """What is wrong with the round trip; empty if nothing is."""
+    """Return what is wrong with the round trip; empty if nothing is."""
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
         return f"{', '.join(names)} hold values that are not finite"
     try:
@@ -77,7 +79,7 @@ def _changed(row: Row, names: Sequence[str], tensors: Sequence[Tensor], arch: Ar
 
 
 def tokenizer(cfg: Config) -> Iterator[Finding]:
-    """Whether responses can end, and whether the chat template does what the config counts on."""
+    """Check that responses can end, and that the chat template works as the config assumes."""
     found, config = load_tokenizer(cfg.model.path), read_config(cfg.model.path)
     stops = stop_tokens(cfg.model.path, found, cfg.rollout.stop_token_ids)
     yield _vocabulary(found, int(config["vocab_size"]))
@@ -98,7 +100,7 @@ def _vocabulary(found: PreTrainedTokenizerBase, rows: int) -> Finding:
 
 
 def _stops(found: PreTrainedTokenizerBase, stops: Sequence[int]) -> Finding:
-    """No response is padded here, so that a pad token that also ends responses does no harm, unless it is the only one."""
+    """Check the stop tokens. A pad token as one of several is harmless, because responses are not padded here."""
     named = ", ".join(f"{found.convert_ids_to_tokens(token)!r} ({token})" for token in stops)
     mend = "name the tokens that end a response in rollout.stop_token_ids"
     if not stops:

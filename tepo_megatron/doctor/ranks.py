@@ -1,4 +1,4 @@
-"""The ranks of the run meet and measure their all-reduces: `python -m tepo_megatron.doctor.ranks CONFIG`, once per rank."""
+"""Let the ranks of a run connect and measure their all-reduces: `python -m tepo_megatron.doctor.ranks CONFIG` per rank."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from tepo_megatron.launcher import run_rank
 from tepo_megatron.platform import Platform
 
 RESULT = "ranks.json"
-NUMEL, ROUNDS = 4 * 2**20, 5  # fp32
+NUMEL, ROUNDS = 4 * 2**20, 5  # fp32 elements; repetitions after the first
 
 
 def measure(cfg: Config, platform: Platform) -> None:
-    """Write, on rank 0, bytes per second of all-reduce over every axis with more than one rank, by axis, to RESULT.
+    """Measure all-reduces over every mesh axis with more than one rank; rank 0 writes bytes per second by axis to RESULT.
 
-    Bytes are those that each rank sends in a ring: 2 (n - 1) / n of the tensor.
+    The bytes are those that each rank sends in a ring: 2 (n - 1) / n of the tensor.
+
+    Args:
+        cfg: The config of the run.
+        platform: Names the backends.
     """
     from tepo_megatron import parallel
 
@@ -44,7 +48,7 @@ def _bandwidth(axis: object, device: torch.device) -> float:
         dist.barrier(group=axis.group)
         start = time.perf_counter()
         dist.all_reduce(x, group=axis.group)
-        float(x[0])  # on a GPU: until it is there
+        float(x[0])  # on a GPU this waits for the result
         best = min(best, time.perf_counter() - start)
     return 4 * NUMEL * 2 * (axis.size - 1) / axis.size / best
 

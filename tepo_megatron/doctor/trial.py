@@ -1,4 +1,4 @@
-"""One small step of the run itself, thrown away afterwards: real ranks, real servers, real grading."""
+"""Run one small step of the run itself and discard it: with real ranks, real servers and real grading."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ from tepo_megatron.doctor.findings import Finding
 from tepo_megatron.sinks import read_metrics
 
 MOST_PROMPTS = 8
-NEAR = 0.3  # of the gate
+NEAR = 0.3  # share of sync.max_logprob_diff
 EXACT = 1e-5  # nats, in fp32
 
 
 def trial_of(cfg: Config, folder: Path) -> Config:
-    """One step of few prompts with checksums and the noise floor, in `folder`; all else is as the run has it."""
+    """Return a config for one step of few prompts, with checksums and the noise floor; everything else is as in the run.
+
+    Args:
+        cfg: The config of the run.
+        folder: Folder for the output.
+    """
     prompts = min(MOST_PROMPTS, cfg.rollout.prompts_per_step)
     updates = cfg.rollout.prompts_per_step // cfg.training.minibatch_prompts
     return replace(
@@ -43,7 +48,12 @@ def trial_of(cfg: Config, folder: Path) -> Config:
 
 
 def ranks(cfg: Config, launch: Callable[..., None]) -> Iterator[Finding]:
-    """The ranks find each other, and how fast they exchange."""
+    """Yield how fast the ranks' all-reduces are, which also shows that the ranks find each other.
+
+    Args:
+        cfg: A config from `trial_of`.
+        launch: `launcher.launch`.
+    """
     if cfg.parallel.world_size == 1:
         return
     from tepo_megatron.doctor.ranks import RESULT
@@ -56,7 +66,12 @@ def ranks(cfg: Config, launch: Callable[..., None]) -> Iterator[Finding]:
 
 
 def step(cfg: Config, start: Callable[[Config], None]) -> Iterator[Finding]:
-    """What a step says of the engine, the weights, the samples and the noise of dH."""
+    """Yield findings of one step: engine, weights, samples and the noise of dH.
+
+    Args:
+        cfg: A config from `trial_of`.
+        start: Makes a run.
+    """
     with _output_in(cfg.run_dir.with_suffix(".txt")):
         start(cfg)
     record = read_metrics(cfg.run_dir)[0]
@@ -98,7 +113,7 @@ def _noise(record: Mapping[str, Any]) -> Finding:
 
 @contextlib.contextmanager
 def _output_in(path: Path) -> Iterator[None]:
-    """What this process and those that it starts print goes to a file: a step says much that is no finding."""
+    """Redirect the output of this process and its children to a file, because a step prints much that is no finding."""
     sys.stdout.flush()
     before = os.dup(1)
     try:

@@ -1,4 +1,4 @@
-"""Versions that do not work together, as far as they are known; what computes on a GPU."""
+"""Check for known bad combinations of versions, and report which kernels compute on a GPU."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ from tepo_megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class KnownBad:
-    """together: what is wrong where all of it is installed ("python" is the interpreter); source: where that is known from;
-    variable: it is wrong only where this environment variable is set.
+    """A combination of versions that does not work.
+
+    Attributes:
+        together: The combination is bad if all of these requirements are installed ("python" is the interpreter).
+        verdict: Verdict of the finding.
+        why: Description of the problem.
+        mend: The fix.
+        source: Source of this knowledge.
+        variable: The combination is bad only if this environment variable is set. None: always.
     """
 
     together: tuple[str, ...]
@@ -71,12 +78,12 @@ KNOWN_BAD = (
         "LD_BIND_NOW",
     ),
 )
-# where Transformer Engine looks for cuDNN before it takes that of the wheel, which PyTorch loads (2.20.2, common/__init__.py)
+# Transformer Engine looks for cuDNN there before it uses the wheel's, which PyTorch loads (2.20.2, common/__init__.py).
 _CUDNN_VARIABLES = ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH")
 
 
 def installed() -> dict[str, str]:
-    """Distribution -> version, without the local part, of all that any entry of KNOWN_BAD names."""
+    """Return distribution -> version, without the local part, for all distributions that KNOWN_BAD names."""
     found = {"python": platform.python_version()}
     for name in {Requirement(text).name for bad in KNOWN_BAD for text in bad.together} - {"python"}:
         try:
@@ -87,7 +94,7 @@ def installed() -> dict[str, str]:
 
 
 def combinations(there: Mapping[str, str]) -> Iterator[Finding]:
-    """What KNOWN_BAD says of these versions."""
+    """Yield the entries of KNOWN_BAD that apply to these versions."""
     bad = [
         known
         for known in KNOWN_BAD
@@ -102,7 +109,7 @@ def combinations(there: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def kernels(cfg: Config) -> Iterator[Finding]:
-    """Whose code computes layers, norms, the optimizer's step and sums of gradients (`actor/kernels.py`)."""
+    """Report which implementation runs layers, norms, the optimizer step and sums of gradients (`actor/kernels.py`)."""
     try:
         chosen = choose(cfg.model, cfg.training, cfg.platform, computing(), cp=cfg.parallel.cp)
     except ConfigError as e:
@@ -116,12 +123,12 @@ def kernels(cfg: Config) -> Iterator[Finding]:
 
 
 def cudnn(cfg: Config, environment: Mapping[str, str], toolkit: Path = Path("/usr/local/cuda")) -> Iterator[Finding]:
-    """Report a cuDNN that Transformer Engine would load beside the one that PyTorch brings.
+    """Report a cuDNN that Transformer Engine would load in addition to PyTorch's.
 
     Args:
-        cfg: of the run; `platform: cpu` has no cuDNN.
-        environment: variables of this process.
-        toolkit: where Transformer Engine looks when no variable names a folder.
+        cfg: The config of the run; `platform: cpu` has no cuDNN.
+        environment: Environment variables of this process.
+        toolkit: Folder that Transformer Engine searches if no variable names one.
     """
     if cfg.platform == "cpu":
         return

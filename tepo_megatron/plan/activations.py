@@ -1,11 +1,11 @@
-"""What the forward pass keeps for backward, tensor by tensor.
+"""Count the tensors that the forward pass keeps for backward.
 
-Every term is what one layer keeps for one token on one rank. A term's `module` is what would have to be computed again for it
-not to be kept. With Transformer Engine (`attention="te"`) the same tensors are taken to be kept but for copies that only the
-SDPA path makes; that was never run.
+Every term is the memory that one layer keeps for one token on one rank. A term's `module` is the part of the layer that would
+have to be recomputed if the tensor were not kept. Transformer Engine (`attention="te"`) is assumed to keep the same tensors,
+without the copies that only the SDPA path makes; this was never run.
 
-With `training.offload_activations` tensors of `LEAST_OFFLOADED` bytes or more wait in host memory: one copy for each operation
-that saves a tensor, of what it saves of it.
+With `training.offload_activations` tensors of `LEAST_OFFLOADED` bytes or more are kept in host memory instead. Every operation
+that saves a tensor makes its own copy of the part that it saves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tepo_megatron.weights.ops import Architecture
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "te", "shared"]
 Module = Literal["mlp", "rest"]
-# what is computed again in backward (`training.recompute`); under `full` all but a layer's input
+# modules recomputed in backward (`training.recompute`); `full` keeps only a layer's input
 RECOMPUTED: dict[Recompute, frozenset[Module]] = {
     "none": frozenset(),
     "selective": frozenset({"mlp"}),
@@ -32,8 +32,14 @@ FP32, INT64 = 4, 8
 
 @dataclass(frozen=True)
 class Term:
-    """elements: of `size` bytes each (None: of an activation); saved: so many are saved for backward, each time counted (None:
-    as many).
+    """One kind of tensor that a layer keeps for backward, per token.
+
+    Attributes:
+        what: Name of the tensor.
+        module: Part of the layer that `recompute` would have to run again.
+        elements: Number of elements.
+        size: Bytes per element. None: those of an activation.
+        saved: Number of elements saved for backward, counted once per saving operation. None: `elements`.
     """
 
     what: str
@@ -43,11 +49,11 @@ class Term:
     saved: float | None = None
 
     def bytes(self, element_size: int) -> float:
-        """For activations of `element_size` bytes."""
+        """Return its bytes for activations of `element_size` bytes."""
         return self.elements * self._size(element_size)
 
     def copied(self, element_size: int) -> float:
-        """Bytes of its copies in host memory."""
+        """Return the bytes of its copies in host memory."""
         return (self.elements if self.saved is None else self.saved) * self._size(element_size)
 
     def _size(self, element_size: int) -> int:
@@ -56,8 +62,11 @@ class Term:
 
 @dataclass(frozen=True)
 class Kernels:
-    """attention: as `model.attention`, or `shared`, which is SDPA's where prompts are shared (`training.share_prompts`).
-    fused_norms: they keep their input and one scale a row. PyTorch's on a CPU do not: they keep two vectors in fp32.
+    """The kernels that determine what is kept.
+
+    Attributes:
+        attention: `model.attention`, or `shared`: SDPA's path with shared prompts (`training.share_prompts`).
+        fused_norms: Fused norms keep their input and one scale per row. PyTorch's norms on a CPU keep two fp32 vectors instead.
     """
 
     attention: Attention = "te"
@@ -69,7 +78,15 @@ ON_CUDA = Kernels()
 
 
 def layer_terms(arch: Architecture, parallel: ParallelConfig, sparse: bool, kernels: Kernels, sequence: int) -> list[Term]:
-    """Of one layer, for one token of a rank's packed tokens. sparse: with experts; sequence: tokens of a sequence."""
+    """Return the terms of one layer without recomputation, for one packed token of a rank.
+
+    Args:
+        arch: Sizes of the model.
+        parallel: The mesh.
+        sparse: True for a layer with experts.
+        kernels: The kernels.
+        sequence: Tokens of a sequence.
+    """
     tp, cp = parallel.tp, parallel.cp
     hidden = arch.hidden_size / (tp if parallel.sequence_parallel else 1)
     queries, keys = arch.num_heads * arch.head_dim / tp, arch.num_query_groups * arch.head_dim / tp
@@ -83,7 +100,7 @@ def layer_terms(arch: Architecture, parallel: ParallelConfig, sparse: bool, kern
         Term("input of the feed-forward block", "rest", hidden),
     ]
     if cp == 1:
-        # values are a view of all three, which so stay
+        # the values are a view of q, k and v, so all three stay
         terms += [Term("keys, turned", "rest", keys), Term("q, k, v", "rest", queries + 2 * keys, saved=keys)]
     else:
         terms.append(Term("k, v of all", "rest", 2 * keys * cp))
@@ -98,7 +115,7 @@ def layer_terms(arch: Architecture, parallel: ParallelConfig, sparse: bool, kern
             terms += _norm(
                 "the norms of queries and keys", queries + keys, (arch.num_heads + arch.num_query_groups) / tp, kernels
             )
-        else:  # their input is a view of what is kept anyway
+        else:  # their input is a view of a tensor that is kept anyway
             terms.append(Term("scales of their norms", "rest", (arch.num_heads + arch.num_query_groups) / tp, FP32))
     if sparse:
         return terms + _expert_terms(arch, parallel, hidden)
@@ -107,7 +124,7 @@ def layer_terms(arch: Architecture, parallel: ParallelConfig, sparse: bool, kern
 
 
 def _norm(what: str, size: float, rows: float, kernels: Kernels) -> list[Term]:
-    """An RMS norm of vectors of together `size` elements, `rows` of them."""
+    """Return the terms of an RMS norm of `rows` vectors with `size` elements in total."""
     scale = Term(f"scale of {what}", "rest", rows, FP32)
     if kernels.fused_norms:
         return [Term(f"input of {what}", "rest", size), scale]
@@ -120,16 +137,16 @@ def _norm(what: str, size: float, rows: float, kernels: Kernels) -> list[Term]:
 
 def _swiglu(ffn: float) -> list[Term]:
     return [
-        Term("gate and up projections", "mlp", 2 * ffn),  # SwiGLU is one function, which computes the rest again
+        Term("gate and up projections", "mlp", 2 * ffn),  # SwiGLU is one function, which recomputes the rest
         Term("their product", "mlp", ffn),
     ]
 
 
 def _expert_terms(arch: Architecture, parallel: ParallelConfig, hidden: float) -> list[Term]:
-    """With balanced experts: of a rank's tokens per_token copies reach experts, wherever those are."""
+    """Return the terms of the experts, assuming balanced load: each token has `per_token` copies, on whichever rank."""
     assert arch.experts is not None
     chosen, ffn, number = arch.experts.per_token, arch.experts.ffn_size / parallel.tp, arch.experts.number
-    tokens = hidden / arch.hidden_size  # of a token that this rank routes
+    tokens = hidden / arch.hidden_size  # share of a token that this rank routes
     return [
         Term("router: logits and scores", "mlp", 2 * tokens * number, FP32),
         Term("router: which were chosen", "mlp", tokens * number, 1),
@@ -140,14 +157,26 @@ def _expert_terms(arch: Architecture, parallel: ParallelConfig, hidden: float) -
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes that wait for backward: on the device, and in host memory."""
+    """Bytes kept for backward.
+
+    Attributes:
+        device: Bytes on the device.
+        host: Bytes in host memory.
+    """
 
     device: float
     host: float = 0.0
 
 
 def kept(terms: Sequence[Term], element_size: int, tokens: float = 1, *, offloaded: bool = False) -> Kept:
-    """Of `tokens` tokens of a rank. offloaded: `training.offload_activations`."""
+    """Return the bytes that some tokens of a rank keep for backward.
+
+    Args:
+        terms: Terms per token.
+        element_size: Bytes of an activation's element.
+        tokens: Number of tokens.
+        offloaded: `training.offload_activations`.
+    """
     away = [t for t in terms if offloaded and t.bytes(element_size) * tokens >= LEAST_OFFLOADED]
     stay = sum(t.bytes(element_size) for t in terms if t not in away)
     return Kept(stay * tokens, sum(t.copied(element_size) for t in away) * tokens)
@@ -162,7 +191,16 @@ def kept_terms(
     sparse: bool = False,
     sequence: int = 0,
 ) -> list[Term]:
-    """What one layer keeps for one token, of sequences of `sequence` tokens; under `full` its input alone."""
+    """Return the terms that one layer keeps for one token; under `full` its input alone.
+
+    Args:
+        arch: Sizes of the model.
+        parallel: The mesh.
+        recompute: `training.recompute`.
+        kernels: The kernels.
+        sparse: True for a layer with experts.
+        sequence: Tokens of a sequence.
+    """
     if recompute == "full":
         return [Term("input of the layer", "rest", arch.hidden_size / (parallel.tp if parallel.sequence_parallel else 1))]
     terms = layer_terms(arch, parallel, sparse, kernels, sequence)
@@ -170,7 +208,13 @@ def kept_terms(
 
 
 def final_norm_terms(arch: Architecture, parallel: ParallelConfig, kernels: Kernels = ON_CUDA) -> list[Term]:
-    """On the last stage."""
+    """Return the terms of the final norm, on the last stage.
+
+    Args:
+        arch: Sizes of the model.
+        parallel: The mesh.
+        kernels: The kernels.
+    """
     hidden = arch.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
     return _norm("the last norm", hidden, hidden / arch.hidden_size, kernels)
 
@@ -178,10 +222,17 @@ def final_norm_terms(arch: Architecture, parallel: ParallelConfig, kernels: Kern
 def output_bytes(
     arch: Architecture, parallel: ParallelConfig, rows: int, element_size: int, logits_budget: int | None
 ) -> tuple[float, float]:
-    """(kept, needed for a while) for `rows` rows of the output layer on the last stage.
+    """Return the memory of the output layer on the last stage, as (bytes kept, temporary bytes).
 
-    logits_budget: bytes (`training.logits_budget_mib`); None: all logits are there at once, and their gradient takes their
-    place. Beside them: the rows' hidden states, and statistics of each row.
+    Kept are also the rows' hidden states and statistics of each row.
+
+    Args:
+        arch: Sizes of the model.
+        parallel: The mesh.
+        rows: Response rows.
+        element_size: Bytes of a logit.
+        logits_budget: Bytes (`training.logits_budget_mib`). None: all logits exist at once, and their gradient reuses their
+            memory.
     """
     vocabulary = -(-arch.vocab_size // (16 * parallel.tp)) * 16
     logits = rows * vocabulary * element_size
@@ -194,10 +245,14 @@ def output_bytes(
 
 
 def microbatches_in_flight(parallel: ParallelConfig, pp_rank: int) -> float:
-    """Microbatches of a whole stage whose activations a rank keeps at once, at most.
+    """Return the maximum number of microbatches of a whole stage whose activations a rank keeps at once.
 
-    One-forward-one-backward: stages behind it, and one. Interleaved (arXiv 2104.04473): chunks that run before the first
-    backward, in units of a stage.
+    One-forward-one-backward schedule: the number of stages from this one to the last. Interleaved schedule (arXiv 2104.04473):
+    the chunks that run before the first backward, in units of a stage.
+
+    Args:
+        parallel: The mesh.
+        pp_rank: Pipeline rank.
     """
     if parallel.vpp == 1:
         return float(parallel.pp - pp_rank)

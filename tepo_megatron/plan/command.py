@@ -1,4 +1,4 @@
-"""`tepo plan CONFIG`."""
+"""The command `tepo plan CONFIG`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tepo_megatron.plan.tables import as_json, memory_lines, run_lines, search_l
 from tepo_megatron.plan.whole_run import whole_run
 from tepo_megatron.plan.workload import Workload, families_of
 
-# what to do about a state that does not fit, by its greatest component
+# largest component of a state that does not fit -> fix
 _MENDS = {
     "weights": "raise parallel.tp or parallel.pp",
     "gradients": "raise parallel.tp or parallel.pp",
@@ -36,8 +36,15 @@ _MENDS = {
 
 @dataclass(frozen=True)
 class Request:
-    """gpus: None: as many as the config takes; prompt, response: tokens on average, dropped: share of the groups that are all
-    right or all wrong; None: assumed (`workload.py`).
+    """The options of `tepo plan`.
+
+    Attributes:
+        gpus: Available GPUs. None: as many as the config needs.
+        gpu: Name in `GPUS`.
+        prompt: Mean tokens of a prompt. None: assumed (`workload.py`).
+        response: Mean tokens of a response. None: assumed.
+        json_file: Also write the result here.
+        dropped: Share of the groups that are entirely right or entirely wrong. None: assumed.
     """
 
     gpus: int | None = None
@@ -49,7 +56,15 @@ class Request:
 
 
 def predictor_of(cfg: Config, request: Request) -> Predictor:
-    """What predicts this config. Raises ConfigError for a GPU that is not in the table, and what `read_model` raises."""
+    """Return the predictor of a config.
+
+    Args:
+        cfg: The config.
+        request: Options of `tepo plan`.
+
+    Raises:
+        ConfigError: The GPU is not in the table. Errors of `read_model` pass through.
+    """
     if request.gpu not in GPUS:
         raise ConfigError(f"--gpu {request.gpu}: not in the table; use one of {', '.join(GPUS)}")
     family, arch = read_model(cfg.model.path)
@@ -64,9 +79,18 @@ def predictor_of(cfg: Config, request: Request) -> Predictor:
 
 
 def plan(cfg: Config, request: Request, tell: Callable[[str], None]) -> int:
-    """Tell what a config needs and how fast it would be; returns the exit status, 1 where it does not fit.
+    """Report what a config needs and how fast it would be.
 
-    Raises ConfigError for what cannot be planned.
+    Args:
+        cfg: The config.
+        request: Options of `tepo plan`.
+        tell: Prints a text.
+
+    Returns:
+        The exit status: 1 if the config does not fit, else 0.
+
+    Raises:
+        ConfigError: The config cannot be planned.
     """
     predictor = predictor_of(cfg, request)
     gpu, work = predictor.machine.gpu, predictor.workload

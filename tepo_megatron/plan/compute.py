@@ -1,8 +1,8 @@
-"""Seconds of one forward or backward pass over one pipeline stage: a roofline, term by term.
+"""Predict the seconds of a forward or backward pass over one pipeline stage, with a roofline model per term.
 
-Matrix products by their operations, norms and activations by the bytes that they move, collectives by the bytes on the slowest
-link; nothing of them overlaps, as the trainer is configured. Backward takes twice the products and moves of forward (attention
-two and a half times, arXiv 2307.08691).
+Matrix products count by their operations, norms and activations by the bytes that they move, collectives by the bytes on the
+slowest link. Nothing overlaps, as the trainer is configured. Backward takes twice the products and moves of forward, and two
+and a half times the attention (arXiv 2307.08691).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ATTENTION_BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds on one rank, by what they go into."""
+    """Seconds on one rank, by kind of work."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -29,7 +29,7 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """Their sum."""
+        """Return the sum of all kinds."""
         return self.products + self.attention + self.elementwise + self.links
 
     def __add__(self, other: Cost) -> Cost:
@@ -41,7 +41,12 @@ class Cost:
         )
 
     def times(self, factor: float, attention: float | None = None) -> Cost:
-        """Multiplied; attention: by another factor."""
+        """Return the cost multiplied by a factor.
+
+        Args:
+            factor: Factor of every kind.
+            attention: Factor of attention instead. None: `factor`.
+        """
         return Cost(
             self.products * factor,
             self.attention * (factor if attention is None else attention),
@@ -52,7 +57,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Machine:
-    """gpu, the matrices' bytes per element in products of layers, and what is assumed of both."""
+    """A GPU with assumptions about it.
+
+    Attributes:
+        gpu: Datasheet values.
+        matmul_size: Bytes per element of the matrices in the layers' products.
+        assumed: Shares of the datasheet values that are reached.
+    """
 
     gpu: Gpu
     matmul_size: int = 2
@@ -60,23 +71,27 @@ class Machine:
 
     @property
     def matmul_rate(self) -> float:
-        """Operations per second in matrix products."""
+        """Return the operations per second of matrix products."""
         return self.gpu.peak[self.matmul_size] * self.assumed.matmul[self.matmul_size]
 
     @property
     def attention_rate(self) -> float:
-        """Operations per second in attention, which works on bf16."""
+        """Return the operations per second of attention, which runs in bf16."""
         return self.gpu.peak[2] * self.assumed.attention
 
     @property
     def memory_rate(self) -> float:
-        """Bytes per second of what moves memory."""
+        """Return the bytes per second of operations bound by memory bandwidth."""
         return self.gpu.memory_bandwidth * self.assumed.elementwise
 
     def link(self, size: int, stride: int) -> float:
-        """Bytes per second that each rank sends in a ring of `size` ranks that are `stride` apart.
+        """Return the bytes per second that each rank sends in a ring.
 
-        Over machines every member inside one has a network adapter of its own for the ring.
+        If the ring spans machines, each of its members in a machine has its own network adapter.
+
+        Args:
+            size: Ranks in the ring.
+            stride: Distance between neighbouring ranks of the ring.
         """
         if size * stride <= GPUS_PER_NODE:
             return self.gpu.nvlink * self.assumed.links
@@ -85,28 +100,52 @@ class Machine:
 
 
 def layer_operations(arch: Architecture, sparse: bool) -> float:
-    """Of the matrix products of one layer for one token in forward: two for each weight that it meets."""
+    """Return the operations of one layer's matrix products for one token in forward: two per weight that the token meets.
+
+    Args:
+        arch: Sizes of the model.
+        sparse: True for a layer with experts.
+    """
     return 2.0 * arch.hidden_size * arch.head_dim * (2 * arch.num_heads + 2 * arch.num_query_groups) + feed_forward_operations(
         arch, sparse
     )
 
 
 def feed_forward_operations(arch: Architecture, sparse: bool) -> float:
-    """The part of its feed-forward block."""
+    """Return the part of `layer_operations` in the feed-forward block.
+
+    Args:
+        arch: Sizes of the model.
+        sparse: True for a layer with experts.
+    """
     if sparse and arch.experts is not None:
         return 2.0 * arch.hidden_size * (3 * arch.experts.ffn_size * arch.experts.per_token + arch.experts.number)
     return 2.0 * arch.hidden_size * 3 * arch.ffn_size
 
 
 def attention_operations(arch: Architecture, lengths_squared: float) -> float:
-    """Of one layer's causal attention in forward; lengths_squared: sum over sequences of L^2. 2 (QK and PV) x 2 x L^2 / 2."""
+    """Return the operations of one layer's causal attention in forward: 2 (QK and PV) x 2 x L^2 / 2.
+
+    Args:
+        arch: Sizes of the model.
+        lengths_squared: Sum of L^2 over the sequences.
+    """
     return 2.0 * lengths_squared * arch.num_heads * arch.head_dim
 
 
 def forward_layer(
     model: Model, parallel: ParallelConfig, machine: Machine, tokens: float, lengths_squared: float, sparse: bool
 ) -> Cost:
-    """Of one layer. tokens: of all context-parallel ranks; lengths_squared: of their sequences."""
+    """Return the cost of one layer in forward.
+
+    Args:
+        model: The model.
+        parallel: The mesh.
+        machine: The GPU.
+        tokens: Tokens of all context-parallel ranks.
+        lengths_squared: Sum of L^2 over their sequences.
+        sparse: True for a layer with experts.
+    """
     arch, tp, cp = model.arch, parallel.tp, parallel.cp
     mine = tokens / cp
     hidden = arch.hidden_size / (tp if parallel.sequence_parallel else 1)
@@ -119,18 +158,26 @@ def forward_layer(
     return forward_feed_forward(model, parallel, machine, tokens, sparse) + Cost(
         products=mine * operations / machine.matmul_rate / tp,
         attention=attention_operations(arch, lengths_squared) / (tp * cp) / machine.attention_rate,
-        # norms read and write twice, residual sums read two and write one, rotation reads and writes
+        # two norms read and write once each, residual sums read two tensors and write one, rotary embedding reads and writes
         elementwise=mine * model.element * (10 * hidden + 2 * heads) / machine.memory_rate,
         links=links,
     )
 
 
 def forward_feed_forward(model: Model, parallel: ParallelConfig, machine: Machine, tokens: float, sparse: bool) -> Cost:
-    """Of the feed-forward block of one layer."""
+    """Return the cost of one layer's feed-forward block in forward.
+
+    Args:
+        model: The model.
+        parallel: The mesh.
+        machine: The GPU.
+        tokens: Tokens of all context-parallel ranks.
+        sparse: True for a layer with experts.
+    """
     arch, tp, mine = model.arch, parallel.tp, tokens / parallel.cp
     hidden = arch.hidden_size / (tp if parallel.sequence_parallel else 1)
     ffn = arch.ffn_size if not sparse or arch.experts is None else arch.experts.ffn_size * arch.experts.per_token
-    moved = mine * model.element * 3 * ffn / tp  # SwiGLU, as one kernel: reads gate and up, writes their product
+    moved = mine * model.element * 3 * ffn / tp  # SwiGLU as one kernel reads gate and up and writes their product
     links = _between_tensor_ranks(model, parallel, machine, mine)
     if sparse and arch.experts is not None and parallel.ep > 1:
         sent = 2 * arch.experts.per_token * mine * arch.hidden_size * model.element
@@ -141,12 +188,12 @@ def forward_feed_forward(model: Model, parallel: ParallelConfig, machine: Machin
         of_experts = 6.0 * arch.hidden_size * arch.experts.ffn_size * arch.experts.per_token
         rate_of_experts = machine.gpu.peak[2] * machine.assumed.experts
         products += of_experts * (1 / rate_of_experts - 1 / machine.matmul_rate)
-        moved += 6 * mine * model.element * arch.experts.per_token * hidden  # sorted by expert, sent, and back
+        moved += 6 * mine * model.element * arch.experts.per_token * hidden  # tokens are sorted by expert, sent, and sent back
     return Cost(products=mine * products / tp, elementwise=moved / machine.memory_rate, links=links)
 
 
 def _between_tensor_ranks(model: Model, parallel: ParallelConfig, machine: Machine, mine: float) -> float:
-    """Seconds of an all-reduce, or of a gather and a scatter, of the tokens of a rank."""
+    """Return the seconds of an all-reduce, or of a gather and a scatter, of a rank's tokens over tensor-parallel ranks."""
     if parallel.tp == 1:
         return 0.0
     activation = mine * model.arch.hidden_size * model.element
@@ -154,7 +201,14 @@ def _between_tensor_ranks(model: Model, parallel: ParallelConfig, machine: Machi
 
 
 def forward_output(model: Model, parallel: ParallelConfig, machine: Machine, rows: float) -> Cost:
-    """Of the output layer with the statistics of its logits, for `rows` rows of all context-parallel ranks."""
+    """Return the cost of the output layer in forward, including the statistics of its logits.
+
+    Args:
+        model: The model.
+        parallel: The mesh.
+        machine: The GPU.
+        rows: Response rows of all context-parallel ranks.
+    """
     mine = rows / parallel.cp
     logits = mine * model.arch.vocab_size / parallel.tp
     return Cost(
@@ -174,7 +228,18 @@ def stage_seconds(
     backward: bool,
     fused_output: bool = False,
 ) -> Cost:
-    """Of the slowest stage, for one microbatch (or the work of several). fused_output: its logits are computed twice."""
+    """Return the cost of the slowest stage for one microbatch (or the total work of several).
+
+    Args:
+        model: The model.
+        parallel: The mesh.
+        machine: The GPU.
+        tokens: Tokens of all context-parallel ranks.
+        lengths_squared: Sum of L^2 over their sequences.
+        rows: Response rows of all context-parallel ranks.
+        backward: Add the backward pass.
+        fused_output: The output layer's logits are computed twice.
+    """
     slowest = Cost()
     for rank in range(parallel.pp):
         layers = [layer for chunk in parameters.stages(model.arch, parallel, rank) for layer in chunk.layers]

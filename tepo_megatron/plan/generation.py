@@ -1,4 +1,4 @@
-"""How long the engine samples: every step of it reads the weights and the KV cache of all sequences that are under way."""
+"""Predict the sampling time of the engine. Every decoding step reads the weights and the KV cache of all running sequences."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from tepo_megatron.weights.ops import Architecture
 
 @dataclass(frozen=True)
 class Engine:
-    """One server. tp: its GPUs; cache: bytes of the KV cache on each; sequences: at once, at most; element: bytes of a
-    weight.
+    """One inference server.
+
+    Attributes:
+        model: The model.
+        machine: The GPU.
+        tp: GPUs of the server.
+        cache: Bytes of KV cache on each GPU.
+        sequences: Maximum number of concurrent sequences.
+        element: Bytes of a weight.
     """
 
     model: Model
@@ -25,7 +32,12 @@ class Engine:
     element: int = 2
 
     def step_seconds(self, active: float, context: float) -> float:
-        """Of one token for each of `active` sequences, which are `context` tokens long on average."""
+        """Return the seconds of one decoding step, with one token per sequence.
+
+        Args:
+            active: Running sequences.
+            context: Their mean length in tokens.
+        """
         arch, assumed = self.model.arch, self.machine.assumed
         weights = touched_weights(arch, active) * self.element / self.tp
         cache = active * context * kv_bytes(arch, self.tp)
@@ -39,10 +51,15 @@ class Engine:
         return assumed.decode_seconds + max(memory, products) + collectives
 
     def seconds(self, prompt: int, prompts: int, responses: Sequence[int]) -> float:
-        """Until all responses to `prompts` prompts of `prompt` tokens are there. Those that find no room wait.
+        """Return the seconds until all responses are complete. Sequences that do not fit wait.
 
-        Samples of one prompt read it once. A sequence needs room for its whole length when it begins: engines begin some more
-        and take them back.
+        The samples of one prompt read it once. A sequence needs cache for its whole length when it begins; real engines begin
+        some more and preempt them.
+
+        Args:
+            prompt: Tokens of each prompt.
+            prompts: Number of prompts.
+            responses: Tokens of each response.
         """
         arch = self.model.arch
         prefill = (
@@ -53,7 +70,7 @@ class Engine:
         )
         room = self.cache / kv_bytes(arch, self.tp)
         waiting = list(reversed(responses))
-        ends: list[tuple[float, int]] = []  # (step at which it ends, its tokens)
+        ends: list[tuple[float, int]] = []  # (step at which a sequence ends, its response tokens)
         now = used = seconds = 0.0
         while waiting or ends:
             while waiting and len(ends) < self.sequences and (not ends or used + prompt + waiting[-1] <= room):
@@ -71,13 +88,18 @@ class Engine:
 
 
 def decode_operations(arch: Architecture) -> float:
-    """Of all matrix products for one token, the output layer among them, but for attention."""
+    """Return the operations of all matrix products for one token, including the output layer but not attention."""
     layers = sum(layer_operations(arch, layer in arch.sparse_layers) for layer in range(arch.num_layers))
     return layers + 2.0 * arch.vocab_size * arch.hidden_size
 
 
 def touched_weights(arch: Architecture, active: float) -> float:
-    """Weights that one token for each of `active` sequences reads: all, but of the experts only those that some token chose."""
+    """Return the weights read for one token of each sequence: all dense weights, and only the experts that some token chose.
+
+    Args:
+        arch: Sizes of the model.
+        active: Running sequences.
+    """
     dense = decode_operations(arch) / 2
     if arch.experts is None:
         return dense

@@ -1,7 +1,7 @@
-"""What a GPU can do by its datasheet, and which share of that the plan counts on.
+"""Datasheet values of GPUs, and the share of them that the plan assumes to be reached.
 
-Nothing here was measured by this project. docs/plan.md names the sources, and says how far predictions made with these numbers
-lie from what others measured.
+This project measured none of these numbers. docs/plan.md names the sources, and reports how far predictions with these numbers
+are from what others measured.
 """
 
 from __future__ import annotations
@@ -15,8 +15,16 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Gpu:
-    """memory: bytes; bandwidths: bytes per second, of links in one direction; peak: operations per second without sparsity, by
-    the bytes of an element of the matrices.
+    """Datasheet values of a GPU.
+
+    Attributes:
+        name: Name of the GPU.
+        memory: Bytes.
+        memory_bandwidth: Bytes per second.
+        peak: Element size in bytes -> dense operations per second (without sparsity).
+        nvlink: Bytes per second in one direction.
+        network: Bytes per second of the network adapter in one direction.
+        host: Bytes per second to the host in one direction.
     """
 
     name: str
@@ -24,11 +32,11 @@ class Gpu:
     memory_bandwidth: float
     peak: Mapping[int, float]
     nvlink: float
-    network: float = 50e9  # a 400 Gb/s adapter for each GPU
+    network: float = 50e9  # one 400 Gb/s adapter per GPU
     host: float = 64e9  # PCIe 5.0 x16
 
 
-# SXM boards. Memory: the GB of the datasheets; drivers show somewhat more or less
+# SXM boards. Memory is in datasheet GB; drivers report somewhat more or less.
 GPUS: Mapping[str, Gpu] = {
     "H100": Gpu("H100", 80 * 10**9, 3.35e12, {1: 1979e12, 2: 989e12, 4: 67e12}, 450e9),
     "H200": Gpu("H200", 141 * 10**9, 4.8e12, {1: 1979e12, 2: 989e12, 4: 67e12}, 450e9),
@@ -38,30 +46,34 @@ GPUS: Mapping[str, Gpu] = {
 
 @dataclass(frozen=True)
 class Assumptions:
-    """One set for all GPUs, models and layouts. matmul: share of the peak in matrix products, by the bytes of an element;
-    attention: share of the peak of bf16; elementwise, links: of memory's and of the links' bandwidth; seconds are host time.
+    """Assumed efficiencies, one set for all GPUs, models and layouts. Times are host time.
 
-    reserved: bytes of the CUDA context, NCCL's buffers and the libraries' workspaces; fragmentation: of what is allocated anew
-    in every pass.
-
-    asleep: bytes that a sleeping engine keeps on each GPU: context, libraries, CUDA graphs, NCCL. graphs, nccl: the part of it
-    that vLLM's --sleep-mode-offload-cudagraph and, with tp > 1, --enable-nccl-comm-suspend give back.
-
-    uniform_groups: share of the groups whose samples are all right or all wrong, which are dropped. held_out: problems of a
-    `data.eval` whose size the config does not say. disk: bytes per second that a rank writes to the file system of its
-    checkpoints. error: how far a predicted time may be from the real one, as a share of the real one.
+    Attributes:
+        matmul: Element size in bytes -> share of the peak in matrix products.
+        attention: Share of the bf16 peak.
+        elementwise: Share of the memory bandwidth.
+        links: Share of the links' bandwidth.
+        reserved: Bytes of the CUDA context, NCCL's buffers and the libraries' workspaces.
+        fragmentation: Memory lost to fragmentation, as a share of the memory that every pass allocates again.
+        asleep: Bytes that a sleeping engine keeps on each GPU: context, libraries, CUDA graphs, NCCL.
+        graphs: Part of `asleep` that vLLM's --sleep-mode-offload-cudagraph frees.
+        nccl: Part of `asleep` that vLLM's --enable-nccl-comm-suspend frees, with tp > 1.
+        uniform_groups: Share of the groups that are entirely right or entirely wrong, which are dropped.
+        held_out: Problems of a `data.eval` whose size does not follow from the config.
+        disk: Bytes per second that a rank writes to the file system of its checkpoints.
+        error: Possible error of a predicted time, as a share of the real time.
     """
 
     matmul: Mapping[int, float]
     attention: float = 0.5
     elementwise: float = 0.8
     links: float = 0.8
-    layer_seconds: float = 200e-6  # to launch one layer's forward pass
-    experts: float = 0.14  # share of the peak of bf16 in the small products of experts, of whatever type
-    decode_seconds: float = 4e-3  # of the engine, for each token of all its sequences
+    layer_seconds: float = 200e-6  # time to launch one layer's forward pass
+    experts: float = 0.14  # share of the bf16 peak in the experts' small products, for any element type
+    decode_seconds: float = 4e-3  # engine's host time per decoding step
     decode_collective_seconds: float = 12e-6  # a small all-reduce
-    beyond: float = 0.55  # of a step's phases: what NeMo-RL's published steps take beyond them (grading, stragglers, restarts)
-    host_copy: float = 5e9  # bytes per second of a process that writes to shared memory or reads from it
+    beyond: float = 0.55  # extra share: NeMo-RL's published steps take this beyond the phases (grading, stragglers, restarts)
+    host_copy: float = 5e9  # bytes per second of a process that writes or reads shared memory
     host_adam: float = 20e9  # bytes per second of one rank's Adam in host memory
     reserved: int = 3 * GIB
     fragmentation: float = 0.05

@@ -1,4 +1,4 @@
-"""Bytes on a GPU by component, for every pipeline stage, in each state of trainer and engine."""
+"""Predict bytes on a GPU by component, for every pipeline stage and each state of trainer and engine."""
 
 from __future__ import annotations
 
@@ -21,45 +21,50 @@ from tepo_megatron.weights.ops import Architecture
 ELEMENT: Mapping[str, int] = {"fp32": 4, "bf16": 2}
 MOMENT: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp8": 1}
 FP8_WORKSPACES = "FP8 copies of weights"
-HOST_OPTIMIZER = 16  # of an element that Megatron's hybrid optimizer steps there: master, gradient and two moments in fp32
+HOST_OPTIMIZER = 16  # bytes per element in Megatron's hybrid optimizer: fp32 master, gradient and two moments
 MIB = 2**20
 _OPTIMIZER = OptimizerConfig()
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained, and how it computes. element: bytes of a weight and of an activation."""
+    """The trained model and its way of computing."""
 
     family: Family
     arch: Architecture
-    element: int = 2
-    recompute: Recompute = "none"
+    element: int = 2  # bytes of a weight and of an activation
+    recompute: Recompute = "none"  # `training.recompute`
     kernels: Kernels = field(default_factory=Kernels)
 
 
 @dataclass(frozen=True)
 class State:
-    """What one GPU holds at the fullest moment of a state. name: train, sync or generate; parts: component -> bytes."""
+    """Memory of one GPU at the fullest moment of a state."""
 
-    name: str
-    parts: Mapping[str, float]
+    name: str  # train, sync or generate
+    parts: Mapping[str, float]  # component -> bytes
 
     @property
     def total(self) -> float:
-        """Bytes."""
+        """Return the bytes of all components."""
         return sum(self.parts.values())
 
     @property
     def largest(self) -> str:
-        """The component with most bytes."""
+        """Return the component with the most bytes."""
         return max(self.parts, key=lambda part: self.parts[part])
 
 
 def state_bytes(held: Held, precision: str, optimizer: OptimizerConfig = _OPTIMIZER) -> dict[str, float]:
-    """Weights, gradients (fp32) and the optimizer's state of one rank, on its device.
+    """Return the bytes of weights, gradients (fp32) and optimizer state of one rank on its device.
 
-    bf16: a master and two moments in fp32 of what the rank owns. fp32: the masters are the weights themselves. With smaller
-    moments FusedAdam keeps the masters: of bf16 weights the 16 bits that these lack, of fp32 ones a copy.
+    bf16: fp32 master and two fp32 moments of the owned elements. fp32: the weights themselves are the masters. With smaller
+    moments FusedAdam always keeps masters: for bf16 weights the 16 bits that these lack, for fp32 weights a copy.
+
+    Args:
+        held: Elements that the rank holds.
+        precision: Type of the weights, fp32 or bf16.
+        optimizer: Sets the moments' type and the offloaded share.
     """
     return {
         "weights": held.buffer * ELEMENT[precision],
@@ -69,7 +74,7 @@ def state_bytes(held: Held, precision: str, optimizer: OptimizerConfig = _OPTIMI
 
 
 def _kept_of_an_element(precision: str, optimizer: OptimizerConfig) -> tuple[int, ...]:
-    """Bytes of an owned element in each tensor that the optimizer keeps: the master, if there is one, and two moments."""
+    """Return the bytes per owned element of each optimizer tensor: the master, if any, and two moments."""
     moment = MOMENT[optimizer.moments]
     if optimizer.moments != "fp32":
         return (4 if precision == "fp32" else 2, moment, moment)
@@ -77,7 +82,11 @@ def _kept_of_an_element(precision: str, optimizer: OptimizerConfig) -> tuple[int
 
 
 def offload_bytes(held: Held, precision: str, optimizer: OptimizerConfig = _OPTIMIZER) -> int:
-    """Return the host memory that one rank's weights and optimizer take while the engine has its GPU (`actor/offload.py`)."""
+    """Return the host memory of one rank's weights and optimizer while the engine has its GPU (`actor/offload.py`).
+
+    Args:
+        held, precision, optimizer: As in `state_bytes`.
+    """
     element = ELEMENT[precision]
     weights = arena_bytes([n * element for n in held.buffers])
     each = _kept_of_an_element(precision, optimizer)
@@ -85,15 +94,24 @@ def offload_bytes(held: Held, precision: str, optimizer: OptimizerConfig = _OPTI
 
 
 def checkpoint_bytes(held: Held, precision: str) -> int:
-    """Return what one rank writes of a checkpoint, at most: of each owned element the weight, its master and both moments.
+    """Return the maximum bytes that one rank writes of a checkpoint: weight, master and both moments of each owned element.
 
-    Weights that several ranks have, as norms, are written by one of them.
+    Weights that several ranks hold, such as norms, are written by only one of them.
+
+    Args:
+        held, precision: As in `state_bytes`.
     """
     return held.owned * (ELEMENT[precision] + sum(_kept_of_an_element(precision, _OPTIMIZER)))
 
 
 def training(cfg: Config, model: Model, parallel: ParallelConfig, assumed: Assumptions = ASSUMED) -> State:
-    """Of the pipeline stage that needs most, in the backward pass of an update with full microbatches."""
+    """Return the memory of the fullest pipeline stage in the backward pass of an update with full microbatches.
+
+    Args:
+        cfg, model: The config, apart from its mesh, and its model.
+        parallel: The mesh.
+        assumed: Assumptions about the GPU.
+    """
     found = [_stage(cfg, model, parallel, rank, assumed) for rank in range(parallel.pp)]
     return State("train", max(found, key=lambda parts: sum(parts.values())))
 
@@ -115,16 +133,21 @@ def _stage(cfg: Config, model: Model, parallel: ParallelConfig, rank: int, assum
 
 
 def _fp8_workspaces(cfg: Config, model: Model, parallel: ParallelConfig, rank: int) -> float:
-    """Bytes of the FP8 copies that Transformer Engine keeps of the layers' linear weights: one, and its transpose."""
+    """Return the bytes of Transformer Engine's FP8 copies of the layers' linear weights: one copy and its transpose."""
     ends = cfg.model.bf16_end_layers
     linear = parameters.linear_parameters(model.family.rows, model.arch, parallel, rank, ends)
-    scales = 2 * 4 / 128**2 if cfg.model.precision == "fp8-blockwise" else 0.0  # in fp32, of 128 x 128 weights
+    scales = 2 * 4 / 128**2 if cfg.model.precision == "fp8-blockwise" else 0.0  # fp32 scale per block of 128 x 128 weights
     return linear * (2 + scales)
 
 
 def kept(cfg: Config, model: Model, parallel: ParallelConfig, rank: int) -> Kept:
-    """What pipeline rank `rank` keeps for backward, of full microbatches, at most at once; of the output layer only the copy in
-    host memory, since its tensors are on the device when backward begins.
+    """Return the maximum bytes that a pipeline rank keeps for backward at once, with full microbatches.
+
+    Of the output layer only the host copy is counted, because its tensors are on the device when backward begins.
+
+    Args:
+        cfg, model, parallel: As in `training`.
+        rank: Pipeline rank.
     """
     arch, element, offloaded = model.arch, model.element, cfg.training.offload_activations
     tokens = -(-cfg.training.max_tokens_per_microbatch // parallel.cp)
@@ -142,9 +165,7 @@ def kept(cfg: Config, model: Model, parallel: ParallelConfig, rank: int) -> Kept
 
 
 def _there_for_a_while(cfg: Config, model: Model, parallel: ParallelConfig, rank: int) -> float:
-    """Bytes of activations of one layer that are not kept, or not there: those that backward computes again, and what is being
-    copied to the host or back while the next layer computes.
-    """
+    """Return the bytes of one layer's recomputed activations, and of offloaded ones in transfer during the next layer."""
     tokens = -(-cfg.training.max_tokens_per_microbatch // parallel.cp)
     most = 0.0
     for sparse in _layers(model.arch, parallel, rank):
@@ -158,14 +179,14 @@ def _there_for_a_while(cfg: Config, model: Model, parallel: ParallelConfig, rank
 
 
 def _layers(arch: Architecture, parallel: ParallelConfig, rank: int) -> dict[bool, int]:
-    """How many of a rank's layers have experts, and how many have not."""
+    """Return the number of a rank's layers without experts (False) and with experts (True)."""
     layers = [layer for chunk in parameters.stages(arch, parallel, rank) for layer in chunk.layers]
     sparse = sum(layer in arch.sparse_layers for layer in layers)
     return {kind: count for kind, count in ((False, len(layers) - sparse), (True, sparse)) if count}
 
 
 def _terms(cfg: Config, model: Model, parallel: ParallelConfig, sparse: bool, *, again: bool = False) -> list[activations.Term]:
-    """Of a layer. again: all of them, though they are computed again."""
+    """Return the terms of a layer. `again`: all of them, including the recomputed ones."""
     recompute: Recompute = "none" if again else model.recompute
     return activations.kept_terms(model.arch, parallel, recompute, model.kernels, sparse=sparse, sequence=cfg.sequence_tokens)
 
@@ -176,7 +197,7 @@ def _output(cfg: Config, model: Model, parallel: ParallelConfig, tokens: int) ->
 
 
 def _in_passing(model: Model, parallel: ParallelConfig, tokens: int) -> float:
-    """In backward: the largest weight gradient before it is added in fp32, and gradients of one feed-forward block."""
+    """Return the bytes of backward's temporaries: the largest weight gradient before its fp32 sum, one block's gradients."""
     arch, tp = model.arch, parallel.tp
     largest = max(math.prod(parameters.shape(row, arch, tp)) for row in model.family.rows)
     ffn = arch.ffn_size if arch.experts is None else arch.experts.ffn_size * arch.experts.per_token
@@ -184,19 +205,31 @@ def _in_passing(model: Model, parallel: ParallelConfig, tokens: int) -> float:
 
 
 def engine_weights(model: Model, tp: int, element: int) -> float:
-    """On each of `tp` GPUs; norms, which every one has, are small enough to count as split."""
+    """Return the bytes of the engine's weights on each GPU. Norms are replicated, but small enough to count as split.
+
+    Args:
+        model: The model.
+        tp, element: GPUs of the engine, and bytes of a weight.
+    """
     return parameters.total_parameters(model.family.rows, model.arch) * element / tp
 
 
 def kv_bytes(arch: Architecture, tp: int, element: int = 2) -> float:
-    """Of one token on each of `tp` GPUs of an engine; with more GPUs than heads these are repeated."""
+    """Return the bytes of KV cache per token on each GPU of an engine. With more GPUs than KV heads, heads are replicated.
+
+    Args:
+        arch: Sizes of the model.
+        tp, element: GPUs of the engine, and bytes of a cached number.
+    """
     return 2 * arch.num_layers * max(1.0, arch.num_query_groups / tp) * arch.head_dim * element
 
 
 def engine_share(cfg: Config, assumed: Assumptions = ASSUMED) -> float:
-    """Of a GPU's memory that the engine takes: as `rollout.server.extra_args` says, else its default.
+    """Return the share of a GPU's memory that the engine takes.
 
-    Raises ConfigError for one that is no number.
+    Args:
+        cfg: `rollout.server.extra_args` may set the share. Raises ConfigError if it is not a number.
+        assumed: Gives the default.
     """
     words = [part for word in cfg.rollout.server.extra_args for part in word.split("=", 1)]
     for option in ("--gpu-memory-utilization", "--mem-fraction-static"):
@@ -210,7 +243,12 @@ def engine_share(cfg: Config, assumed: Assumptions = ASSUMED) -> float:
 
 
 def generating(cfg: Config, model: Model, gpu: Gpu, assumed: Assumptions = ASSUMED) -> State:
-    """The engine's part of a GPU: weights, what it computes with, and the rest of its share for the KV cache."""
+    """Return the engine's part of a GPU: weights, working memory, and the rest of its share for the KV cache.
+
+    Args:
+        cfg, model: The config and its model.
+        gpu, assumed: Datasheet values, and assumptions about the GPU.
+    """
     tp = cfg.rollout.server.tp
     element = ELEMENT[cfg.rollout.server.precision or cfg.model.dtype]
     weights = engine_weights(model, tp, element)
@@ -222,7 +260,12 @@ def generating(cfg: Config, model: Model, gpu: Gpu, assumed: Assumptions = ASSUM
 
 
 def states(cfg: Config, model: Model, gpu: Gpu, assumed: Assumptions = ASSUMED) -> list[State]:
-    """All states that must fit, for cfg.parallel, as the config places trainer and engine."""
+    """Return all states that must fit, for cfg.parallel and the config's placement of trainer and engine.
+
+    Args:
+        cfg, model: The config and its model.
+        gpu, assumed: Datasheet values, and assumptions about the GPU.
+    """
     train, generate = training(cfg, model, cfg.parallel, assumed), generating(cfg, model, gpu, assumed)
     buckets = {"sync buckets": cfg.sync.bucket_mib * MIB * (2 if cfg.sync.transport == "group" else 1)}
     names = ("weights", "gradients", "optimizer", FP8_WORKSPACES, "context, NCCL")
@@ -240,7 +283,11 @@ def states(cfg: Config, model: Model, gpu: Gpu, assumed: Assumptions = ASSUMED) 
 
 
 def sleeping_bytes(cfg: Config, assumed: Assumptions = ASSUMED) -> int:
-    """Return what a sleeping engine keeps on each GPU. vLLM's is always started with --sleep-mode-offload-cudagraph."""
+    """Return the bytes that a sleeping engine keeps on each GPU. vLLM always starts with --sleep-mode-offload-cudagraph.
+
+    Args:
+        cfg, assumed: The config, and assumptions about the engine.
+    """
     size = assumed.asleep - (assumed.graphs if cfg.rollout.engine == "vllm" else 0)
     if "--enable-nccl-comm-suspend" in cfg.rollout.server.extra_args and cfg.rollout.server.tp > 1:
         size -= assumed.nccl
@@ -248,9 +295,12 @@ def sleeping_bytes(cfg: Config, assumed: Assumptions = ASSUMED) -> int:
 
 
 def host_bytes(cfg: Config, model: Model) -> dict[str, float]:
-    """Return the host memory that the copies of the ranks' state take, on the machine of ranks that needs most.
+    """Return the host memory for copies of the ranks' state, by component, on the machine of ranks that needs most.
 
-    All but the optimizer's share is page-locked, in arenas and stacks whose sizes are those of `host_sizes`.
+    All but the optimizer's share is page-locked. Its arenas and stacks have the sizes that `host_sizes` computes.
+
+    Args:
+        cfg, model: The config and its model.
     """
     tp, whole = cfg.parallel.tp, cfg.parallel.dp * cfg.parallel.cp
     ranks = [(rank // (tp * whole), rank // tp % whole) for rank in range(cfg.parallel.world_size)]
@@ -264,7 +314,7 @@ def host_bytes(cfg: Config, model: Model) -> dict[str, float]:
         machines.append(machine)
     parts = max(machines, key=lambda machine: sum(machine.values()))
     if cfg.sync.transport == "shm":
-        # two rounds of files, and the memory through which those of one leave the GPUs
+        # two rounds of files, and on CUDA the staging memory of one round
         rounds = 3 if cfg.platform == "cuda" else 2
         parts["weights on their way to the engine"] = rounds * cfg.sync.bucket_mib * MIB
     return parts

@@ -1,4 +1,4 @@
-"""What `config.json` says of models that recipes and published figures name, for machines that do not have them."""
+"""Sizes of models that recipes and published figures name, as in their `config.json`, for machines without these models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tepo_megatron.errors import CheckpointError, ConfigError
 from tepo_megatron.weights.families import Family, find_family, read_config
 from tepo_megatron.weights.ops import Architecture
 
-# what the sizes are called in a config.json
+# names of the sizes in a config.json
 _FIELDS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
     "max_position_embeddings",
@@ -23,7 +23,7 @@ def _dense(architecture: str, *sizes: int, **more: Any) -> dict[str, Any]:
 
 
 _QWEN2, _QWEN3, _LLAMA = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"
-# directory name of the Hugging Face repository -> its config.json, without what changes no size
+# directory name of the Hugging Face repository -> its config.json, without keys that do not affect sizes
 KNOWN: Mapping[str, Mapping[str, Any]] = {
     "Qwen2.5-7B": _dense(_QWEN2, 3584, 18944, 28, 28, 4, 152064, 131072),
     "DeepSeek-R1-Distill-Qwen-7B": _dense(_QWEN2, 3584, 18944, 28, 28, 4, 152064, 131072),
@@ -42,10 +42,12 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
 
 
 def read_model(path: str | Path) -> tuple[Family, Architecture]:
-    """Family and sizes of `model.path`: from its config.json where it is here, else from `KNOWN` by the directory's name.
+    """Return family and sizes of `model.path`, from its config.json if present, else from `KNOWN` by the directory's name.
 
-    Rotary frequencies, which change no size, are left out. Raises ConfigError for a model that is neither here nor known, and
-    what the family's reader raises.
+    Rotary frequencies do not affect sizes and are left out.
+
+    Raises:
+        ConfigError: The model is neither here nor known. Errors of the family's reader pass through.
     """
     try:
         hf: Mapping[str, Any] = read_config(path)

@@ -1,7 +1,7 @@
-"""Every parameter of every rank, and the buffers in which Megatron-Core keeps them, to the byte.
+"""Count every parameter of every rank, and the buffers in which Megatron-Core keeps them, to the byte.
 
-Counted from the rows of the model's family (`weights/families`), as Megatron-Core 0.16 lays them out: its DDP puts a chunk's
-parameters into one buffer each for weights and gradients, in reverse order, every one at a multiple of 64 elements; its
+The counts come from the rows of the model's family (`weights/families`) and the layout of Megatron-Core 0.16. Its DDP puts a
+chunk's parameters into one buffer each for weights and gradients, in reverse order, each at a multiple of 64 elements. Its
 distributed optimizer gives each data-parallel rank an equal slice of every bucket.
 """
 
@@ -17,10 +17,10 @@ from tepo_megatron.config import ParallelConfig
 from tepo_megatron.weights.families import Row
 from tepo_megatron.weights.ops import Architecture, Replicated, padded_vocab_size
 
-_ALIGNMENT = 64  # elements, of a parameter's start
-_BUCKET_MULTIPLE = 128  # elements, with the number of ranks, of a bucket's end
+_ALIGNMENT = 64  # elements; every parameter starts at a multiple
+_BUCKET_MULTIPLE = 128  # elements; every bucket ends at a common multiple of this and the number of ranks
 _EXPERT = ".experts.{expert}."
-# the order in which Megatron's modules register what they hold, within a layer
+# order in which Megatron's modules register the parameters of a layer
 _ORDER = (
     "input_layernorm.weight", "linear_proj.weight", "linear_qkv.weight", "linear_qkv.bias", "q_layernorm.weight",
     "k_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.router.weight", "linear_fc1.weight", "linear_fc2.weight",
@@ -30,7 +30,13 @@ _LINEAR = ("linear_proj.weight", "linear_qkv.weight", "linear_fc1.weight", "line
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers of one model chunk (numbers in the whole model), and whether it has the embedding or the output layer."""
+    """One model chunk.
+
+    Attributes:
+        layers: Its layers, numbered in the whole model.
+        first: True if it has the embedding.
+        last: True if it has the output layer.
+    """
 
     layers: tuple[int, ...]
     first: bool
@@ -39,7 +45,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class Parameter:
-    """name: Megatron's; elements: on one tensor-parallel rank; alone: it has a bucket of its own."""
+    """One parameter on one tensor-parallel rank.
+
+    Attributes:
+        name: Megatron's name.
+        elements: Elements on the rank.
+        expert: True for a parameter of an expert, if experts are spread over ranks.
+        alone: True if it has a bucket of its own.
+    """
 
     name: str
     elements: int
@@ -49,8 +62,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Held:
-    """Elements that one rank holds. parameters: without padding; buffers: with it, of each buffer of weights and of gradients;
-    shards: of each part of a parameter whose optimizer state it keeps.
+    """Elements that one rank holds.
+
+    Attributes:
+        parameters: Without padding.
+        buffers: With padding, of each weight buffer, which is also the size of its gradient buffer.
+        shards: Of each part of a parameter whose optimizer state the rank keeps.
     """
 
     parameters: int = 0
@@ -59,12 +76,12 @@ class Held:
 
     @property
     def buffer(self) -> int:
-        """Elements of all buffers of weights."""
+        """Return the elements of all weight buffers."""
         return sum(self.buffers)
 
     @cached_property
     def owned(self) -> int:
-        """Elements whose optimizer state it keeps."""
+        """Return the elements whose optimizer state the rank keeps."""
         return sum(self.shards)
 
     def __add__(self, other: Held) -> Held:
@@ -73,7 +90,13 @@ class Held:
 
 @lru_cache(maxsize=8192)
 def stages(arch: Architecture, parallel: ParallelConfig, rank: int) -> list[Stage]:
-    """The model chunks of pipeline rank `rank`."""
+    """Return the model chunks of a pipeline rank.
+
+    Args:
+        arch: Sizes of the model.
+        parallel: The mesh.
+        rank: Pipeline rank.
+    """
     if parallel.vpp == 1:
         sizes = stage_layers(arch.num_layers, parallel.pp)
         start = sum(sizes[:rank])
@@ -85,7 +108,13 @@ def stages(arch: Architecture, parallel: ParallelConfig, rank: int) -> list[Stag
 
 
 def shape(row: Row, arch: Architecture, tp: int) -> tuple[int, ...]:
-    """Of the Megatron parameter that a row describes, on one of `tp` tensor-parallel ranks."""
+    """Return the shape of a row's Megatron parameter on one tensor-parallel rank.
+
+    Args:
+        row: Row of the model's family.
+        arch: Sizes of the model.
+        tp: Tensor-parallel ranks.
+    """
     qkv = (arch.num_heads + 2 * arch.num_query_groups) * arch.head_dim
     ffn = arch.experts.ffn_size if arch.experts is not None and _EXPERT in row.megatron else arch.ffn_size
     vocabulary = (padded_vocab_size(arch.vocab_size, tp), arch.hidden_size)
@@ -112,7 +141,14 @@ def shape(row: Row, arch: Architecture, tp: int) -> tuple[int, ...]:
 def chunk_parameters(
     rows_of: tuple[Row, ...], arch: Architecture, parallel: ParallelConfig, stage: Stage
 ) -> Iterator[Parameter]:
-    """Of a model chunk on one rank, in the order in which its modules have them. rows_of: of the model's family."""
+    """Yield the parameters of a model chunk on one rank, in the order of its modules.
+
+    Args:
+        rows_of: Rows of the model's family.
+        arch: Sizes of the model.
+        parallel: The mesh.
+        stage: The model chunk.
+    """
     rows = {row: math.prod(shape(row, arch, parallel.tp)) for row in rows_of}
     of_layers = sorted((r for r in rows if "{layer}" in r.megatron), key=_place)
     by_name = {r.megatron: n for r, n in rows.items()}
@@ -137,7 +173,14 @@ def chunk_parameters(
 
 
 def rank_parameters(rows: tuple[Row, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int) -> list[Parameter]:
-    """Return the parameters of all model chunks of a pipeline rank. rows: of the model's family."""
+    """Return the parameters of all model chunks of a pipeline rank.
+
+    Args:
+        rows: Rows of the model's family.
+        arch: Sizes of the model.
+        parallel: The mesh.
+        pp_rank: Pipeline rank.
+    """
     return [p for stage in stages(arch, parallel, pp_rank) for p in chunk_parameters(rows, arch, parallel, stage)]
 
 
@@ -145,8 +188,14 @@ def rank_parameters(rows: tuple[Row, ...], arch: Architecture, parallel: Paralle
 def held(
     rows: tuple[Row, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int, dp_cp_rank: int | None = None
 ) -> Held:
-    """What one rank holds. rows: of the model's family; dp_cp_rank: its place among those that share gradients
-    (context-parallel neighbours first); None: the one that owns most.
+    """Return the elements that one rank holds.
+
+    Args:
+        rows: Rows of the model's family.
+        arch: Sizes of the model.
+        parallel: The mesh.
+        pp_rank: Pipeline rank.
+        dp_cp_rank: Rank among those that share gradients (context-parallel neighbours first). None: the one that owns most.
     """
     whole = parallel.dp * parallel.cp
     per_rank = [Held()] * whole
@@ -158,7 +207,7 @@ def held(
                 continue
             buffer, shards = _buffer(sizes, ranks)
             total = sum(n for n, _ in sizes)
-            # ranks with the same experts are ep apart
+            # ranks with the same experts are ep ranks apart
             places = [rank // parallel.ep if expert else rank for rank in range(whole)]
             per_rank = [a + Held(total, (buffer,), shards[at]) for a, at in zip(per_rank, places, strict=True)]
     return max(per_rank, key=lambda h: h.owned) if dp_cp_rank is None else per_rank[dp_cp_rank]
@@ -169,11 +218,11 @@ def linear_parameters(rows: tuple[Row, ...], arch: Architecture, parallel: Paral
     """Return the elements of a rank's weights that Transformer Engine's linear modules multiply with.
 
     Args:
-        rows: of the model's family.
-        arch: sizes of the model.
-        parallel: the mesh.
-        pp_rank: pipeline rank.
-        ends: layers at either end of the model that are left out (`model.bf16_end_layers`).
+        rows: Rows of the model's family.
+        arch: Sizes of the model.
+        parallel: The mesh.
+        pp_rank: Pipeline rank.
+        ends: Number of layers to leave out at each end of the model (`model.bf16_end_layers`).
     """
     total = 0
     for stage in stages(arch, parallel, pp_rank):
@@ -185,7 +234,12 @@ def linear_parameters(rows: tuple[Row, ...], arch: Architecture, parallel: Paral
 
 @lru_cache(maxsize=64)
 def total_parameters(rows: tuple[Row, ...], arch: Architecture) -> int:
-    """Of the whole model, tied ones once, the vocabulary not padded."""
+    """Return the parameters of the whole model, counting tied ones once and without vocabulary padding.
+
+    Args:
+        rows: Rows of the model's family.
+        arch: Sizes of the model.
+    """
     alone = ParallelConfig()
     padding = padded_vocab_size(arch.vocab_size, 1) - arch.vocab_size
     tables = 1 if arch.tied_embeddings else 2
@@ -199,11 +253,11 @@ def _place(row: Row) -> int:
 
 @lru_cache(maxsize=4096)
 def _buffer(sizes: Sequence[tuple[int, bool]], ranks: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """Elements of a buffer for parameters of these (elements, alone), and of the shards that each of `ranks` ranks owns."""
+    """Return the elements of a buffer and of the shards that each of `ranks` ranks owns. sizes: (elements, alone) pairs."""
     shards: list[list[int]] = [[] for _ in range(ranks)]
     multiple = math.lcm(ranks, _BUCKET_MULTIPLE)
     end = bucket = 0
-    places: list[tuple[int, int]] = []  # of the bucket that is being filled
+    places: list[tuple[int, int]] = []  # (start, end) of the parameters in the bucket being filled
 
     def close() -> None:
         nonlocal end, bucket, places

@@ -1,4 +1,4 @@
-"""On which GPUs trainer and engine are, as the config has it (`docs/launch.md`, "Where ranks and servers are")."""
+"""Determine the GPUs of trainer and engine from the config (`docs/launch.md`, "Where ranks and servers are")."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ Kind = Literal["in turns", "apart"]
 
 @dataclass(frozen=True)
 class Placement:
-    """in turns: rollout.colocate; apart: the engine has GPUs of its own. here: the run's first rank starts the servers."""
+    """The GPUs of trainer and engine.
+
+    Attributes:
+        kind: "in turns": colocated (rollout.colocate); "apart": the engine has GPUs of its own.
+        trainer: GPUs of the trainer.
+        engine: GPUs of the engine.
+        here: True if the run's first rank starts the servers.
+    """
 
     kind: Kind
     trainer: int
@@ -22,17 +29,17 @@ class Placement:
 
     @property
     def gpus(self) -> int:
-        """Of both together."""
+        """Return the GPUs of both together."""
         return self.trainer + self.engine if self.kind == "apart" else max(self.trainer, self.engine)
 
     @property
     def machines(self) -> int:
-        """Of eight GPUs."""
+        """Return the number of machines, with eight GPUs each."""
         return -(-self.gpus // GPUS_PER_NODE)
 
     @property
     def fault(self) -> str:
-        """Why the servers cannot be where the config has them; empty where they can."""
+        """Return why the servers cannot be placed as configured; empty if they can."""
         if self.here and self.trainer > GPUS_PER_NODE:
             return (
                 f"the run starts its servers on the first of {-(-self.trainer // GPUS_PER_NODE)} machines of ranks; set "
@@ -48,7 +55,7 @@ class Placement:
 
 
 def placement_of(cfg: Config) -> Placement:
-    """Of a config."""
+    """Return the placement of a config."""
     server = cfg.rollout.server
     engine = 0 if cfg.rollout.replay is not None else cfg.rollout.servers * server.tp
     elsewhere = server.urls is not None or server.rendezvous is not None

@@ -1,4 +1,4 @@
-"""All layouts of a number of GPUs: which fit, how fast the plan thinks they are, and why the others are none."""
+"""Search all layouts of a number of GPUs: which ones fit, how fast they are predicted to be, and why the others are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from tepo_megatron.plan.step import Predictor, Step
 
 @dataclass(frozen=True)
 class Layout:
-    """A config on one layout. excess: bytes over the GPU's memory in the fullest state; why: that it is none, else empty."""
+    """The prediction for a config on one layout.
+
+    Attributes:
+        cfg: The config.
+        states: Memory in each state; empty if the layout is invalid.
+        step: The predicted step, if requested and the layout fits.
+        why: Reason why the layout is refused; empty if it fits.
+    """
 
     cfg: Config
     states: tuple[State, ...] = ()
@@ -26,12 +33,12 @@ class Layout:
 
     @property
     def fullest(self) -> State:
-        """The state with most bytes."""
+        """Return the state with the most bytes."""
         return max(self.states, key=lambda state: state.total)
 
     @property
     def name(self) -> str:
-        """In a table."""
+        """Return the name of the layout in a table."""
         p, rollout, training = self.cfg.parallel, self.cfg.rollout, self.cfg.training
         mesh = [f"tp{p.tp}" + ("+sp" if p.sequence_parallel else ""), f"pp{p.pp}" + (f"x{p.vpp}" if p.vpp > 1 else "")]
         mesh += [f"cp{p.cp}", f"ep{p.ep}", f"dp{p.dp}"]
@@ -41,7 +48,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Found:
-    """best: those that fit, the fastest first; refused: reason -> the layouts that it refuses, their names."""
+    """The result of a search.
+
+    Attributes:
+        best: Layouts that fit, fastest first.
+        refused: Reason -> names of the layouts refused for it.
+        seen: Number of layouts tried.
+    """
 
     best: list[Layout]
     refused: Mapping[str, list[str]]
@@ -49,7 +62,12 @@ class Found:
 
 
 def judge(predictor: Predictor, *, timed: bool = True) -> Layout:
-    """One layout. timed: also how long a step takes, if it fits."""
+    """Return the prediction for one layout.
+
+    Args:
+        predictor: Predictor of the layout.
+        timed: Also predict the time of a step, if the layout fits.
+    """
     cfg, gpu, model = predictor.cfg, predictor.machine.gpu, predictor.model
     try:
         check_layout(model.arch, cfg.parallel)
@@ -70,8 +88,14 @@ def judge(predictor: Predictor, *, timed: bool = True) -> Layout:
 
 
 def search(predictor: Predictor, gpus: int) -> Found:
-    """Every mesh of `gpus` GPUs, the engine's tensor parallelism, where the engine has GPUs of its own how many, and twice the
-    tokens of a microbatch; sequence parallelism wherever tp > 1.
+    """Search every layout.
+
+    A layout combines a mesh, the engine's tensor parallelism, the engine's number of GPUs (if it has its own), and the
+    configured or twice the configured tokens per microbatch. Sequence parallelism is on wherever tp > 1.
+
+    Args:
+        predictor: Predictor of the given config.
+        gpus: Available GPUs.
     """
     best: list[Layout] = []
     refused: dict[str, list[str]] = defaultdict(list)
@@ -107,7 +131,7 @@ def _candidates(cfg: Config, gpus: int, experts: bool) -> Iterator[Config]:
 
 
 def _served(cfg: Config, servers: int, tp: int) -> Config:
-    """With so many servers of so many GPUs each; addresses, which name a number of them, become a folder."""
+    """Return a config with this number of servers and GPUs per server. A folder replaces addresses, whose number is fixed."""
     server, sync = replace(cfg.rollout.server, tp=tp), cfg.sync
     if server.urls is not None:
         server, sync = replace(server, urls=None, rendezvous="servers"), replace(sync, folder=sync.folder or "weights")
@@ -128,7 +152,7 @@ def _with_tokens(cfg: Config, factor: int) -> Config:
 
 
 def _reason(layout: Layout) -> str:
-    """What refuses it, without its numbers where those differ from layout to layout."""
+    """Return why a layout is refused, without numbers that differ between layouts."""
     if not layout.states:
         return layout.why
     if "KV cache" in layout.why:

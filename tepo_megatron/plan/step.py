@@ -1,4 +1,4 @@
-"""Seconds of a training step by phase, and what it makes of the GPUs."""
+"""Predict the seconds of a training step by phase, and its throughput."""
 
 from __future__ import annotations
 
@@ -22,14 +22,20 @@ from tepo_megatron.plan.memory import ELEMENT, Model, generating, kept, state_by
 from tepo_megatron.plan.placement import Placement, placement_of
 from tepo_megatron.plan.workload import Workload, families_of
 
-_LAUNCHED_AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}  # of a layer's forward pass
-REFILLS = "sample again, for what was dropped"  # a phase
-_OPTIMIZER_BYTES = 34  # of an owned element: gradient, master and two moments read; these and the weight written
+_LAUNCHED_AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}  # share of a layer's forward pass
+REFILLS = "sample again, for what was dropped"  # name of a phase
+_OPTIMIZER_BYTES = 34  # per owned element: reads gradient, master and two moments; writes these and the weight
 
 
 @dataclass(frozen=True)
 class Pass:
-    """All microbatches of one pass. cost: of the products and links alone; packing: metrics of the run's own planner."""
+    """All microbatches of one pass.
+
+    Attributes:
+        seconds: Time of the pass.
+        cost: Time of products, moves and links alone.
+        packing: Metrics of the run's own microbatch planner.
+    """
 
     seconds: float
     cost: Cost
@@ -38,8 +44,15 @@ class Pass:
 
 @dataclass(frozen=True)
 class Step:
-    """phases: seconds by name; overlapping: those of the trainer run while the engine samples; beyond: share of their time
-    that steps take besides.
+    """A predicted training step.
+
+    Attributes:
+        phases: Seconds by name.
+        update: Forward and backward of one update.
+        tokens: Tokens of prompts and responses that the step learns from.
+        gpus: GPUs of trainer and engine.
+        overlapping: True if the trainer's phases run while the engine samples.
+        beyond: Share of the phases' time that steps take in addition.
     """
 
     phases: Mapping[str, float]
@@ -51,12 +64,12 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """From one step to the next. Published steps, from which `beyond` is, have no refills."""
+        """Return the time from one step to the next. `beyond` is a share of the time without refills, as in published steps."""
         return self.modelled + self.beyond * self._modelled(self.phases["sample"])
 
     @property
     def modelled(self) -> float:
-        """Seconds of the phases, those at the same time once."""
+        """Return the seconds of the phases, counting concurrent ones once."""
         return self._modelled(self.phases["sample"] + self.phases[REFILLS])
 
     def _modelled(self, sample: float) -> float:
@@ -66,13 +79,21 @@ class Step:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of prompts and responses that a step learns from, over its time."""
+        """Return the tokens of prompts and responses that a step learns from, per second."""
         return self.tokens / self.seconds
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """Predicts steps of one config on one kind of GPU. known: what `replace` with another config need not work out again."""
+    """Predictor of the steps of one config on one kind of GPU.
+
+    Attributes:
+        cfg: The config.
+        model: Its model.
+        machine: The GPU.
+        workload: Lengths of prompts and responses.
+        known: Cached results, which stay valid under `replace` with another config.
+    """
 
     cfg: Config
     model: Model
@@ -82,16 +103,22 @@ class Predictor:
 
     @cached_property
     def placement(self) -> Placement:
-        """Who is where."""
+        """Return the GPUs of trainer and engine."""
         return placement_of(self.cfg)
 
     @property
     def _launches(self) -> float:
-        """Layers of a stage, each of which the host launches."""
+        """Return the number of layers in a stage. The host launches each of them."""
         return max(stage_layers(self.model.arch.num_layers, self.cfg.parallel.pp))
 
     def run(self, sequences: Sequence[int], max_tokens: int, *, backward: bool) -> Pass:
-        """One pass over sequences of these lengths, all with the mean prompt, which those of a group share."""
+        """Return one pass. All sequences have the mean prompt, which the sequences of a group share.
+
+        Args:
+            sequences: Tokens of each sequence.
+            max_tokens: Maximum tokens of a microbatch.
+            backward: True for an update, False for a forward pass alone.
+        """
         key = (self.cfg.parallel, len(sequences), max_tokens, backward)
         if key not in self.known:
             self.known[key] = self._run(sequences, max_tokens, backward)
@@ -121,7 +148,7 @@ class Predictor:
         return Pass(max(cost.total / waiting, host), cost, packing)
 
     def _offload_seconds(self, tokens: float) -> float:
-        """Activations of `tokens` tokens to the host and back."""
+        """Return the seconds to move the activations of `tokens` tokens to the host and back."""
         cfg, parallel = self.cfg, self.cfg.parallel
         if not cfg.training.offload_activations:
             return 0.0
@@ -132,11 +159,11 @@ class Predictor:
 
     @property
     def host_rate(self) -> float:
-        """Bytes per second between a GPU and its host, in one direction."""
+        """Return the bytes per second between a GPU and its host, in one direction."""
         return self.machine.gpu.host * self.machine.assumed.links
 
     def step(self) -> Step:
-        """A whole training step."""
+        """Return a whole training step."""
         cfg, work = self.cfg, self.workload
         training, rollout = cfg.training, cfg.rollout
         groups = work.rounds(cfg)[1]
@@ -162,10 +189,10 @@ class Predictor:
         return Step(phases, update, sum(everything), self.placement.gpus, overlapping, self.machine.assumed.beyond)
 
     def gate_share(self, updates: int) -> float:
-        """Return the share of a step's tokens that the stale-weights gate compares in a pass of its own.
+        """Return the share of a step's tokens that the stale-weights gate compares in a separate pass.
 
         Args:
-            updates: optimizer steps on a rollout batch.
+            updates: Optimizer steps per rollout batch.
         """
         cfg = self.cfg
         passes = cfg.rollout.max_staleness > 0 or (cfg.training.old_logprobs == "rollout" and updates > 1)
@@ -175,7 +202,7 @@ class Predictor:
         return min(1.0, cfg.sync.compared_tokens * cfg.rollout.servers / sampled)
 
     def sample_seconds(self) -> tuple[float, float]:
-        """Return the seconds of a step's first round, and those of all further rounds, one after the other."""
+        """Return the seconds of a step's first round, and the seconds of all further rounds, one after the other."""
         rollout = self.cfg.rollout
         key = (rollout.servers, rollout.server.tp)
         if key not in self.known:
@@ -189,9 +216,9 @@ class Predictor:
         """Return the seconds until the slowest of equal servers has answered.
 
         Args:
-            prompts: of all servers together.
-            samples: of each prompt.
-            work: lengths of prompts and responses.
+            prompts: Prompts of all servers together.
+            samples: Samples per prompt.
+            work: Lengths of prompts and responses.
         """
         cfg = self.cfg
         server, each = cfg.rollout.server, -(-prompts // cfg.rollout.servers)
@@ -202,7 +229,10 @@ class Predictor:
         return engine.seconds(work.prompt, each, work.responses(each * samples))
 
     def optimizer_seconds(self) -> tuple[float, float]:
-        """(gradients scattered and weights gathered over dp x cp, Adam) of one update, on the rank that has most."""
+        """Return the seconds of one update on the rank with the largest buffers: (collectives over dp x cp, Adam).
+
+        The collectives scatter gradients and gather weights.
+        """
         parallel = self.cfg.parallel
         ranks = parallel.dp * parallel.cp
         most = max(
@@ -213,12 +243,12 @@ class Predictor:
         link = self.machine.link(ranks, parallel.tp)
         on_host = most.owned * self.cfg.optimizer.offload
         stepped = (most.owned - on_host) * _OPTIMIZER_BYTES / self.machine.memory_rate
-        # gradients there and weights back, in fp32; between them the host's Adam
+        # fp32 gradients to the host, fp32 weights back, and the host's Adam in between
         stepped += on_host * (2 * 4 / self.host_rate + _OPTIMIZER_BYTES / self.machine.assumed.host_adam)
         return sent / link, stepped
 
     def moving_seconds(self) -> float:
-        """Under rollout.colocate: weights and optimizer to the host and back."""
+        """Return the seconds to move weights and optimizer to the host and back, under rollout.colocate."""
         if not self.cfg.rollout.colocate:
             return 0.0
         held = parameters.held(self.model.family.rows, self.model.arch, self.cfg.parallel, 0)
@@ -226,8 +256,10 @@ class Predictor:
         return 2 * (state["weights"] + state["optimizer"]) / self.host_rate
 
     def sync_seconds(self) -> float:
-        """All weights once: through files that one rank of each stage writes and every server reads, in a machine's memory, of
-        each machine after a network adapter, or on a file system as fast as that; or by broadcasts.
+        """Return the seconds to send all weights once.
+
+        With broadcasts: the size over the link. With files: one rank of each stage writes them and every server reads them. The
+        files lie in a machine's memory, on each machine after a network transfer, or on a file system as fast as the network.
         """
         size = parameters.total_parameters(self.model.family.rows, self.model.arch) * self.model.element
         if self.cfg.sync.transport == "group":

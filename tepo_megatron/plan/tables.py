@@ -1,4 +1,4 @@
-"""What `tepo plan` prints."""
+"""Format the output of `tepo plan`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ _SHOWN = 8
 
 
 def memory_lines(layout: Layout, gpu: Gpu) -> Iterator[str]:
-    """One column for each state."""
+    """Yield the memory table, with one column per state.
+
+    Args:
+        layout: A layout with states.
+        gpu: Datasheet values.
+    """
     states = layout.states
     names = list(dict.fromkeys(name for state in states for name in state.parts))
     yield "memory of a GPU, GiB".ljust(28) + "".join(state.name.rjust(10) for state in states)
@@ -25,7 +30,12 @@ def memory_lines(layout: Layout, gpu: Gpu) -> Iterator[str]:
 
 
 def time_lines(step: Step, error: float) -> Iterator[str]:
-    """Seconds of each phase, and what comes of it. error: `Assumptions.error`."""
+    """Yield the seconds of each phase, and the throughput.
+
+    Args:
+        step: The predicted step.
+        error: `Assumptions.error`.
+    """
     yield "a step, s"
     for name, seconds in step.phases.items():
         if seconds:
@@ -44,7 +54,7 @@ def time_lines(step: Step, error: float) -> Iterator[str]:
 
 
 def run_lines(run: WholeRun) -> Iterator[str]:
-    """Hours of the whole run."""
+    """Yield the hours of the whole run."""
     low, high = time_range(run.seconds / 3600, run.error)
     yield f"the whole run, {run.steps} steps, h"
     yield "  steps".ljust(38) + f"{run.steps * run.step / 3600:10.2f}"
@@ -54,7 +64,7 @@ def run_lines(run: WholeRun) -> Iterator[str]:
     ):
         if number and seconds:
             yield f"  {name}, {number} x {seconds:.1f} s".ljust(38) + f"{number * seconds / 3600:10.2f}"
-    if run.ending >= 18:  # what two digits show
+    if run.ending >= 18:  # seconds; less is 0.00 h
         yield "  writing at the end".ljust(38) + f"{run.ending / 3600:10.2f}"
     yield "  all".ljust(38) + f"{run.seconds / 3600:10.2f}  ({low:.1f} to {high:.1f})"
     hours = (run.gpu_hours, *time_range(run.gpu_hours, run.error))
@@ -62,7 +72,12 @@ def run_lines(run: WholeRun) -> Iterator[str]:
 
 
 def search_lines(found: Found, gpus: int) -> Iterator[str]:
-    """The best layouts and why others are none."""
+    """Yield the best layouts, and why the others are refused.
+
+    Args:
+        found: Result of the search.
+        gpus: Available GPUs.
+    """
     yield f"{found.seen} layouts of {gpus} GPUs, {len(found.best)} fit"
     if found.best:
         yield "  " + "layout".ljust(52) + "tokens/s".rjust(10) + "step, s".rjust(10) + "GiB".rjust(8)
@@ -75,7 +90,14 @@ def search_lines(found: Found, gpus: int) -> Iterator[str]:
 
 
 def as_json(predictor: Predictor, layout: Layout, found: Found, gpus: int) -> dict[str, Any]:
-    """All of it, for programs. Bytes and seconds."""
+    """Return everything as JSON values, in bytes and seconds.
+
+    Args:
+        predictor: Predictor of the given config.
+        layout: Prediction for the given config.
+        found: Result of the search.
+        gpus: Available GPUs.
+    """
 
     def one(layout: Layout) -> dict[str, Any]:
         out: dict[str, Any] = {"layout": layout.name, "fits": not layout.why, "why": layout.why}

@@ -1,4 +1,4 @@
-"""Hours of a whole run: its steps, its evaluations, and the checkpoints as far as training waits for them."""
+"""Predict the hours of a whole run: steps, evaluations, and the time that training waits for checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tepo_megatron.plan.gpus import ASSUMED, Assumptions
 from tepo_megatron.plan.memory import checkpoint_bytes
 from tepo_megatron.plan.step import Predictor
 
-# name -> (problems, samples of each), as `evaluation.benchmarks` has them, whose package needs torch
+# name -> (problems, samples per problem), copied from `evaluation.benchmarks`, whose package needs torch
 BENCHMARKS: Mapping[str, tuple[int, int]] = {
     "aime24": (30, 32),
     "aime25": (30, 32),
@@ -26,7 +26,19 @@ BENCHMARKS: Mapping[str, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class WholeRun:
-    """What happens how often, and the seconds of each. ending: seconds after the last step; error: `Assumptions.error`."""
+    """Numbers of events in a run, and their durations.
+
+    Attributes:
+        steps: Number of steps.
+        step: Seconds of a step.
+        evaluations: Number of evaluations.
+        evaluation: Seconds of an evaluation.
+        checkpoints: Number of checkpoints.
+        checkpoint: Seconds that training waits for a checkpoint.
+        ending: Seconds after the last step.
+        gpus: GPUs of trainer and engine.
+        error: `Assumptions.error`.
+    """
 
     steps: int
     step: float
@@ -40,23 +52,33 @@ class WholeRun:
 
     @property
     def seconds(self) -> float:
-        """Of all of it, without the start of servers and ranks."""
+        """Return the seconds of the run, without the start of servers and ranks."""
         often = self.steps * self.step + self.evaluations * self.evaluation + self.checkpoints * self.checkpoint
         return often + self.ending
 
     @property
     def gpu_hours(self) -> float:
-        """Hours times GPUs."""
+        """Return hours times GPUs."""
         return self.seconds / 3600 * self.gpus
 
 
 def time_range(predicted: float, error: float) -> tuple[float, float]:
-    """Return (low, high): the real values from which a prediction differs by at most `error` of the real one."""
+    """Return (low, high), the range of real values for a prediction.
+
+    Args:
+        predicted: The prediction.
+        error: Maximum difference from the real value, as a share of the real value.
+    """
     return predicted / (1 + error), predicted / (1 - error)
 
 
 def whole_run(predictor: Predictor, step_seconds: float) -> WholeRun:
-    """Return the run of the predictor's config, whose steps take `step_seconds`."""
+    """Return the prediction for the whole run.
+
+    Args:
+        predictor: Predictor of the config.
+        step_seconds: Seconds of a step.
+    """
     cfg, assumed = predictor.cfg, predictor.machine.assumed
     each, last = _checkpoint_seconds(predictor)
     every = cfg.checkpoint.every
@@ -74,7 +96,7 @@ def whole_run(predictor: Predictor, step_seconds: float) -> WholeRun:
 
 
 def _evaluations(cfg: Config) -> int:
-    """Before the first step, after the last, and every `evaluation.every` steps between."""
+    """Return the number of evaluations: before the first step, after the last, and every `evaluation.every` steps between."""
     if cfg.rollout.replay is not None or cfg.rollout.only:
         return 0
     every, steps = cfg.evaluation.every, cfg.training.steps
@@ -82,7 +104,12 @@ def _evaluations(cfg: Config) -> int:
 
 
 def asked(cfg: Config, assumed: Assumptions = ASSUMED) -> Iterator[tuple[int, int, int]]:
-    """Yield (problems, samples of each, tokens of a response at most) of what an evaluation samples, one after the other."""
+    """Yield (problems, samples per problem, maximum response tokens) of each part of an evaluation, in order.
+
+    Args:
+        cfg: The config.
+        assumed: Gives the problems of a `data.eval` of unknown size.
+    """
     evaluation = cfg.evaluation
     most = evaluation.max_problems
     if cfg.data.eval is not None:
@@ -92,13 +119,13 @@ def asked(cfg: Config, assumed: Assumptions = ASSUMED) -> Iterator[tuple[int, in
         yield min(known, most or known), evaluation.samples, cfg.rollout.max_response_tokens
     for name in evaluation.benchmarks:
         problems, samples = BENCHMARKS[name]
-        if samples > 1:  # else it is greedy
+        if samples > 1:  # else decoding is greedy
             samples = evaluation.benchmark_samples or samples
         yield min(problems, most or problems), samples, evaluation.benchmark_tokens
 
 
 def _evaluation_seconds(predictor: Predictor) -> float:
-    """Problems and responses are taken to be as long as in training."""
+    """Return the seconds of an evaluation, assuming prompts and responses as long as in training."""
     work, seconds = predictor.workload, 0.0
     for problems, samples, longest in asked(predictor.cfg, predictor.machine.assumed):
         lengths = replace(work, longest=longest, response=min(work.response, longest))
@@ -107,7 +134,7 @@ def _evaluation_seconds(predictor: Predictor) -> float:
 
 
 def _checkpoint_seconds(predictor: Predictor) -> tuple[float, float]:
-    """(of each checkpoint, after the last step): copies to host memory block, and what is not written beside training."""
+    """Return (seconds per checkpoint, seconds after the last step) that block: host copies and writes not overlapped."""
     cfg, model, disk = predictor.cfg, predictor.model, predictor.machine.assumed.disk
     mine = checkpoint_bytes(parameters.held(model.family.rows, model.arch, cfg.parallel, 0), cfg.model.dtype)
     whole = parameters.total_parameters(model.family.rows, model.arch) * model.element / disk

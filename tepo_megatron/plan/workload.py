@@ -1,4 +1,4 @@
-"""How long the sequences of a step are: what no config says."""
+"""Assume the lengths of a step's sequences, which no config determines."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.shared_prompts import LEAST_SAVED, Families
 from tepo_megatron.plan.gpus import ASSUMED
 
-_SIGMA = 0.7  # of the logarithm of a response's length
+_SIGMA = 0.7  # standard deviation of the logarithm of a response's length
 _DYNAMIC_SAMPLING_REFILLS = 9  # `method.DYNAMIC_SAMPLING_REFILLS`
-_PROMPT_SHARE, _RESPONSE_SHARE = 1 / 8, 1 / 4  # of the most that the config allows
+_PROMPT_SHARE, _RESPONSE_SHARE = 1 / 8, 1 / 4  # share of the maximum that the config allows
 
 
 @dataclass(frozen=True)
 class Workload:
-    """prompt: tokens of every prompt; response: of a response on average, longest: at most (all of those that are cut);
-    dropped: share of the groups that are all right or all wrong, and so are not learned from.
+    """Lengths of a step's prompts and responses.
+
+    Attributes:
+        prompt: Tokens of every prompt.
+        response: Mean tokens of a response.
+        longest: Maximum tokens of a response; truncated responses have this length.
+        dropped: Share of the groups that are entirely right or entirely wrong, which are not learned from.
     """
 
     prompt: int
@@ -31,8 +36,13 @@ class Workload:
 
     @classmethod
     def of(cls, cfg: Config, prompt: int | None = None, response: int | None = None, dropped: float | None = None) -> Workload:
-        """Of a config; None: an eighth of data.max_prompt_tokens, a quarter of the longest response, and the share of
-        `Assumptions.uniform_groups`, where `rollout.filter_uniform_groups` drops any.
+        """Return the workload of a config.
+
+        Args:
+            cfg: The config.
+            prompt: Tokens of every prompt. None: an eighth of data.max_prompt_tokens.
+            response: Mean tokens of a response. None: a quarter of the longest response.
+            dropped: Share of dropped groups, if `rollout.filter_uniform_groups` drops any. None: `Assumptions.uniform_groups`.
         """
         longest = cfg.sequence_tokens - (prompt or 0)
         longest = min(longest, cfg.rollout.max_response_tokens)
@@ -43,9 +53,9 @@ class Workload:
         return cls(min(prompt, cfg.data.max_prompt_tokens), min(response, longest), longest, share)
 
     def rounds(self, cfg: Config) -> tuple[list[int], int]:
-        """Return the prompts that each round of a step samples, and the groups that are learned from.
+        """Return the number of prompts in each sampling round of a step, and the number of groups that are learned from.
 
-        A round asks for the groups that are still missing, and further rounds come as long as `rollout.max_refills` lets them.
+        Each round samples for the missing groups, and `rollout.max_refills` limits the further rounds.
         """
         wanted = cfg.rollout.prompts_per_step
         asked: list[int] = []
@@ -56,18 +66,18 @@ class Workload:
         return asked, kept
 
     def responses(self, count: int) -> tuple[int, ...]:
-        """The lengths of `count` responses: quantiles of a lognormal distribution that is cut at `longest`."""
+        """Return the lengths of `count` responses: quantiles of a lognormal distribution truncated at `longest`."""
         return _quantiles(self.response, self.longest, count)
 
     def sequences(self, count: int) -> list[int]:
-        """The same with their prompts, in an order that has long and short ones everywhere."""
+        """Return the lengths of `count` sequences with their prompts, in an order that mixes long and short ones."""
         lengths = self.responses(count)
         step = next(n for n in range(max(1, int(count * 0.618)), count + 1) if math.gcd(n, count) == 1)
         return [self.prompt + lengths[i * step % count] for i in range(count)]
 
 
 def max_refills(cfg: Config) -> int:
-    """Return `rollout.max_refills`, resolved as `method.resolve` does, which needs torch."""
+    """Return `rollout.max_refills`, resolved like in `method.resolve`, which needs torch."""
     if cfg.rollout.max_refills is not None:
         return cfg.rollout.max_refills
     dynamic = cfg.objective.dynamic_sampling
@@ -75,7 +85,14 @@ def max_refills(cfg: Config) -> int:
 
 
 def families_of(cfg: Config, prompt: int, count: int, alignment: Alignment) -> Families | None:
-    """Of `count` sequences, group after group, whose prompts have `prompt` tokens; None where the run shares none."""
+    """Return the shared prompts of some sequences, group after group; None if the run shares none.
+
+    Args:
+        cfg: The config.
+        prompt: Tokens of every prompt.
+        count: Number of sequences.
+        alignment: Alignment of packed sequences.
+    """
     if not cfg.training.shares_prompts(cfg.platform):
         return None
     groups = [i // cfg.rollout.samples_per_prompt for i in range(count)]
@@ -88,7 +105,7 @@ def _quantiles(mean: int, longest: int, count: int) -> tuple[int, ...]:
     normal = NormalDist()
     shape = [math.exp(_SIGMA * normal.inv_cdf((i + 0.5) / count)) for i in range(count)]
     low, high = 0.0, longest / min(shape)
-    for _ in range(50):  # the scale at which the cut lengths have this mean
+    for _ in range(50):  # bisection for the scale at which the truncated lengths have this mean
         scale = (low + high) / 2
         if _mean([min(longest, scale * x) for x in shape]) < mean:
             low = scale
