@@ -165,8 +165,9 @@ def _rows(token_ids: Sequence[Tensor], masks: Sequence[Tensor], pieces: Sequence
 
 
 def _chunk(packed: _Packed, row_N: Tensor, piece_N: Tensor, in_prompt_N: Tensor, behind_prompt_N: Tensor) -> Tensor:
-    """Return the chunk of its sequence that holds each row. A shared prompt holds one row, its last, and counts as chunk 0; the
-    chunks of the response follow.
+    """Return the chunk of its sequence that holds each row.
+
+    A sequence has a single row in its shared prompt, the last token. That row is in chunk 0, and the response's chunks follow.
     """
     if packed.chunks == 1:
         return torch.zeros_like(row_N)
@@ -177,8 +178,7 @@ def _chunk(packed: _Packed, row_N: Tensor, piece_N: Tensor, in_prompt_N: Tensor,
 def _experts(experts: Sequence[Tensor], pieces: Sequence[Piece], is_token_S: Tensor) -> Tensor:
     """Return the experts of the packed tokens, int16 [S, K, T].
 
-    Padding and the last token of a sequence have no known experts. No other token attends to them, so any distinct experts will
-    do.
+    Padding and the last token of a sequence have no known experts. No other token attends to them, so any distinct experts do.
     """
     _, layers, chosen = experts[0].shape
     experts_SKT = torch.full((is_token_S.numel(), layers, chosen), NO_EXPERT, dtype=torch.int16)

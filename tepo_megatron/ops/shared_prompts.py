@@ -1,9 +1,8 @@
 """Shared prompts: compute a prompt once for all sequences of a microbatch that begin with it.
 
 A prefix group (a "family" in the identifiers) is the set of sequences of a batch whose prompts are equal. The members of a
-group
-in one microbatch share one copy of the prompt: the prompt is packed as a piece of its own, and the rest of each member follows
-it as a piece of its own.
+group in one microbatch share one copy of the prompt: the prompt is packed as a piece of its own, and the rest of each member
+follows it as a piece of its own.
 """
 
 from __future__ import annotations

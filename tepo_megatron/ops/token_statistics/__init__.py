@@ -1,8 +1,7 @@
 """The two passes over the logits, statistics and gradient, in two back ends with one contract (`RowKernels`).
 
-Both work on d = (x - top) / temperature, where x are the logits of a row and top is their maximum. The difference comes first,
-so that logits far from zero lose no precision. `pytorch` runs anywhere; `triton_kernels` runs on CUDA, and on a CPU in Triton's
-interpreter.
+Both work on d = (x - top) / temperature, where x are the logits of a row and top is their maximum: the difference first, so
+logits far from zero lose no precision. `pytorch` runs anywhere; `triton_kernels` on CUDA, and on a CPU in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from torch import Tensor
 
 BACKENDS = {"torch": "pytorch", "triton": "triton_kernels"}
 
-# The maximum that a rank reports if all its columns are padding. It is finite, so that the weight exp(m - max) is 0 and not
-# NaN.
+# The maximum that a rank reports if all its columns are padding. It is finite, so that the weight exp(m - max) is 0, never NaN.
 NO_COLUMNS = -1e30
 
 
@@ -27,8 +25,7 @@ NO_COLUMNS = -1e30
 class Coefficients:
     """The coefficients of each row's gradient, all [R], in the type of the arithmetic.
 
-    The gradient at column j is (constant + slope d) exp(d), plus `label` at the label's column, with d = (x_j - top) /
-    temperature.
+    With d = (x_j - top) / temperature, the gradient at column j is (constant + slope d) exp(d), plus `label` if j is the label.
 
     Attributes:
         top: Largest logit of the row, over all ranks.
@@ -52,8 +49,7 @@ class RowKernels(Protocol):
     """The two passes over logits [R, W], each row contiguous: C real columns, 0 < C <= W, then padding.
 
     Real logits must be finite. Padding may hold any value, infinities and NaN included, and does not affect a result. Passes
-    take
-    the whole width because a vector load must not end at C: W is a multiple of 16 where C may be odd.
+    take the whole width because a vector load must not end at C: W is a multiple of 16 where C may be odd.
     """
 
     def statistics(self, logits: Tensor, columns: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
