@@ -130,7 +130,7 @@ class Actor:
         self._reference = kept
 
     def attach_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Return the batch with the reference policy's log-probs, whose own routers choose experts. Needs `keep_reference`."""
+        """Return the batch with the reference policy's log-probs; its own routers choose experts. Needs `keep_reference`."""
         assert self._reference is not None, "keep_reference comes first"
         with self._reference.in_place():
             return replace(batch, ref_logprobs_N=self._whole_stats(batch, replays=False).logprob_R)

@@ -1,8 +1,8 @@
 """Layout of a packed microbatch for SDPA: sequences of similar length are padded into a bucket and computed together.
 
-Suffixes: _S packed tokens on this context-parallel (CP) rank, _T packed tokens on all CP ranks (T = cp S), _G sequences.
-Further dimensions: H heads, K key-value heads, D channels; n sequences of one bucket, C tokens of their longest chunk. A shared prompt,
-and what follows it in a response, count as sequences here; a "piece" is a zigzag chunk that this rank holds.
+Suffixes: _S packed tokens on this context-parallel (CP) rank, _T packed tokens on all CP ranks (T = cp S), _G sequences. Other
+dimensions: H heads, K key-value heads, D channels; n sequences of one bucket, C tokens of their longest chunk. A shared prompt,
+and what follows it in a response, count as sequences here. A "piece" is a zigzag chunk that this rank holds.
 
 There are many short sequences, and one SDPA call costs more than attending to twenty tokens. Sequences of similar length are
 therefore padded to the same length and computed in one call. The padding is at the end, which causal attention never attends

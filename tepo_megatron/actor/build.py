@@ -59,8 +59,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron's config of this architecture on this mesh.
 
-    It also installs this package's rotary embedding and fused weight gradient in Megatron, where the installed packages have
-    none.
+    It also installs this package's rotary embedding and fused weight gradient in Megatron (see their `lend_to_megatron`).
 
     Args:
         arch: Architecture of the model.

@@ -4,9 +4,9 @@ This is the only module that turns `model.precision`, `parallel.overlap_*`, `tra
 `optimizer.offload` into fields of Megatron's configs (named alike in 0.16 to 0.19). The checks need no Megatron and run before
 any process is started.
 
-FP8 covers the products of the layers' linear modules, forward and backward: qkv, attention output, MLP, experts. It does not
-cover embedding and output layer (Megatron's own, not Transformer Engine's), and so neither log-probs nor entropies, nor norms,
-the router (fp32), softmax and attention. Parameters are bf16, gradients are reduced in fp32, the optimizer's masters are fp32.
+FP8 covers the products of the layers' linear modules, forward and backward: qkv, attention output, MLP, experts. Not in FP8 are
+the embedding and the output layer (Megatron's own, not Transformer Engine's), and therefore log-probs and entropies; norms; the
+router (fp32); softmax and attention. Parameters are bf16, gradients are reduced in fp32, the optimizer's masters are fp32.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Hardware:
     cuda: Version | None = None
 
 
-# GPUs with the versions that requirements/gpu-*.txt pin
+# each GPU with the versions that requirements/gpu-*.txt pin
 PROFILES = (
     Hardware("H100", (9, 0), (2, 20), (13, 0)),
     Hardware("H200", (9, 0), (2, 20), (13, 0)),
