@@ -41,6 +41,7 @@ def resolve(cfg: Config) -> Method:
 
 
 def _check_reward_penalty(cfg: Config, objective: Objective) -> None:
+    """Raise ConfigError if a KL in the reward would decide the advantages of groups with equal scores."""
     in_reward = objective.ref_beta > 0 and objective.ref_kl_in == "reward"
     if in_reward and objective.advantage == "std" and not cfg.rollout.filter_uniform_groups:
         raise ConfigError(
@@ -51,6 +52,7 @@ def _check_reward_penalty(cfg: Config, objective: Objective) -> None:
 
 
 def _check_old_logprobs(cfg: Config, objective: Objective) -> None:
+    """Raise ConfigError if the engine's log-probs serve as the old ones and the objective needs what they lack."""
     if cfg.training.old_logprobs != "rollout":
         return
     if objective.kl_mask not in ("none", "all"):
@@ -66,6 +68,7 @@ def _check_old_logprobs(cfg: Config, objective: Objective) -> None:
 
 
 def _max_refills(cfg: Config, objective: Objective) -> int:
+    """Return `rollout.max_refills`, or its default for the objective. Raises ConfigError if the keys contradict each other."""
     given = cfg.rollout.max_refills
     if objective.dynamic_sampling:
         cause = f"objective {cfg.objective.name} samples dynamically (objective.dynamic_sampling)"
@@ -90,6 +93,7 @@ def _max_refills(cfg: Config, objective: Objective) -> int:
 
 
 def _overlong(cfg: Config, objective: Objective) -> OverlongShaping | None:
+    """Return the overlong shaping, None for none. Raises ConfigError if the keys contradict each other."""
     max_tokens, buffer = cfg.rollout.max_response_tokens, cfg.reward.overlong_buffer_tokens
     if objective.overlong_shaping and buffer == 0:
         raise ConfigError(

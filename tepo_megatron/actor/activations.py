@@ -74,6 +74,7 @@ class HostActivations:
             hook.remove()
 
     def _away(self, x: Tensor) -> Tensor | _Away:
+        """Copy a tensor that autograd saves to the host, unless it must stay on the device."""
         storage = x.untyped_storage()
         if _in_backward() or x.nbytes < self._least or type(x) is not Tensor or storage.data_ptr() in self._stay:
             return x
@@ -95,6 +96,7 @@ class HostActivations:
         return _Away(piece, host, x.device, self._stream, self._stream.record_event())
 
     def _back(self, kept: Tensor | _Away) -> Tensor:
+        """Return the saved tensor on its device."""
         if isinstance(kept, Tensor):
             return kept
         back = torch.empty_like(kept.host, device=kept.device)

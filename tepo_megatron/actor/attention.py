@@ -135,6 +135,7 @@ class SDPACoreAttention(MegatronModule):
 def _check_supported(
     config: TransformerConfig, layer_number: int, mask_type: AttnMaskType, attention_type: str, dropout: float
 ) -> None:
+    """Raise ConfigError for attention that `SDPACoreAttention` does not compute. The message names what the layer asks for."""
     refused: dict[str, Any] = {}
     if mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
         refused["attn_mask_type"] = mask_type.name

@@ -136,6 +136,7 @@ def _softmax_scale(arch: Architecture) -> float | None:
 
 
 def _uneven_pipeline(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the layers of the first and the last stage if pp does not divide the layers, as TransformerConfig fields."""
     stages = stage_layers(arch.num_layers, parallel.pp)
     if len(set(stages)) == 1:
         return {}
@@ -143,6 +144,7 @@ def _uneven_pipeline(arch: Architecture, parallel: ParallelConfig) -> dict[str, 
 
 
 def _mixture_of_experts(arch: Architecture, transformer_engine: bool) -> dict[str, Any]:
+    """Return the TransformerConfig fields of a model with experts. Only Transformer Engine's layers use a grouped GEMM."""
     if arch.experts is None:
         return {}
     return {
@@ -264,6 +266,7 @@ def build_optimizer(
 
 
 def _layer_spec(config: TransformerConfig, kernels: Kernels, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Return Megatron's layer spec with the norms and the core attention that `kernels` names."""
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=kernels.layers == "te", normalization="RMSNorm", vp_stage=vp_stage
     )

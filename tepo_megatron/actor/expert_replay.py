@@ -61,5 +61,6 @@ class ExpertReplay:
 
 
 def _replay_of(router: TopKRouter) -> RouterReplay:
+    """Return Megatron's replay object of a router."""
     assert router.router_replay is not None, "the model was built for it (build.transformer_config)"
     return router.router_replay

@@ -94,6 +94,7 @@ def choose(model: ModelConfig, training: TrainingConfig, device_type: str, found
 def _gradient_accumulation(
     training: TrainingConfig, device_type: str, found: frozenset[str]
 ) -> Literal["apex", "torch", "separate"]:
+    """Return the implementation that adds weight gradients to the fp32 sum."""
     if not training.fuses_gradient_accumulation(device_type):
         return "separate"
     return "apex" if device_type == "cuda" and "fused_weight_gradient_mlp_cuda" in found else "torch"

@@ -39,6 +39,7 @@ def stage_layers(num_layers: int, pp: int) -> tuple[int, ...]:
         return (num_layers // pp,) * pp
 
     def stages(middle: int) -> tuple[int, ...]:
+        """Return the layers of each stage if the stages in between have `middle` layers."""
         ends = num_layers - (pp - 2) * middle
         return (-(-ends // 2), *[middle] * (pp - 2), ends // 2)
 
@@ -47,6 +48,7 @@ def stage_layers(num_layers: int, pp: int) -> tuple[int, ...]:
 
 
 def _check_tensor_parallel(arch: Architecture, parallel: ParallelConfig) -> None:
+    """Raise ConfigError if tp does not divide a size that it splits, or if experts lack sequence parallelism."""
     sizes = {"num_query_groups": arch.num_query_groups, "num_heads": arch.num_heads}
     if len(arch.sparse_layers) < arch.num_layers:
         sizes["ffn_size"] = arch.ffn_size
@@ -63,6 +65,7 @@ def _check_tensor_parallel(arch: Architecture, parallel: ParallelConfig) -> None
 
 
 def _check_pipeline(arch: Architecture, parallel: ParallelConfig) -> None:
+    """Raise ConfigError if there are more stages than layers, or if virtual stages do not divide the layers."""
     stages = parallel.pp * parallel.vpp
     if parallel.vpp == 1 and stages > arch.num_layers:
         raise ConfigError(f"parallel.pp={stages} exceeds num_layers={arch.num_layers}; use at most {arch.num_layers}")

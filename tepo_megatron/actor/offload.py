@@ -110,6 +110,7 @@ class Offload:
         return sum(arena.allocated for arena in self._arenas.values())
 
     def _copied(self, part: Part) -> list[_Away]:
+        """Start the copies of a part to the host, and return its storages, none if the part stays."""
         if self._targets[part] == "stays":
             return []
         storages = self._storages(part)

@@ -269,6 +269,7 @@ def _widths(arch: Architecture, tp: int) -> dict[str, int]:
 
 
 def _less_strict(size: int) -> str:
+    """Return a preset that `size` fits, for a message: an FP8 one if there is any, else bf16."""
     fits = [name for name, fp8 in PRESETS.items() if fp8 is not None and math.gcd(size, fp8.widths) == fp8.widths]
     return f"model.precision={fits[-1]}" if fits else "model.precision=bf16"
 

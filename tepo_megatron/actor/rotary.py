@@ -56,6 +56,7 @@ class _Tables:
     sin: Tensor
 
     def are_of(self, cu_seqlens: Tensor, freqs: Tensor, dtype: torch.dtype) -> bool:
+        """Return whether the tables were computed for these very tensors. Args: those of `PackedRotary`."""
         return self.cu_seqlens is cu_seqlens and self.freqs is freqs and self.dtype == dtype
 
 
@@ -114,6 +115,8 @@ PACKED = PackedRotary()  # the instance that Megatron calls
 
 
 class _Rotation(torch.autograd.Function):
+    """A rotation in forward, and the inverse rotation of the gradient in backward. It saves only cos and sin."""
+
     @staticmethod
     def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)

@@ -72,6 +72,8 @@ class Schedule:
         self._run(microbatches, on_output, forward_only=False)
 
     def _run(self, microbatches: Sequence[PackedMicrobatch], on_output: Callable[..., Any], **how: bool) -> None:
+        """Run Megatron's schedule. `on_output` gets each microbatch and its output on the last stage."""
+
         def forward_step(data: Iterator[PackedMicrobatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             here.microbatch += 1
             microbatch = next(data).to(self._groups.device)

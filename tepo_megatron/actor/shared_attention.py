@@ -78,6 +78,8 @@ def shared_attention(query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: La
 
 
 class _SharedAttention(torch.autograd.Function):
+    """The autograd function of `shared_attention`. It saves queries, keys, values, the output and its log-sum-exp."""
+
     @staticmethod
     def forward(ctx: Any, query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: Layout, scale: float | None) -> Tensor:
         flash = flash_of(query_S.device)
@@ -128,6 +130,7 @@ class _SharedAttention(torch.autograd.Function):
 
 
 def _in_slots(query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values in the slots of the layout's buckets."""
     return (
         spread(query_S, layout.query_slot_S, layout.query_rows),
         spread(key_T, layout.key_slot_T, layout.key_rows),

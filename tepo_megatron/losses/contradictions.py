@@ -35,6 +35,7 @@ def check(o: Objective) -> None:
 
 
 def _check_weighting(o: Objective) -> None:
+    """Raise ConfigError if the weighting does not fit the surrogate, or one of its fields is out of range."""
     if o.weighting == "kl_cov" and o.surrogate != "unclipped":
         raise ConfigError(
             f"objective.weighting=kl_cov goes with objective.surrogate=unclipped (its penalty takes the place of clipping), "
@@ -49,6 +50,7 @@ def _check_weighting(o: Objective) -> None:
 
 
 def _check_correction(o: Objective) -> None:
+    """Raise ConfigError if the bounds of the correction exclude or reduce a ratio of 1, which means no mismatch."""
     correction = CORRECTIONS[o.correction]
     if correction is None:
         return

@@ -33,8 +33,8 @@ def k2(x_R: Tensor) -> Tensor:
 def k3(x_R: Tensor) -> Tensor:
     """Return exp(-x) + x - 1, which is never negative (Schulman, "Approximating KL divergence"; GRPO, Eq. 4).
 
-    Its mean is KL(pi_theta || pi_other) under samples of pi_theta only. Responses are samples of the old policy, for which
-    `k3_reverse` is unbiased.
+    Its mean is KL(pi_theta || pi_other) under samples of pi_theta only. The responses are samples of the old policy, so that
+    `k3_reverse`, not k3, is unbiased for the KL to the old policy (Eq. 4 of the TEPO paper).
     """
     return torch.expm1(-x_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) + x_R
 

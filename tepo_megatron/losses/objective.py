@@ -182,6 +182,7 @@ class Objective:
         return LossOutput(loss, metrics, diagnostics.histograms(terms), ratio_R)
 
     def _advantage(self, advantage_R: Tensor, entropy_R: Tensor) -> Tensor:
+        """Return the advantage, with the entropy term if the objective has one."""
         if not self.advantage_alpha:
             return advantage_R
         return advantage_with_entropy(advantage_R, entropy_R, self.advantage_alpha, self.advantage_kappa)

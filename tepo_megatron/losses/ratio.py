@@ -47,8 +47,8 @@ def sequence_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bo
     contains w_i, and so prints a spurious 1/|y_i|.
 
     Collectives (context parallel): forward one all-reduce of G sums. Backward: none with `constant_factors`, else one
-    all-reduce of G gradients. With constant factors the gradients of the |y_i| tokens are equal, and their sum cancels 1/|y_i|.
-    Each token then carries its own share, w_i = exp(sg[log w_i] + l_t - sg[l_t]), which needs no value from other ranks.
+    all-reduce of G gradients. With constant factors the |y_i| loss terms that contain w_i are equal, and their sum cancels
+    1/|y_i|. Each token then uses w_i = exp(sg[log w_i] + l_t - sg[l_t]), whose gradient needs no value from other ranks.
     """
     if constant_factors:
         log_w_R = segments.spread(segments.mean_detached(log_ratio_R))

@@ -142,10 +142,12 @@ def steer(tokens: MinibatchTokens, options: WeightingOptions) -> BatchStatistics
 
 
 def _count(tokens: MinibatchTokens, options: WeightingOptions) -> int:
+    """Return the number of tokens to pick, at least 1."""
     return max(1, math.floor(options.share * tokens.key_N.numel()))
 
 
 def _marked(indices: Tensor, like_N: Tensor) -> Tensor:
+    """Return a bool mask [N] that is True at `indices`."""
     marked_N = torch.zeros_like(like_N, dtype=torch.bool)
     marked_N[indices] = True
     return marked_N

@@ -71,6 +71,7 @@ def concatenated_ranges(first: Tensor, size: Tensor) -> Tensor:
 
 
 def _check_lengths(lengths: Sequence[int], cp_size: int) -> None:
+    """Raise ValueError if a length cannot be split into equal zigzag chunks."""
     if cp_size == 1:
         return
     for i, length in enumerate(lengths):

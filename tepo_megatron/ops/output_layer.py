@@ -90,6 +90,8 @@ def output_layer_stats(
 
 
 class _OutputLayerStats(torch.autograd.Function):
+    """The autograd function of `output_layer_stats`. It saves the logits within the budget, and recomputes the others."""
+
     @staticmethod
     def forward(
         ctx: Any,

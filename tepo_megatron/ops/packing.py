@@ -100,6 +100,7 @@ class _Packed:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], alignment: Alignment) -> _Packed:
+        """Return the padded positions of the pieces, or of one dummy token if there are none. Args: those of `pack`."""
         sizes = [p.tokens for p in pieces] or [1]
         length_P = torch.tensor(alignment.padded(sizes))
         cu_seqlens = torch.cat((length_P.new_zeros(1), length_P.cumsum(0)))

@@ -83,6 +83,8 @@ def token_stats(
 
 
 class _TokenStats(torch.autograd.Function):
+    """The autograd function of `token_stats`. It saves the logits and five numbers per row."""
+
     @staticmethod
     def forward(
         ctx: Any,
