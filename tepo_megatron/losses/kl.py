@@ -54,17 +54,17 @@ def absolute(x_R: Tensor) -> Tensor:
 
 
 def mask_none(advantage_R: Tensor, entropy_change_R: Tensor, tolerance: float) -> Tensor:
-    """Mask no token. Args: see `Mask` at the top of this file."""
+    """Select no token. Args: see `Mask` at the top of this file."""
     return torch.zeros_like(advantage_R, dtype=torch.bool)
 
 
 def mask_all(advantage_R: Tensor, entropy_change_R: Tensor, tolerance: float) -> Tensor:
-    """Mask every token: the undifferentiated KL of Table 3, Panel A. Args: see `Mask` at the top of this file."""
+    """Select every token: the undifferentiated KL of Table 3, Panel A. Args: see `Mask` at the top of this file."""
     return torch.ones_like(advantage_R, dtype=torch.bool)
 
 
 def mask_falling_entropy(advantage_R: Tensor, entropy_change_R: Tensor, tolerance: float) -> Tensor:
-    """Mask the tokens with A > 0 and dH < -tolerance: TEPO's mask M (Eq. 4).
+    """Select the tokens with A > 0 and dH < -tolerance: TEPO's mask M (Eq. 4).
 
     Args: see `Mask` at the top of this file.
     """
@@ -72,12 +72,12 @@ def mask_falling_entropy(advantage_R: Tensor, entropy_change_R: Tensor, toleranc
 
 
 def mask_rising_entropy(advantage_R: Tensor, entropy_change_R: Tensor, tolerance: float) -> Tensor:
-    """Mask the tokens with A < 0 and dH > tolerance (Section 3.3.2, Panel E). Args: see `Mask` at the top of this file."""
+    """Select the tokens with A < 0 and dH > tolerance (Section 3.3.2, Panel E). Args: see `Mask` at the top of this file."""
     return (advantage_R < 0) & (entropy_change_R > tolerance)
 
 
 def mask_both(advantage_R: Tensor, entropy_change_R: Tensor, tolerance: float) -> Tensor:
-    """Mask the tokens of either mask, falling or rising entropy (Panel E). Args: see `Mask` at the top of this file."""
+    """Select the tokens of either mask, falling or rising entropy (Panel E). Args: see `Mask` at the top of this file."""
     return mask_falling_entropy(advantage_R, entropy_change_R, tolerance) | mask_rising_entropy(
         advantage_R, entropy_change_R, tolerance
     )
