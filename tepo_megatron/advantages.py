@@ -1,4 +1,4 @@
-"""Advantages from groups of responses to one prompt, and which groups teach anything."""
+"""Group-relative advantages: each response is compared with the other responses to the same prompt."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _STD_EPS = 1e-6
 
 
 def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """The runs of rollouts that share a prompt_id, in order.
+    """Return the rollouts grouped by prompt_id, in order. The rollouts of a prompt must be next to each other.
 
-    Raises ValueError if a prompt_id comes in two runs: its mean would be taken over a part of its group.
+    Raises:
+        ValueError: A prompt_id comes back after another one. Its mean would be taken over a part of its group.
     """
     groups = [list(run) for _, run in groupby(rollouts, key=lambda rollout: rollout.prompt_id)]
     seen: set[int] = set()
@@ -31,18 +32,22 @@ def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def informative(groups: Sequence[list[Rollout]]) -> list[list[Rollout]]:
-    """The groups whose unshaped scores differ: all right or all wrong says nothing about which response was better.
+    """Return the groups whose unshaped scores differ. If all are right or all wrong, no response is better than another.
 
-    (The paper's Section 4.1; the filter of DAPO's dynamic sampling, arXiv 2503.14476.)
+    This is the paper's filter (Section 4.1) and that of DAPO's dynamic sampling (arXiv 2503.14476).
     """
     return [group for group in groups if len({rollout.score for rollout in group}) > 1]
 
 
 def group_advantages(rollouts: Sequence[Rollout], kind: str) -> Tensor:
-    """[B] fp32, one advantage for each rollout, from the shaped rewards of its group; computed in fp64.
+    """Return one advantage for each rollout: [B] fp32, computed in fp64 from the shaped rewards of its group.
 
-    kind: a name in ADVANTAGES. A group of one gets 0. Raises ValueError on a reward that is not finite (an ungraded rollout),
-    and as `split_groups` does.
+    Args:
+        rollouts: Graded rollouts, those of a prompt next to each other. A group of one gets advantage 0.
+        kind: A name in ADVANTAGES.
+
+    Raises:
+        ValueError: A reward is not finite (the rollout was not graded), or the rollouts of a prompt are not next to each other.
     """
     for rollout in rollouts:
         if not math.isfinite(rollout.reward):
@@ -55,29 +60,35 @@ def group_advantages(rollouts: Sequence[Rollout], kind: str) -> Tensor:
 
 
 def penalized(rollouts: Sequence[Rollout], penalty_B: Tensor) -> tuple[Rollout, ...]:
-    """The rollouts with penalty_B [B] taken from their (shaped) rewards."""
+    """Return the rollouts with the penalty subtracted from their (shaped) rewards. `score` does not change.
+
+    Args:
+        rollouts: B graded rollouts.
+        penalty_B: [B] in units of the reward.
+    """
     return tuple(replace(r, reward=r.reward - float(p)) for r, p in zip(rollouts, penalty_B, strict=True))
 
 
 def _std(groups: list[Tensor]) -> list[Tensor]:
-    """(r - mean) / (std + 1e-6), std with ddof 1: GRPO as the paper has it."""
+    """Return (r - mean) / (std + 1e-6), std with ddof 1: GRPO as in the TEPO paper."""
     return [(r - r.mean()) / (r.std(correction=1) + _STD_EPS) if r.numel() > 1 else r - r for r in groups]
 
 
 def _mean(groups: list[Tensor]) -> list[Tensor]:
-    """r - mean (Dr. GRPO, arXiv 2503.20783)."""
+    """Return r - mean (Dr. GRPO, arXiv 2503.20783)."""
     return [r - r.mean() for r in groups]
 
 
 def _leave_one_out(groups: list[Tensor]) -> list[Tensor]:
-    """r - mean of the others (RLOO, arXiv 2402.14740): (r - mean) n / (n - 1)."""
+    """Return r - mean of the other n - 1 rewards, which is (r - mean) n / (n - 1) (RLOO, arXiv 2402.14740)."""
     return [(r - r.mean()) * r.numel() / max(1, r.numel() - 1) for r in groups]
 
 
 def _gpg(groups: list[Tensor]) -> list[Tensor]:
-    """alpha (r - mean), alpha = B / (B - M), M the samples in groups of equal rewards, which contribute nothing.
+    """Return alpha (r - mean) with alpha = B / (B - M) (GPG, arXiv 2504.02546).
 
-    (GPG, arXiv 2504.02546. Its public code counts rewards that are not zero instead of M.)
+    M of the B samples are in groups of equal rewards, which contribute nothing. GPG's public code counts the rewards that are
+    not zero instead of M.
     """
     samples = sum(r.numel() for r in groups)
     silent = sum(r.numel() for r in groups if bool((r == r[0]).all()))

@@ -1,4 +1,4 @@
-"""What the objective asks of sampling and grading: the nulls of the config, resolved."""
+"""Resolve what the objective requires of sampling and reward shaping, where the config leaves it null."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.rewards.overlong import OverlongShaping
 
 # DAPO's public recipe gives up after 10 generation batches (verl, recipe/dapo/run_dapo_qwen2.5_32b.sh: max_num_gen_batches=10).
-# Its batches hold 3 times the prompts of a step and too few groups end the run; here a refill asks for what is missing, and
-# the step trains on the groups that were found.
+# Each of them has 3 times the prompts of a step, and too few groups end the run. Here a refill samples one prompt for each
+# missing group, and the step trains on the groups that were found.
 DYNAMIC_SAMPLING_REFILLS = 9
-# DAPO, Section 4.1: the last 4096 of 20480 tokens.
+# The penalty starts in the last 1/5 of the response length. DAPO, Section 4.1: the last 4096 of 20480 tokens.
 OVERLONG_BUFFER_SHARE = 5
 
 
 @dataclass(frozen=True)
 class Method:
-    """objective: the loss; max_refills: further rounds of prompts in a step; overlong: the shaping of rewards, or None."""
+    """The resolved method of a run.
+
+    Attributes:
+        objective: The loss.
+        max_refills: Number of further generation rounds in a step, to replace groups that were filtered out. 0: none.
+        overlong: Penalty on the reward of nearly overlong responses. None: no penalty.
+    """
 
     objective: Objective
     max_refills: int
@@ -27,7 +33,7 @@ class Method:
 
 
 def resolve(cfg: Config) -> Method:
-    """The method that `cfg` describes. Pure; raises ConfigError when its keys contradict each other."""
+    """Return the method that `cfg` describes. Raises ConfigError when its keys contradict each other. A pure function."""
     objective = build_objective(cfg.objective)
     _check_reward_penalty(cfg, objective)
     _check_old_logprobs(cfg, objective)
@@ -35,6 +41,7 @@ def resolve(cfg: Config) -> Method:
 
 
 def _check_reward_penalty(cfg: Config, objective: Objective) -> None:
+    """Raise ConfigError if a KL in the reward would decide the advantages of groups with equal scores."""
     in_reward = objective.ref_beta > 0 and objective.ref_kl_in == "reward"
     if in_reward and objective.advantage == "std" and not cfg.rollout.filter_uniform_groups:
         raise ConfigError(
@@ -45,6 +52,7 @@ def _check_reward_penalty(cfg: Config, objective: Objective) -> None:
 
 
 def _check_old_logprobs(cfg: Config, objective: Objective) -> None:
+    """Raise ConfigError if the engine's log-probs serve as the old ones and the objective needs what they lack."""
     if cfg.training.old_logprobs != "rollout":
         return
     if objective.kl_mask not in ("none", "all"):
@@ -60,6 +68,7 @@ def _check_old_logprobs(cfg: Config, objective: Objective) -> None:
 
 
 def _max_refills(cfg: Config, objective: Objective) -> int:
+    """Return `rollout.max_refills`, or its default for the objective. Raises ConfigError if the keys contradict each other."""
     given = cfg.rollout.max_refills
     if objective.dynamic_sampling:
         cause = f"objective {cfg.objective.name} samples dynamically (objective.dynamic_sampling)"
@@ -84,6 +93,7 @@ def _max_refills(cfg: Config, objective: Objective) -> int:
 
 
 def _overlong(cfg: Config, objective: Objective) -> OverlongShaping | None:
+    """Return the overlong shaping, None for none. Raises ConfigError if the keys contradict each other."""
     max_tokens, buffer = cfg.rollout.max_response_tokens, cfg.reward.overlong_buffer_tokens
     if objective.overlong_shaping and buffer == 0:
         raise ConfigError(

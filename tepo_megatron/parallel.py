@@ -1,6 +1,6 @@
-"""The device mesh: the only wrapper of Megatron-Core's `parallel_state`.
+"""The device mesh. This module is the only wrapper of Megatron-Core's `parallel_state`.
 
-Axes: dp (replicas of the model over data), tp (tensor), pp (pipeline), cp (context), ep (experts; part of dp x cp).
+Axes: dp (data), tp (tensor), pp (pipeline), cp (context) and ep (expert parallelism, which divides the ranks of dp x cp).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tepo_megatron.watch import BeatStore
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis as this rank sees it: its size, this rank's place on it, and the ranks along it."""
+    """One mesh axis as this rank sees it: its size, this rank's index on it, and the process group of the ranks along it."""
 
     size: int
     rank: int
@@ -39,17 +39,26 @@ class Axis:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Axis:
-        """The axis of an initialised group."""
+        """Return the axis of an initialised process group."""
         return cls(group.size(), group.rank(), group)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The mesh of this run.
+    """The mesh of this run, as this rank sees it.
 
-    dp_cp: the ranks over which a gradient is summed (dp x cp); expert_dp: those among them that hold the same experts
-    (dp x cp / ep ranks; experts are cut over tp like everything else); host: all ranks, for objects on the host, where they
-    wait for rank 0 however long it generates (its own requests are bounded, and its end ends the others).
+    Attributes:
+        dp: Data parallelism.
+        tp: Tensor parallelism.
+        pp: Pipeline parallelism.
+        cp: Context parallelism.
+        ep: Expert parallelism.
+        dp_cp: The ranks over which a gradient is summed, dp x cp.
+        expert_dp: The ranks of dp_cp that hold the same experts, dp x cp / ep. Experts are split over tp like other weights.
+        host: All ranks, for objects on the host. Ranks wait here for rank 0 while it generates, for as long as it takes: rank
+            0's own requests have deadlines, and if rank 0 ends, the other ranks end too.
+        vpp: Virtual pipeline stages (model chunks) per rank.
+        device: This rank's device.
     """
 
     dp: Axis
@@ -65,41 +74,41 @@ class Groups:
 
     @property
     def rank(self) -> int:
-        """Rank in the world."""
+        """Return this rank's index in the world."""
         return dist.get_rank()
 
     @property
     def world_size(self) -> int:
-        """Ranks of the world."""
+        """Return the number of ranks in the world."""
         return dist.get_world_size()
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that speaks to engines, graders and the user."""
+        """Return whether this is rank 0, which communicates with engines, graders and the user."""
         return self.rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the output layer and computes the loss."""
+        """Return whether this rank is on the last pipeline stage, which has the output layer and computes the loss."""
         return self.pp.rank == self.pp.size - 1
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this rank's shards are the ones that leave the model (dp = cp = 0)."""
+        """Return whether this rank exports its shards to engines and files: the first of dp x cp."""
         return self.dp_cp.rank == 0
 
     @property
     def is_first_expert_replica(self) -> bool:
-        """Whether this rank's shards of its experts are the ones that leave the model."""
+        """Return whether this rank exports its experts' shards to engines and files: the first of `expert_dp`."""
         return self.expert_dp.rank == 0
 
     @property
     def owner(self) -> str:
-        """A name for files, one for each rank of pp x ep (tensor-parallel rank 0 writes)."""
+        """Return a file name part, unique to each rank of pp x ep. Tensor-parallel rank 0 writes the file."""
         return f"stage{self.pp.rank:02d}" + (f"-experts{self.ep.rank:02d}" if self.ep.size > 1 else "")
 
     def broadcast_from_last_stage(self, x: torch.Tensor) -> torch.Tensor:
-        """In place: every pipeline stage gets the last stage's values. Collectives: one broadcast over pp (none if pp = 1)."""
+        """Overwrite `x` on every pipeline stage with the last stage's values. Collectives: one broadcast over pp if pp > 1."""
         if self.pp.size > 1:
             dist.broadcast(x, group_src=self.pp.size - 1, group=self.pp.group)
         return x
@@ -109,14 +118,14 @@ def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mappi
     """Join the world that the launcher or torchrun describes (RANK, WORLD_SIZE, ...) and build the mesh.
 
     Args:
-        cfg: sizes of the mesh and time-outs.
-        platform: names the backends.
-        seed: of the model-parallel random states.
-        config: this rank's whole config as plain JSON, which is compared with that of rank 0; None: not compared.
+        cfg: Sizes of the mesh and time-outs.
+        platform: Names of the backends.
+        seed: Seed of the model-parallel random states.
+        config: This rank's whole config as plain JSON, to be compared with rank 0's. None: it is not compared.
 
     Raises:
-        ConfigError: the world's size is not tp*pp*cp*dp, or, on all ranks, a rank has another config.
-        Stranger: another user of this machine took part in forming the groups.
+        ConfigError: The world size is not tp*pp*cp*dp, or (raised on all ranks) a rank has another config than rank 0.
+        Stranger: Another user of this machine took part in forming the groups.
     """
     world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if world_size != cfg.world_size:
@@ -147,7 +156,7 @@ def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mappi
 
 
 def _join_world(backend: str, world_size: int, timeout: datetime.timedelta) -> None:
-    """Through the launcher's private folder where there is one, else through the store that torchrun names."""
+    """Initialise torch.distributed through the launcher's private folder if there is one, else through torchrun's store."""
     if WORLD_FOLDER not in os.environ:
         dist.init_process_group(backend, timeout=timeout)
         return
@@ -158,8 +167,11 @@ def _join_world(backend: str, world_size: int, timeout: datetime.timedelta) -> N
 
 
 def _refuse_other_configs(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError on all ranks where one has another config than rank 0, which it names. Through the world's store: no
-    collective works between ranks that disagree about their groups."""
+    """Raise ConfigError on all ranks if one has another config than rank 0, and name that rank.
+
+    Configs are compared through the world's store, because collectives do not work between ranks that disagree about their
+    groups.
+    """
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     own = json.dumps(config, sort_keys=True)
     store.set(f"config/{rank}", json.dumps({"host": socket.gethostname(), "sha256": _sha256(own), "config": own}))
@@ -171,7 +183,7 @@ def _refuse_other_configs(config: Mapping[str, Any]) -> None:
 
 
 def _verdict(config: Mapping[str, Any], sha256: str, others: Sequence[Mapping[str, str]]) -> str:
-    """Empty where all other ranks, from rank 1 on, have the config of rank 0."""
+    """Return the message for the first rank, from rank 1 on, whose config differs from rank 0's; empty if none differs."""
     for rank, other in enumerate(others, start=1):
         if other["sha256"] != sha256:
             changed = "; ".join(differences(config, json.loads(other["config"]))) or "only the order of keys"
@@ -187,15 +199,14 @@ def _sha256(text: str) -> str:
 
 
 def world_store() -> BeatStore:
-    """Return what the hang watchdog speaks through: the launcher's private folder, or a connection of its own to the store
-    through which this world met."""
+    """Return the hang watchdog's store: the launcher's private folder, or a connection of its own to torchrun's store."""
     if WORLD_FOLDER in os.environ:
         return HeartbeatFolder(Path(os.environ[WORLD_FOLDER]) / "heartbeats")
     return dist.distributed_c10d._get_default_store().clone()
 
 
 def _mesh(device: torch.device, host: dist.ProcessGroup) -> Groups:
-    """The mesh that `parallel_state` holds."""
+    """Return the mesh that `parallel_state` holds."""
     return Groups(
         host=host,
         dp=Axis.of(parallel_state.get_data_parallel_group()),
@@ -211,6 +222,6 @@ def _mesh(device: torch.device, host: dist.ProcessGroup) -> Groups:
 
 
 def shutdown() -> None:
-    """Leave the mesh and the world."""
+    """Destroy the mesh's process groups and leave the world."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

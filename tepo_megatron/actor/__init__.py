@@ -1,1 +1,1 @@
-"""The policy on Megatron-Core: built from a Hugging Face config, asked for log-probs and entropies, updated."""
+"""The policy on Megatron-Core: build it from a Hugging Face config, compute log-probs and entropies, update it."""

@@ -1,8 +1,9 @@
-"""What backward needs of the forward pass waits for it in host memory.
+"""Activation offloading: keep the tensors that autograd saves for backward in host memory.
 
 Megatron's own offloading (`fine_grained_activation_offloading`, 0.16 to 0.19) learns from the first update which tensors there
-are, and keeps a pool of buffers for each of their shapes: packed microbatches differ in number and in length. Here autograd's
-own hooks do it, for whatever an operation saves: with `training.recompute`, the inputs of what is computed again.
+are, and keeps a pool of buffers for each shape. That does not fit packed microbatches, which differ in number and in length.
+Here autograd's saved-tensor hooks offload whatever an operation saves; with `training.recompute`, the inputs of recomputed
+modules.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ from tepo_megatron.platform.host_memory import HostPiece, HostStacks
 class _Away:
     """A saved tensor in host memory.
 
-    piece: its memory, which is another tensor's when this object is gone. host: the tensor. stream: copies of it were issued
-    there, None on a CPU. ready: recorded there when the copy to the host is complete.
+    Attributes:
+        piece: Its memory, free for another tensor once this object is gone.
+        host: The tensor, a view of `piece`.
+        device: Device to copy it back to.
+        stream: Stream of the copies. None: on a CPU.
+        ready: Event on that stream after the copy to the host. None: on a CPU.
     """
 
     piece: HostPiece
@@ -33,11 +38,19 @@ class _Away:
 
 
 class HostActivations:
-    """A context in which tensors that autograd saves, from `least_bytes` on, are copied to the host, and back for backward.
+    """A context in which tensors that autograd saves are copied to the host, and back to the device for backward.
 
-    chunks: whose parameters stay where they are. On a GPU copies go to page-locked memory on a stream of their own; on a CPU
-    they are copies all the same, which the tests count (`moved` bytes so far) and which help nobody. The bits do not change.
-    memory: on the host, a stack for each microbatch under way: a microbatch begins with the forward pass of a chunk.
+    On a GPU the copies go to page-locked memory on a separate stream. On a CPU they are made too, only so that tests can count
+    them. The bits of the tensors do not change.
+
+    Args:
+        chunks: This rank's model chunks. Their parameters are not offloaded.
+        device: Device of the model.
+        least_bytes: Smaller tensors stay on the device.
+
+    Attributes:
+        memory: Host memory, one stack per microbatch in flight. A microbatch begins with the forward pass of a chunk.
+        moved: Bytes copied to the host so far.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], device: torch.device, least_bytes: int = LEAST_OFFLOADED) -> None:
@@ -61,10 +74,11 @@ class HostActivations:
             hook.remove()
 
     def _away(self, x: Tensor) -> Tensor | _Away:
+        """Copy a tensor that autograd saves to the host, unless it must stay on the device."""
         storage = x.untyped_storage()
         if _in_backward() or x.nbytes < self._least or type(x) is not Tensor or storage.data_ptr() in self._stay:
             return x
-        if x.nbytes > storage.nbytes():  # expanded, as the indices of the experts' tokens: a copy would take more than it frees
+        if x.nbytes > storage.nbytes():  # expanded, like the experts' token indices: a copy takes more than it frees
             return x
         self.moved += x.nbytes
         piece = self.memory.take(x.nbytes)
@@ -78,10 +92,11 @@ class HostActivations:
         self._stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(self._stream):
             host.copy_(x, non_blocking=True)
-        x.record_stream(self._stream)  # its memory is not given to another tensor before the copy is done
+        x.record_stream(self._stream)  # the allocator must not reuse its memory before the copy is done
         return _Away(piece, host, x.device, self._stream, self._stream.record_event())
 
     def _back(self, kept: Tensor | _Away) -> Tensor:
+        """Return the saved tensor on its device."""
         if isinstance(kept, Tensor):
             return kept
         back = torch.empty_like(kept.host, device=kept.device)
@@ -90,10 +105,10 @@ class HostActivations:
         current = torch.cuda.current_stream(kept.device)
         current.wait_event(kept.ready)
         back.copy_(kept.host, non_blocking=True)
-        kept.stream.wait_stream(current)  # the next tensor in this memory is copied on that stream, so after this copy
+        kept.stream.wait_stream(current)  # the next copy into this host memory must come after this one
         return back
 
 
 def _in_backward() -> bool:
-    """Whether autograd is at work: what is saved then is computed again, and used at once."""
-    return bool(torch._C._current_graph_task_id() != -1)  # as torch.utils.checkpoint asks
+    """Return whether backward is running. Tensors saved then come from recomputation and are used at once."""
+    return bool(torch._C._current_graph_task_id() != -1)  # torch.utils.checkpoint uses the same test

@@ -1,4 +1,4 @@
-"""The actor: old statistics, updates, and the weights that leave it."""
+"""The actor: log-probs and entropies of the policy, its updates, and the export of its weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ UPDATE = "an update"
 
 
 class Actor:
-    """The policy on this rank's part of the mesh."""
+    """This rank's part of the policy: model, optimizer and pipeline schedule. All ranks call every public method.
+
+    Token statistics are valid on the last pipeline stage. A pass without gradient takes the collectives of `WholeStats`.
+    """
 
     def __init__(self, cfg: Config, groups: Groups) -> None:
         hf_config = read_config(cfg.model.path)
@@ -69,7 +72,7 @@ class Actor:
         )
         chunks = build.build_chunks(self.config, self.arch, cfg.model, groups)
         self.bindings = bind(chunks, self.family, self.arch)
-        # before the optimizer, which copies its fp32 masters from the weights
+        # the weights must be loaded before the optimizer copies its fp32 masters from them
         load_hf(self.bindings, HfReader(cfg.model.path), self.family, self.arch, groups.tp)
         fused = cfg.training.logits_budget_mib is not None
         rows = OutputRows(chunks[-1].output_layer, keep_hidden=fused) if groups.is_last_stage else None
@@ -92,55 +95,52 @@ class Actor:
         self._pipeline = Pipeline(groups.pp.size, groups.vpp)
 
     def offload(self, *parts: Part) -> None:
-        """Take these parts, or all, off the device: see `Offload`. Until `load`, what needs them raises RuntimeError."""
+        """Offload these parts, or all (see `Offload`). Until `load`, methods that need them raise RuntimeError."""
         self.finish_step()
         self._offload.release(parts or PARTS)
 
     def load(self, *parts: Part) -> None:
-        """Put these parts, or all, back as they were; gradients are 0."""
+        """Restore these parts, or all, bit for bit. Gradients are 0."""
         self._offload.restore(parts or PARTS)
 
     def require_loaded(self, what: str, *parts: Part) -> None:
-        """Raise RuntimeError naming `what`, which needs these parts, or all, when one is offloaded. All ranks call it.
+        """Raise RuntimeError if one of these parts (default: all) is offloaded. `what` names the caller in the message.
 
-        Parameters that an update left to be gathered are gathered, but for the next update, whose forward pass does that.
+        Also gather the parameters that an update left sharded, except for the next UPDATE, whose forward pass gathers them.
         """
         self._offload.require(what, parts or PARTS)
         if what != UPDATE:
             self.finish_step()
 
     def attach_old_stats(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with the log-probs and entropies of the current weights, valid on the last pipeline stage.
+        """Return the batch with the log-probs and entropies of the current weights as its old statistics.
 
-        Needed before the first of several updates on a rollout batch; a single one finds them in its own forward pass.
-        Collectives beyond the forward pass: those of `WholeStats`.
+        Several updates on a rollout batch need it before the first; a single one takes them from its own forward pass.
         """
         return batch.with_old_stats(self._whole_stats(batch))
 
     def keep_reference(self) -> None:
-        """Read the reference policy, `model.reference` or else `model.path`, into host memory (all ranks call it)."""
+        """Read the reference policy, `model.reference` or else `model.path`, into host memory."""
         self.require_loaded("the reference policy", "parameters")
         parameters = [b.parameter for b in self.bindings]
         kept = HostWeights(parameters)
         path = self.cfg.model.reference or self.cfg.model.path
         load_hf(self.bindings, HfReader(path), self.family, self.arch, self.groups.tp)
-        kept.exchange()  # the policy is back in its place, and the reference is kept
+        kept.exchange()  # restores the policy and keeps the reference
         self._reference = kept
 
     def attach_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with the log-probs of the reference policy, valid on the last pipeline stage. `keep_reference` comes first.
-
-        Its experts are those that its own routers choose.
-        Collectives beyond the forward pass: those of `WholeStats`.
-        """
+        """Return the batch with the reference policy's log-probs; its own routers choose experts. Needs `keep_reference`."""
         assert self._reference is not None, "keep_reference comes first"
         with self._reference.in_place():
             return replace(batch, ref_logprobs_N=self._whole_stats(batch, replays=False).logprob_R)
 
     def reference_divergence(self, batch: TrainBatch, estimator: str) -> Tensor:
-        """[B] fp64 on the host: KL(old, reference) summed over each response, in nats; the same on every rank.
+        """Return KL(old, reference) summed over each response: [B] fp64 nats on the host. Collectives: one broadcast over pp.
 
-        estimator: a name in ESTIMATORS. Collectives: one broadcast over pp.
+        Args:
+            batch: A batch with old and reference log-probs.
+            estimator: A name in ESTIMATORS.
         """
         divergence_B = torch.zeros(len(batch), dtype=torch.float64, device=self.groups.device)
         if self.groups.is_last_stage:
@@ -150,9 +150,9 @@ class Actor:
         return self.groups.broadcast_from_last_stage(divergence_B).cpu()
 
     def measure_noise(self, batch: TrainBatch) -> float | None:
-        """The noise floor of dH in nats: 99 % of the tokens' entropies differ by no more when the old pass is repeated under
-        another packing of the same sequences. The same on every rank; kept for the updates to come. None, and what was known
-        stays, if the sequences can be packed in no other way.
+        """Return the noise floor of dH in nats: repeat the old pass under another packing and take the 99 % quantile of |dH|.
+
+        It is the same on every rank, and later updates use it. None if no other packing exists; the last value then stays.
         """
         assert batch.old_entropies_N is not None, "attach_old_stats comes first"
         tokens = self.cfg.training.tokens_without_grad
@@ -166,9 +166,9 @@ class Actor:
         return self.noise_floor
 
     def mismatch(self, batch: TrainBatch) -> dict[str, float]:
-        """How far the engine's log-probs lie from the actor's, and the actor's entropy; the same on every rank.
+        """Return the mismatch between the engine's log-probs and the actor's, and the actor's entropy, the same on every rank.
 
-        Returns `rollout/logprob_diff_mean`, `rollout/logprob_diff_max` (nats) and `actor/entropy` (nats per response token).
+        Keys: `rollout/logprob_diff_mean`, `rollout/logprob_diff_max` (nats) and `actor/entropy` (nats per response token).
         """
         assert batch.old_logprobs_N is not None and batch.old_entropies_N is not None, "attach_old_stats comes first"
         diff_N = (batch.rollout_logprobs_N.to(self.groups.device) - batch.old_logprobs_N).abs()
@@ -181,27 +181,24 @@ class Actor:
         }
 
     def host_copy(self) -> HostWeights:
-        """Return a copy of the current parameters of this rank, in host memory (all ranks call it)."""
+        """Return a copy of this rank's current parameters in host memory."""
         self.require_loaded("a copy of the weights", "parameters")
         return HostWeights([b.parameter for b in self.bindings])
 
     def logprobs(self, batch: TrainBatch) -> Tensor:
-        """Return fp32 [N] nats: log-probs of the response tokens under the current weights, valid on the last pipeline stage.
-
-        Collectives beyond the forward pass: those of `WholeStats`.
-        """
+        """Return the log-probs of the response tokens under the current weights: fp32 [N] nats, valid on the last stage."""
         return self._whole_stats(batch).logprob_R
 
     def start_step(self, step: int) -> None:
-        """Advance the learning-rate schedule by one rollout batch, the run's `step`-th; called before its first update."""
+        """Advance the learning-rate schedule by one step (a rollout batch). Call it before the step's first update."""
         self._step = step
         self.scheduler.step(increment=1)
 
     def finish_step(self) -> None:
-        """Have every parameter whole on every rank, as whatever reads one expects it (all ranks call it).
+        """Gather every parameter on every rank, for code that reads parameters.
 
-        Under `parallel.overlap_param_gather` an update leaves that to the next one's forward pass. Collectives: then, one
-        all-gather over dp x cp for each bucket; else none.
+        Under `parallel.overlap_param_gather` an update leaves that to the next update's forward pass. Collectives: then one
+        all-gather over dp x cp per bucket, else none.
         """
         if not self._gathered:
             for chunk in self.chunks:
@@ -209,12 +206,13 @@ class Actor:
             self._gathered = True
 
     def update(self, batch: TrainBatch, objective: Objective) -> UpdateResult:
-        """One optimizer step on a minibatch.
+        """Take one optimizer step on a minibatch and return its metrics. Args: as for `backward`.
 
-        Old statistics that the batch lacks are those of this very forward pass: ratio 1 and dH 0, exactly. Of the first update
-        of a rollout batch, they then also tell the engine's mismatch.
+        Old statistics that the batch lacks are those of this forward pass: ratio 1 and dH 0, exactly. In the first update of a
+        rollout batch, the result then also has the engine's mismatch.
 
-        Raises NumericalError, on every rank, for a loss (before the step) or a gradient norm that is not finite.
+        Raises:
+            NumericalError: On every rank, for a loss (before the step) or a gradient norm that is not finite.
         """
         plan = self._plan(batch)
         tally = self.backward(batch, objective, plan)
@@ -240,9 +238,12 @@ class Actor:
         return replace(result, mismatch=self.mismatch(batch), measured=batch)
 
     def backward(self, batch: TrainBatch, objective: Objective, plan: Plan | None = None) -> Tally:
-        """Gradients of the objective on a minibatch, reduced over all ranks, left in `main_grad`.
+        """Compute the gradients of the objective on a minibatch, reduced over all ranks, in `main_grad`.
 
-        plan: of the microbatches, instead of the usual one.
+        Args:
+            batch: The minibatch, the same on all ranks.
+            objective: The loss.
+            plan: Plan of its microbatches. None: the usual one.
         """
         self.require_loaded(UPDATE)
         plan = plan or self._plan(batch)
@@ -259,7 +260,7 @@ class Actor:
             return out.loss
 
         for chunk in self.chunks:
-            chunk.zero_grad_buffer()  # also has the next forward pass gather the parameters
+            chunk.zero_grad_buffer()  # also makes the next forward pass gather the parameters
         self.optimizer.zero_grad()
         with self._activations or contextlib.nullcontext():
             self._schedule.forward_backward(self._microbatches(batch, plan), loss, batch.num_tokens)
@@ -267,10 +268,9 @@ class Actor:
         return tally
 
     def _batch_statistics(self, batch: TrainBatch, inputs: MinibatchInputs, objective: Objective) -> BatchStatistics | None:
-        """The weights that an objective takes from the whole minibatch; None but on the last pipeline stage.
+        """Return the token weights that an objective takes from the whole minibatch; None except on the last pipeline stage.
 
-        Costs one pass without gradient, but for the first update of a rollout batch, whose weights are those of the old
-        statistics.
+        This takes a pass without gradient, unless it is the first update of a rollout batch with known old statistics.
         """
         stats_N = inputs.old_stats if batch.update == 0 else None
         stats_N = self._whole_stats(batch) if stats_N is None else stats_N
@@ -280,10 +280,9 @@ class Actor:
         return objective.batch_statistics(stats_N, inputs.whole(stats_N), keys_N.to(self.groups.device))
 
     def _whole_stats(self, batch: TrainBatch, plan: Plan | None = None, replays: bool = True) -> TokenStats:
-        """Log-probs and entropies (fp32 _N) of the current weights, without gradient, valid on the last pipeline stage.
+        """Return log-probs and entropies (fp32 _N) of the current weights, without gradient, valid on the last pipeline stage.
 
-        plan: of the microbatches, instead of the usual one; replays: the batch's experts, under rollout.replay_experts.
-        Collectives beyond the forward pass: those of `WholeStats`.
+        `plan` replaces the usual plan. With `replays` false, the routers choose even under rollout.replay_experts.
         """
         self.require_loaded("a forward pass", "parameters")
         whole = WholeStats(batch.num_tokens, self.groups)
@@ -296,12 +295,12 @@ class Actor:
         return whole.gather()
 
     def export_hf(self, out: Path, check_in_place: Callable[[], object] = lambda: None) -> None:
-        """Write the current weights as a Hugging Face directory (all ranks call it). See `gather.export_hf`."""
+        """Write the current weights as a Hugging Face directory. Args: see `gather.export_hf`."""
         self.require_loaded("an export", "parameters")
         export_hf(self.bindings, self.arch, self.groups, Path(self.cfg.model.path), out, check_in_place)
 
     def _plan(self, batch: TrainBatch, max_tokens: int | None = None, longest_first: bool = True) -> Plan:
-        """Who computes which sequence in which microbatch; under virtual pipelining their number is a multiple of pp."""
+        """Return the plan of the microbatches. Under virtual pipelining their number is a multiple of pp."""
         return plan_microbatches(
             batch.lengths,
             self.groups.dp.size,
@@ -314,14 +313,14 @@ class Actor:
         )
 
     def _families(self, batch: TrainBatch) -> Families | None:
-        """The sequences that share prompts."""
+        """Return the prefix groups of the batch; None if no prompt is shared."""
         if not self._shares:
             return None
         least_saved = 0 if self.cfg.training.share_prompts == "always" else LEAST_SAVED
         return Families.of(batch.prompt_ids, batch.prompt_lengths, self._alignment.sequence, least_saved)
 
     def _microbatches(self, batch: TrainBatch, plan: Plan, replays: bool = True) -> list[PackedMicrobatch]:
-        """This rank's packed microbatches, with the experts that its tokens are sent to if those are replayed."""
+        """Return this rank's packed microbatches, with the experts of their tokens if those are replayed."""
         ids = [r.token_ids_L for r in batch.rollouts]
         masks = [r.response_mask_L for r in batch.rollouts]
         experts = batch.experts if replays and self.cfg.rollout.replay_experts else None
@@ -332,7 +331,7 @@ class Actor:
         ]
 
     def _stats(self, microbatch: PackedMicrobatch, output: Tensor) -> TokenStats:
-        """Of what the output layer let through: logits [R, V / tp], or hidden states [R, H] under a budget for logits."""
+        """Return the statistics from `output`: logits [R, V / tp], or hidden states [R, H] under training.logits_budget_mib."""
         labels_R, temperature = microbatch.labels_R, self.cfg.rollout.temperature
         tp, vocab_size, budget_mib = self.groups.tp.group, self.arch.vocab_size, self.cfg.training.logits_budget_mib
         if budget_mib is None:

@@ -1,6 +1,6 @@
-"""Core attention on PyTorch's SDPA, for where Transformer Engine is not installed.
+"""Core attention on PyTorch's scaled dot product attention (SDPA), used where Transformer Engine is not.
 
-Suffixes and dimensions as in attention_layout.py, which says where the tokens of a microbatch lie.
+Suffixes and dimensions are those of attention_layout.py, which computes the positions of a microbatch's tokens.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from tepo_megatron.errors import ConfigError
 
 
 class SDPACoreAttention(MegatronModule):
-    """Causal attention in the place that Megatron's layer specs call `core_attention`: grouped queries, packed sequences, CP.
+    """Causal self-attention as `core_attention` of Megatron's layer specs, for grouped queries, packed sequences and CP.
 
     Under CP every rank holds zigzag chunks of each sequence (ops/context_parallel.py). Keys and values of all ranks are
     gathered; each of the rank's two chunks of queries then attends to the sequence up to its own end.
-    Collectives: forward: one all-gather of keys and values over CP; backward: one reduce-scatter over CP. None without CP.
+    Collectives: forward one all-gather of keys and values over CP; backward one reduce-scatter over CP. None without CP.
 
-    Raises ConfigError, at construction, for what it does not compute: attention that is not causal self-attention, dropout,
-    sliding windows, attention sinks.
+    Raises:
+        ConfigError: At construction, for attention that is not causal self-attention, dropout, sliding windows or attention
+            sinks.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class SDPACoreAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """As Megatron calls it. softmax_scale: 1 / sqrt(D) by default; cp_comm_type: Transformer Engine's, without effect."""
+        """Take the arguments that Megatron passes. softmax_scale None: 1 / sqrt(D). cp_comm_type has no effect here."""
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _check_supported(config, layer_number, attn_mask_type, attention_type, dropout)
@@ -63,11 +64,20 @@ class SDPACoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Packed (THD): query [S, H, D], key and value [S, K, D] -> [S, H D]; else [s, b, H, D], [s, b, K, D] -> [s, b, H D].
+        """Return the attention output: [S, H D] for packed sequences (THD), else [s, b, H D].
 
-        packed_seq_params: its `cu_seqlens_q_padded` (else `cu_seqlens_q`) counts the tokens of all CP ranks; its `starts`, if
-        it has that attribute, are those of a PackedMicrobatch: what starts above 0 sees the prompt before it too. Raises
-        ValueError when the lengths do not add up to the tokens given, when 2 cp does not divide one, or for a mask or a bias.
+        Args:
+            query: [S, H, D] if packed, else [s, b, H, D].
+            key: [S, K, D] if packed, else [s, b, K, D].
+            value: Like `key`.
+            attention_mask: Must be None.
+            attn_mask_type: No effect; the attention is causal.
+            attention_bias: Must be None.
+            packed_seq_params: Its `cu_seqlens_q_padded` (else `cu_seqlens_q`) counts the tokens of all CP ranks. Its `starts`,
+                if present, are those of a PackedMicrobatch: a piece that starts above 0 attends to its prompt too.
+
+        Raises:
+            ValueError: The lengths do not add up to the tokens, 2 cp does not divide a length, or there is a mask or a bias.
         """
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("SDPACoreAttention is causal by position and takes neither mask nor bias; pass None")
@@ -80,7 +90,7 @@ class SDPACoreAttention(MegatronModule):
         return output_S.view(batch, length, -1).transpose(0, 1)
 
     def _packed_layout(self, params: PackedSeqParams, query_S: Tensor) -> Layout:
-        """The microbatch's layout, left on `params` by the first layer: on a GPU, reading `cu_seqlens` waits for it."""
+        """Return the layout of the microbatch. The first layer stores it on `params`: reading `cu_seqlens` waits for a GPU."""
         layout: Layout | None = getattr(params, "sdpa_layout", None)
         if layout is None:
             cu = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
@@ -95,7 +105,7 @@ class SDPACoreAttention(MegatronModule):
         return layout
 
     def _attend(self, query_S: Tensor, key_S: Tensor, value_S: Tensor, layout: Layout) -> Tensor:
-        """[S, H, D], [S, K, D], [S, K, D] -> [S, H D]."""
+        """Return attention [S, H D] of local queries [S, H, D], keys [S, K, D] and values [S, K, D]."""
         key_T, value_T = self._gather(key_S, value_S)
         if layout.prompts:
             return shared_attention(query_S, key_T, value_T, layout, self.softmax_scale)
@@ -114,7 +124,7 @@ class SDPACoreAttention(MegatronModule):
         return torch.cat(outputs).index_select(0, layout.query_slot_S).flatten(1)
 
     def _gather(self, key_S: Tensor, value_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all CP ranks, rank after rank. Forward: all-gather over CP; backward: reduce-scatter over CP."""
+        """Gather keys and values of all CP ranks, rank after rank. Collectives: forward all-gather, backward reduce-scatter."""
         if self.cp_group.size() == 1:
             return key_S, value_S
         both_T = gather_from_sequence_parallel_region(torch.cat((key_S, value_S), dim=-1), group=self.cp_group)
@@ -125,6 +135,7 @@ class SDPACoreAttention(MegatronModule):
 def _check_supported(
     config: TransformerConfig, layer_number: int, mask_type: AttnMaskType, attention_type: str, dropout: float
 ) -> None:
+    """Raise ConfigError for attention that `SDPACoreAttention` does not compute. The message names what the layer asks for."""
     refused: dict[str, Any] = {}
     if mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
         refused["attn_mask_type"] = mask_type.name

@@ -1,11 +1,12 @@
-"""Where the tokens of a packed microbatch lie while they are attended to.
+"""Layout of a packed microbatch for SDPA: sequences of similar length are padded into a bucket and computed together.
 
-Suffixes: _S packed tokens on this context-parallel (CP) rank, _T on all of them (T = cp S). Further dimensions: H heads, K
-key-value heads, D channels; n sequences of one bucket, C tokens of their longest chunk.
+Suffixes: _S packed tokens on this context-parallel (CP) rank, _T packed tokens on all CP ranks (T = cp S), _G sequences. Other
+dimensions: H heads, K key-value heads, D channels; n sequences of one bucket, C tokens of their longest chunk. A shared prompt,
+and what follows it in a response, count as sequences here. A "piece" is a zigzag chunk that this rank holds.
 
-Short sequences are many, and a call of SDPA costs more than attending to twenty tokens does. So sequences of similar length are
-padded to the same length and attended to in one call. The padding lies at the end, where causal attention never looks: no key
-mask is needed. Where each token goes is worked out once per microbatch and shared by all layers.
+There are many short sequences, and one SDPA call costs more than attending to twenty tokens. Sequences of similar length are
+therefore padded to the same length and computed in one call. The padding is at the end, which causal attention never attends
+to, so no key mask is needed. The positions are computed once per microbatch and shared by all layers.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch import Tensor
 
 from tepo_megatron.ops.context_parallel import concatenated_ranges, zigzag_chunks, zigzag_rows
 
-# Sequences share a bucket when the longest has at most so many times the tokens of the shortest, or so many more: many short
-# sequences then take far fewer calls, and long ones little padding.
+# Sequences share a bucket if the longest has at most _PADDING_RATIO times the tokens of the shortest, or _PADDING_TOKENS more.
+# Many short sequences then take far fewer calls, and long ones get little padding.
 _PADDING_RATIO = 1.1
 _PADDING_TOKENS = 8
 
@@ -30,8 +31,12 @@ _PADDING_TOKENS = 8
 class Bucket:
     """Sequences of similar length, padded to the longest.
 
-    chunk: C; pieces: the chunks that this rank's queries lie in; total: chunks of a sequence; masks: for each piece, which keys
-    each query sees, bool [n or 1, 1, C, (piece + 1) C], or None where it is the plain causal triangle.
+    Attributes:
+        sequences: Number n of sequences.
+        chunk: C, tokens of the longest sequence's chunk.
+        pieces: Chunks that hold this rank's queries.
+        total: Chunks per sequence.
+        masks: For each of `pieces`, the keys that each query attends to, bool [n or 1, 1, C, (piece + 1) C]. None: causal.
     """
 
     sequences: int
@@ -42,16 +47,23 @@ class Bucket:
 
     @property
     def query_rows(self) -> int:
-        """Queries of this rank, with padding."""
+        """Return the number of this rank's queries, padding included."""
         return self.sequences * len(self.pieces) * self.chunk
 
     @property
     def key_rows(self) -> int:
-        """Keys of all CP ranks, with padding."""
+        """Return the number of keys of all CP ranks, padding included."""
         return self.sequences * self.total * self.chunk
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> list[Tensor]:
-        """[query_rows, H, D], [key_rows, K, D], [key_rows, K, D] -> for each piece [n C, H, D], together [query_rows, H, D]."""
+        """Return the attention output of the bucket: for each of `pieces` [n C, H, D], together [query_rows, H, D].
+
+        Args:
+            query: [query_rows, H, D].
+            key: [key_rows, K, D].
+            value: [key_rows, K, D].
+            scale: Factor of the scores. None: 1 / sqrt(D).
+        """
         key, value = (x.unflatten(0, (self.sequences, -1)).transpose(1, 2) for x in (key, value))
         heads = query.size(1)
         outputs = []
@@ -74,22 +86,28 @@ class Bucket:
 
 
 def repeats_keys(device_type: str, dtype: torch.dtype, masked: bool) -> bool:
-    """Return whether keys and values are repeated for all query heads, instead of `enable_gqa`.
+    """Return whether to repeat keys and values for all query heads, instead of setting `enable_gqa`.
 
     Of PyTorch's CUDA kernels (2.13, `sdp_utils.cpp`), flash attention takes grouped heads, but no mask and no fp32;
     memory-efficient attention takes masks and fp32, but no grouped heads. cuDNN's takes both in 16 bits, and is preferred on
-    sm_90 and sm_100 only. What none takes goes to a kernel that stores all scores of all heads. A CPU's kernel takes all.
+    sm_90 and sm_100 only. A call that none of them takes falls back to a kernel that stores all scores of all heads. The CPU
+    kernel takes all calls.
 
     Args:
         device_type: "cpu" or "cuda".
         dtype: Type of the queries.
-        masked: Whether the call has a mask; without one it is causal.
+        masked: Whether the call has a mask. Without one it is causal.
     """
     return device_type == "cuda" and (masked or dtype not in (torch.bfloat16, torch.float16))
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """[n, K, L, D] -> [n, heads, L, D], each of the K repeated heads / K times in a row. Backward sums, without atomics."""
+    """Return x with each head repeated: [n, K, L, D] -> [n, heads, L, D]. Backward sums the repeats, without atomics.
+
+    Args:
+        x: [n, K, L, D].
+        heads: Number of query heads. Each of the K heads is repeated heads / K times in a row.
+    """
     n, groups, length, channels = x.shape
     if groups == heads:
         return x
@@ -99,8 +117,13 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SharedPrompt:
-    """A prompt and the responses that see it. first_query, queries: the responses' local tokens, one after another; first_key,
-    keys: the slots of the prompt's tokens, without padding.
+    """A shared prompt and the responses that attend to it.
+
+    Attributes:
+        first_query: Index of the responses' first local token. Their tokens are contiguous.
+        queries: Number of these tokens.
+        first_key: Slot of the prompt's first token.
+        keys: Number of the prompt's tokens, without padding.
     """
 
     first_query: int
@@ -111,10 +134,13 @@ class SharedPrompt:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a microbatch lie in the padded buckets, one bucket after another.
+    """The positions (slots) of a microbatch's tokens in the padded buckets, one bucket after another.
 
-    query_slot_S: int64, the row of each local query, in a bucket [piece, n, C]; key_slot_T: int64, the row of each gathered
-    key, in a bucket [n, chunk of the sequence, C]; prompts: those that are shared.
+    Attributes:
+        buckets: The buckets.
+        query_slot_S: int64, row of each local query. A bucket's rows are [piece, n, C].
+        key_slot_T: int64, row of each gathered key. A bucket's rows are [n, chunk of the sequence, C].
+        prompts: The shared prompts.
     """
 
     buckets: tuple[Bucket, ...]
@@ -124,12 +150,12 @@ class Layout:
 
     @property
     def query_rows(self) -> int:
-        """Rows of all buckets."""
+        """Return the number of query rows of all buckets."""
         return sum(b.query_rows for b in self.buckets)
 
     @property
     def key_rows(self) -> int:
-        """Rows of all buckets."""
+        """Return the number of key rows of all buckets."""
         return sum(b.key_rows for b in self.buckets)
 
     @classmethod
@@ -140,7 +166,14 @@ class Layout:
         device: torch.device,
         starts: Sequence[int] | None = None,
     ) -> Layout:
-        """For sequences of these lengths over all CP ranks, as this rank sees them. starts: of a PackedMicrobatch."""
+        """Return this rank's layout of a packed microbatch.
+
+        Args:
+            lengths: Padded tokens of each sequence over all CP ranks.
+            cp_group: Context-parallel group.
+            device: Device of the slots and masks.
+            starts: `PackedMicrobatch.starts`. None: no prompt is shared.
+        """
         cp_size, cp_rank = cp_group.size(), cp_group.rank()
         pieces, total = zigzag_chunks(cp_size, cp_rank), 1 if cp_size == 1 else 2 * cp_size
         lengths_G = torch.tensor(lengths)
@@ -167,7 +200,7 @@ class Layout:
 
 
 def _shared_prompts(starts: Sequence[int], first_query: Sequence[int], first_key: Sequence[int]) -> tuple[SharedPrompt, ...]:
-    """first_query: of each piece, its first local token; first_key: the slot of its first key."""
+    """Return the shared prompts with local responses. The last arguments: each piece's first local token and first key slot."""
     whole = [i for i, start in enumerate(starts) if not start]
     found = []
     for prompt, end in itertools.pairwise([*whole, len(starts)]):
@@ -178,7 +211,7 @@ def _shared_prompts(starts: Sequence[int], first_query: Sequence[int], first_key
 
 
 def _similar(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of `lengths` in buckets of similar length, the longest first."""
+    """Return the indices of `lengths` in buckets of similar length, the longest first. Empty sequences are left out."""
     buckets: list[list[int]] = []
     longest = 0
     for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i]):
@@ -190,7 +223,10 @@ def _similar(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _mask(piece: int, chunk_n: Tensor, chunk: int, device: torch.device) -> Tensor | None:
-    """Query j of a chunk is token piece * (its sequence's chunk length) + j and sees all up to itself."""
+    """Return the mask of a piece; None for the plain causal one.
+
+    Query j of a sequence is its token piece * (the sequence's chunk length) + j, and attends to all tokens up to itself.
+    """
     if piece == 0:
         return None
     if bool((chunk_n == chunk).all()):
@@ -200,5 +236,11 @@ def _mask(piece: int, chunk_n: Tensor, chunk: int, device: torch.device) -> Tens
 
 
 def spread(x: Tensor, slot: Tensor, rows: int) -> Tensor:
-    """x[i] at row slot[i], zeros elsewhere. Backward is a gather, without atomics."""
+    """Return a tensor with x[i] at row slot[i] and zeros elsewhere. Backward is a gather, without atomics.
+
+    Args:
+        x: Values, along the first dimension.
+        slot: int64, the row of each value. No two are equal.
+        rows: Rows of the result.
+    """
     return x.new_zeros(rows, *x.shape[1:]).index_copy(0, slot, x)

@@ -1,4 +1,4 @@
-"""From a model's architecture and the run's config to this rank's Megatron GPTModel chunks."""
+"""Build this rank's Megatron GPTModel chunks, their DDP wrappers and the optimizer from the architecture and the config."""
 
 from __future__ import annotations
 
@@ -29,7 +29,17 @@ _TRAINING = TrainingConfig()
 
 
 def shares_prompts(training: TrainingConfig, model: ModelConfig, device: torch.device, cp: int) -> bool:
-    """Whether sequences of a microbatch share prompts. Raises ConfigError where they should and cannot."""
+    """Return whether sequences of a microbatch share prompts.
+
+    Args:
+        training: Its `share_prompts`.
+        model: Its precision and attention.
+        device: Device of the model.
+        cp: Number of context-parallel ranks.
+
+    Raises:
+        ConfigError: share_prompts is always, but the config selects Transformer Engine's attention, which cannot share them.
+    """
     if training.share_prompts == "always" and choose(model, training, device.type, installed(), cp=cp).layers == "te":
         raise ConfigError(
             "training.share_prompts=always, and model.attention=auto takes Transformer Engine, whose packed attention cannot "
@@ -47,8 +57,18 @@ def transformer_config(
     replay_experts: bool = False,
     share_prompts: bool = False,
 ) -> TransformerConfig:
-    """Megatron's config of this architecture on this mesh. replay_experts: its routers can be told what to choose;
-    share_prompts: its sequences may share them.
+    """Return Megatron's config of this architecture on this mesh.
+
+    It also installs this package's rotary embedding and fused weight gradient in Megatron (see their `lend_to_megatron`).
+
+    Args:
+        arch: Architecture of the model.
+        model: Its precision and attention.
+        parallel: The mesh.
+        device: Device of the model.
+        training: Recomputation and gradient accumulation.
+        replay_experts: Build routers that can be given their choices (`ExpertReplay`).
+        share_prompts: Whether sequences of a microbatch may share prompts.
     """
     kernels = choose(model, training, device.type, installed(), cp=parallel.cp)
     rotary.lend_to_megatron(share_prompts)
@@ -80,39 +100,43 @@ def transformer_config(
         expert_tensor_parallel_size=parallel.tp,
         sequence_parallel=parallel.sequence_parallel,
         tp_comm_overlap=parallel.tp_comm_overlap,
-        # Megatron's initialisation also marks which parameters are split over tp, without which the gradient norm counts rank
-        # 0's shards only (perform_initialization=False loses the marks, 0.16): so it runs, and fills nothing
+        # Megatron's initialisation also marks the parameters that are split over tp. Without the marks the gradient norm counts
+        # rank 0's shards only, and perform_initialization=False loses them (0.16). So it runs with methods that fill nothing.
         use_cpu_initialization=device.type == "cpu",
         init_method=_left_to_the_checkpoint,
         output_layer_init_method=_left_to_the_checkpoint,
         embedding_init_method=_left_to_the_checkpoint,
-        # gradients are divided by the token count of the whole minibatch, once
+        # gradients are divided once, by the token count of the whole minibatch
         calculate_per_token_loss=True,
-        # packed microbatches differ in length; Megatron ties this flag to the all-to-all dispatcher, dense models included
+        # packed microbatches differ in length; Megatron requires the all-to-all dispatcher with it, even for dense models
         variable_seq_lengths=parallel.pp > 1,
         **_uneven_pipeline(arch, parallel),
         **_mixture_of_experts(arch, kernels.layers == "te"),
         moe_token_dispatcher_type="alltoall",
         moe_enable_routing_replay=replay_experts,
-        # Megatron 0.16 without both of these: interleaved 1F1B over gloo gives silently wrong activations
+        # without both of these, interleaved 1F1B over gloo gives silently wrong activations (Megatron 0.16)
         overlap_p2p_comm=parallel.vpp > 1,
         batch_p2p_comm=parallel.vpp == 1,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=True,  # SwiGLU as one function that keeps its input alone; compiled on a GPU
+        bias_activation_fusion=True,  # SwiGLU as one function that saves only its input; compiled on a GPU
         gradient_accumulation_fusion=kernels.gradient_accumulation != "separate",
-        apply_rope_fusion=True,  # Transformer Engine's, or that of rotary.py
+        apply_rope_fusion=True,  # Transformer Engine's, or the one in rotary.py
     )
 
 
 def _softmax_scale(arch: Architecture) -> float | None:
-    """1 / sqrt(D) by default. YaRN's factor on cosines and sines multiplies queries and keys: the scores by its square."""
+    """Return the factor of the attention scores; None: 1 / sqrt(D).
+
+    YaRN's factor on cosines and sines multiplies queries and keys, so the scores are multiplied by its square.
+    """
     if arch.rotary_table is None or arch.rotary_table.attention_factor == 1.0:
         return None
     return arch.rotary_table.attention_factor**2 / math.sqrt(arch.head_dim)
 
 
 def _uneven_pipeline(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the layers of the first and the last stage if pp does not divide the layers, as TransformerConfig fields."""
     stages = stage_layers(arch.num_layers, parallel.pp)
     if len(set(stages)) == 1:
         return {}
@@ -120,6 +144,7 @@ def _uneven_pipeline(arch: Architecture, parallel: ParallelConfig) -> dict[str, 
 
 
 def _mixture_of_experts(arch: Architecture, transformer_engine: bool) -> dict[str, Any]:
+    """Return the TransformerConfig fields of a model with experts. Only Transformer Engine's layers use a grouped GEMM."""
     if arch.experts is None:
         return {}
     return {
@@ -127,22 +152,29 @@ def _mixture_of_experts(arch: Architecture, transformer_engine: bool) -> dict[st
         "moe_ffn_hidden_size": arch.experts.ffn_size,
         "moe_layer_freq": [int(i in arch.experts.sparse_layers) for i in range(arch.num_layers)],
         "moe_router_topk": arch.experts.per_token,
-        # softmax over the chosen experts' logits is the softmax over all, normalized over the chosen
+        # a softmax over the chosen experts' logits equals the softmax over all, renormalized over the chosen
         "moe_router_pre_softmax": not arch.experts.normalized,
-        "moe_router_dtype": "fp32",  # the choice of experts should not hang on bf16's rounding
-        "moe_router_load_balancing_type": "none",  # no auxiliary loss beside the objective
+        "moe_router_dtype": "fp32",  # the choice of experts must not depend on bf16 rounding
+        "moe_router_load_balancing_type": "none",  # no auxiliary loss in addition to the objective
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": transformer_engine,
     }
 
 
 def _left_to_the_checkpoint(weight: torch.Tensor) -> torch.Tensor:
-    """Every weight is overwritten by the checkpoint's."""
+    """Return the weight as it is: the checkpoint overwrites every weight."""
     return weight
 
 
 def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConfig, groups: Groups) -> list[GPTModel]:
-    """This rank's model chunks (one per virtual pipeline stage), weights uninitialised, on the device."""
+    """Return this rank's model chunks, one per virtual pipeline stage, on the device, with uninitialised weights.
+
+    Args:
+        config: `transformer_config` of the model.
+        arch: Architecture of the model.
+        model: Its precision and attention.
+        groups: The mesh.
+    """
     kernels = choose(model, _TRAINING, groups.device.type, installed(), cp=groups.cp.size)
     chunks = []
     for chunk in range(groups.vpp):
@@ -171,9 +203,15 @@ def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConf
 def wrap_ddp(
     config: TransformerConfig, chunks: list[GPTModel], parallel: ParallelConfig, platform: str
 ) -> list[DistributedDataParallel]:
-    """Megatron's data parallelism: gradients reduced in fp32, optimizer state sharded over dp x cp.
+    """Return the chunks in Megatron's DDP: gradients reduced in fp32, optimizer state sharded over dp x cp.
 
-    Where they are reduced early, the schedule holds that back until the last microbatch's backward pass. platform: cpu or cuda.
+    If gradients are reduced during backward, the pipeline schedule delays that to the backward pass of the last microbatch.
+
+    Args:
+        config: Config of the model; it gets a `no_sync_func` if gradients are reduced during backward.
+        chunks: This rank's model chunks.
+        parallel: The mesh and its overlaps.
+        platform: "cpu" or "cuda".
     """
     ddp = DistributedDataParallelConfig(**precision.ddp_fields(parallel, platform))
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
@@ -186,9 +224,16 @@ def wrap_ddp(
 def build_optimizer(
     cfg: OptimizerConfig, model: ModelConfig, parallel: ParallelConfig, chunks: list[DistributedDataParallel], platform: str
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Distributed AdamW with fp32 masters, and its schedule: linear warm-up, then constant.
+    """Return a distributed AdamW with fp32 masters, and its schedule: linear warm-up, then a constant rate.
 
-    Weight decay spares one-dimensional parameters (Megatron's rule); it takes effect through the scheduler.
+    One-dimensional parameters have no weight decay (Megatron's rule). The scheduler sets the weight decay.
+
+    Args:
+        cfg: Learning rate, moments and offloading.
+        model: Its precision.
+        parallel: The mesh and its overlaps.
+        chunks: This rank's model chunks.
+        platform: "cpu" or "cuda".
     """
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -221,6 +266,7 @@ def build_optimizer(
 
 
 def _layer_spec(config: TransformerConfig, kernels: Kernels, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Return Megatron's layer spec with the norms and the core attention that `kernels` names."""
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=kernels.layers == "te", normalization="RMSNorm", vp_stage=vp_stage
     )

@@ -1,7 +1,7 @@
-"""Tensors that Transformer Engine, Megatron-Core and this package keep on the device between two updates, to be made again.
+"""Caches that Transformer Engine, Megatron-Core and this package keep on the device between two updates.
 
-No parameter, gradient or optimizer state is among them: each is computed from those, or holds no values at all. While the
-engine has the device they must not take its memory, so that `Offload.release` drops them together with the parameters.
+No parameter, gradient or optimizer state is among them: each cache can be computed again from these, or holds no values. They
+must not take device memory while the inference engine uses the device, so `Offload.release` drops them with the parameters.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tepo_megatron.actor.rotary import PACKED
 
 
 def drop_device_caches(chunks: Iterable[nn.Module]) -> None:
-    """Drop all of them. The next forward pass makes what it needs again.
+    """Drop all caches. The next forward pass computes what it needs again.
 
     Args:
-        chunks: this rank's model chunks. No backward pass of theirs may be under way.
+        chunks: This rank's model chunks. None of them may be in a backward pass.
     """
     drop_fp8_workspaces(chunks)
     drop_dummy_gradients()
@@ -29,9 +29,9 @@ def drop_device_caches(chunks: Iterable[nn.Module]) -> None:
 def drop_fp8_workspaces(chunks: Iterable[nn.Module]) -> None:
     """Drop the FP8 copies of weights that Transformer Engine's modules keep: about 2 bytes for each parameter in FP8.
 
-    In 2.20.2 every module has them in `_fp8_workspaces`, a dict by the weight's name. They are filled in the first microbatch
-    of an update or a pass, which Megatron's schedules announce (`is_first_microbatch`), and used in its other microbatches.
-    A forward pass that finds none quantizes the weight and keeps the result, whichever microbatch it is.
+    In 2.20.2 every module has them in `_fp8_workspaces`, a dict by the weight's name. The first microbatch of an update or of a
+    pass, which Megatron's schedules announce (`is_first_microbatch`), fills them, and the other microbatches use them. A
+    forward pass that finds none quantizes the weight and keeps the result, in any microbatch.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -41,7 +41,7 @@ def drop_fp8_workspaces(chunks: Iterable[nn.Module]) -> None:
 
 
 def drop_dummy_gradients() -> None:
-    """Drop the gradients without values that autograd gets where the real ones are added to `main_grad` inside the product.
+    """Drop the dummy gradients that autograd gets where a fused product adds the real gradient to `main_grad`.
 
     Transformer Engine 2.20.2 keeps one for each shape of a weight in `_dummy_wgrads`; Megatron's own layers share them.
     """
@@ -51,8 +51,9 @@ def drop_dummy_gradients() -> None:
 
 
 def drop_rotary_tables() -> None:
-    """Drop the angles of up to 32 lengths that Megatron keeps (`lru_cache` of `RotaryEmbedding.forward`) and the last tables
-    of `rotary.py`.
+    """Drop the rotary angles and tables.
+
+    Megatron keeps the angles of up to 32 lengths (`lru_cache` of `RotaryEmbedding.forward`), `rotary.py` its last tables.
     """
     RotaryEmbedding.forward.cache_clear()
     PACKED.clear()

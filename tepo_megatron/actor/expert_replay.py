@@ -1,11 +1,11 @@
-"""Routers that send tokens where the engine's routers sent them.
+"""Router replay: route tokens to the experts that the inference engine's routers chose (arXiv 2510.11370).
 
-Engine and actor round differently, so for a few tokens their routers choose other experts, and the actor's log-probs are then
-those of another network than the one that sampled. Given the engine's choices (arXiv 2510.11370), Megatron's routers weigh and
-learn as ever: the weights of the chosen experts are the softmax of this router's own logits, and their gradient reaches it.
+Engine and actor round differently, so for a few tokens their routers choose different experts. The actor's log-probs are then
+those of another network than the one that sampled. With replay, only the choice is taken from the engine: the weights of the
+chosen experts are still the softmax of the actor's own router logits, and gradients reach the router.
 
-What is replayed is set before each microbatch's forward pass. Megatron's separate action for activations that are computed
-again is not needed: nothing that holds a router is computed again (config/run.py refuses it).
+The choices are set before the forward pass of each microbatch. Megatron's separate replay action for recomputed activations is
+not needed, because no module with a router is recomputed (config/run.py refuses it).
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ from tepo_megatron.parallel import Groups
 
 
 class ExpertReplay:
-    """The routers of this rank's model chunks. sparse_layers: the model's layers with experts, ascending; sequence_parallel:
-    each tensor-parallel rank has its part of the tokens, one after the other.
+    """The routers of this rank's model chunks.
+
+    Args:
+        chunks: This rank's model chunks.
+        sparse_layers: The model's layers with experts, ascending.
+        groups: The mesh.
+        sequence_parallel: Whether each tensor-parallel rank has its own contiguous part of the tokens.
     """
 
     def __init__(
@@ -36,20 +41,26 @@ class ExpertReplay:
         ]
 
     def set(self, chunk: int, experts_SKT: Tensor) -> None:
-        """Have the routers of a chunk send its next tokens, S of a context-parallel rank, to these experts (on the device)."""
+        """Make the routers of a chunk route the tokens of its next forward pass to these experts.
+
+        Args:
+            chunk: Index of the model chunk.
+            experts_SKT: int16 on the device, the experts of the S tokens of this context-parallel rank.
+        """
         experts_SKT = experts_SKT.chunk(self._parts)[self._part]
         for router, k in self._routers[chunk]:
-            router.clear_indices()  # also the list for activations that are computed again, which grows without end
+            router.clear_indices()  # also clears the list for recomputed activations, which would grow forever
             router.set_target_indices(experts_SKT[:, k].long())
             router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def clear(self) -> None:
-        """Have all routers choose by themselves."""
+        """Make all routers choose their experts again."""
         for router, _ in (pair for routers in self._routers for pair in routers):
             router.clear_indices()
             router.clear_router_replay_action()
 
 
 def _replay_of(router: TopKRouter) -> RouterReplay:
+    """Return Megatron's replay object of a router."""
     assert router.router_replay is not None, "the model was built for it (build.transformer_config)"
     return router.router_replay

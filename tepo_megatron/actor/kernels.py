@@ -1,7 +1,7 @@
-"""Which implementation does what: Transformer Engine's, else Apex's, else PyTorch's. Chosen here, and nowhere else.
+"""Choice of implementations: Transformer Engine's, else Apex's, else PyTorch's. No other module makes this choice.
 
-Megatron itself takes FusedAdam from Transformer Engine, else from Apex, else AdamW from PyTorch; it has no choice of norms with
-sequence parallelism but those of Transformer Engine, and no RMS norm of Apex's at all.
+Megatron itself takes FusedAdam from Transformer Engine, else from Apex, else AdamW from PyTorch. With sequence parallelism it
+supports only Transformer Engine's norms, and it does not use Apex's RMS norm.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ _NAMES = {"te": "Transformer Engine", "apex": "Apex", "torch": "PyTorch", "host"
 
 @dataclass(frozen=True)
 class Kernels:
-    """Whose code runs.
+    """The package that implements each kind of kernel.
 
-    layers: linear modules and attention. gradient_accumulation: who adds a weight's gradient to the fp32 sum inside of its
-    product, in Megatron's own linear layers (Transformer Engine's do it themselves); "separate": autograd adds it afterwards.
+    Attributes:
+        layers: Linear modules and attention.
+        norms: RMS norms.
+        adam: Optimizer step. "host": this package's own, on a CPU.
+        gradient_accumulation: The product that adds a weight's gradient directly to the fp32 sum, in Megatron's own linear
+            layers (Transformer Engine's do that themselves). "separate": autograd adds the gradient afterwards.
     """
 
     layers: Literal["te", "torch"]
@@ -43,12 +47,12 @@ class Kernels:
 
 
 def installed() -> frozenset[str]:
-    """Of Transformer Engine, Apex and Apex's extensions, what Python finds. Nothing is imported."""
+    """Return which of Transformer Engine, Apex and Apex's extensions are installed. Nothing is imported."""
     return frozenset(name for name in _MODULES if importlib.util.find_spec(name) is not None)
 
 
 def choose(model: ModelConfig, training: TrainingConfig, device_type: str, found: frozenset[str], *, cp: int = 1) -> Kernels:
-    """Return whose code runs for this config.
+    """Return the implementations that this config runs with.
 
     Args:
         model: Its precision and attention.
@@ -59,7 +63,7 @@ def choose(model: ModelConfig, training: TrainingConfig, device_type: str, found
             kernels take 16 bits and less, its unfused form takes no context parallelism. `auto` then takes PyTorch's layers.
 
     Raises:
-        ConfigError: What the config asks for is not installed.
+        ConfigError: The config needs a package that is not installed, or Apex lacks its CUDA extensions.
     """
     if device_type != "cuda":  # a CPU, or "meta", on which tools/convert.py builds models
         return Kernels("torch", "torch", "host", _gradient_accumulation(training, "cpu", found))
@@ -90,13 +94,20 @@ def choose(model: ModelConfig, training: TrainingConfig, device_type: str, found
 def _gradient_accumulation(
     training: TrainingConfig, device_type: str, found: frozenset[str]
 ) -> Literal["apex", "torch", "separate"]:
+    """Return the implementation that adds weight gradients to the fp32 sum."""
     if not training.fuses_gradient_accumulation(device_type):
         return "separate"
     return "apex" if device_type == "cuda" and "fused_weight_gradient_mlp_cuda" in found else "torch"
 
 
 def check_transformer_engine(optimizer: OptimizerConfig, parallel: ParallelConfig, found: frozenset[str]) -> None:
-    """Raise ConfigError where the config asks for more that Transformer Engine alone has, and it is not there."""
+    """Raise ConfigError if the config needs Transformer Engine for the optimizer or for overlap, and it is not installed.
+
+    Args:
+        optimizer: Its moments and offloading.
+        parallel: Its overlap of tensor-parallel communication.
+        found: What `installed` returns.
+    """
     if "transformer_engine" in found:
         return
     for key, asked, instead in (
@@ -109,7 +120,7 @@ def check_transformer_engine(optimizer: OptimizerConfig, parallel: ParallelConfi
 
 
 def hardware(device: torch.device) -> Hardware:
-    """This rank's device and its software."""
+    """Return a description of this rank's device and of its software."""
     if device.type != "cuda":
         return Hardware("a CPU", None)
     major, minor = torch.cuda.get_device_capability(device)

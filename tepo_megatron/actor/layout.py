@@ -1,4 +1,4 @@
-"""Does the model fit the mesh? Checked without Megatron, before any process is started."""
+"""Check that the model can be split over the mesh. It needs no Megatron, and runs before any process is started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from tepo_megatron.weights.ops import Architecture
 
 
 def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
-    """Raise ConfigError naming the key, the model's size, and the values that would do."""
+    """Raise ConfigError if the model cannot be split over the mesh. The message names the key, the size and valid values.
+
+    Args:
+        arch: Architecture of the model.
+        parallel: The mesh.
+    """
     _check_tensor_parallel(arch, parallel)
     _check_pipeline(arch, parallel)
     if arch.experts is None and parallel.ep > 1:
@@ -21,15 +26,20 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
 
 
 def stage_layers(num_layers: int, pp: int) -> tuple[int, ...]:
-    """Transformer layers of each pipeline stage, pp <= num_layers.
+    """Return the number of transformer layers of each pipeline stage.
 
-    Where pp does not divide them, the stages between the first and the last are equal (Megatron's rule), the largest is as
-    small as that allows, and the last, which has the output layer, has at most as many as the first.
+    If pp does not divide num_layers, the stages between the first and the last are equal (Megatron's rule), the largest stage
+    is as small as that allows, and the last stage, which has the output layer, has at most as many layers as the first.
+
+    Args:
+        num_layers: Layers of the model.
+        pp: Number of stages, at most num_layers.
     """
     if num_layers % pp == 0:
         return (num_layers // pp,) * pp
 
     def stages(middle: int) -> tuple[int, ...]:
+        """Return the layers of each stage if the stages in between have `middle` layers."""
         ends = num_layers - (pp - 2) * middle
         return (-(-ends // 2), *[middle] * (pp - 2), ends // 2)
 
@@ -38,6 +48,7 @@ def stage_layers(num_layers: int, pp: int) -> tuple[int, ...]:
 
 
 def _check_tensor_parallel(arch: Architecture, parallel: ParallelConfig) -> None:
+    """Raise ConfigError if tp does not divide a size that it splits, or if experts lack sequence parallelism."""
     sizes = {"num_query_groups": arch.num_query_groups, "num_heads": arch.num_heads}
     if len(arch.sparse_layers) < arch.num_layers:
         sizes["ffn_size"] = arch.ffn_size
@@ -54,6 +65,7 @@ def _check_tensor_parallel(arch: Architecture, parallel: ParallelConfig) -> None
 
 
 def _check_pipeline(arch: Architecture, parallel: ParallelConfig) -> None:
+    """Raise ConfigError if there are more stages than layers, or if virtual stages do not divide the layers."""
     stages = parallel.pp * parallel.vpp
     if parallel.vpp == 1 and stages > arch.num_layers:
         raise ConfigError(f"parallel.pp={stages} exceeds num_layers={arch.num_layers}; use at most {arch.num_layers}")
@@ -65,7 +77,7 @@ def _check_pipeline(arch: Architecture, parallel: ParallelConfig) -> None:
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors of n, ascending."""
+    """Return all divisors of n, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 

@@ -1,4 +1,4 @@
-"""A minibatch's flat tensors on the device, and the part of them that a microbatch's loss needs."""
+"""The flat tensors of a minibatch on the device, and the loss inputs of its microbatches."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tepo_megatron.types import Denominators, PackedMicrobatch, TokenStats, Trai
 
 
 class MinibatchInputs:
-    """The `LossInputs` of any microbatch of a minibatch, and of all its tokens at once.
+    """A source of `LossInputs`, for any microbatch of a minibatch or for all its tokens at once.
 
     In the first update of a rollout batch the old statistics are those of the current pass itself (ratio 1, dH 0, exactly),
-    also where an old pass was made for the later updates: repeated under another packing, bf16 alone moves a sequence's ratio
-    by more than GSPO's clip range of 3e-4.
+    even if an old pass was made for the later updates. Under another packing, bf16 rounding alone moves a sequence's ratio by
+    more than GSPO's clip range of 3e-4.
 
     Args:
-        batch: the minibatch. Old log-probs without old entropies are the engine's, and used in every update.
-        device: of the tensors that the loss gets.
-        noise_floor: nats, for the metrics alone.
+        batch: The minibatch. If it has old log-probs without old entropies, these are the engine's, and every update uses them.
+        device: Device of the loss inputs.
+        noise_floor: Noise floor of dH in nats, for metrics only. None: not known.
     """
 
     def __init__(self, batch: TrainBatch, device: torch.device, noise_floor: float | None) -> None:
@@ -38,7 +38,7 @@ class MinibatchInputs:
 
     @property
     def old_stats(self) -> TokenStats | None:
-        """Log-probs and entropies (_N) of an old pass, which alone knows the entropies; None without one."""
+        """Return the log-probs and entropies (_N) of the old pass; None if there was none (only that pass has entropies)."""
         if self._old_logprobs_N is None or self._old_entropies_N is None:
             return None
         return TokenStats(self._old_logprobs_N, self._old_entropies_N)
@@ -46,7 +46,14 @@ class MinibatchInputs:
     def rows(
         self, microbatch: PackedMicrobatch, segments: Segments, stats: TokenStats, weights: BatchStatistics | None
     ) -> LossInputs:
-        """Of a microbatch's response rows. stats: the current ones, which stand for old ones that are not known."""
+        """Return the inputs for the response rows of a microbatch.
+
+        Args:
+            microbatch: The microbatch, on the device.
+            segments: Its segments.
+            stats: Current statistics. They also serve as the old ones if these are unknown.
+            weights: The weighting's result for the minibatch. None: no weighting.
+        """
         token_R = microbatch.token_R
         return self._inputs(
             token_R,
@@ -57,7 +64,11 @@ class MinibatchInputs:
         )
 
     def whole(self, stats_N: TokenStats) -> LossInputs:
-        """Of all N response tokens, as if one rank held them in one microbatch. stats_N: the current ones."""
+        """Return the inputs for all N response tokens, as if one rank held them in one microbatch.
+
+        Args:
+            stats_N: Current statistics. They also serve as the old ones if these are unknown.
+        """
         sequence_N = self._batch.sequence_N.to(self._device)
         segments = Segments(
             sequence_N,

@@ -1,4 +1,4 @@
-"""Modules that Megatron-Core takes from Transformer Engine or Apex, for where neither is installed."""
+"""RMS norms for Megatron's layer specs where Transformer Engine's are not used."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMS norm in the form that Megatron's layer specs construct.
+    """PyTorch's RMS norm with the constructor that Megatron's layer specs call.
 
-    Megatron's own fallback (`WrappedTorchNorm`, 0.16) refuses sequence parallelism. Under it each rank norms its part of the
-    tokens, so the weight's gradient must be summed over tp, which Megatron does for parameters marked `sequence_parallel`.
+    Megatron's own fallback (`WrappedTorchNorm`, 0.16) refuses sequence parallelism. Under sequence parallelism each rank
+    normalizes its part of the tokens, so the weight's gradient must be summed over tp. Megatron does that for parameters marked
+    `sequence_parallel`.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -22,7 +23,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class ApexRMSNorm(torch.nn.Module):
-    """The same with Apex's kernel, which keeps the input for backward and computes in fp32, too."""
+    """RMS norm with Apex's kernel. Like PyTorch's it saves the input for backward and computes in fp32."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class ApexRMSNorm(torch.nn.Module):
         self.shape, self.eps = (hidden_size,), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] in the model's dtype -> the same."""
+        """Return the normalized tensor: [..., hidden_size] in the model's dtype -> the same shape and dtype."""
         from apex.normalization.fused_layer_norm import fused_rms_norm_affine
 
         return fused_rms_norm_affine(x, self.weight, self.shape, self.eps)

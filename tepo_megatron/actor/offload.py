@@ -1,8 +1,9 @@
-"""What of the actor leaves the device while the engine has it, and comes back bit for bit.
+"""Offload the actor while the inference engine uses the device, and restore it bit for bit.
 
-Storages move, not tensors. Megatron's parameters, their gradients, the shards that it reduces and gathers, and the optimizer's
-masters where the model is fp32 are views of a few buffers, found by many owners. A storage that is resized to 0 keeps its
-views; grown again it may lie elsewhere, and they all follow. In between they must not be touched, which `require` is for.
+Storages are offloaded, not tensors. Megatron's parameters, their gradients, the shards that it reduces and gathers, and the
+optimizer's masters of an fp32 model are views of a few buffers, and many objects hold these views. A storage that is resized to
+0 keeps its views. Resized back it may have another address, and all views follow. In between no view may be used: `require`
+checks that.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tepo_megatron.platform.host_memory import HostArena
 
 Part = Literal["gradients", "optimizer", "parameters"]
 PARTS: tuple[Part, ...] = ("gradients", "optimizer", "parameters")
-# nowhere: freed, and zero when it comes back; host: copied to host memory; stays: where the device's memory is the host's
+# nowhere: free the part and restore it as zeros; host: copy it to host memory; stays: leave it (a CPU's memory is the host's)
 Target = Literal["nowhere", "host", "stays"]
 ON_CUDA: Mapping[Part, Target] = {"gradients": "nowhere", "optimizer": "host", "parameters": "host"}
 ON_CPU: Mapping[Part, Target] = {"gradients": "nowhere", "optimizer": "stays", "parameters": "stays"}
@@ -30,7 +31,7 @@ ON_CPU: Mapping[Part, Target] = {"gradients": "nowhere", "optimizer": "stays", "
 
 @dataclass
 class _Away:
-    """A storage without memory. copy: uint8, what it held, None where that is of no use."""
+    """An offloaded storage of `size` bytes. copy: uint8, its contents on the host; None if they are not kept."""
 
     storage: torch.UntypedStorage
     size: int
@@ -38,10 +39,16 @@ class _Away:
 
 
 class Offload:
-    """Takes parts of an actor off its device and puts them back.
+    """Offloads parts of an actor from its device and restores them.
 
-    Gradients hold nothing between two updates and are not kept. Copies are page-locked where the device is a GPU, and their
-    memory, an arena for each part, is kept from one time to the next: to lock pages takes longer than to fill them.
+    Gradients hold no values between two updates and are not copied. On a GPU the copies are in page-locked memory, an arena for
+    each part, which is kept for the next time because locking pages takes longer than filling them.
+
+    Args:
+        chunks: This rank's model chunks in DDP.
+        optimizer: Their optimizer.
+        device: Device of the actor.
+        targets: Where each part goes. None: ON_CUDA or ON_CPU.
     """
 
     def __init__(
@@ -57,14 +64,19 @@ class Offload:
         self._arenas: dict[Part, HostArena] = {part: HostArena(device) for part in PARTS}
 
     def require(self, what: str, parts: Iterable[Part] = PARTS) -> None:
-        """Raise RuntimeError when some of the parts are offloaded: what their tensors point to is not theirs then."""
+        """Raise RuntimeError if one of the parts is offloaded. Its tensors have no memory then.
+
+        Args:
+            what: The operation that needs the parts, for the message.
+            parts: The parts.
+        """
         missing = [part for part in parts if part in self._away]
         if missing:
             raise RuntimeError(f"{what} needs the {' and '.join(missing)}, which are offloaded; load them first")
 
     @torch.no_grad()
     def release(self, parts: Iterable[Part]) -> None:
-        """Take parts off the device, and give the memory to whoever asks for it. Raises RuntimeError if one is away already."""
+        """Offload parts and free their device memory for other processes. Raises RuntimeError if one is offloaded already."""
         parts = list(parts)
         self.require("offloading", parts)
         if "gradients" in parts:
@@ -82,7 +94,7 @@ class Offload:
 
     @torch.no_grad()
     def restore(self, parts: Iterable[Part]) -> None:
-        """Put parts back, bit for bit but for gradients, which are 0. Those that are here already stay as they are."""
+        """Restore parts bit for bit, gradients as 0. Parts that are not offloaded stay as they are."""
         for part in parts:
             for away in self._away.pop(part, ()):
                 away.storage.resize_(away.size)
@@ -94,10 +106,11 @@ class Offload:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that the copies take."""
+        """Return the bytes of host memory that the copies take."""
         return sum(arena.allocated for arena in self._arenas.values())
 
     def _copied(self, part: Part) -> list[_Away]:
+        """Start the copies of a part to the host, and return its storages, none if the part stays."""
         if self._targets[part] == "stays":
             return []
         storages = self._storages(part)
@@ -109,7 +122,9 @@ class Offload:
         return [_Away(storage, storage.nbytes(), copy) for storage, copy in zip(storages, copies, strict=True)]
 
     def _storages(self, part: Part) -> list[torch.UntypedStorage]:
-        """Each once, on the device and with memory; a storage of the parameters that the optimizer uses too is theirs."""
+        """Return the storages of a part, each once: those on the device that have memory. A storage that parameters and
+        optimizer share belongs to the parameters.
+        """
         found = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._tensors(part)}
         if part == "optimizer":
             for tensor in self._tensors("parameters"):
@@ -126,7 +141,7 @@ class Offload:
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Masters, and what is kept for each of them; moments are there from the first step on."""
+    """Yield the fp32 masters and the optimizer state of each. Moments exist from the first step on."""
     parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
     for part in parts:
         if not part.is_stub_optimizer:
@@ -137,5 +152,5 @@ def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    """All of a storage, as uint8."""
+    """Return a uint8 view of a whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,4 +1,4 @@
-"""Only the response rows reach the output layer: prompt rows and padding cost no vocabulary-sized work."""
+"""Restrict the output layer to the response rows, so that prompt rows and padding cost no vocabulary-sized work."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from torch import Tensor
 
 
 class OutputRows:
-    """A forward pre-hook on a GPTModel's output layer that keeps the rows in `current`.
+    """A forward pre-hook on a GPTModel's output layer that passes only the rows in `current`.
 
-    keep_hidden: the layer then gives these rows, [R, 1, H], instead of their logits, and `weight` holds what it would have
-    multiplied them with (tied or its own), for whoever fuses the product with what comes after it.
+    Under sequence parallelism the rows are selected after a gather over tp, whose backward is a reduce-scatter. The layer's own
+    gather and its own all-reduce of the input gradient are then switched off; with the latter on, the gradient would be summed
+    twice over tp.
 
-    Under sequence parallelism the rows are picked after the gather over tp, whose backward is a reduce-scatter; the layer's
-    own gather and its own all-reduce of the input gradient are then switched off (with the latter on, the gradient would be
-    summed twice over tp).
+    Args:
+        output_layer: The output layer of the last model chunk.
+        keep_hidden: Make the layer return the selected hidden states, [R, 1, H], instead of their logits, for code that fuses
+            the product with the token statistics.
+
+    Attributes:
+        current: int64, `rows_R` of the microbatch. It must be set before each forward pass.
+        weight: With `keep_hidden`, the weight (tied or the layer's own) of the product that the layer skipped.
     """
 
     def __init__(self, output_layer: torch.nn.Module, keep_hidden: bool = False) -> None:
@@ -33,7 +39,7 @@ class OutputRows:
             output_layer.forward = self._pass_on
 
     def _keep_rows(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        hidden, *rest = args  # [S, 1, hidden], S / tp under sequence parallelism
+        hidden, *rest = args  # [S, 1, H], and S / tp rows under sequence parallelism
         if self.current is None:
             raise RuntimeError("OutputRows.current was not set before the forward pass")
         if self._gather:

@@ -1,11 +1,12 @@
-"""Presets of precision and of what costs or saves memory: what each asks of Megatron, of the machine and of the shapes.
+"""Precision presets and memory options: the Megatron fields that they set, and the hardware and shapes that they require.
 
-The only place where `model.precision`, `parallel.overlap_*`, `training.recompute`, `optimizer.moments` and `optimizer.offload`
-become fields of Megatron's configs (0.16 to 0.19 call them alike). Checked without Megatron, before any process is started.
+This is the only module that turns `model.precision`, `parallel.overlap_*`, `training.recompute`, `optimizer.moments` and
+`optimizer.offload` into fields of Megatron's configs (named alike in 0.16 to 0.19). The checks need no Megatron and run before
+any process is started.
 
-In FP8 run the products of the layers' linear modules, forward and backward: qkv, attention output, MLP, experts. All else
-stays out: embedding and output layer (Megatron's own, not Transformer Engine's), so log-probs and entropies; norms; the router
-(fp32); softmax and attention. Parameters are bf16, gradients are reduced in fp32, and the optimizer's masters are fp32.
+FP8 covers the products of the layers' linear modules, forward and backward: qkv, attention output, MLP, experts. Not in FP8 are
+the embedding and the output layer (Megatron's own, not Transformer Engine's), and therefore log-probs and entropies; norms; the
+router (fp32); softmax and attention. Parameters are bf16, gradients are reduced in fp32, the optimizer's masters are fp32.
 """
 
 from __future__ import annotations
@@ -27,10 +28,17 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Fp8:
-    """A scaling of FP8. recipe: Megatron's `fp8_recipe`; format: hybrid has gradients in e5m2; scale: what has one of its own.
+    """An FP8 scaling preset.
 
-    tokens, widths: what the tokens of a rank and the sizes of its weights are multiples of (16 by cuBLAS, 128 by the blocks);
-    transformer_engine, cuda: the first versions that have it; fields: further ones of TransformerConfig.
+    Attributes:
+        recipe: Megatron's `fp8_recipe`.
+        format: Number format. hybrid: e4m3, with gradients in e5m2.
+        scale: The elements that share one scale, for the documentation.
+        tokens: The tokens of a rank must be a multiple of this (16 for cuBLAS, 128 for the blocks).
+        widths: The sizes of a rank's weights must be multiples of this.
+        transformer_engine: First version of Transformer Engine that has it.
+        cuda: First version of CUDA that has it.
+        fields: Further fields of TransformerConfig.
     """
 
     recipe: Literal["delayed", "tensorwise", "blockwise"]
@@ -56,12 +64,19 @@ PRESETS: dict[Precision, Fp8 | None] = {
     ),
 }  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}  # uint8: Megatron's and TE's name for FP8
+_MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}  # uint8: Megatron's and TE's type for FP8
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device and its software. capability: CUDA's, None for a CPU; transformer_engine, cuda: versions, None: not there."""
+    """A device and its software.
+
+    Attributes:
+        name: Name of the device.
+        capability: CUDA compute capability. None: a CPU.
+        transformer_engine: Version of Transformer Engine. None: not installed.
+        cuda: Version of CUDA. None: not there.
+    """
 
     name: str
     capability: Version | None
@@ -69,7 +84,7 @@ class Hardware:
     cuda: Version | None = None
 
 
-# with what requirements/gpu-*.txt pin
+# each GPU with the versions that requirements/gpu-*.txt pin
 PROFILES = (
     Hardware("H100", (9, 0), (2, 20), (13, 0)),
     Hardware("H200", (9, 0), (2, 20), (13, 0)),
@@ -79,7 +94,7 @@ PROFILES = (
 
 
 def transformer_fields(model: ModelConfig) -> dict[str, Any]:
-    """Of TransformerConfig."""
+    """Return the fields of TransformerConfig for the precision preset."""
     dtype = DTYPES[model.dtype]
     fields: dict[str, Any] = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": model.dtype == "bf16"}
     fp8 = PRESETS[model.precision]
@@ -100,7 +115,12 @@ def transformer_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def recompute_fields(training: TrainingConfig, experts: bool) -> dict[str, Any]:
-    """Of TransformerConfig."""
+    """Return the fields of TransformerConfig for recomputation in backward.
+
+    Args:
+        training: Its `recompute`.
+        experts: Whether the model has layers with experts.
+    """
     if training.recompute == "none":
         return {}
     if training.recompute == "full":
@@ -109,11 +129,16 @@ def recompute_fields(training: TrainingConfig, experts: bool) -> dict[str, Any]:
 
 
 def ddp_fields(parallel: ParallelConfig, platform: str) -> dict[str, Any]:
-    """Of DistributedDataParallelConfig. platform: cpu or cuda, which `parallel.overlap_*` take their defaults from."""
+    """Return the fields of DistributedDataParallelConfig.
+
+    Args:
+        parallel: Its overlaps and bucket size.
+        platform: "cpu" or "cuda", which decides the defaults of `parallel.overlap_*`.
+    """
     return {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": True,
-        "average_in_collective": False,  # the per-token division is the only one
+        "average_in_collective": False,  # gradients are divided once, by the token count
         "overlap_grad_reduce": parallel.reduces_early(platform),
         "overlap_param_gather": parallel.gathers_late(platform),
         "bucket_size": parallel.bucket_parameters,
@@ -122,7 +147,14 @@ def ddp_fields(parallel: ParallelConfig, platform: str) -> dict[str, Any]:
 
 
 def optimizer_fields(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, platform: str) -> dict[str, Any]:
-    """Of Megatron's OptimizerConfig."""
+    """Return the fields of Megatron's OptimizerConfig for precision, overlap, moments and offloading.
+
+    Args:
+        model: Its precision.
+        parallel: Its overlaps.
+        optimizer: Its moments and offloading.
+        platform: "cpu" or "cuda", which decides the defaults of `parallel.overlap_*`.
+    """
     fields: dict[str, Any] = {
         "params_dtype": DTYPES[model.dtype],
         "bf16": model.dtype == "bf16",
@@ -135,15 +167,22 @@ def optimizer_fields(model: ModelConfig, parallel: ParallelConfig, optimizer: Op
         moments = _MOMENTS[optimizer.moments]
         fields |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
     if optimizer.offload:
-        # Megatron's hybrid optimizer is there for precision-aware ones only, whatever their precision
+        # Megatron offers its hybrid optimizer only together with the precision-aware one, whatever the precision
         fields |= {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
         fields |= {"optimizer_offload_fraction": optimizer.offload, "overlap_cpu_optimizer_d2h_h2d": True}
     return fields
 
 
 def alignment(model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig) -> Alignment:
-    """How packed tokens are padded. In FP8 those of a rank are a multiple of 16 or 128; under sequence parallelism each
-    tensor-parallel rank quantizes its own part of them.
+    """Return the padding of packed tokens.
+
+    In FP8 the tokens of a rank are a multiple of 16 or 128. Under sequence parallelism that holds for each tensor-parallel
+    rank's part, because each rank quantizes its own.
+
+    Args:
+        model: Its precision.
+        parallel: The mesh.
+        training: Its `fixed_length` and `max_tokens_per_microbatch`.
     """
     fp8 = PRESETS[model.precision]
     total = (fp8.tokens if fp8 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
@@ -151,7 +190,12 @@ def alignment(model: ModelConfig, parallel: ParallelConfig, training: TrainingCo
 
 
 def refusal(precision: Precision, hardware: Hardware) -> str | None:
-    """Why a preset cannot run there; None where it can."""
+    """Return the reason why a preset cannot run on this hardware, for a message; None if it can.
+
+    Args:
+        precision: A name in PRESETS.
+        hardware: The device and its software.
+    """
     fp8, at = PRESETS[precision], hardware.capability
     if at is None:
         return None if fp8 is None else "FP8 products need a GPU"
@@ -174,14 +218,25 @@ def refusal(precision: Precision, hardware: Hardware) -> str | None:
 
 
 def check_hardware(model: ModelConfig, hardware: Hardware) -> None:
-    """Raise ConfigError where the preset cannot run on this device with this software."""
+    """Raise ConfigError if the precision preset cannot run on this hardware.
+
+    Args:
+        model: Its precision.
+        hardware: The device and its software.
+    """
     if (reason := refusal(model.precision, hardware)) is not None:
         others: list[Precision] = [name for name in PRESETS if name != "fp32" and refusal(name, hardware) is None] or ["fp32"]
         raise ConfigError(f"model.precision={model.precision} on {hardware.name}: {reason}; use {' or '.join(others)}")
 
 
 def check_shapes(arch: Architecture, model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError naming what of the model does not fit the preset on this mesh."""
+    """Raise ConfigError if sizes of the model do not fit the precision preset on this mesh. The message names the size.
+
+    Args:
+        arch: Architecture of the model.
+        model: Its precision.
+        parallel: The mesh.
+    """
     fp8 = PRESETS[model.precision]
     if fp8 is None:
         return
@@ -200,7 +255,7 @@ def check_shapes(arch: Architecture, model: ModelConfig, parallel: ParallelConfi
 
 
 def _widths(arch: Architecture, tp: int) -> dict[str, int]:
-    """Rows and columns of the weights of a rank that are multiplied in FP8."""
+    """Return the rows and columns of a rank's weights that are multiplied in FP8, by name."""
     widths = {
         "hidden_size": arch.hidden_size,
         "the width of its queries": arch.num_heads * arch.head_dim // tp,
@@ -214,6 +269,7 @@ def _widths(arch: Architecture, tp: int) -> dict[str, int]:
 
 
 def _less_strict(size: int) -> str:
+    """Return a preset that `size` fits, for a message: an FP8 one if there is any, else bf16."""
     fits = [name for name, fp8 in PRESETS.items() if fp8 is not None and math.gcd(size, fp8.widths) == fp8.widths]
     return f"model.precision={fits[-1]}" if fits else "model.precision=bf16"
 
@@ -223,7 +279,7 @@ def _dotted(version: Version) -> str:
 
 
 def table() -> str:
-    """The presets and where they run, in Markdown: what docs/precision.md shows."""
+    """Return a Markdown table of the presets and the hardware that runs them, as in docs/precision.md."""
     rows = [["`model.precision`", "products of layers", "one scale for", "tokens padded to", *[p.name for p in PROFILES]]]
     rows.append(["---"] * len(rows[0]))
     notes: list[str] = []

@@ -1,4 +1,4 @@
-"""The reference policy: its weights wait in host memory and take the policy's place for a forward pass."""
+"""The reference policy: keep its weights in host memory, and swap them in for a forward pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tepo_megatron.platform.host_memory import HostArena
 
 
 class HostWeights:
-    """A copy, in host memory, of what some parameters held when it was made. arena: the memory."""
+    """A copy of parameters in host memory (`arena`), made at construction."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
@@ -23,15 +23,15 @@ class HostWeights:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy what the parameters hold now, in the place of what was kept before."""
+        """Copy the current values of the parameters over the kept ones."""
         for parameter, kept in zip(self._parameters, self._kept, strict=True):
             kept.copy_(parameter.detach())
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the parameters hold the kept values; afterwards, bit for bit, their own again.
+        """Swap the kept values into the parameters within the context, and the own values back afterwards, bit for bit.
 
-        Device memory beyond the parameters: one of them at a time.
+        Device memory beyond the parameters: a copy of one parameter at a time.
         """
         self.exchange()
         try:
@@ -41,7 +41,7 @@ class HostWeights:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Parameters and kept values change places."""
+        """Swap parameters and kept values."""
         for parameter, kept in zip(self._parameters, self._kept, strict=True):
             current = parameter.detach().clone()
             parameter.copy_(kept)

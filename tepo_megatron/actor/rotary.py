@@ -1,7 +1,7 @@
-"""Rotary embedding where there is no Transformer Engine.
+"""Rotary position embedding (RoPE) of packed tokens, used where Transformer Engine's is not.
 
-Megatron-Core's own form (0.16) cuts packed tokens into sequences and computes cosines and sines anew for the queries and keys
-of every layer. Here the tables are made once for a microbatch, and all its layers share them.
+Megatron-Core's own implementation (0.16) splits packed tokens into sequences, and computes cosines and sines again for the
+queries and keys of every layer. Here the tables are computed once per microbatch, and all its layers share them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _NEVER_INTERLEAVED = "no family turns neighbours: rotary_interleaved is never se
 
 
 def lend_to_megatron(shared_prompts: bool = False) -> None:
-    """Be what `TransformerConfig.apply_rope_fusion` calls, unless Transformer Engine is, which knows no shared prompts."""
+    """Install these functions as those that `TransformerConfig.apply_rope_fusion` calls, unless Transformer Engine's are there.
+
+    With `shared_prompts` the function for packed tokens is installed in any case: Transformer Engine's cannot share prompts.
+    """
     if rope_utils.fused_apply_rotary_pos_emb_thd is None or shared_prompts:
         rope_utils.fused_apply_rotary_pos_emb_thd = PACKED
     if rope_utils.fused_apply_rotary_pos_emb is None:
@@ -29,7 +32,13 @@ def lend_to_megatron(shared_prompts: bool = False) -> None:
 
 
 def rotate(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
-    """Of sequences that are not packed: t [S, B, heads, D]; freqs [S, 1, 1, D]. Otherwise as PackedRotary."""
+    """Rotate each head vector of sequences that are not packed, as `PackedRotary` does for packed ones.
+
+    Args:
+        t: [S, B, heads, D].
+        freqs: fp32 [S, 1, 1, D], the angles of each position, the same D / 2 twice.
+        interleaved: Must be False.
+    """
     assert not interleaved, _NEVER_INTERLEAVED
     angle = freqs[..., : freqs.size(-1) // 2]
     turned: Tensor = _Rotation.apply(t, angle.cos().to(t.dtype), angle.sin().to(t.dtype))
@@ -38,7 +47,7 @@ def rotate(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
 
 @dataclass(frozen=True)
 class _Tables:
-    """cos, sin: [S, 1, D / 2]; of whom: the tensors they were made from, and where."""
+    """The tables of a microbatch: cos and sin [S, 1, D / 2], and the tensors and the dtype that they were computed for."""
 
     cu_seqlens: Tensor
     freqs: Tensor
@@ -47,34 +56,47 @@ class _Tables:
     sin: Tensor
 
     def are_of(self, cu_seqlens: Tensor, freqs: Tensor, dtype: torch.dtype) -> bool:
+        """Return whether the tables were computed for these very tensors. Args: those of `PackedRotary`."""
         return self.cu_seqlens is cu_seqlens and self.freqs is freqs and self.dtype == dtype
 
 
 class PackedRotary:
-    """Megatron's fused function for packed sequences; it keeps the tables of the last microbatch."""
+    """A replacement for Megatron's fused RoPE function for packed sequences. It caches the tables of the last microbatch."""
 
     def __init__(self) -> None:
         self._last: _Tables | None = None
-        # of every microbatch whose `cu_seqlens` is alive: a pipeline recomputes one after the forward passes of later ones
+        # for every microbatch whose `cu_seqlens` is alive: a pipeline recomputes one after the forward passes of later ones
         self._starts: MutableMapping[Tensor, Sequence[int]] = WeakTensorKeyDictionary()
 
     def start(self, cu_seqlens: Tensor, starts: Sequence[int]) -> None:
-        """Positions of the pieces that this very tensor describes begin at `starts` (see PackedMicrobatch), not at 0."""
+        """Register the positions at which the pieces of a microbatch start. Without this call they start at 0.
+
+        Args:
+            cu_seqlens: The tensor of the microbatch, recognised by identity.
+            starts: `PackedMicrobatch.starts`.
+        """
         self._starts[cu_seqlens] = starts
 
     def clear(self) -> None:
-        """Forget the tables of the last microbatch, and the starts of its pieces."""
+        """Drop the cached tables and all registered starts."""
         self._last = None
         self._starts.clear()
 
     def __call__(
         self, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0, interleaved: bool = False
     ) -> Tensor:
-        """Each head vector turned by its position in its sequence: pairs (x_j, x_{j + D/2}) by position * theta_j.
+        """Rotate each head vector by its position in its sequence: pairs (x_j, x_{j + D/2}) by the angle position * theta_j.
 
-        t: [S, heads, D], this context-parallel rank's tokens; cu_seqlens: [G + 1], over all of its ranks; freqs: [positions, 1,
-        1, D] fp32, angles of each position, twice the same D / 2; interleaved: as Megatron-Core 0.19 calls it, never true.
-        Returns [S, heads, D] in the type of `t`. Gradients: to `t`.
+        Args:
+            t: [S, heads, D], this context-parallel rank's tokens.
+            cu_seqlens: [G + 1], starts of the sequences over all context-parallel ranks.
+            freqs: fp32 [positions, 1, 1, D], the angles of each position, the same D / 2 twice.
+            cp_size: Number of context-parallel ranks.
+            cp_rank: Rank among them.
+            interleaved: Must be False. Megatron-Core 0.19 passes it.
+
+        Returns:
+            [S, heads, D] in the type of `t`. Gradients: to `t`.
         """
         assert not interleaved, _NEVER_INTERLEAVED
         if self._last is None or not self._last.are_of(cu_seqlens, freqs, t.dtype):
@@ -89,10 +111,12 @@ class PackedRotary:
         return turned
 
 
-PACKED = PackedRotary()  # the one that is lent
+PACKED = PackedRotary()  # the instance that Megatron calls
 
 
 class _Rotation(torch.autograd.Function):
+    """A rotation in forward, and the inverse rotation of the gradient in backward. It saves only cos and sin."""
+
     @staticmethod
     def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -105,7 +129,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turned(t: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """By the angle (sign 1) or back (-1)."""
+    """Return t rotated by the angle (sign 1) or back (sign -1)."""
     first, second = t.chunk(2, dim=-1)
     out = torch.empty(t.shape, dtype=t.dtype, device=t.device)
     a, b = out.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Packed microbatches through Megatron's own pipeline schedules."""
+"""Run packed microbatches through Megatron's own pipeline schedules."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from tepo_megatron.parallel import Groups
 from tepo_megatron.types import PackedMicrobatch
 from tepo_megatron.watch import here
 
-# (microbatch, logits [R, V / tp] in the model's dtype) -> this microbatch's part of the loss, to be summed
+# (microbatch, logits [R, V / tp] in the model's dtype, or hidden states [R, H]) -> its part of the loss; the parts are summed
 LossFunction = Callable[[PackedMicrobatch, Tensor], Tensor]
 Visitor = Callable[[PackedMicrobatch, Tensor], None]
 
 
 class Schedule:
-    """Runs microbatches over the pipeline; only the last stage calls the given function, with its response rows.
+    """Runs microbatches over the pipeline. Only the last stage calls the given function, with its response rows.
 
-    experts: for microbatches that say to which experts their tokens are sent; None: routers choose.
+    Args:
+        chunks: This rank's model chunks.
+        rows: The output layer's row selection. None: this rank is not on the last stage.
+        groups: The mesh.
+        experts: Router replay, for microbatches with given experts. None: the routers choose.
     """
 
     def __init__(
@@ -35,7 +39,12 @@ class Schedule:
         self._chunks, self._rows, self._groups, self._experts = list(chunks), rows, groups, experts
 
     def forward(self, microbatches: Sequence[PackedMicrobatch], visit: Visitor) -> None:
-        """Without gradients: `visit` sees the logits of each microbatch."""
+        """Run a forward pass without gradients.
+
+        Args:
+            microbatches: This rank's microbatches, as many as on every other rank.
+            visit: Function that gets each microbatch and its output rows.
+        """
 
         def on_output(microbatch: PackedMicrobatch, output: Tensor, non_loss_data: bool) -> None:
             visit(microbatch, output.squeeze(0))
@@ -44,11 +53,16 @@ class Schedule:
             self._run(microbatches, on_output, forward_only=True, collect_non_loss_data=True)
 
     def forward_backward(self, microbatches: Sequence[PackedMicrobatch], loss: LossFunction, tokens: int) -> None:
-        """With gradients, reduced over dp and cp: afterwards `main_grad` holds the gradient of the summed losses of all ranks.
+        """Run forward and backward, and reduce gradients over dp and cp.
 
-        tokens: response tokens N of the whole minibatch. Megatron divides all gradients by the number of tokens that the ranks
-        report, which adds up to N: multiplying the loss by N here makes that division cancel, whatever the objective's own
-        denominators are.
+        Afterwards `main_grad` holds the gradient of the summed losses of all ranks. Megatron divides all gradients by the
+        number of tokens that the ranks report, which adds up to N. Multiplying the loss by N here cancels that division,
+        whatever the objective's own denominators are.
+
+        Args:
+            microbatches: This rank's microbatches, as many as on every other rank.
+            loss: Function that returns the loss of a microbatch.
+            tokens: Response tokens N of the whole minibatch.
         """
 
         def on_output(microbatch: PackedMicrobatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -58,6 +72,8 @@ class Schedule:
         self._run(microbatches, on_output, forward_only=False)
 
     def _run(self, microbatches: Sequence[PackedMicrobatch], on_output: Callable[..., Any], **how: bool) -> None:
+        """Run Megatron's schedule. `on_output` gets each microbatch and its output on the last stage."""
+
         def forward_step(data: Iterator[PackedMicrobatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             here.microbatch += 1
             microbatch = next(data).to(self._groups.device)
@@ -72,7 +88,7 @@ class Schedule:
 
         here.microbatch = 0
         several = len(self._chunks) > 1
-        length = microbatches[0].tokens_S.numel()  # nominal: under a pipeline each length travels with its activations
+        length = microbatches[0].tokens_S.numel()  # nominal: in a pipeline each length is sent with its activations
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(microbatches) for _ in self._chunks] if several else iter(microbatches),
@@ -88,9 +104,10 @@ class Schedule:
 
 
 def packed_seq_params(microbatch: PackedMicrobatch) -> PackedSeqParams:
-    """Megatron's description of a packed (THD) microbatch; padding belongs to the piece before it.
+    """Return Megatron's description of a packed (THD) microbatch. Padding belongs to the piece before it.
 
-    Where prompts are shared, attention finds the `starts` of the pieces here; rotary embedding is told of them.
+    If prompts are shared, the result carries the `starts` of the pieces for attention, and they are registered with the rotary
+    embedding.
     """
     cu = microbatch.cu_seqlens
     params = PackedSeqParams(

@@ -1,8 +1,9 @@
 """Attention of a packed microbatch in which responses share prompts.
 
-Suffixes and dimensions as in attention_layout.py. What each token sees of its own piece is computed in the layout's buckets, as
-without sharing; what responses see of their prompt, in one call for each prompt, whose queries are those of all its responses.
-The two are merged by their log-sum-exps; backward gives each call the merged output and log-sum-exp (ops/flash_attention.py).
+Suffixes and dimensions are those of attention_layout.py. The attention of each token to its own piece is computed in the
+layout's buckets, as without sharing. The attention of responses to their prompt is computed in one call per prompt, with the
+queries of all its responses. Both are merged by their log-sum-exps; backward passes the merged output and log-sum-exp to each
+call (ops/flash_attention.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tepo_megatron.ops.flash_attention import Keys, flash_of, merge
 
 @dataclass(frozen=True)
 class _Call:
-    """One call: `sequences` x `length` queries from a row on; of each sequence's `stride` rows of keys the first `end`."""
+    """One attention call: n = `sequences`, `length` queries each, and the first `end` of the `stride` key rows of each."""
 
     first_query: int
     sequences: int
@@ -32,18 +33,18 @@ class _Call:
     keys: Keys
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """[rows, H, ...] -> [n, H, length, ...], a view."""
+        """Return a view of the call's queries: [rows, H, ...] -> [n, H, length, ...]."""
         rows = x.narrow(0, self.first_query, self.sequences * self.length)
         return rows.unflatten(0, (self.sequences, self.length)).transpose(1, 2)
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """[rows, K, D] -> [n, K, end, D], a view."""
+        """Return a view of the call's keys or values: [rows, K, D] -> [n, K, end, D]."""
         rows = x.narrow(0, self.first_key, self.sequences * self.stride)
         return rows.unflatten(0, (self.sequences, self.stride))[:, : self.end].transpose(1, 2)
 
 
 def _own_calls(layout: Layout) -> Iterator[_Call]:
-    """Each piece over itself. Rows of queries and keys: the layout's slots."""
+    """Yield the calls of each piece over itself. Rows of queries and keys are the layout's slots."""
     query = key = 0
     for bucket in layout.buckets:
         stride = bucket.total * bucket.chunk
@@ -55,18 +56,30 @@ def _own_calls(layout: Layout) -> Iterator[_Call]:
 
 
 def _prompt_calls(layout: Layout) -> Iterator[_Call]:
-    """Responses over their prompt. Rows of queries: the local tokens; of keys: the layout's slots."""
+    """Yield the calls of responses over their prompt. Rows of queries are local tokens, rows of keys the layout's slots."""
     for p in layout.prompts:
         yield _Call(p.first_query, 1, p.queries, p.first_key, p.keys, p.keys, Keys())
 
 
 def shared_attention(query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: Layout, scale: float | None) -> Tensor:
-    """[S, H, D], [T, K, D], [T, K, D] -> [S, H D]. Gradients: to all three; a second derivative is refused by autograd."""
+    """Return attention [S, H D] in which responses attend to their shared prompts.
+
+    Gradients: to queries, keys and values. Autograd refuses second derivatives.
+
+    Args:
+        query_S: [S, H, D], local queries.
+        key_T: [T, K, D], keys of all CP ranks.
+        value_T: [T, K, D], their values.
+        layout: Layout of the microbatch, with shared prompts.
+        scale: Factor of the scores. None: 1 / sqrt(D).
+    """
     output_S: Tensor = _SharedAttention.apply(query_S, key_T, value_T, layout, scale)
     return output_S.flatten(1)
 
 
 class _SharedAttention(torch.autograd.Function):
+    """The autograd function of `shared_attention`. It saves queries, keys, values, the output and its log-sum-exp."""
+
     @staticmethod
     def forward(ctx: Any, query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: Layout, scale: float | None) -> Tensor:
         flash = flash_of(query_S.device)
@@ -99,7 +112,7 @@ class _SharedAttention(torch.autograd.Function):
         grad_queries, grad_keys, grad_values = (torch.zeros_like(x) for x in (queries, keys, values))
 
         def add(call: _Call, q: Tensor, grad_q: Tensor, grad: Tensor, output: Tensor, lse: Tensor) -> None:
-            """The gradients of one call, whose queries are rows of `q` and the like."""
+            """Add the gradients of one call. Args: its query rows are those of all tensor arguments."""
             q, grad, output, lse = (call.of_queries(x) for x in (q, grad, output, lse))
             found = flash.backward(grad, q, call.of_keys(keys), call.of_keys(values), output, lse, call.keys, scale)
             for total, part in zip(
@@ -117,6 +130,7 @@ class _SharedAttention(torch.autograd.Function):
 
 
 def _in_slots(query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values in the slots of the layout's buckets."""
     return (
         spread(query_S, layout.query_slot_S, layout.query_rows),
         spread(key_T, layout.key_slot_T, layout.key_rows),

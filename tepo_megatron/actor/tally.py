@@ -1,4 +1,4 @@
-"""What an update reports: sums over its microbatches, then over ranks."""
+"""Accumulate the metrics of an update over its microbatches, then over ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from tepo_megatron.types import LossOutput, PackedMicrobatch, TokenStats, TrainB
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one optimizer step reports, the same on every rank, on the host.
+    """The metrics of one optimizer step, on the host, the same on every rank.
 
-    metrics: name -> (numerator, denominator); histograms: name -> int64 counts; ratio_B: mean importance ratio of each
-    sequence; knows_entropy_change: whether dH is that of earlier updates, not 0 or rounding; mismatch: `Actor.mismatch` of
-    these sequences, where this update measured it; measured: these sequences with their old statistics, valid on the last
-    pipeline stage, then too.
+    Attributes:
+        metrics: Name -> (numerator, denominator).
+        histograms: Name -> int64 counts.
+        ratio_B: fp64, mean importance ratio of each sequence.
+        knows_entropy_change: Whether dH is the effect of earlier updates. Otherwise it is 0 or rounding noise.
+        mismatch: `Actor.mismatch` of these sequences. None: this update did not measure it.
+        measured: These sequences with their old statistics, valid on the last pipeline stage. None: as for `mismatch`.
     """
 
     metrics: dict[str, Pair]
@@ -36,9 +39,12 @@ class UpdateResult:
 
 
 class Tally:
-    """Sums over the microbatches of one update, on the last stage; fp64, which holds the counts exactly.
+    """The sums over the microbatches of one update, on the last stage, in fp64, which holds the counts exactly.
 
-    whole: takes the statistics of all tokens too.
+    Args:
+        batch: The minibatch.
+        device: Device of the sums.
+        whole: Collects the statistics of all tokens too. None: they are not collected.
     """
 
     def __init__(self, batch: TrainBatch, device: torch.device, whole: WholeStats | None) -> None:
@@ -49,7 +55,14 @@ class Tally:
         self._ratio_B = torch.zeros(len(batch), dtype=torch.float64, device=device)
 
     def add(self, out: LossOutput, microbatch: PackedMicrobatch, segments: Segments, stats: TokenStats) -> None:
-        """Add one microbatch."""
+        """Add one microbatch.
+
+        Args:
+            out: Its loss output.
+            microbatch: The microbatch, on the device.
+            segments: Its segments.
+            stats: Its token statistics.
+        """
         if self.whole is not None:
             self.whole.add(microbatch, stats)
         pairs = [torch.stack((n.double(), d.double())) for n, d in (out.metrics[name] for name in METRICS)]
@@ -59,7 +72,7 @@ class Tally:
         self._ratio_B.index_add_(0, microbatch.sequences_G[microbatch.sequence_R], mean_R)
 
     def reduce(self, groups: Groups) -> UpdateResult:
-        """The sums over dp x cp, told to every stage. Collectives: one all-reduce, one broadcast over pp."""
+        """Return the sums over dp x cp on every stage. Collectives: one all-reduce over dp x cp, one broadcast over pp."""
         parts = (self._pairs, self._counts, self._ratio_B)
         flat = torch.cat([part.flatten() for part in parts])
         if groups.is_last_stage:

@@ -1,4 +1,4 @@
-"""Transformer Engine's buffers for `parallel.tp_comm_overlap`: products and communication at the same time."""
+"""Transformer Engine's user buffers for `parallel.tp_comm_overlap`, which overlaps products with communication over tp."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from tepo_megatron.config import ModelConfig, ParallelConfig
 
 
 def open_buffers(model: ModelConfig, parallel: ParallelConfig, tokens: int, hidden_size: int) -> None:
-    """Once per process, after the mesh is built and before the model (2.7 and later). tokens: of every microbatch on a
-    context-parallel rank: the buffers are [tokens, hidden_size], and Transformer Engine refuses any other shape.
+    """Allocate the buffers, once per process, after the mesh is built and before the model (Transformer Engine 2.7 and later).
+
+    Args:
+        model: Its precision.
+        parallel: The mesh.
+        tokens: Tokens of every microbatch on a context-parallel rank. The buffers are [tokens, hidden_size], and Transformer
+            Engine refuses any other shape.
+        hidden_size: Hidden size of the model.
     """
     from transformer_engine.pytorch.module import base
 

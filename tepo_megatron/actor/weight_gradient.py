@@ -1,8 +1,8 @@
-"""Megatron's fused weight gradient without Apex: each product adds straight into the fp32 `main_grad`.
+"""Megatron's fused weight gradient without Apex: each product is added directly to the fp32 `main_grad`.
 
 Megatron's linear layers call Apex's extension `fused_weight_gradient_mlp_cuda` for that. Where Apex is not installed, PyTorch's
-own products do the same (`ops/output_layer.py`), on a GPU and on a CPU. Transformer Engine's layers have a fusion of their own;
-the output layer is Megatron's in any case, and refuses the fusion without the extension.
+own products do the same (`ops/output_layer.py`), on a GPU and on a CPU. Transformer Engine's layers have their own fusion. The
+output layer is Megatron's in any case, and Megatron refuses the fusion without the extension.
 """
 
 from __future__ import annotations
@@ -14,16 +14,22 @@ from tepo_megatron.ops.output_layer import add_product
 
 
 class WeightGradient:
-    """The function of Apex's extension that Megatron calls where gradients are reduced in fp32, as they always are here."""
+    """A replacement for Apex's extension, with the one function that Megatron calls when gradients are reduced in fp32."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(hidden: Tensor, gradient: Tensor, main_grad: Tensor) -> None:
-        """Add gradient [T, V] transposed @ hidden [T, H] to `main_grad` [V, H], which is fp32."""
+        """Add gradient.T @ hidden to `main_grad` in place.
+
+        Args:
+            hidden: [T, H], input of the linear layer.
+            gradient: [T, V], gradient of its output.
+            main_grad: fp32 [V, H].
+        """
         add_product(main_grad, gradient, hidden)
 
 
 def lend_to_megatron() -> None:
-    """Be what `TransformerConfig.gradient_accumulation_fusion` calls, unless Apex's extension is installed."""
+    """Install `WeightGradient` as what `TransformerConfig.gradient_accumulation_fusion` calls, unless Apex's is installed."""
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = WeightGradient
         layers._grad_accum_fusion_available = True

@@ -1,4 +1,4 @@
-"""Token statistics of a whole minibatch, put together from those of its microbatches."""
+"""Token statistics of a whole minibatch, collected from its microbatches on all ranks."""
 
 from __future__ import annotations
 
@@ -10,20 +10,26 @@ from tepo_megatron.types import PackedMicrobatch, TokenStats
 
 
 class WholeStats:
-    """Log-probs and entropies of N response tokens (fp32), without gradient; each rank of the last stage adds its own."""
+    """A buffer for the log-probs and entropies (fp32, detached) of N response tokens. Ranks of the last stage add their own."""
 
     def __init__(self, tokens: int, groups: Groups) -> None:
         self._groups = groups
         self._stats_N = torch.zeros(tokens, 2, device=groups.device)
 
     def add(self, microbatch: PackedMicrobatch, stats: TokenStats) -> None:
-        """Those of one microbatch's rows."""
+        """Add the statistics of one microbatch's rows.
+
+        Args:
+            microbatch: The microbatch, on the device.
+            stats: Its token statistics.
+        """
         rows = torch.stack((stats.logprob_R.detach(), stats.entropy_R.detach()), dim=1)
         self._stats_N[microbatch.token_R] = rows
 
     def gather(self) -> TokenStats:
-        """All N, valid on the last pipeline stage; once. Collectives: there, one all-reduce of [N, 2] over dp x cp (each
-        token is computed by one rank; the others add 0).
+        """Return the statistics of all N tokens, valid on the last pipeline stage. Call it once.
+
+        Collectives: on the last stage, one all-reduce of [N, 2] over dp x cp. One rank computes each token; the others add 0.
         """
         if self._groups.is_last_stage:
             dist.all_reduce(self._stats_N, group=self._groups.dp_cp.group)

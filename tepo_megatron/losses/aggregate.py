@@ -1,7 +1,11 @@
-"""From per-token values to one number: the weight of each response row (_R), denominators included.
+"""Aggregation of per-token values to one number: the weight of each response row (_R), denominators included.
 
-The denominators are those of the whole minibatch (all ranks and microbatches), so a sum of weighted rows over ranks and
-microbatches is the objective, however the sequences were laid out.
+An aggregation is a function (segments, whole) -> weight_R, an `Aggregate`:
+    segments: the sequence of each row, and the length |y_i| of each sequence
+    whole: N response tokens and G sequences of the whole minibatch, over all ranks and microbatches
+
+Since the denominators are those of the whole minibatch, the sum of the weighted rows over ranks and microbatches is the
+objective, however the sequences are distributed.
 """
 
 from __future__ import annotations
@@ -17,17 +21,26 @@ Aggregate = Callable[[Segments, Denominators], Tensor]
 
 
 def token_mean(segments: Segments, whole: Denominators) -> Tensor:
-    """1 / N: every token counts alike (Eq. 4; DAPO, arXiv 2503.14476)."""
+    """Return 1 / N: every token has the same weight (Eq. 4; DAPO, arXiv 2503.14476).
+
+    Args: see `Aggregate` at the top of this file.
+    """
     return (1.0 / whole.tokens).expand(segments.sequence_R.numel())
 
 
 def sequence_mean_token_mean(segments: Segments, whole: Denominators) -> Tensor:
-    """1 / (G |y_i|): every sequence counts alike (GRPO, GSPO)."""
+    """Return 1 / (G |y_i|): every sequence has the same weight (GRPO, GSPO).
+
+    Args: see `Aggregate` at the top of this file.
+    """
     return segments.spread(1.0 / (whole.sequences * segments.lengths_G))
 
 
 def sequence_mean_token_sum(segments: Segments, whole: Denominators) -> Tensor:
-    """1 / G: long sequences count more (Table 3, Panel D)."""
+    """Return 1 / G: a sequence has a weight proportional to its length (Table 3, Panel D).
+
+    Args: see `Aggregate` at the top of this file.
+    """
     return (1.0 / whole.sequences).expand(segments.sequence_R.numel())
 
 

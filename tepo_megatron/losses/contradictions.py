@@ -1,4 +1,4 @@
-"""Choices that contradict each other, and replacements that would change nothing: both are refused with the mend."""
+"""Checks of an objective: refuse parts that contradict each other and replacements without effect, and name the fix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check(o: Objective) -> None:
-    """Raises ConfigError if the parts of an objective contradict each other."""
+    """Raise ConfigError if the parts of an objective contradict each other."""
     if o.beta and o.kl_mask == "none":
         raise ConfigError(f"objective.beta={o.beta} has no effect under objective.kl_mask=none; set beta to 0 or choose a mask")
     if not 0 <= o.clip_low <= 1:
@@ -35,6 +35,7 @@ def check(o: Objective) -> None:
 
 
 def _check_weighting(o: Objective) -> None:
+    """Raise ConfigError if the weighting does not fit the surrogate, or one of its fields is out of range."""
     if o.weighting == "kl_cov" and o.surrogate != "unclipped":
         raise ConfigError(
             f"objective.weighting=kl_cov goes with objective.surrogate=unclipped (its penalty takes the place of clipping), "
@@ -49,6 +50,7 @@ def _check_weighting(o: Objective) -> None:
 
 
 def _check_correction(o: Objective) -> None:
+    """Raise ConfigError if the bounds of the correction exclude or reduce a ratio of 1, which means no mismatch."""
     correction = CORRECTIONS[o.correction]
     if correction is None:
         return
@@ -62,7 +64,7 @@ def _check_correction(o: Objective) -> None:
         raise ConfigError(f"objective.correction_high={high} must be at least 1: below, it weighs down what matches")
 
 
-# key -> (whether the objective makes use of it, what it takes)
+# field -> (whether the objective uses it, what would make it used, for the message)
 _USED: dict[str, tuple[Callable[[Objective], bool], str]] = {
     "clip_low": (lambda o: o.surrogate in ("clip", "stop_gradient"), "surrogate=clip or stop_gradient"),
     "clip_high": (lambda o: o.surrogate in ("clip", "clip_eq4", "stop_gradient"), "surrogate=clip, clip_eq4 or stop_gradient"),
@@ -84,7 +86,13 @@ _USED: dict[str, tuple[Callable[[Objective], bool], str]] = {
 
 
 def check_overrides(objective: Objective, name: str, keys: Iterable[str]) -> None:
-    """Raises ConfigError for a replaced part that the objective, called `name`, makes no use of."""
+    """Raise ConfigError if a replaced field has no effect on the objective.
+
+    Args:
+        objective: The objective after the replacements.
+        name: Its row in `OBJECTIVES`, for the message.
+        keys: The names of the replaced fields.
+    """
     for key in keys:
         used, needs = _USED.get(key, (lambda o: True, ""))
         if not used(objective):

@@ -1,7 +1,12 @@
-"""Corrections of the mismatch between the engine that sampled and the actor that learns, per response row (_R).
+"""Corrections of the rollout/train mismatch, per response row (_R): truncation, sequence masking and IcePop.
 
-Both run the same weights with other kernels, so the tokens come from pi_rollout, not from pi_old. A correction is a weight
-c_R = f(l_old - l_rollout), without gradient, on the surrogate alone; the denominators stay as they are.
+The inference engine and the actor run the same weights with different kernels, so the tokens are samples of pi_rollout, not of
+pi_old. A correction is a function (mismatch_R, segments, low, high) -> weight_R, a `CorrectionFunction`:
+    mismatch_R: l_old - l_rollout in nats
+    segments: the sequence of each row, and sums over sequences
+    low, high: bounds on the ratio pi_old / pi_rollout
+
+The weight has no gradient and multiplies the surrogate alone. The denominators of the loss do not change.
 """
 
 from __future__ import annotations
@@ -20,8 +25,13 @@ CorrectionFunction = Callable[[Tensor, Segments, float, float], Tensor]
 
 @dataclass(frozen=True)
 class Correction:
-    """weight: (l_old - l_rollout of each row, segments, low, high) -> c_R; low, high: its bounds unless others are given (low
-    None: it has none); constant: whether c_R is the same on every token of a sequence.
+    """An entry of `CORRECTIONS`.
+
+    Attributes:
+        weight: The correction function.
+        low: Default lower bound. None: the correction has none.
+        high: Default upper bound.
+        constant: Whether the weight is the same on every token of a sequence.
     """
 
     weight: CorrectionFunction
@@ -31,14 +41,19 @@ class Correction:
 
 
 def truncated(mismatch_R: Tensor, segments: Segments, low: float, high: float) -> Tensor:
-    """min(pi_old / pi_rollout, high): truncated importance sampling per token (Yao et al. 2025, "Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training"). No collective.
+    """Return min(pi_old / pi_rollout, high), truncated importance sampling per token (TIS). No collective.
+
+    Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
+
+    Args: see `CorrectionFunction` at the top of this file. `low` has no effect.
     """
     return exp_clamped(mismatch_R).clamp(max=high)
 
 
 def sequence_masked(mismatch_R: Tensor, segments: Segments, low: float, high: float) -> Tensor:
-    """1 on sequences whose geometric-mean ratio pi_old / pi_rollout lies in [low, high], 0 on the others.
+    """Return 1 on sequences whose geometric-mean ratio pi_old / pi_rollout lies in [low, high], 0 on the others.
+
+    Args: see `CorrectionFunction` at the top of this file.
 
     Collectives (context parallel): one all-reduce of G sums.
     """
@@ -47,12 +62,15 @@ def sequence_masked(mismatch_R: Tensor, segments: Segments, low: float, high: fl
 
 
 def icepop(mismatch_R: Tensor, segments: Segments, low: float, high: float) -> Tensor:
-    """pi_old / pi_rollout where it lies in [low, high], else 0 (IcePop, arXiv 2510.18855). No collective."""
+    """Return pi_old / pi_rollout where it lies in [low, high], else 0 (IcePop, arXiv 2510.18855). No collective.
+
+    Args: see `CorrectionFunction` at the top of this file.
+    """
     ratio_R = exp_clamped(mismatch_R)
     return torch.where((ratio_R >= low) & (ratio_R <= high), ratio_R, 0.0)
 
 
-# The cap 2 is a common one; the other bounds are our choice (for `mis`: a mean of 0.01 nats per token).
+# The cap of 2 is common; the other bounds are our choice (`mis` admits a mean mismatch of 0.01 nats per token).
 CORRECTIONS: dict[str, Correction | None] = {
     "none": None,
     "tis": Correction(truncated, low=None, high=2.0),

@@ -1,4 +1,7 @@
-"""What a loss reports of one microbatch: (numerator, denominator) pairs and histograms, all without gradient."""
+"""Metrics and histograms that a loss reports for one microbatch, all without gradient.
+
+A metric is a (numerator, denominator) pair. Both are summed over microbatches and ranks before the division.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ from torch import Tensor
 
 from tepo_megatron.histogram import counts
 
-# Known on ranks that compute no loss too. A metric whose denominators add up to 0 was not measured.
+# The names are a constant, because ranks that compute no loss need them too. A metric whose denominators add up to 0 was not
+# measured.
 METRICS = (
     "loss/total", "loss/kl", "loss/ref_kl", "loss/clip_fraction", "loss/clip_fraction_low", "loss/clip_fraction_high",
     "tepo/kl_mask_share", "tepo/mask_below_noise", "weighting/affected_share", "correction/weight_mean",
 )  # fmt: skip
-# dH of tokens with A > 0 and with A < 0
+# dH (entropy change, nats) of tokens with A > 0 and with A < 0
 HISTOGRAMS = ("tepo/dH_up", "tepo/dH_down")
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
@@ -23,9 +27,18 @@ Pairs = dict[str, tuple[Tensor, Tensor]]
 class Terms:
     """The parts of a loss, per response row (_R).
 
-    loss: scalar; aggregate_R: the weight of each row; penalty_R: KL to the old policy, masked, before its coefficient;
-    ref_penalty_R: the same to the reference policy, None without one; affected_R: bool, rows that the weighting
-    changes by 1 % or more, None without one; correction_R: None without one.
+    Attributes:
+        loss: Scalar, the loss of the microbatch.
+        advantage_R: Advantage, with the entropy term if the objective has one.
+        ratio_R: Importance ratio, detached.
+        clipped_R: bool, the rows on which the surrogate's bounds act.
+        entropy_change_R: Nats, current minus old entropy.
+        mask_R: bool, the rows with a KL penalty to the old policy.
+        aggregate_R: Weight of the row in the loss, denominators included.
+        penalty_R: Nats, masked KL to the old policy, before its coefficient.
+        ref_penalty_R: Nats, KL to the reference policy, before its coefficient. None: the loss has no such term.
+        affected_R: bool, rows whose weight is below 0.99 or whose penalty is not 0. None: the objective has no weighting.
+        correction_R: Weight of the rollout/train correction. None: the objective has no correction.
     """
 
     loss: Tensor
@@ -42,9 +55,14 @@ class Terms:
 
 
 def metrics(terms: Terms, whole_tokens: Tensor, noise_floor: float | None) -> Pairs:
-    """Pairs by name in METRICS; the denominators of the losses add up to 1 over the minibatch.
+    """Return a (numerator, denominator) pair for each name in METRICS.
 
-    whole_tokens: N of the minibatch; noise_floor: nats, |dH| below it is rounding; None while unknown.
+    The denominators of `loss/total`, `loss/kl` and `loss/ref_kl` add up to 1 over the minibatch. The others are counts of rows.
+
+    Args:
+        terms: The parts of the loss.
+        whole_tokens: Scalar, N response tokens of the minibatch.
+        noise_floor: Nats; |dH| below it is rounding noise. None: not known.
     """
     t = terms
     tokens = t.loss.new_full((), float(t.mask_R.numel()))
@@ -74,6 +92,6 @@ def metrics(terms: Terms, whole_tokens: Tensor, noise_floor: float | None) -> Pa
 
 
 def histograms(terms: Terms) -> dict[str, Tensor]:
-    """Counts by name in HISTOGRAMS."""
+    """Return the counts of dH (int64, one per bin) for each name in HISTOGRAMS."""
     sides = (terms.advantage_R > 0, terms.advantage_R < 0)
     return {name: counts(terms.entropy_change_R, side_R) for name, side_R in zip(HISTOGRAMS, sides, strict=True)}

@@ -1,4 +1,4 @@
-"""Entropy in the objective: as a term of its own, or inside the advantage. Per response row (_R)."""
+"""The entropy term inside the advantage, per response row (_R). The entropy bonus is a line of `Objective.__call__`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from torch import Tensor
 
 
 def advantage_with_entropy(advantage_R: Tensor, entropy_R: Tensor, alpha: float, kappa: float) -> Tensor:
-    """A + min(alpha sg[H], |A| / kappa): uncertain tokens learn more, never with the other sign if kappa > 1.
+    """Return A + min(alpha sg[H], |A| / kappa), which favours tokens of high entropy (arXiv 2506.14758).
 
-    (arXiv 2506.14758.) No gradient through the entropy. What it returns differs from token to token of a sequence.
+    No gradient passes through the entropy. The result differs from token to token of a sequence.
+
+    Args:
+        advantage_R: Advantage A.
+        entropy_R: Entropy H in nats.
+        alpha: Coefficient of the entropy.
+        kappa: The entropy adds |A| / kappa at most; above 1, it cannot change the sign of A.
     """
     return advantage_R + torch.minimum(alpha * entropy_R.detach(), advantage_R.abs() / kappa)

@@ -1,4 +1,4 @@
-"""What a loss is given beside the current statistics."""
+"""The inputs of a loss, apart from the current token statistics."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from tepo_megatron.types import Denominators
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Per response row (_R) of one microbatch.
+    """The inputs for the response rows (_R) of one microbatch.
 
-    advantage_R: constant over each sequence; old_logprob_R, old_entropy_R: nats, of the actor's weights at the start of the
-    rollout batch; rollout_logprob_R: the engine's; segments: which sequence each row belongs to, and how to sum over it;
-    whole: the minibatch's counts; ref_logprob_R: the reference policy's; weights: of the weighting, from
-    `Objective.batch_statistics`; noise_floor: nats, |dH| below it is rounding (for the metrics alone).
+    Attributes:
+        advantage_R: Advantage, constant over each sequence.
+        old_logprob_R: Nats, log-probs under the actor's weights at the start of the rollout batch.
+        old_entropy_R: Nats, entropies under the same weights.
+        rollout_logprob_R: Nats, log-probs that the inference engine reported.
+        segments: The sequence of each row, and sums over sequences.
+        whole: Token and sequence counts of the whole minibatch, the denominators of the loss.
+        ref_logprob_R: Nats, log-probs under the reference policy. None: the objective uses none.
+        weights: Weights from `Objective.batch_statistics`. None: the objective has no weighting.
+        noise_floor: Nats; an entropy change below it is rounding noise. Only metrics use it. None: not known.
     """
 
     advantage_R: Tensor

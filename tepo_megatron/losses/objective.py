@@ -1,6 +1,9 @@
-"""One policy-optimization method: a choice of ratio, surrogate, weights, penalties and aggregation, as a loss.
+"""One policy-optimization method as a loss: a choice of ratio, surrogate, weighting, penalties and aggregation.
 
-loss = -sum_R a * ( c * lambda * surrogate(ratio, A) - beta * M * KL(old) - rho * |l - l_old| - ref_beta * KL(ref) + alpha * H )
+loss = -sum_R a * ( c * lambda * surrogate(ratio, A) - rho * |l - l_old| - beta * M * KL(old) - ref_beta * KL(ref) + alpha * H )
+
+The sum runs over response rows. a: weight of the row in the mean (aggregate.py); c: correction of the rollout/train mismatch;
+lambda, rho: weight and penalty of the weighting; A: advantage; l: log-prob; M: KL mask; H: entropy; alpha: entropy_coefficient.
 """
 
 from __future__ import annotations
@@ -40,40 +43,41 @@ _TABLES: dict[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """A row of the table `OBJECTIVES`; the parts are names in RATIOS, SURROGATES, ESTIMATORS, MASKS, WEIGHTINGS, CORRECTIONS,
-    AGGREGATES and ADVANTAGES.
+    """A method, callable as its loss. Each string names an entry of RATIOS, SURROGATES, ESTIMATORS (`kl`, `ref_kl`), MASKS,
+    WEIGHTINGS, CORRECTIONS, AGGREGATES or ADVANTAGES.
 
-    Raises ConfigError for a name that is in no table and for parts that contradict each other.
+    Raises:
+        ConfigError: A name is in no table, or parts contradict each other.
     """
 
     ratio: str
     surrogate: str = "clip"
     clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2  # see clip_low
-    dual_clip: float | None = None  # above 1: bounds what a wrong answer that became likelier can cost
+    dual_clip: float | None = None  # dual-clip constant c > 1: floors the surrogate at c * A where A < 0; None: no floor
     aggregate: str = "token_mean"
     advantage: str = "std"
-    kl: str = "k3"  # to the old policy
-    kl_mask: str = "none"  # the tokens that bear it
-    kl_entropy_tolerance: float = 0.0  # nats
-    beta: float = 0.0  # of the KL to the old policy
-    ref_kl: str = "k3"  # to the reference policy
-    ref_beta: float = 0.0
-    ref_kl_in: str = "loss"  # "loss", or "reward": taken from each reward before advantages are
-    entropy_coefficient: float = 0.0  # of the mean entropy in J: above 0 raises it, below 0 lowers it
-    advantage_alpha: float = 0.0  # entropy inside the advantage
-    advantage_kappa: float = 2.0  # it adds |A| / kappa at most
-    weighting: str = "none"  # from the whole minibatch
-    cov_share: float = 2e-4  # of the tokens, picked by clip_cov or kl_cov
-    cov_low: float = 1.0  # clip_cov: the covariance of tokens that can be picked lies above it
-    cov_high: float = 5.0  # and below this
-    cov_beta: float = 1.0  # kl_cov: of the penalty on picked tokens
+    kl: str = "k3"  # estimator of the KL to the old policy
+    kl_mask: str = "none"  # the tokens on which that KL is charged
+    kl_entropy_tolerance: float = 0.0  # nats: the mask counts an entropy change up to this as none
+    beta: float = 0.0  # coefficient of the KL to the old policy
+    ref_kl: str = "k3"  # estimator of the KL to the reference policy
+    ref_beta: float = 0.0  # coefficient of the KL to the reference policy
+    ref_kl_in: str = "loss"  # "loss", or "reward": subtract the KL from each reward before advantages are computed
+    entropy_coefficient: float = 0.0  # entropy bonus: above 0 the loss raises the mean entropy, below 0 it lowers it
+    advantage_alpha: float = 0.0  # coefficient of the entropy inside the advantage
+    advantage_kappa: float = 2.0  # that entropy adds |A| / kappa at most
+    weighting: str = "none"  # token weights that depend on the whole minibatch
+    cov_share: float = 2e-4  # clip_cov, kl_cov: share of the tokens to pick
+    cov_low: float = 1.0  # clip_cov: only tokens with a covariance above this can be picked
+    cov_high: float = 5.0  # clip_cov: and below this
+    cov_beta: float = 1.0  # kl_cov: coefficient of the penalty on picked tokens
     steer_lambda_min: float = 0.8  # steer: the smallest weight
-    correction: str = "none"  # of the rollout/train mismatch
-    correction_low: float | None = None  # None: the correction's own
-    correction_high: float | None = None  # likewise
-    dynamic_sampling: bool = False  # further prompts take the place of groups that teach nothing
-    overlong_shaping: bool = False  # a response that nearly fills its room is worth less
+    correction: str = "none"  # correction of the rollout/train mismatch
+    correction_low: float | None = None  # lower bound of the correction; None: its default in CORRECTIONS
+    correction_high: float | None = None  # upper bound, likewise
+    dynamic_sampling: bool = False  # sample further prompts to replace groups whose scores are all equal
+    overlong_shaping: bool = False  # subtract a penalty from the reward of responses close to the length limit
 
     def __post_init__(self) -> None:
         for part, table in _TABLES.items():
@@ -83,15 +87,15 @@ class Objective:
         contradictions.check(self)
 
     def replace(self, **parts: Any) -> Objective:
-        """The same method with other parts; None keeps the row's own."""
+        """Return the same method with these fields replaced. A field given as None keeps its value."""
         return dataclasses.replace(self, **{k: v for k, v in parts.items() if v is not None})
 
     @property
     def has_constant_factors(self) -> bool:
-        """Whether all that multiplies the ratio is the same on every token of a sequence.
+        """Return whether every factor of the ratio is the same on all tokens of a sequence (`constant_factors` in ratio.py).
 
-        The group's advantage, the denominators and the loss mask are; entropy in the advantage, a weighting and a correction
-        per token are not.
+        The group's advantage and the denominators are. Entropy inside the advantage is not, nor is a weighting or a correction
+        whose values differ from token to token.
         """
         weighting, correction = WEIGHTINGS[self.weighting], CORRECTIONS[self.correction]
         return (
@@ -102,7 +106,7 @@ class Objective:
 
     @property
     def correction_bounds(self) -> tuple[float, float]:
-        """Lower and upper bound of the correction; 0 where it has no lower one."""
+        """Return the lower and the upper bound of the correction. The lower bound is 0 where the correction has none."""
         own = CORRECTIONS[self.correction]
         low, high = (own.low or 0.0, own.high) if own else (0.0, 1.0)
         return (
@@ -112,14 +116,16 @@ class Objective:
 
     @property
     def needs_batch_statistics(self) -> bool:
-        """Whether `batch_statistics` must be called before any backward."""
+        """Return whether `batch_statistics` must be called before any backward of an update."""
         return self.weighting != "none"
 
     def batch_statistics(self, stats_N: TokenStats, inputs_N: LossInputs, keys_N: Tensor) -> BatchStatistics:
-        """The weighting's weights of all N response tokens of a minibatch; no collective, no gradient.
+        """Return the weights that the weighting gives to all N response tokens of a minibatch. No collective, no gradient.
 
-        stats_N: of the current weights; inputs_N: its rows are all N tokens, its segments know no group; keys_N: int64, random
-        numbers that belong to the tokens.
+        Args:
+            stats_N: Log-probs and entropies under the current weights.
+            inputs_N: Loss inputs whose rows are all N tokens, with segments that have no context-parallel group.
+            keys_N: int64, a random number for each token, the same in every layout.
         """
         weighting = WEIGHTINGS[self.weighting]
         assert weighting is not None
@@ -133,10 +139,10 @@ class Objective:
         return weighting.statistics(tokens, options)
 
     def __call__(self, stats: TokenStats, inputs: LossInputs) -> LossOutput:
-        """This rank's part of the loss of a minibatch.
+        """Return the part of the minibatch's loss that the rows of one microbatch on this rank contribute.
 
-        Gradients: through stats.logprob_R, and through stats.entropy_R for the entropy term alone: dH of the mask and the
-        entropy inside an advantage are numbers, not functions. Collectives: those of the ratio and of the correction.
+        Gradients: through `stats.logprob_R`; through `stats.entropy_R` by the entropy bonus alone, since the mask's dH and the
+        entropy inside the advantage are detached. Collectives: those of the ratio and of the correction.
         """
         segments = inputs.segments
         advantage_R = self._advantage(inputs.advantage_R, stats.entropy_R)
@@ -176,6 +182,7 @@ class Objective:
         return LossOutput(loss, metrics, diagnostics.histograms(terms), ratio_R)
 
     def _advantage(self, advantage_R: Tensor, entropy_R: Tensor) -> Tensor:
+        """Return the advantage, with the entropy term if the objective has one."""
         if not self.advantage_alpha:
             return advantage_R
         return advantage_with_entropy(advantage_R, entropy_R, self.advantage_alpha, self.advantage_kappa)

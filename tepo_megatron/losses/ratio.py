@@ -1,7 +1,10 @@
 """Importance ratios pi_theta / pi_old, per response row (_R).
 
-A ratio is a function (log_ratio_R, segments, constant_factors) -> ratio_R. `constant_factors` says that whatever multiplies
-the ratio (advantage, weight, mask, denominator) is the same on every token of a sequence.
+A ratio is a function (log_ratio_R, segments, constant_factors) -> ratio_R, a `RatioFunction`:
+    log_ratio_R: l - l_old in nats, the current minus the old log-prob of each response token
+    segments: the sequence of each row, and sums over sequences
+    constant_factors: whether all that multiplies the ratio (advantage, weight, mask, denominator) is the same on every token of
+        a sequence, so that the sequence ratio may skip its collective in backward
 """
 
 from __future__ import annotations
@@ -13,32 +16,39 @@ from torch import Tensor
 
 from tepo_megatron.ops.segments import Segments
 
-# exp of more than this says nothing (e^20 = 5e8), and fp32 overflows at 88.
+# A larger log-ratio carries no information (e^20 = 5e8), and exp overflows fp32 at 88.
 MAX_LOG_RATIO = 20.0
 
 RatioFunction = Callable[[Tensor, Segments, bool], Tensor]
 
 
 def exp_clamped(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio clamped to +-20 nats; outside, the gradient is 0."""
+    """Return exp of the log-ratio clamped to +-20 nats. Outside that range the gradient is 0."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def token_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bool) -> Tensor:
-    """r_t = exp(l_t - l_old_t). PPO (arXiv 1707.06347), GRPO (arXiv 2402.03300). No collective."""
+    """Return r_t = exp(l_t - l_old_t), the token ratio of PPO (arXiv 1707.06347) and GRPO (arXiv 2402.03300). No collective.
+
+    Args: see `RatioFunction` at the top of this file.
+    """
     return exp_clamped(log_ratio_R)
 
 
 def sequence_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bool) -> Tensor:
-    """w_i = exp(sum_t (l_t - l_old_t) / |y_i|), the geometric mean of the token ratios (Section 3.3.1; Algorithm 1, line 11).
+    """Return w_i = exp(sum_t (l_t - l_old_t) / |y_i|) for each row of sequence i: TEPO's sequence-level ratio.
 
-    Gradient: that of the formula. Unclipped and with a constant A it is dJ/dl_t = w_i A / D for every token t of the
-    sequence; line 21 of Algorithm 1 prints it without the sum over the tokens whose loss w_i enters, and so with a
-    spurious 1/|y_i|.
+    It is the geometric mean of the token ratios (Section 3.3.1; Algorithm 1, line 11; also GSPO, arXiv 2507.18071).
 
-    Collectives (context parallel): forward one all-reduce of G sums. Backward none if `constant_factors`: the |y_i| equal
-    terms of that sum cancel 1/|y_i|, so each token may carry its own share, exp(sg[s_i] + l_t - sg[l_t]), without
-    hearing of the others. Otherwise one all-reduce of G gradients.
+    Args: see `RatioFunction` at the top of this file.
+
+    Gradient: that of the formula. Unclipped and with a constant A it is dJ/dl_t = w_i A / D for every token t of the sequence,
+    where D is the denominator of the aggregation. Line 21 of Algorithm 1 omits the sum over the |y_i| tokens whose loss
+    contains w_i, and so prints a spurious 1/|y_i|.
+
+    Collectives (context parallel): forward one all-reduce of G sums. Backward: none with `constant_factors`, else one
+    all-reduce of G gradients. With constant factors the |y_i| loss terms that contain w_i are equal, and their sum cancels
+    1/|y_i|. Each token then uses w_i = exp(sg[log w_i] + l_t - sg[l_t]), whose gradient needs no value from other ranks.
     """
     if constant_factors:
         log_w_R = segments.spread(segments.mean_detached(log_ratio_R))
@@ -47,17 +57,24 @@ def sequence_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bo
 
 
 def prefix_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bool) -> Tensor:
-    """r_t = exp(sum_{j <= t} (l_j - l_old_j) / t), the geometric mean of the token ratios up to t (Table 5, Prefix Importance
-    Sampling).
+    """Return r_t = exp(sum_{j <= t} (l_j - l_old_j) / t), the geometric mean of the token ratios up to t.
 
-    Gradient: that of the formula; token j enters the ratios of all t >= j, with 1/t. Collectives (context parallel): one
-    all-reduce of G x 2 cp sums in forward, one in backward.
+    The paper calls it Prefix Importance Sampling (Table 5).
+
+    Args: see `RatioFunction` at the top of this file.
+
+    Gradient: that of the formula. Token j enters the ratio of every t >= j, with weight 1/t.
+    Collectives (context parallel): one all-reduce of G x chunks sums in forward, one of the same size in backward. A sequence
+    has 2 cp chunks, and one more where prompts are shared.
     """
     return exp_clamped(segments.running_mean(log_ratio_R))
 
 
 def no_ratio(log_ratio_R: Tensor, segments: Segments, constant_factors: bool) -> Tensor:
-    """1: no importance sampling (GPG, arXiv 2504.02546). No collective, no gradient."""
+    """Return 1: no importance sampling (GPG, arXiv 2504.02546). No collective, no gradient.
+
+    Args: see `RatioFunction` at the top of this file.
+    """
     return torch.ones_like(log_ratio_R)
 
 

@@ -1,7 +1,10 @@
-"""Weights that depend on the whole minibatch: which tokens, out of all N, learn less, and which pay for moving.
+"""Token weights and penalties that depend on the whole minibatch: Clip-Cov, KL-Cov and STEER.
 
-A weighting is a function (MinibatchTokens, WeightingOptions) -> BatchStatistics. It runs once per optimizer step, before any
-backward, over all ranks' tokens at once, so its means, maxima and top-k are those of the minibatch. No gradient passes through.
+A weighting is a function (tokens, options) -> BatchStatistics:
+    tokens: the N response tokens of all ranks and microbatches, so that means, maxima and top-k are those of the minibatch
+    options: shares, bounds and coefficients from the objective
+
+It runs once per optimizer step, before any backward. No gradient passes through it.
 """
 
 from __future__ import annotations
@@ -20,8 +23,13 @@ from tepo_megatron.losses.ratio import exp_clamped
 class MinibatchTokens:
     """All N response tokens of a minibatch, without gradient.
 
-    logprob_N, entropy_N: nats, of the current weights; log_ratio_N: l - l_old; clipped_N: bool, rows on which the surrogate's
-    bounds act; key_N: int64, a random number that belongs to the token, not to its place (ties and draws are settled by it).
+    Attributes:
+        advantage_N: Advantage A, with the entropy term if the objective has one.
+        logprob_N: Nats, log-probs l under the current weights.
+        entropy_N: Nats, entropies H under the current weights.
+        log_ratio_N: Nats, l - l_old.
+        clipped_N: bool, the rows on which the surrogate's bounds act.
+        key_N: int64, a random number that belongs to the token, whatever its place in the batch. It decides ties and draws.
     """
 
     advantage_N: Tensor
@@ -33,14 +41,20 @@ class MinibatchTokens:
 
     @property
     def covariance_N(self) -> Tensor:
-        """(A - mean A)(l - mean l), whose mean over the tokens is Cov(A, l)."""
+        """Return (A - mean A)(l - mean l) of each token. Its mean over the tokens is Cov(A, l)."""
         return (self.advantage_N - self.advantage_N.mean()) * (self.logprob_N - self.logprob_N.mean())
 
 
 @dataclass(frozen=True)
 class WeightingOptions:
-    """share: of the N tokens, at least one token; low, high: bounds on the covariance; beta: coefficient of |l - l_old|;
-    lambda_min: the smallest weight.
+    """The weighting's fields of an objective.
+
+    Attributes:
+        share: Share of the N tokens to pick; at least one token is picked.
+        low: Clip-Cov picks among tokens with a covariance above this.
+        high: Clip-Cov picks among tokens with a covariance below this.
+        beta: KL-Cov's coefficient of |l - l_old|.
+        lambda_min: STEER's smallest weight.
     """
 
     share: float
@@ -52,7 +66,7 @@ class WeightingOptions:
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """weight_R multiplies the surrogate, penalty_R multiplies |l - l_old|; of the rows of one microbatch."""
+    """The weights of one microbatch's rows: weight_R multiplies the surrogate, penalty_R multiplies |l - l_old|."""
 
     weight_R: Tensor
     penalty_R: Tensor
@@ -60,27 +74,35 @@ class TokenWeights:
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """What a weighting found: `TokenWeights` of all N tokens of the minibatch."""
+    """The result of a weighting: the fields of `TokenWeights` for all N tokens of the minibatch."""
 
     weight_N: Tensor
     penalty_N: Tensor
 
     def rows(self, token_R: Tensor) -> TokenWeights:
-        """Those of a microbatch's rows; token_R: their places among the N tokens."""
+        """Return the weights of the rows whose indices among the N tokens are `token_R` (int64)."""
         return TokenWeights(self.weight_N[token_R], self.penalty_N[token_R])
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """statistics: what it computes; constant: whether weight_N is 1 throughout."""
+    """An entry of `WEIGHTINGS`.
+
+    Attributes:
+        statistics: The weighting function.
+        constant: Whether weight_N is 1 on every token. `Objective.has_constant_factors` depends on it.
+    """
 
     statistics: Callable[[MinibatchTokens, WeightingOptions], BatchStatistics]
     constant: bool = False
 
 
 def clip_cov(tokens: MinibatchTokens, options: WeightingOptions) -> BatchStatistics:
-    """Clip-Cov (arXiv 2505.22617): `share` of the tokens, drawn from those with a covariance in (low, high) that the surrogate
-    does not clip anyway, learn nothing.
+    """Return weight 0 for randomly drawn tokens with a high covariance, 1 for the others (Clip-Cov, arXiv 2505.22617).
+
+    `share` of all tokens is drawn, from the tokens with a covariance in (low, high) that the surrogate does not clip already.
+
+    Args: see the top of this file.
     """
     covariance_N = tokens.covariance_N
     candidate_N = ~tokens.clipped_N & (covariance_N > options.low) & (covariance_N < options.high)
@@ -90,19 +112,27 @@ def clip_cov(tokens: MinibatchTokens, options: WeightingOptions) -> BatchStatist
 
 
 def kl_cov(tokens: MinibatchTokens, options: WeightingOptions) -> BatchStatistics:
-    """KL-Cov (arXiv 2505.22617): the `share` of the tokens with the largest covariance pay beta |l - l_old|."""
+    """Return the penalty coefficient beta of |l - l_old| for the tokens with the largest covariance (KL-Cov, arXiv 2505.22617).
+
+    `share` of all tokens is picked; the others have penalty 0. All weights are 1.
+
+    Args: see the top of this file.
+    """
     covariance_N = tokens.covariance_N
-    shuffled = tokens.key_N.argsort()  # ties fall as the keys do, not as the tokens happen to lie
+    shuffled = tokens.key_N.argsort()  # the keys decide ties, so that the layout of the tokens does not
     largest = shuffled[covariance_N[shuffled].argsort(descending=True, stable=True)[: _count(tokens, options)]]
     chosen_N = _marked(largest, tokens.clipped_N)
     return BatchStatistics(torch.ones_like(covariance_N), options.beta * chosen_N.to(covariance_N))
 
 
 def steer(tokens: MinibatchTokens, options: WeightingOptions) -> BatchStatistics:
-    """STEER (arXiv 2510.10150; "STEEL" in the TEPO paper): tokens whose step would change the entropy much learn less.
+    """Return smaller weights for tokens whose update would change the entropy more (STEER, arXiv 2510.10150).
 
-    lambda = clamp(exp(-k |Omega|), lambda_min, 1), Omega = A r (1 - pi) (ln pi + H) the token's estimated entropy change and
-    k = -ln lambda_min / max(max |Omega|, 0.02), so the largest change of the minibatch gets lambda_min.
+    The TEPO paper calls it STEEL. The weight is lambda = clamp(exp(-k |Omega|), lambda_min, 1), where
+    Omega = A r (1 - pi) (ln pi + H) is the estimated entropy change of the token. k = -ln lambda_min / max(max |Omega|, 0.02)
+    gives lambda_min to the largest change of the minibatch, if that is at least 0.02.
+
+    Args: see the top of this file.
     """
     ratio_N, not_chosen_N = exp_clamped(tokens.log_ratio_N), -torch.expm1(tokens.logprob_N)  # 1 - pi, exact near 0
     omega_N = (tokens.advantage_N * ratio_N * not_chosen_N * (tokens.logprob_N + tokens.entropy_N)).abs()
@@ -112,10 +142,12 @@ def steer(tokens: MinibatchTokens, options: WeightingOptions) -> BatchStatistics
 
 
 def _count(tokens: MinibatchTokens, options: WeightingOptions) -> int:
+    """Return the number of tokens to pick, at least 1."""
     return max(1, math.floor(options.share * tokens.key_N.numel()))
 
 
 def _marked(indices: Tensor, like_N: Tensor) -> Tensor:
+    """Return a bool mask [N] that is True at `indices`."""
     marked_N = torch.zeros_like(like_N, dtype=torch.bool)
     marked_N[indices] = True
     return marked_N

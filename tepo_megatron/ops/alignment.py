@@ -1,4 +1,4 @@
-"""What a mesh asks of the lengths of packed sequences. Without torch: plans are made where none is needed."""
+"""Padding of packed sequences, as the mesh requires it. It imports no torch, because `tepo plan` runs without."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Alignment:
-    """What the mesh asks of packed lengths.
+    """The padding that the mesh requires of packed sequences and microbatches.
 
-    sequence: every sequence is padded to a multiple of it (2 cp: the zigzag halves); total: the tokens of a context-parallel
-    rank are a multiple of it (tp under sequence parallelism, times 16 or 128 in FP8); fixed: tokens over all context-parallel
-    ranks that a microbatch has at least, so that all have the same where none is planned with more; 0: as many as it needs.
+    Attributes:
+        cp: Number of context-parallel ranks.
+        total: The tokens of a microbatch on one context-parallel rank are padded to a multiple of this: tp under sequence
+            parallelism, times 16 or 128 in FP8.
+        fixed: Minimum tokens of a microbatch over all context-parallel ranks. If no microbatch is planned with more, all have
+            the same length. 0: no minimum.
     """
 
     cp: int = 1
@@ -22,24 +25,24 @@ class Alignment:
 
     @property
     def sequence(self) -> int:
-        """Padding of one sequence, in tokens over all context-parallel ranks."""
+        """Return the multiple to which each sequence is padded, over all context-parallel ranks: 2 cp, its zigzag chunks."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def step(self) -> int:
-        """What the tokens of a microbatch are a multiple of, over all context-parallel ranks."""
+        """Return the multiple to which a microbatch is padded, in tokens over all context-parallel ranks."""
         return math.lcm(self.sequence, self.cp * self.total)
 
     def padded_one(self, length: int) -> int:
-        """A sequence's tokens with its own padding."""
+        """Return the length of one sequence with its own padding, in tokens over all context-parallel ranks."""
         return -(-length // self.sequence) * self.sequence
 
     def room(self, max_tokens: int) -> int:
-        """Tokens of padded sequences that fit into a microbatch of `max_tokens`, whose total is padded too; at least 1."""
+        """Return the capacity for padded sequences of a microbatch of `max_tokens`, whose total is padded too. At least 1."""
         return max(1, max_tokens // self.step * self.step)
 
     def padded(self, lengths: Sequence[int]) -> list[int]:
-        """Padded lengths over all context-parallel ranks; the last sequence takes up what the total needs."""
+        """Return the padded lengths over all context-parallel ranks. The last sequence gets the padding of the total."""
         out = [self.padded_one(n) for n in lengths]
         out[-1] += -(-max(sum(out), self.fixed) // self.step) * self.step - sum(out)
         return out

@@ -1,6 +1,6 @@
-"""Sequences over data-parallel ranks and microbatches by cost: two greedy assignments, O(n log n).
+"""Greedy assignment of sequences to data-parallel ranks, and of a rank's sequences to microbatches, by cost. O(n log n).
 
-Places are indices into `Items`, whose order (the longest first, as a rule) is the order in which sequences are assigned.
+Sequences are named by their index into `Items`. They are assigned in that order, as a rule the longest first.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_HALVINGS = 24  # of the search for the time of the slowest rank
+_HALVINGS = 24  # bisection steps in the search for the time of the slowest rank
 
 
 @dataclass(frozen=True)
 class Items:
-    """cost and padded tokens of each sequence, and the tokens that a microbatch may hold; no sequence has more than those."""
+    """The sequences to assign.
+
+    Attributes:
+        costs: Cost of each sequence, in any unit.
+        tokens: Padded tokens of each sequence, at most `room`.
+        room: Capacity of a microbatch in tokens.
+    """
 
     costs: list[float]
     tokens: list[int]
@@ -23,13 +29,25 @@ class Items:
 
 
 def assign_ranks(costs: Sequence[float], dp: int, count: int, bubble: float, group_longest: bool) -> list[list[int]]:
-    """The sequences of each of `dp` ranks, so that the slowest is fast: a rank with work S, in `count` microbatches of which
-    the largest costs M >= S / count, takes S + bubble x M.
+    """Return the sequences of each rank, assigned so that the slowest rank takes little time.
 
-    A long sequence makes M, and so the bubble, large; a second one on the same rank adds nothing to it. With `group_longest`,
-    those that cost more than a mean microbatch are therefore put together, on as few ranks as let all ranks end at the same
-    time T; T is found by bisection, as in MULTIFIT (Coffman, Garey, Johnson 1978). The others go to the rank that would end
-    first (longest processing time first, Graham 1969).
+    The model: a rank with total cost S, in `count` microbatches of which the largest costs M >= S / count, takes the time
+    S + bubble x M.
+
+    A long sequence makes M large, and with it the bubble; a second one on the same rank adds nothing to the bubble. With
+    `group_longest`, sequences that cost more than a mean microbatch are therefore put together, on as few ranks as let all
+    ranks end at the same time T. T is found by bisection, as in MULTIFIT (Coffman, Garey, Johnson 1978). Each of the other
+    sequences goes to the rank that would end first (longest processing time first, Graham 1969).
+
+    Args:
+        costs: Cost of each sequence, in the order of assignment.
+        dp: Number of data-parallel ranks.
+        count: Microbatches per rank.
+        bubble: Idle time of a pipeline stage, in microbatches (`Pipeline.bubble`).
+        group_longest: Whether to put long sequences together. It requires descending costs.
+
+    Returns:
+        Indices into `costs` for each rank.
     """
     ranks: list[list[int]] = [[] for _ in range(dp)]
     work, largest = [0.0] * dp, [0.0] * dp
@@ -50,12 +68,12 @@ def assign_ranks(costs: Sequence[float], dp: int, count: int, bubble: float, gro
 
 
 def _grouped(costs: Sequence[float], dp: int, count: int, bubble: float) -> list[int]:
-    """How many of the longest sequences, in turn, to put on the first rank, the second, and so on; [] for nothing to group."""
+    """Return how many of the longest sequences to put on the first rank, on the second, and so on; [] if none are grouped."""
     total = sum(costs)
     long = [c for c in costs if c * dp * count > total]
 
     def groups(end: float) -> tuple[list[int], float]:
-        """Ranks of long sequences that end in time, and the work that all ranks together can take until then."""
+        """Return the number of long sequences on each rank that ends at `end`, and the cost that all ranks can take by then."""
         sizes: list[int] = []
         work = largest = capacity = 0.0
         for cost in long:
@@ -78,14 +96,19 @@ def _grouped(costs: Sequence[float], dp: int, count: int, bubble: float) -> list
 
 
 def fill(sequences: Sequence[int], items: Items, weights: Sequence[float]) -> list[list[int]] | None:
-    """The sequences of one rank in microbatches whose costs are as `weights`; None where one finds no room.
+    """Return the sequences of one rank in microbatches whose costs are proportional to `weights`; None if one does not fit.
 
-    Each goes to the microbatch that lacks most of its share, of those with room.
+    Each sequence goes to the microbatch that is furthest below its share of the cost, among those with enough free tokens.
+
+    Args:
+        sequences: The rank's sequences, in the order of assignment.
+        items: Costs and tokens of all sequences.
+        weights: Relative cost of each microbatch.
     """
     share = sum(items.costs[i] for i in sequences) / sum(weights)
     lacking = [(-share * weight, m) for m, weight in enumerate(weights)]
     heapq.heapify(lacking)
-    parked: list[tuple[int, float, int]] = []  # those without room, until shorter sequences come: (-room, -lack, m)
+    parked: list[tuple[int, float, int]] = []  # microbatches too full for the current length: (-room, -lack, m)
     out: list[list[int]] = [[] for _ in weights]
     room = [items.room] * len(weights)
     for i in sequences:
@@ -105,8 +128,15 @@ def fill(sequences: Sequence[int], items: Items, weights: Sequence[float]) -> li
 
 
 def fill_tightly(sequences: Sequence[int], items: Items, count: int) -> list[list[int]] | None:
-    """The sequences of one rank in `count` microbatches, each in the fullest that has room (best fit); None where one finds
-    none."""
+    """Return the sequences of one rank in `count` microbatches by best fit; None if one does not fit.
+
+    Each sequence goes to the fullest microbatch that can still hold it.
+
+    Args:
+        sequences: The rank's sequences, in the order of assignment.
+        items: Costs and tokens of all sequences.
+        count: Number of microbatches.
+    """
     out: list[list[int]] = [[] for _ in range(count)]
     rooms = [(items.room, m) for m in range(count)]  # ascending
     for i in sequences:

@@ -1,8 +1,8 @@
-"""Megatron's layout of a sequence over context-parallel (CP) ranks: zigzag.
+"""Megatron's zigzag layout of a sequence over context-parallel (CP) ranks.
 
-A sequence is cut into 2 cp chunks of equal length; rank r holds chunks r and 2 cp - 1 - r, in this order. An early chunk, which
-attends to little, travels with a late one, so causal attention costs every rank the same. Packed sequences are cut one by one.
-Pure functions; nothing here communicates."""
+A sequence is split into 2 cp chunks of equal length; rank r holds chunks r and 2 cp - 1 - r, in this order. An early chunk,
+which attends to few tokens, is paired with a late one, so that causal attention costs every rank the same. Packed sequences are
+split one by one. All functions are pure; nothing here communicates."""
 
 from __future__ import annotations
 
@@ -13,15 +13,27 @@ from torch import Tensor
 
 
 def zigzag_chunks(cp_size: int, cp_rank: int) -> tuple[int, ...]:
-    """The chunks of a rank, out of 2 cp_size; without context parallelism (cp_size 1) the sequence is one chunk."""
+    """Return the chunks that a rank holds, of 2 cp_size chunks per sequence.
+
+    Args:
+        cp_size: Number of context-parallel ranks. With 1, the whole sequence is chunk 0.
+        cp_rank: Rank among them.
+    """
     return (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
 
 
 def shard_zigzag_packed(x_S: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int, dim: int) -> Tensor:
-    """This rank's part of each of several sequences packed along `dim`, packed again: [..., S, ...] -> [..., S / cp_size, ...].
+    """Return this rank's chunks of sequences packed along `dim`, packed again: [..., S, ...] -> [..., S / cp_size, ...].
 
-    cu_seqlens: integer [G + 1], where each sequence starts, and S. Raises ValueError unless 2 cp_size divides every length (any
-    length without context parallelism).
+    Args:
+        x_S: Tensor with S packed tokens along `dim`.
+        cu_seqlens: Integer [G + 1], the start of each sequence, and S.
+        cp_size: Number of context-parallel ranks. With 1, `x_S` is returned as it is.
+        cp_rank: Rank among them.
+        dim: Dimension of the tokens.
+
+    Raises:
+        ValueError: With context parallelism, 2 cp_size does not divide the length of a sequence.
     """
     if cp_size == 1:
         return x_S
@@ -29,25 +41,37 @@ def shard_zigzag_packed(x_S: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: 
 
 
 def zigzag_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """Which of the S packed tokens a rank holds, in its order: int64 [S / cp_size], on the device of `cu_seqlens`.
+    """Return the indices of the packed tokens that a rank holds, in its order: int64 [S / cp_size], on `cu_seqlens`' device.
 
-    Raises ValueError as `shard_zigzag_packed` does.
+    Args:
+        cu_seqlens: Integer [G + 1], the start of each sequence, and S.
+        cp_size: Number of context-parallel ranks.
+        cp_rank: Rank among them.
+
+    Raises:
+        ValueError: With context parallelism, 2 cp_size does not divide the length of a sequence.
     """
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     _check_lengths(lengths.tolist(), cp_size)
     pieces = zigzag_chunks(cp_size, cp_rank)
     chunk = lengths // (1 if cp_size == 1 else 2 * cp_size)
-    first = torch.stack([starts + i * chunk for i in pieces], dim=1).flatten()  # of every piece, in the rank's order
+    first = torch.stack([starts + i * chunk for i in pieces], dim=1).flatten()  # of every chunk, in the rank's order
     return concatenated_ranges(first, chunk.repeat_interleave(len(pieces)))
 
 
 def concatenated_ranges(first: Tensor, size: Tensor) -> Tensor:
-    """first[0], first[0] + 1, ... (size[0] of them), first[1], ...: int64 [sum of size]. Both arguments: int64 [n]."""
+    """Return n ranges of consecutive integers, one after another: int64 [sum of size].
+
+    Args:
+        first: int64 [n], the first integer of each range.
+        size: int64 [n], the length of each range; it may be 0.
+    """
     before = size.cumsum(0) - size
     return torch.arange(int(size.sum()), device=size.device) + (first - before).repeat_interleave(size)
 
 
 def _check_lengths(lengths: Sequence[int], cp_size: int) -> None:
+    """Raise ValueError if a length cannot be split into equal zigzag chunks."""
     if cp_size == 1:
         return
     for i, length in enumerate(lengths):

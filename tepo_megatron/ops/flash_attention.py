@@ -1,10 +1,11 @@
-"""Flash attention that tells its log-sum-exp, and the share that some keys have in a softmax over more of them.
+"""Flash attention that returns its log-sum-exp, so that calls over different keys can be merged into one softmax.
 
 Legend: n sequences, H heads, K key-value heads (K divides H), Lq queries and Lk keys of a sequence, D channels.
 
-The backward of flash attention keeps no probabilities: it computes exp(score - log-sum-exp) again, and the gradient of the
-scores from it, the output and its gradient (arXiv 2205.14135, algorithm 4). None of that asks where the other keys are. Given
-output and log-sum-exp of a softmax over more keys than the call at hand has, it returns these keys' share of the gradients.
+The backward of flash attention stores no probabilities. It recomputes exp(score - log-sum-exp), and derives the gradient of the
+scores from that, the output and the output's gradient (arXiv 2205.14135, algorithm 4). No step needs the other keys. A call
+whose keys are a part of a softmax, given the output and the log-sum-exp of the whole softmax, therefore returns the exact
+contribution of its keys to the gradients.
 """
 
 from __future__ import annotations
@@ -20,37 +21,61 @@ from tepo_megatron.errors import ConfigError
 
 aten = torch.ops.aten
 _LSE_ALIGNMENT = 32  # rows to which CUDA's memory-efficient attention pads its log-sum-exp
-_BIAS_ALIGNMENT = 8  # elements to which it wants the rows of a bias aligned
+_BIAS_ALIGNMENT = 8  # elements to which it requires the rows of a bias to be aligned
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Which a query sees: all; those up to itself (causal, Lq = Lk); those where `mask`, bool [n or 1, 1, Lq, Lk], is True."""
+    """The keys that a query attends to: by default all of them.
+
+    Attributes:
+        causal: Only the keys up to the query itself (Lq = Lk).
+        mask: bool [n or 1, 1, Lq, Lk], True where a query attends to a key. None: no mask.
+    """
 
     causal: bool = False
     mask: Tensor | None = None
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """0 where a key is seen, else -inf."""
+        """Return the mask as a bias of the scores, 0 where a query attends to a key and -inf elsewhere; None without a mask."""
         if self.mask is None:
             return None
         return torch.zeros(self.mask.shape, dtype=dtype, device=self.mask.device).masked_fill_(~self.mask, -torch.inf)
 
 
 class Flash(Protocol):
-    """Of a platform. scale: of the scores, 1 / sqrt(D) where None."""
+    """The flash attention of a platform."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float | None) -> tuple[Tensor, Tensor]:
-        """[n, H, Lq, D], [n, K, Lk, D] twice -> output [n, H, Lq, D], log-sum-exp [n, H, Lq] (fp32, fp64 of fp64)."""
+        """Return the output [n, H, Lq, D] and the log-sum-exp of the scores [n, H, Lq] (fp32; fp64 for fp64 inputs).
+
+        Args:
+            q: Queries [n, H, Lq, D].
+            k: Keys [n, K, Lk, D].
+            v: Values [n, K, Lk, D].
+            keys: The keys that a query attends to.
+            scale: Factor of the scores. None: 1 / sqrt(D).
+        """
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: Keys, scale: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k, v; out, lse: of the whole softmax, of which k and v may be a part."""
+        """Return the gradients of q, k and v.
+
+        Args:
+            grad: Gradient of the output, [n, H, Lq, D].
+            q: As in `forward`, like k, v, keys and scale.
+            k: Keys of this call; they may be a part of the softmax.
+            v: Their values.
+            out: Output of the whole softmax, [n, H, Lq, D].
+            lse: Log-sum-exp of the whole softmax, [n, H, Lq].
+            keys: The keys of this call that a query attends to.
+            scale: Factor of the scores. None: 1 / sqrt(D).
+        """
 
 
 class _Cpu:
-    """fp32, fp64, bf16; grouped heads as they are."""
+    """PyTorch's flash attention for the CPU, in fp32, fp64 and bf16. It takes grouped heads without repeating them."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float | None) -> tuple[Tensor, Tensor]:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -68,8 +93,9 @@ class _Cpu:
 
 
 class _Cuda:
-    """fp32, fp16, bf16 by memory-efficient attention, which knows neither grouped heads nor masks without a bias.
+    """CUDA's memory-efficient attention, in fp32, fp16 and bf16.
 
+    It takes no grouped heads, so keys and values are repeated, and it takes a mask only as a bias.
     Not measured: `tests/gpu/test_flash_attention.py` has not been run.
     """
 
@@ -85,7 +111,7 @@ class _Cuda:
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = q.size(1) // k.size(1)
         lse = F.pad(lse, (0, -lse.size(2) % _LSE_ALIGNMENT)).contiguous()
-        state = torch.zeros((), dtype=torch.int64, device=q.device)  # of the generator: there is no dropout
+        state = torch.zeros((), dtype=torch.int64, device=q.device)  # the random generator's state, unused without dropout
         grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
             grad, q, *(x.repeat_interleave(heads, dim=1) for x in (k, v)), self._bias(q, keys), out, lse, state, state, 0.0,
             [True, True, True, False], keys.causal, scale=scale,
@@ -107,7 +133,7 @@ _PLATFORMS: dict[str, Flash] = {"cpu": _Cpu(), "cuda": _Cuda()}
 
 
 def flash_of(device: torch.device) -> Flash:
-    """Raises ConfigError on a platform without."""
+    """Return the flash attention of a device's platform. Raises ConfigError if the platform has none."""
     if device.type not in _PLATFORMS:
         raise ConfigError(
             f"training.share_prompts needs attention that tells its log-sum-exp, which {device.type} has not; set it to never"
@@ -116,7 +142,17 @@ def flash_of(device: torch.device) -> Flash:
 
 
 def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """One softmax over the keys of both. out, more_out: [..., D]; lse, more_lse: [...], of the same shape otherwise."""
+    """Merge attention over two sets of keys into one softmax over both.
+
+    Args:
+        out: Output over the first keys, [..., D].
+        lse: Log-sum-exp of their scores, [...].
+        more_out: Output over the other keys, [..., D].
+        more_lse: Log-sum-exp of their scores, [...].
+
+    Returns:
+        The output, in the type of `out`, and the log-sum-exp.
+    """
     whole = torch.logaddexp(lse, more_lse)
     weight, more_weight = ((x - whole).exp().unsqueeze(-1) for x in (lse, more_lse))
     return (out * weight + more_out * more_weight).to(out.dtype), whole

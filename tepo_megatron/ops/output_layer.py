@@ -1,8 +1,8 @@
-"""From hidden states to log-prob and entropy without ever holding all logits.
+"""Output layer fused with the token statistics: log-prob and entropy from hidden states, without holding all logits.
 
-The output layer and the token statistics run together on chunks of rows. Logits that fit a budget wait for backward, where
-their gradient takes their place; the others are computed again. What a chunk adds to the weight's gradient goes straight into
-fp32.
+The output layer and the token statistics run together on chunks of rows. Logits that fit into a budget are kept for backward,
+which overwrites them with their gradient; the others are recomputed there. Each chunk's part of the weight's gradient is added
+directly in fp32.
 
 Layout: R rows (those whose label is a response token); V local vocabulary columns, padding included; H hidden size.
 """
@@ -30,10 +30,10 @@ from tepo_megatron.ops.token_statistics.shard import (
 )
 from tepo_megatron.types import TokenStats
 
-# Rows at a time: enough for a matrix product to run at full speed.
+# Rows per chunk: enough for a matrix product to run at full speed.
 CHUNK_ROWS = 1024
 
-# Vocabulary columns at a time when a product of bf16 is added in fp32: bounds the fp32 temporaries.
+# Vocabulary columns per product where bf16 products are added in fp32: this bounds the fp32 temporaries.
 CHUNK_COLUMNS = 4096
 
 
@@ -49,20 +49,27 @@ def output_layer_stats(
     sum_hidden_gradient: bool = True,
     backend: str | None = None,
 ) -> TokenStats:
-    """`token_stats(hidden_R @ weight.T, ...)` without the logits.
+    """Return `token_stats(hidden_R @ weight.T, ...)` without holding all logits.
 
     Args:
         hidden_R: [R, H], the same on every rank of `group`; under sequence parallelism after the gather.
-        weight: [V, H] this rank's rows of the output layer's weight, in the type of `hidden_R`.
-        labels_R, temperature, group, vocab_size, backend: as for `token_stats`.
-        logits_budget: bytes of logits that may be kept for backward; the rest cost one more product each.
-        sum_hidden_gradient: backward sums the gradient of `hidden_R` over `group`. False under sequence parallelism, where
-            the gather's own backward, a reduce-scatter, does it.
+        weight: [V, H], this rank's rows of the output layer's weight, in the type of `hidden_R`.
+        labels_R: As for `token_stats`, like temperature, group, vocab_size and backend.
+        temperature: Divisor of the logits, above 0.
+        group: Tensor-parallel group. None: one rank (never the world).
+        vocab_size: Columns from here on are padding. None: all columns are real.
+        logits_budget: Bytes of logits that may be kept for backward. The others cost one more product each.
+        sum_hidden_gradient: Whether backward sums the gradient of `hidden_R` over `group`. False under sequence parallelism,
+            where the backward of the gather, a reduce-scatter, does it.
+        backend: "torch" or "triton". None: Triton on CUDA where it is installed, else PyTorch.
 
-    Gradients: to `hidden_R` in its type. To `weight`: summed in fp32. Without a `weight.main_grad` the sum is returned in the
-    weight's type. With one (Megatron's DDP sets it) the sum is added there, and autograd gets an empty sparse gradient, as
+    Raises:
+        ValueError: The temperature is not positive, the shapes do not fit, or the back end is unknown or cannot run here.
+
+    Gradients: to `hidden_R` in its type; to `weight`, summed in fp32. Without a `weight.main_grad` the sum is returned in the
+    weight's type. With one (Megatron's DDP sets it) the sum is added to it, and autograd gets an empty sparse gradient, just as
     Megatron's own fused weight gradient returns a dummy (`tensor_parallel/layers.py`): the backward hook of DDP needs `.grad`
-    under `overlap_grad_reduce`, and adds what other uses (a tied embedding) put there.
+    under `overlap_grad_reduce`, and adds to `main_grad` what other uses of the weight (a tied embedding) put there.
 
     Memory beyond inputs and gradients: `logits_budget`, one chunk of logits, and for bf16 on a CPU (or before PyTorch 2.10) two
     fp32 pieces of CHUNK_COLUMNS rows of `weight`.
@@ -83,6 +90,8 @@ def output_layer_stats(
 
 
 class _OutputLayerStats(torch.autograd.Function):
+    """The autograd function of `output_layer_stats`. It saves the logits within the budget, and recomputes the others."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -118,7 +127,7 @@ class _OutputLayerStats(torch.autograd.Function):
         hidden_R, weight, owned_R, column_R, *normalizer = ctx.saved_tensors
         shard = Shard(ctx.columns, owned_R, column_R)
         row = coefficients(Normalizer(*normalizer), shard, grad_logprob_R, grad_entropy_R, ctx.temperature)
-        kept, ctx.kept = ctx.kept, {}  # overwritten here; a second backward computes all logits again
+        kept, ctx.kept = ctx.kept, {}  # this pass overwrites them, so a second backward recomputes all logits
         grad_hidden = torch.empty_like(hidden_R) if ctx.needs_input_grad[0] else None
         total = ctx.main_grad if ctx.needs_input_grad[1] else None
         if total is None and ctx.needs_input_grad[1]:
@@ -139,12 +148,12 @@ class _OutputLayerStats(torch.autograd.Function):
 
 
 def _already_added(weight: Tensor) -> Tensor | None:
-    """Tell DDP's backward hook that `main_grad` has this gradient; return what autograd puts into `.grad`.
+    """Signal to DDP's backward hook that `main_grad` has this gradient; return the tensor that autograd puts into `.grad`.
 
     The empty sparse tensor takes no memory and adds nothing, neither to a tied embedding's gradient nor to `main_grad`.
 
     Returns:
-        None where no DDP wraps the weight: nobody waits for `.grad` then.
+        The empty gradient, or None where no DDP wraps the weight, since no hook needs `.grad` then.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -155,9 +164,9 @@ def _already_added(weight: Tensor) -> Tensor | None:
 
 
 def _logits(hidden_R: Tensor, weight: Tensor, kept: dict[int, Tensor], budget: int) -> Iterator[tuple[slice, Tensor]]:
-    """Chunks of rows with their logits: those in `kept`, else computed, and then kept while they fit the budget (in bytes).
+    """Yield chunks of rows with their logits: from `kept`, else computed, and then kept while they fit the budget (in bytes).
 
-    The others share one buffer: each is gone when the next one comes.
+    Chunks that are not kept share one buffer, which the next one overwrites.
     """
     rows, buffer = hidden_R.size(0), None
     for at in range(0, max(rows, 1), CHUNK_ROWS):
@@ -176,7 +185,13 @@ def _logits(hidden_R: Tensor, weight: Tensor, kept: dict[int, Tensor], budget: i
 
 
 def add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-    """Add gradient [r, V] transposed @ hidden [r, H] to `total` [V, H], summed in the type of `total`."""
+    """Add gradient.T @ hidden to `total` in place, summed in the type of `total`.
+
+    Args:
+        total: [V, H], the sum, in the type of the others or in fp32.
+        gradient: [r, V], gradient of a linear layer's output.
+        hidden: [r, H], input of that layer.
+    """
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.t(), hidden)
     elif total.device.type == "cuda":
@@ -199,9 +214,10 @@ ADDS_WITHIN_PRODUCT = adds_within_product(torch.__version__)
 def _add_on_tensor_cores(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a [V, r] @ b [r, H], both bf16, to the fp32 `total` [V, H]. Tensor cores multiply in bf16 and add in fp32.
 
-    `out` must be the very tensor that is added to, not a second view of it, else PyTorch copies the one to the other first.
-    Before PyTorch 2.10 the product is added in pieces, which reads and writes fp32 twice; so is it for a sum of one row or one
-    column, which PyTorch may take for a bias and send to cuBLASLt without the values that it holds.
+    `out` must be the same tensor object as the one that is added to: PyTorch copies `total` first if `out` is another view of
+    it. Before PyTorch 2.10 the product is added in pieces, which reads and writes fp32 twice. A `total` of one row or one
+    column is added in pieces too, because PyTorch may take it for a bias and pass it to cuBLASLt without the values that it
+    holds.
     """
     if ADDS_WITHIN_PRODUCT and min(total.shape) > 1:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

@@ -1,4 +1,7 @@
-"""From ragged sequences to packed microbatches: where the tokens lie. Who computes what is planned in `planning.py`."""
+"""Pack ragged sequences into microbatches. `planning.py` decides which rank computes which sequences.
+
+Suffixes: _S packed tokens over all context-parallel ranks, _N response tokens of the microbatch, _P pieces, _G sequences.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,21 @@ def pack(
     experts: Sequence[Tensor] | None = None,
     families: Families | None = None,
 ) -> PackedMicrobatch:
-    """Pack the sequences `indices` one after another and take this context-parallel rank's part.
+    """Pack the sequences `indices` one after another and return this context-parallel rank's part.
 
-    token_ids, response_masks: of the whole batch, each [L]; first_token: place of each sequence's first response token in the
-    flat _N tensors; experts: of the whole batch, each [L, K, T]; families: whose prompts are packed once, members of a family
-    then lie side by side. Labels are those of the sequences, before anything is cut, so none is lost at a boundary. Without
-    indices: one dummy token without response rows, so that an empty rank still joins every collective.
+    Labels are taken from the whole sequences, before they are split into chunks, so that none is lost at a boundary. Without
+    indices the result is one dummy token without response rows, so that an empty rank still joins every collective.
+
+    Args:
+        token_ids: Token ids of each sequence of the batch, each int64 [L].
+        response_masks: Response mask of each sequence of the batch, each bool [L].
+        first_token: Index of each sequence's first response token in the batch's flat _N tensors.
+        indices: The sequences to pack.
+        alignment: Padding that the mesh requires.
+        cp_rank: Context-parallel rank.
+        experts: Experts of each sequence of the batch, each int16 [L, K, T]. None: the routers choose.
+        families: Prefix groups, whose prompts are packed once; the members of a group are then packed next to each other.
+            None: no prompt is shared.
     """
     pieces = pieces_of(indices, [ids.numel() for ids in token_ids], families)
     packed = _Packed.of(pieces, alignment)
@@ -63,7 +75,16 @@ def pack(
 
 @dataclass(frozen=True)
 class _Packed:
-    """Where the tokens of the pieces lie, over all context-parallel ranks. chunks: zigzag chunks of a piece."""
+    """The positions of the pieces' tokens, over all context-parallel ranks.
+
+    Attributes:
+        cu_seqlens: int64 [P + 1], padded starts of the pieces.
+        start_P: int64, index of the piece's first token in its sequence.
+        chunks: Zigzag chunks per piece.
+        piece_S: int64, the piece of each packed token.
+        offset_S: int64, index of the token in its piece.
+        is_token_S: bool, False on padding.
+    """
 
     cu_seqlens: Tensor
     start_P: Tensor
@@ -74,11 +95,12 @@ class _Packed:
 
     @property
     def total(self) -> int:
-        """Tokens with all padding."""
+        """Return the number of tokens, all padding included."""
         return self.piece_S.numel()
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], alignment: Alignment) -> _Packed:
+        """Return the padded positions of the pieces, or of one dummy token if there are none. Args: those of `pack`."""
         sizes = [p.tokens for p in pieces] or [1]
         length_P = torch.tensor(alignment.padded(sizes))
         cu_seqlens = torch.cat((length_P.new_zeros(1), length_P.cumsum(0)))
@@ -91,8 +113,15 @@ class _Packed:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of all response tokens, sequence after sequence. row_N: place among the packed tokens; sequence_N: in
-    `sequences`.
+    """The rows of all response tokens of a microbatch, sequence after sequence.
+
+    Attributes:
+        sequences: Index in the batch of each sequence, in the order in which they are packed.
+        row_N: int64, index among the packed tokens.
+        label_N: int64, the response token itself.
+        sequence_N: int64, index into `sequences`.
+        position_N: int64, index of the token in its response, from 0.
+        chunk_N: int64, chunk of the sequence that holds the row.
     """
 
     sequences: list[int]
@@ -104,7 +133,9 @@ class _Rows:
 
 
 def _rows(token_ids: Sequence[Tensor], masks: Sequence[Tensor], pieces: Sequence[Piece], packed: _Packed) -> _Rows:
-    """The row of a response token is the token before it in its sequence, which may be the last of a shared prompt."""
+    """Return the rows of the response tokens. The row of a token is the token before it in its sequence: the position whose
+    logits predict it. That may be the last token of a shared prompt.
+    """
     last = [i for i, p in enumerate(pieces) if i + 1 == len(pieces) or not pieces[i + 1].start or p.start]
     sequences = [pieces[i].sequence for i in last]
     if not sequences:
@@ -114,7 +145,7 @@ def _rows(token_ids: Sequence[Tensor], masks: Sequence[Tensor], pieces: Sequence
     piece_G, length_G = torch.tensor(last), torch.tensor([token_ids[i].numel() for i in sequences])
     first_G = length_G.cumsum(0) - length_G
     mask = torch.cat([masks[i] for i in sequences])
-    mask[first_G] = False  # nothing comes before it
+    mask[first_G] = False  # no token comes before it, so no row predicts it
     token_N = mask.nonzero().squeeze(1)
     sequence_N = torch.arange(len(sequences)).repeat_interleave(length_G)[token_N]
     piece_N = piece_G[sequence_N]
@@ -135,7 +166,10 @@ def _rows(token_ids: Sequence[Tensor], masks: Sequence[Tensor], pieces: Sequence
 
 
 def _chunk(packed: _Packed, row_N: Tensor, piece_N: Tensor, in_prompt_N: Tensor, behind_prompt_N: Tensor) -> Tensor:
-    """The part of its sequence in which a row lies: the only row in a shared prompt comes before the chunks behind it."""
+    """Return the chunk of its sequence that holds each row.
+
+    A sequence has a single row in its shared prompt, the last token. That row is in chunk 0, and the response's chunks follow.
+    """
     if packed.chunks == 1:
         return torch.zeros_like(row_N)
     chunk_N = packed.offset_S[row_N] // (packed.cu_seqlens.diff() // packed.chunks)[piece_N]
@@ -143,8 +177,9 @@ def _chunk(packed: _Packed, row_N: Tensor, piece_N: Tensor, in_prompt_N: Tensor,
 
 
 def _experts(experts: Sequence[Tensor], pieces: Sequence[Piece], is_token_S: Tensor) -> Tensor:
-    """[S, K, T]. A token whose experts are not known, padding or the last of its sequence, is no other token's context: any
-    different experts do.
+    """Return the experts of the packed tokens, int16 [S, K, T].
+
+    Padding and the last token of a sequence have no known experts. No other token attends to them, so any distinct experts do.
     """
     _, layers, chosen = experts[0].shape
     experts_SKT = torch.full((is_token_S.numel(), layers, chosen), NO_EXPERT, dtype=torch.int16)

@@ -1,7 +1,7 @@
-"""How long a pipeline takes for microbatches of unequal cost.
+"""A model of the time that a pipeline takes for microbatches of unequal cost.
 
-Legend: m microbatches, K rows of costs that are looked at side by side (the data-parallel ranks, say). A cost is the time of
-forward and backward on ONE stage, in any unit; stages are taken to be alike.
+Legend: m microbatches, K rows of costs that are evaluated together, for example one per data-parallel rank. A cost is the time
+of forward and backward on ONE stage, in any unit. All stages are assumed to take the same time.
 """
 
 from __future__ import annotations
@@ -15,27 +15,32 @@ from numpy.typing import NDArray
 
 Costs = NDArray[np.float64]
 
-BACKWARD = 2 / 3  # of a microbatch's time: two matrix products for each one of the forward pass
-_TAPERS = (0.25, 0.4, 0.55, 0.7, 0.85, 1.0)
+BACKWARD = 2 / 3  # share of a microbatch's time: two matrix products for each one of the forward pass
+_TAPERS = (0.25, 0.4, 0.55, 0.7, 0.85, 1.0)  # relative costs of the outermost microbatch that `tapered` tries
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """stages: pp; chunks: model chunks of a stage (virtual pipelining; 1: none)."""
+    """A pipeline.
+
+    Attributes:
+        stages: Number of stages, pp.
+        chunks: Model chunks per stage (virtual pipelining). 1: not interleaved.
+    """
 
     stages: int = 1
     chunks: int = 1
 
     @property
     def bubble(self) -> float:
-        """Idle time of a stage, in microbatches of equal cost: (stages - 1) / chunks (arXiv 2104.04473, section 2.2)."""
+        """Return the idle time of a stage, (stages - 1) / chunks microbatches of equal cost (arXiv 2104.04473, section 2.2)."""
         return (self.stages - 1) / self.chunks
 
     def makespans(self, costs_Km: Costs) -> Costs:
-        """[K] from [K, m]: from the first forward to the last backward.
+        """Return the time from the first forward to the last backward, [K], for costs [K, m].
 
-        One chunk: by simulation of one-forward-one-backward, where the order of the microbatches matters. Several chunks: the
-        estimate sum + bubble x largest cost (exact for equal costs). One stage: the sum.
+        One stage: the sum of the costs. One chunk per stage: simulated as one-forward-one-backward, where the order of the
+        microbatches matters. Several chunks: the estimate sum + bubble x largest cost, which is exact for equal costs.
         """
         if self.stages == 1:
             return costs_Km.sum(1)
@@ -48,14 +53,19 @@ ALONE = Pipeline()
 
 
 def one_forward_one_backward(costs_Km: Costs, stages: int, backward: float = BACKWARD) -> Costs:
-    """[K] makespans of the non-interleaved schedule (PipeDream-Flush, arXiv 2006.09503), which Megatron-Core runs.
+    """Return the makespans [K] of the non-interleaved schedule that Megatron-Core runs (PipeDream-Flush, arXiv 2006.09503).
 
-    costs_Km: fp64 [K, m], in the order in which they run; backward: its share of a cost. Sending takes no time.
+    Sending between stages is assumed to take no time.
+
+    Args:
+        costs_Km: fp64 [K, m], the costs in the order in which the microbatches run.
+        stages: Number of stages.
+        backward: Share of a cost that the backward pass takes.
     """
     backward_mK = costs_Km.T * backward
     forward_mK = costs_Km.T - backward_mK
     clock = np.zeros((stages, costs_Km.shape[0]))
-    done_mK = np.zeros_like(forward_mK)  # when the stage before (forward) or after (backward) was done with a microbatch
+    done_mK = np.zeros_like(forward_mK)  # when the stage before (forward) or after (backward) finished the microbatch
     for stage, is_forward, i in _schedule(costs_Km.shape[1], stages):
         clock[stage] = np.maximum(clock[stage], done_mK[i]) + (forward_mK if is_forward else backward_mK)[i]
         done_mK[i] = clock[stage]
@@ -64,7 +74,7 @@ def one_forward_one_backward(costs_Km: Costs, stages: int, backward: float = BAC
 
 @lru_cache(maxsize=64)
 def _schedule(microbatches: int, stages: int) -> tuple[tuple[int, bool, int], ...]:
-    """(stage, is it a forward, microbatch) in an order in which nothing comes before what it waits for."""
+    """Return the steps (stage, whether it is a forward, microbatch), each one after all steps that it waits for."""
     queues = []
     for stage in range(stages):
         ahead = min(stages - 1 - stage, microbatches)
@@ -89,10 +99,14 @@ def _schedule(microbatches: int, stages: int) -> tuple[tuple[int, bool, int], ..
 
 @lru_cache(maxsize=256)
 def tapered(microbatches: int, stages: int) -> tuple[float, ...]:
-    """The costs, relative to the largest, of microbatches that start small and end small: the best linear tapers of a few.
+    """Return the relative costs of microbatches that are smaller at the start and at the end: the best of a few linear tapers.
 
-    While the pipeline fills, later stages wait for the first microbatches, and while it drains, earlier ones for the last: the
-    smaller those are, the shorter the bubble. Equal costs where nothing is better.
+    While the pipeline fills, later stages wait for the first microbatches; while it drains, earlier stages wait for the last.
+    The smaller these are, the shorter the bubble. All costs are equal if no taper is better.
+
+    Args:
+        microbatches: Number of microbatches.
+        stages: Number of stages.
     """
     width = min(stages, microbatches // 3)
     ends = [(first, last) for first in _TAPERS for last in _TAPERS]
@@ -102,11 +116,11 @@ def tapered(microbatches: int, stages: int) -> tuple[float, ...]:
             row[j] = first + (1 - first) * j / width
             row[-1 - j] = last + (1 - last) * j / width
     share = one_forward_one_backward(rows, stages) / rows.sum(1)
-    best = int(np.flatnonzero(share <= share.min() + 1e-9)[-1])  # of equals the least tapered
+    best = int(np.flatnonzero(share <= share.min() + 1e-9)[-1])  # the least tapered of equally good ones
     return tuple(rows[best].tolist())
 
 
 def small_at_the_ends(weights: Sequence[float]) -> list[int]:
-    """Places 0 .. m - 1 from where the smallest microbatch belongs to where the largest does; of equal weights, ends first."""
+    """Return the places 0 .. m - 1, from the smallest microbatch's to the largest's. Of equal weights, the ends come first."""
     last = len(weights) - 1
     return sorted(range(len(weights)), key=lambda j: (weights[j], min(j, last - j), -j))

@@ -1,7 +1,7 @@
-"""Who computes which sequence in which microbatch.
+"""Plan the microbatches: which data-parallel rank computes which sequences in which microbatch.
 
-Every rank holds the lengths of the whole batch and derives the same plan from them, so planning needs no collective. Costs are
-in tokens: what takes as long as so many tokens without attention. Sequences that share a prompt are planned as one item.
+Every rank holds the lengths of the whole batch and derives the same plan from them, so planning needs no collective. The unit
+of cost is the time of one token without attention. Sequences that share a prompt are planned as one item.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ from tepo_megatron.ops.balance import Items, assign_ranks, fill, fill_tightly
 from tepo_megatron.ops.pipeline_time import ALONE, Costs, Pipeline, small_at_the_ends, tapered
 from tepo_megatron.ops.shared_prompts import Families, cut, pieces_of
 
-# [dp rank][microbatch] = the sequences in it
+# [dp rank][microbatch] = indices of the sequences in it
 Plan = list[list[list[int]]]
 
-# The length at which causal attention takes as many operations as all products with weights: parameters of a layer over the
-# width of its queries, 233e6 / 3584 = 65e3 for Qwen2.5-7B.
+# The sequence length at which causal attention takes as many operations as all products with weights: parameters of a layer
+# divided by the width of its queries, 233e6 / 3584 = 65e3 for Qwen2.5-7B.
 ATTENTION_TOKENS = 60_000.0
-MICROBATCH_TOKENS = 512  # what one more microbatch costs (launches, sends between stages): assumed, not measured
+MICROBATCH_TOKENS = 512  # cost of one more microbatch (launches, sends between stages): assumed, not measured
 
 
 def sequence_costs(lengths: Sequence[int], attention_tokens: float = ATTENTION_TOKENS) -> list[float]:
-    """L (1 + L / attention_tokens) of each length L: tokens, and what attention adds."""
+    """Return the cost L (1 + L / attention_tokens) of each sequence: its tokens, and what attention adds.
+
+    Args:
+        lengths: Tokens L of each sequence.
+        attention_tokens: Length at which attention costs as much as all products with weights.
+    """
     return [n * (1 + n / attention_tokens) for n in lengths]
 
 
@@ -40,17 +45,31 @@ def plan_microbatches(
     attention_tokens: float = ATTENTION_TOKENS,
     families: Families | None = None,
 ) -> Plan:
-    """Assign sequences to data-parallel ranks and microbatches: plan[dp_rank][microbatch] = indices into `lengths`.
+    """Assign sequences to data-parallel ranks and microbatches.
 
-    Every rank gets the same number of microbatches, a multiple of `multiple_of` (pp under virtual pipelining); some may be
-    empty. None holds more than `max_tokens` tokens, padding included, but for the padding of a sequence that is alone in it.
-    As few as hold the sequences; in a pipeline, more of them where they shorten the bubble by more than they cost.
+    Every rank gets the same number of microbatches; some may be empty. There are as few as hold the sequences; in a pipeline
+    there are more where they shorten the bubble by more than they cost. The plan depends on the arguments alone; equally long
+    sequences are assigned in their order.
 
-    families: their prompts are counted once in each microbatch. They are kept together, or cut into parts of at most half, a
-    quarter, ... of a microbatch, or not kept together at all: whichever takes the least time by the cost model.
+    Args:
+        lengths: Tokens of each sequence of the batch.
+        dp: Number of data-parallel ranks.
+        max_tokens: Most tokens of a microbatch over all context-parallel ranks, padding included; only a sequence that is alone
+            in its microbatch may exceed it by its padding.
+        alignment: Padding that the mesh requires.
+        multiple_of: The number of microbatches is a multiple of this (pp under virtual pipelining).
+        longest_first: Whether to assign the longest sequences first. False gives a poorer plan, with other neighbours.
+        pipeline: Pipeline whose time the plan minimises.
+        attention_tokens: See `sequence_costs`.
+        families: Prefix groups, whose prompt is counted once in each microbatch. The members of a group are kept together, or
+            split into parts of at most half, a quarter, ... of a microbatch, or planned one by one, whichever takes the least
+            time by the cost model. None: no prompt is shared.
 
-    Depends on the arguments alone, and of equally long sequences only on their order. Shortest first: a poorer plan, with other
-    neighbours. Raises ValueError for a sequence longer than `max_tokens`.
+    Returns:
+        plan[dp_rank][microbatch], a list of indices into `lengths`.
+
+    Raises:
+        ValueError: A sequence is longer than `max_tokens`.
     """
     longest = max(range(len(lengths)), key=lambda i: lengths[i], default=None)
     if longest is not None and lengths[longest] > max_tokens:
@@ -73,39 +92,44 @@ def plan_microbatches(
 
 
 def _plan_of_items(items: Items, dp: int, multiple_of: int, pipeline: Pipeline, longest_first: bool) -> Plan:
-    """The same of items, which are named by their places."""
+    """Return the plan of items, each a sequence or a part of a prefix group, named by its index into `items`."""
     wanted = max(1, -(-sum(items.tokens) // (dp * items.room)), _count_for_bubble(items.costs, dp, pipeline))
     count, plan = -(-wanted // multiple_of) * multiple_of, None
-    while plan is None:  # ends at the latest when every item is alone
+    while plan is None:  # it ends at the latest when every item has a microbatch of its own
         plan = _plan_of(items, dp, count, pipeline, longest_first)
         count += multiple_of
     return plan
 
 
 class _Costs:
-    """Of sequences that are computed together: the sum of their own, less that of each prompt but once."""
+    """The cost of sequences that share a microbatch: the sum of their own costs, with each shared prompt counted once."""
 
     def __init__(self, costs: list[float], families: Families | None, attention_tokens: float) -> None:
         self._costs, self._families = costs, families
         self._prompts = [] if families is None else sequence_costs(families.lengths, attention_tokens)
 
     def of(self, indices: Sequence[int]) -> float:
-        """Of one microbatch, or of a part of it."""
+        """Return the cost of these sequences in one microbatch."""
         cost = sum(self._costs[i] for i in indices)
         if self._families is None:
             return cost
         return cost - sum(self._prompts[m[0]] * (len(m) - 1) for m in self._families.members(indices))
 
     def of_plan(self, plan: Plan) -> Costs:
-        """[dp, m]."""
+        """Return the cost of each microbatch, fp64 [dp, m]."""
         return np.array([[self.of(m) for m in rank] for rank in plan], dtype=np.float64)
 
 
 def another_plan(plan: Callable[[int, bool], Plan], lengths: Sequence[int], dp: int, max_tokens: int) -> Plan | None:
-    """A plan that packs the same sequences otherwise than plan(max_tokens, True) does; None where none is found.
+    """Return a plan that puts the sequences into other microbatches than plan(max_tokens, True) does; None if none is found.
 
-    plan: `plan_microbatches` as a function of `max_tokens` and `longest_first`. The same microbatches on other ranks, or in
-    another order, are not packed otherwise.
+    The same microbatches on other ranks, or in another order, do not count as another plan.
+
+    Args:
+        plan: `plan_microbatches` as a function of `max_tokens` and `longest_first`.
+        lengths: Tokens of each sequence of the batch.
+        dp: Number of data-parallel ranks.
+        max_tokens: Most tokens of a microbatch in the usual plan.
     """
 
     def packed(plan: Plan) -> list[list[int]]:
@@ -125,13 +149,25 @@ def plan_metrics(
     attention_tokens: float = ATTENTION_TOKENS,
     families: Families | None = None,
 ) -> dict[str, float]:
-    """What the plan computes and what it wastes, the latter by the cost model.
+    """Return what a plan computes and wastes. Times are those of the cost model.
 
-    `packing/computed_tokens`: of all ranks, padding included; `packing/shared_share`: of the sequences' tokens, those that need
-    not be computed since they are another sequence's prompt too; `packing/padding_share`: of the computed tokens;
-    `packing/balance`: mean time of the ranks over that of the slowest; `packing/bubble_share`: of the ranks' time, how much
-    their stages wait for each other; `packing/microbatches`: of one rank. balance (1 - bubble_share) is the work over ranks x
-    time of the slowest.
+    Args:
+        plan: The plan.
+        lengths: Tokens of each sequence of the batch.
+        alignment: Padding that the mesh requires.
+        pipeline: Pipeline that runs the microbatches.
+        attention_tokens: See `sequence_costs`.
+        families: Prefix groups. None: no prompt is shared.
+
+    Returns:
+        `packing/computed_tokens`: tokens that all ranks compute, padding included.
+        `packing/shared_share`: share of the sequences' tokens that are not computed, since another sequence has the same
+            prompt.
+        `packing/padding_share`: share of the computed tokens that are padding.
+        `packing/balance`: mean time of the ranks divided by the time of the slowest.
+        `packing/bubble_share`: share of the ranks' time in which pipeline stages wait for each other.
+        `packing/microbatches`: number of microbatches of one rank.
+        balance x (1 - bubble_share) is the total cost divided by (number of ranks x time of the slowest rank).
     """
     sizes = [[p.tokens for p in pieces_of(m, lengths, families)] for rank in plan for m in rank]
     tokens, padded = sum(map(sum, sizes)), sum(sum(alignment.padded(pieces or [1])) for pieces in sizes)
@@ -149,27 +185,27 @@ def plan_metrics(
 
 
 def _costs_of(plan: Plan, costs: Sequence[float]) -> Costs:
-    """[dp, m]: the cost of each microbatch."""
+    """Return the cost of each microbatch, fp64 [dp, m]."""
     return np.array([[sum(costs[i] for i in m) for m in rank] for rank in plan], dtype=np.float64)
 
 
 def _count_for_bubble(costs: Sequence[float], dp: int, pipeline: Pipeline) -> int:
-    """The m that makes work x bubble / m + m x MICROBATCH_TOKENS least, but no more than there are sequences for a rank."""
+    """Return the m that minimises work x bubble / m + m x MICROBATCH_TOKENS, at most the number of sequences per rank."""
     least = (sum(costs) / dp * pipeline.bubble / MICROBATCH_TOKENS) ** 0.5
     return min(round(least), len(costs) // dp)
 
 
 def _plan_of(items: Items, dp: int, count: int, pipeline: Pipeline, longest_first: bool) -> Plan | None:
-    """A plan of `count` microbatches for each rank; None where some rank's sequences do not fit into so many.
+    """Return a plan of `count` microbatches for each rank; None if the sequences of some rank do not fit into that many.
 
-    Each rank takes the faster of equal and tapered microbatches; the tightest where those have no room.
+    Each rank takes the faster of equal and tapered microbatches. If its sequences fit into neither, it packs them by best fit.
     """
     equal = (1.0,) * count
     shapes = [equal, tapered(count, pipeline.stages)] if pipeline.stages > 1 and pipeline.chunks == 1 else [equal]
     assigned = assign_ranks(items.costs, dp, count, pipeline.bubble, longest_first)
     if any(sum(items.tokens[i] for i in mine) > count * items.room for mine in assigned):
         return None
-    choices: list[Plan] = []  # of each rank
+    choices: list[Plan] = []  # [rank][choice]
     for mine in assigned:
         filled = [(shape, fill(mine, items, shape)) for shape in shapes]
         if all(out is None for _, out in filled):
@@ -182,8 +218,8 @@ def _plan_of(items: Items, dp: int, count: int, pipeline: Pipeline, longest_firs
 
 
 def _in_order(microbatches: list[list[int]], items: Items, shape: Sequence[float], pipeline: Pipeline) -> list[list[int]]:
-    """As they run: in a pipeline those of small cost at the ends, else the largest first, so that memory runs out at once if
-    it does."""
+    """Return the microbatches in the order in which they run: in a pipeline the cheap ones at both ends, else the largest
+    first, so that a lack of memory shows at once."""
     by_cost = sorted(microbatches, key=lambda m: (sum(items.costs[i] for i in m), m))
     places = small_at_the_ends(shape) if pipeline.stages > 1 else list(range(len(shape)))[::-1]
     return [m for _, m in sorted(zip(places, by_cost, strict=True))]

@@ -1,6 +1,7 @@
-"""Sums over sequences whose tokens may lie on several context-parallel ranks.
+"""Sums and means over sequences whose tokens may be split over context-parallel ranks.
 
-This is the only way in which context parallelism reaches a loss. Layout: _R response rows on this rank, _G sequences.
+A loss communicates over context-parallel ranks only through this module. Suffixes: _R response rows on this rank, _G sequences,
+_P chunks of sequences (a piece here is one chunk of one sequence).
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from tepo_megatron.types import PackedMicrobatch
 
 @dataclass(frozen=True)
 class Segments:
-    """Which sequence each row belongs to.
+    """The sequence that each response row of a microbatch belongs to.
 
-    sequence_R: int64 in [0, G), the rows of a sequence together and in their order; lengths_G: |y| over all context-parallel
-    ranks, at least 1; group: the context-parallel group, None for one rank (never the world). For running sums alone:
-    position_R, int64, place of the row in its response, from 0; chunk_R: int64 in [0, chunks), the part of the sequence in
-    which the row lies, each part on one rank; chunks: of a sequence, 1 without context parallelism.
+    Attributes:
+        sequence_R: int64 in [0, G), the sequence of the row. The rows of a sequence are contiguous and in order.
+        lengths_G: Response tokens |y| of each sequence over all context-parallel ranks, at least 1.
+        group: Context-parallel group. None: one rank (never the world).
+        position_R: int64, index of the row in its response, from 0. Only running means need it.
+        chunk_R: int64 in [0, chunks), the chunk of the sequence that holds the row. A chunk is on one rank. Only running means
+            need it.
+        chunks: Number of chunks per sequence, 1 without context parallelism.
     """
 
     sequence_R: Tensor
@@ -34,7 +39,12 @@ class Segments:
 
     @classmethod
     def of(cls, microbatch: PackedMicrobatch, group: dist.ProcessGroup | None) -> Segments:
-        """The segments of a packed microbatch; group: its context-parallel group."""
+        """Return the segments of a packed microbatch.
+
+        Args:
+            microbatch: The microbatch, as this context-parallel rank holds it.
+            group: Context-parallel group. None: one rank.
+        """
         return cls(
             microbatch.sequence_R,
             microbatch.lengths_G,
@@ -45,35 +55,35 @@ class Segments:
         )
 
     def sum(self, x_R: Tensor) -> Tensor:
-        """[G] sums over whole sequences, differentiable.
+        """Return the sum of x over each whole sequence, [G], differentiable.
 
-        Collectives: forward one all-reduce of G numbers over the context-parallel group; backward one (each rank's loss
-        holds its own rows, so the gradient of a sequence's sum is the sum over ranks).
+        Collectives: forward one all-reduce of G numbers over the context-parallel group; backward one of the same size, because
+        the loss on each rank contains only its own rows, so that the gradient of a sequence's sum is a sum over ranks.
         """
         local_G = self._local_sum(x_R)
         return local_G if self._alone else _AllReduceBothWays.apply(local_G, self.group)
 
     def sum_detached(self, x_R: Tensor) -> Tensor:
-        """[G] sums over whole sequences, without gradient. Collectives: forward one all-reduce of G numbers; backward none."""
+        """Return the sum of x over each whole sequence, [G], without gradient. Collectives: one all-reduce of G numbers."""
         local_G = self._local_sum(x_R.detach())
         if not self._alone:
             dist.all_reduce(local_G, group=self.group)
         return local_G
 
     def mean(self, x_R: Tensor) -> Tensor:
-        """sum(x) / |y|. Collectives as `sum`."""
+        """Return sum(x) / |y| of each sequence, [G], differentiable. Collectives: those of `sum`."""
         return self.sum(x_R) / self.lengths_G
 
     def mean_detached(self, x_R: Tensor) -> Tensor:
-        """sum(x) / |y|, without gradient. Collectives as `sum_detached`."""
+        """Return sum(x) / |y| of each sequence, [G], without gradient. Collectives: those of `sum_detached`."""
         return self.sum_detached(x_R) / self.lengths_G
 
     def spread(self, x_G: Tensor) -> Tensor:
-        """Each row gets its sequence's value: [G] -> [R]."""
+        """Return the value of its sequence for each row: [G] -> [R]. No collective."""
         return x_G.index_select(0, self.sequence_R)
 
     def running_mean(self, x_R: Tensor) -> Tensor:
-        """[R]: the mean of x over the row's sequence from its first response token to the row itself, differentiable.
+        """Return the mean of x from the first response token of the sequence to each row itself, [R], differentiable.
 
         Collectives: forward one all-reduce of G x chunks sums (fp64); backward one of the same size.
         """
@@ -83,23 +93,23 @@ class Segments:
 
     @property
     def _alone(self) -> bool:
-        # all context-parallel ranks hold the same sequences, so all of them skip when there are none
+        # all context-parallel ranks hold the same sequences, so all of them skip the collective when there are none
         return self.group is None or self.group.size() == 1 or self.lengths_G.numel() == 0
 
     def _local_sum(self, x_R: Tensor) -> Tensor:
         return x_R.new_zeros(self.lengths_G.numel()).index_add(0, self.sequence_R, x_R)
 
     def _running_sum(self, x_R: Tensor, *, reverse: bool) -> Tensor:
-        """Inclusive sums from the first row of each sequence (reverse: from its last). Collectives: one all-reduce.
+        """Return inclusive sums from the first row of each sequence (reverse: from its last). Collectives: one all-reduce.
 
-        In fp64: the local scan runs over the whole microbatch, and what came before a chunk is subtracted again.
+        Computed in fp64, because the local scan runs over the whole microbatch and the sum before each chunk is subtracted.
         """
         assert self.chunk_R is not None
         x_R = x_R.double()
         piece_R = self.sequence_R * self.chunks + self.chunk_R
         pieces = x_R.new_zeros(self.lengths_G.numel() * self.chunks)
         sums_P = pieces.index_add(0, piece_R, x_R)
-        # pieces lie one after another in the rows, those of a sequence in ascending order of their chunks
+        # the rows of a piece are contiguous, and the pieces of a sequence are in ascending order of their chunks
         inside_R = x_R.cumsum(0) - (sums_P.cumsum(0) - sums_P)[piece_R]
         if reverse:
             inside_R = sums_P[piece_R] - inside_R + x_R
@@ -112,7 +122,7 @@ class Segments:
 
 
 class _AllReduceBothWays(torch.autograd.Function):
-    """Sum over the group in forward, and of the gradients in backward."""
+    """Sum over the group: the values in forward, the gradients in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -129,7 +139,7 @@ class _AllReduceBothWays(torch.autograd.Function):
 
 
 class _RunningSum(torch.autograd.Function):
-    """Running sums in forward, and of the gradients from the other end in backward."""
+    """Running sums of the values in forward, and of the gradients from the other end in backward."""
 
     @staticmethod
     def forward(ctx: Any, x_R: Tensor, segments: Segments) -> Tensor:

@@ -1,7 +1,8 @@
-"""Which tokens of a microbatch are computed once for several sequences.
+"""Shared prompts: compute a prompt once for all sequences of a microbatch that begin with it.
 
-A family is the sequences of a batch whose prompts are equal. Those of one microbatch share one copy of the prompt: it is packed
-as a piece of its own, and behind it, as a piece each, what the sequences have after it.
+A prefix group (a "family" in the identifiers) is the set of sequences of a batch whose prompts are equal. The members of a
+group in one microbatch share one copy of the prompt: the prompt is packed as a piece of its own, and the rest of each member
+follows it as a piece of its own.
 """
 
 from __future__ import annotations
@@ -12,23 +13,31 @@ from dataclasses import dataclass
 
 from tepo_megatron.ops.alignment import Alignment
 
-LEAST_SAVED = 64  # tokens: a family that saves fewer is not worth a call of attention for each of its parts and layers
-_HALVINGS = 5  # of a microbatch, to find how finely to cut families
+LEAST_SAVED = 64  # tokens: a group that saves fewer is not worth one more attention call per part and layer
+_HALVINGS = 5  # how often `cut` halves the size limit of a part
 
 
 @dataclass(frozen=True)
 class Families:
-    """family: of each sequence of a batch, a number; lengths: tokens of each sequence's prompt, equal within a family."""
+    """The prefix groups of a batch.
+
+    Attributes:
+        family: Number of the prefix group of each sequence.
+        lengths: Prompt tokens of each sequence, equal within a group.
+    """
 
     family: tuple[int, ...]
     lengths: tuple[int, ...]
 
     @classmethod
     def of(cls, prompt_ids: Sequence[int], lengths: Sequence[int], least_tokens: int, least_saved: int) -> Families | None:
-        """The families of a batch (`TrainBatch.prompt_ids`, `.prompt_lengths`); None where no prompt is shared.
+        """Return the prefix groups of a batch; None if no prompt is shared. A sequence that shares nothing is its own group.
 
-        Sequences stay alone whose prompts have fewer than `least_tokens` tokens, or whose sharing saves fewer than
-        `least_saved` in all.
+        Args:
+            prompt_ids: `TrainBatch.prompt_ids`, equal numbers for equal prompts.
+            lengths: `TrainBatch.prompt_lengths`, prompt tokens of each sequence.
+            least_tokens: Shorter prompts are not shared.
+            least_saved: A prompt is shared only if that saves this many tokens over all its sequences.
         """
         size = Counter(prompt_ids)
         shares = [
@@ -37,12 +46,12 @@ class Families:
         ]
         if not any(shares):
             return None
-        alone = len(prompt_ids)  # numbers from here on are of one sequence each
+        alone = len(prompt_ids)  # numbers from here on name groups of one sequence
         family = (i if share else alone + at for at, (i, share) in enumerate(zip(prompt_ids, shares, strict=True)))
         return cls(tuple(family), tuple(lengths))
 
     def members(self, indices: Sequence[int]) -> list[list[int]]:
-        """The sequences `indices` by family, each where its first member is."""
+        """Return the sequences `indices` by prefix group. The groups are in the order of their first members."""
         found: defaultdict[int, list[int]] = defaultdict(list)
         for i in indices:
             found[self.family[i]].append(i)
@@ -53,7 +62,7 @@ class Families:
 class Piece:
     """Tokens `start` to `stop` of a sequence, packed together.
 
-    start above 0: what comes before them in the sequence is the last piece before this one that starts at 0.
+    With `start` above 0, the tokens before them in the sequence are the closest earlier piece that starts at 0.
     """
 
     sequence: int
@@ -62,13 +71,17 @@ class Piece:
 
     @property
     def tokens(self) -> int:
-        """How many; 0 where a sequence has nothing behind a shared prompt."""
+        """Return the number of tokens. It is 0 if a sequence ends with its shared prompt."""
         return self.stop - self.start
 
 
 def pieces_of(indices: Sequence[int], lengths: Sequence[int], families: Families | None) -> list[Piece]:
-    """Of the sequences `indices` of a batch, in a microbatch. lengths: of all sequences of the batch; families: None: no
-    prompt is shared.
+    """Return the pieces of a microbatch: whole sequences, shared prompts, and what follows these prompts.
+
+    Args:
+        indices: The sequences of the microbatch.
+        lengths: Tokens of each sequence of the batch.
+        families: Prefix groups of the batch. None: no prompt is shared.
     """
     if families is None:
         return [Piece(i, 0, lengths[i]) for i in indices]
@@ -83,8 +96,19 @@ def pieces_of(indices: Sequence[int], lengths: Sequence[int], families: Families
 
 
 def cut(families: Families, lengths: Sequence[int], alignment: Alignment, room: int) -> list[list[list[int]]]:
-    """Ways to cut a batch into groups that are to be computed together: parts of families of at most `room` tokens, of half of
-    it, ... Each but those of one sequence has its prompt and all padding within that.
+    """Return several ways to split a batch into parts of prefix groups, each part to be computed in one microbatch.
+
+    The parts of the first way have at most `room` tokens, those of the next half as many, and so on. The shared prompt and all
+    padding count; a part of a single sequence may exceed the limit.
+
+    Args:
+        families: Prefix groups of the batch.
+        lengths: Tokens of each sequence of the batch.
+        alignment: Padding that the mesh requires.
+        room: Capacity of a microbatch in tokens.
+
+    Returns:
+        [way][part], a list of sequence indices.
     """
     whole = families.members(range(len(lengths)))
     ways: list[list[list[int]]] = []
@@ -96,7 +120,7 @@ def cut(families: Families, lengths: Sequence[int], alignment: Alignment, room: 
 
 
 def _parts(members: list[int], families: Families, lengths: Sequence[int], alignment: Alignment, most: int) -> list[list[int]]:
-    """As few as hold the members; each member, the longest first, in the part that has the fewest tokens so far."""
+    """Split a group into as few parts of at most `most` tokens as hold it: the longest first, each into the emptiest part."""
     prompt = families.lengths[members[0]]
     behind = {i: alignment.padded_one(lengths[i] - prompt) for i in members}
     room = most - alignment.padded_one(prompt)

@@ -1,8 +1,8 @@
-"""Log-prob and entropy of tokens whose logits are split over the tensor-parallel axis.
+"""Log-prob and entropy of tokens whose logits are split over the vocabulary, along the tensor-parallel axis.
 
-One pass over the local logits gives four numbers a row; one all-gather of those shares them; every rank combines the same
-numbers in the same order, so all ranks hold the same bits and backward needs no collective. Backward overwrites the logits
-with their gradient, so that no second tensor of their size is ever held.
+One pass over the local logits gives four numbers per row, and one all-gather shares them. Every rank combines the same numbers
+in the same order, so all ranks hold the same bits and backward needs no collective. Backward overwrites the logits with their
+gradient, so that no second tensor of their size is held.
 
 Layout: R rows; V local vocabulary columns (tensor-parallel rank r owns columns [r * V, (r + 1) * V) of the vocabulary).
 """
@@ -39,31 +39,35 @@ def token_stats(
     keep_logits: bool = False,
     backend: str | None = None,
 ) -> TokenStats:
-    """Log-prob of each label and entropy of each row under softmax(logits / temperature).
+    """Return the log-prob of each label and the entropy of each row under softmax(logits / temperature).
 
     Args:
-        logits: [R, V] this rank's columns of the vocabulary, finite; bf16, fp16, fp32 or fp64. Not modified by forward.
+        logits: [R, V], this rank's columns of the vocabulary, finite; bf16, fp16, fp32 or fp64. Forward does not modify them.
         labels_R: int64, global token ids in [0, vocab_size).
-        temperature: > 0.
-        group: tensor-parallel group; None means one rank (never the world).
-        vocab_size: columns from here on are padding and get no probability; None: all columns are real.
-        keep_logits: leave the logits as they are in backward too, at the price of a second tensor of their size.
-        backend: "torch" or "triton"; None: Triton on CUDA where it is installed, else PyTorch.
+        temperature: Divisor of the logits, above 0.
+        group: Tensor-parallel group. None: one rank (never the world).
+        vocab_size: Columns from here on are padding and get no probability. None: all columns are real.
+        keep_logits: Do not overwrite the logits in backward, at the price of a second tensor of their size.
+        backend: "torch" or "triton". None: Triton on CUDA where it is installed, else PyTorch.
 
     Returns:
-        TokenStats in fp32 (fp64 for fp64 logits), nats, the same bits on every rank of `group`.
+        TokenStats in nats, fp32 (fp64 for fp64 logits), the same bits on every rank of `group`.
+
+    Raises:
+        ValueError: The temperature is not positive, the shapes do not fit, or the back end is unknown or cannot run here.
 
     Gradients: with respect to `logits` only, through both outputs:
         d logprob / d z_j = [j = label] - p_j,  d entropy / d z_j = -p_j (ln p_j + H)   (Eq. 1 of the paper lacks the minus).
         A loss of any other form, KL terms included, reaches the logits through these two.
 
-    Backward consumes the logits: their storage holds the gradient afterwards, and nobody may read them again. It raises
-    RuntimeError when they were changed since forward, which a second backward through the same forward, or through another
-    use of the same logits, amounts to; an operation that saved them for itself (the tanh they came from, a softmax of them)
-    makes autograd raise when its turn comes. `keep_logits=True` is the way out of all three. Never overwritten: leaves and
-    views of leaves, tensors that retain their gradient, and logits whose rows are not contiguous (they are copied).
+    Backward consumes the logits: afterwards their storage holds the gradient, and no code may read them again. Backward raises
+    RuntimeError if the logits were changed since forward. A second backward through the same forward, or through another use of
+    the same logits, is such a change. An operation that saved the logits for its own backward (the tanh that produced them, a
+    softmax of them) makes autograd raise when its backward runs. `keep_logits=True` avoids all three. Logits are not
+    overwritten if they are leaves or views of leaves, if they retain their gradient, or if their rows are not contiguous (they
+    are copied).
 
-    Memory beyond the logits: O(R) and two buffers of a few rows (PyTorch) or nothing (Triton).
+    Memory beyond the logits: O(R), and with PyTorch two buffers of a few rows.
     Collectives: forward one all-gather of [R, 4] over `group` (none without a group); backward none.
     """
     if temperature <= 0:
@@ -79,6 +83,8 @@ def token_stats(
 
 
 class _TokenStats(torch.autograd.Function):
+    """The autograd function of `token_stats`. It saves the logits and five numbers per row."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -121,11 +127,11 @@ class _TokenStats(torch.autograd.Function):
 
 
 def _kept(logits: Tensor) -> bool:
-    """Whether these logits outlive backward by their nature: a leaf, a view of one, or one whose gradient is retained."""
+    """Return whether backward must not overwrite these logits: a leaf, a view of one, or a tensor that retains its gradient."""
     return logits.is_leaf or logits.retains_grad or (logits._base is not None and logits._base.is_leaf)
 
 
 def _rows_overlap_or_scatter(logits: Tensor) -> bool:
-    """Whether the rows are not contiguous, or share memory (expanded tensors)."""
+    """Return whether the rows are not contiguous or share memory (expanded tensors)."""
     rows, columns = logits.shape
     return (columns > 1 and logits.stride(1) != 1) or (rows > 1 and logits.stride(0) < columns)

@@ -1,7 +1,7 @@
-"""What is done to the logits themselves, row by row: two passes, each in two back ends with one contract.
+"""The two passes over the logits, statistics and gradient, in two back ends with one contract (`RowKernels`).
 
-A row's numbers are taken of d = (x - top) / temperature, where x are the logits: a difference first, so that logits far from
-zero lose nothing. `pytorch` runs anywhere; `triton_kernels` on CUDA, and on a CPU in Triton's interpreter.
+Both work on d = (x - top) / temperature, where x are the logits of a row and top is their maximum: the difference first, so
+logits far from zero lose no precision. `pytorch` runs anywhere; `triton_kernels` on CUDA, and on a CPU in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ from torch import Tensor
 
 BACKENDS = {"torch": "pytorch", "triton": "triton_kernels"}
 
-# The maximum of a rank whose columns are all padding: finite, so that its weight exp(m - max) is 0 and never nan.
+# The maximum that a rank reports if all its columns are padding. It is finite, so that the weight exp(m - max) is 0, never NaN.
 NO_COLUMNS = -1e30
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Of each row: its gradient at column j is (constant + slope d) exp(d) + label [j = label], d = (x_j - top) / temperature.
+    """The coefficients of each row's gradient, all [R], in the type of the arithmetic.
 
-    All [R], in the type of the arithmetic. slope: None where nothing depends on the entropy.
+    With d = (x_j - top) / temperature, the gradient at column j is (constant + slope d) exp(d), plus `label` if j is the label.
+
+    Attributes:
+        top: Largest logit of the row, over all ranks.
+        constant: Factor of exp(d).
+        slope: Factor of d exp(d). None: the loss does not depend on the entropy.
+        label: Term at the label's column, 0 if another rank owns the label.
     """
 
     top: Tensor
@@ -34,7 +40,7 @@ class Coefficients:
     label: Tensor
 
     def rows(self, rows: slice) -> Coefficients:
-        """The same of some rows."""
+        """Return the coefficients of some rows."""
         slope = None if self.slope is None else self.slope[rows]
         return Coefficients(self.top[rows], self.constant[rows], slope, self.label[rows])
 
@@ -42,8 +48,8 @@ class Coefficients:
 class RowKernels(Protocol):
     """The two passes over logits [R, W], each row contiguous: C real columns, 0 < C <= W, then padding.
 
-    Real logits must be finite. Padding may hold anything, infinities and NaN included: it never reaches a result. Passes take
-    the whole width because a vector load must not end at C: W is a multiple of 16 where C may be odd.
+    Real logits must be finite. Padding may hold any value, infinities and NaN included, and does not affect a result. Passes
+    take the whole width because a vector load must not end at C: W is a multiple of 16 where C may be odd.
     """
 
     def statistics(self, logits: Tensor, columns: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,9 +80,14 @@ class RowKernels(Protocol):
 
 
 def row_kernels(backend: str | None, device: torch.device) -> RowKernels:
-    """The back end called `backend`; None: Triton on CUDA where it is installed, else PyTorch.
+    """Return the kernels of a back end.
 
-    Raises ValueError for a name that is none, and for Triton where it can neither compile nor interpret.
+    Args:
+        backend: "torch" or "triton". None: Triton on CUDA where it is installed, else PyTorch.
+        device: Device of the logits.
+
+    Raises:
+        ValueError: The name is unknown, or Triton can neither compile for the device nor interpret.
     """
     if backend is None:
         backend = "triton" if device.type == "cuda" and importlib.util.find_spec("triton") is not None else "torch"
@@ -88,5 +99,5 @@ def row_kernels(backend: str | None, device: torch.device) -> RowKernels:
 
 
 def compute_dtype(logits: Tensor) -> torch.dtype:
-    """fp32 at least; fp64 passes through."""
+    """Return the type of the arithmetic: fp64 for fp64 logits, else fp32."""
     return torch.promote_types(logits.dtype, torch.float32)

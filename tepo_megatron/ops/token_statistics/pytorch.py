@@ -1,4 +1,4 @@
-"""The two passes in PyTorch: rows in chunks that stay in the cache, worked on in two buffers that all chunks share.
+"""The two passes in PyTorch. Rows are processed in chunks that fit into the cache, in two buffers that all chunks share.
 
 exp(d) is computed as 2 ** (d log2 e): `exp` goes through MKL, which takes three times as long as `exp2` on some CPUs, and the
 factor shares one multiplication with 1 / temperature. Rounding it costs exp(d) a relative error of |d| 2^-24.
@@ -15,17 +15,19 @@ from torch import Tensor
 
 from tepo_megatron.ops.token_statistics import Coefficients, compute_dtype
 
-# Size of each of the two buffers. On a CPU, per thread, of at most four: both then fit in the last-level cache, and a chunk is
-# worth the calls and the threads' waiting for each other after each. On a GPU a call costs more than a cache miss.
+# Size of each of the two buffers. On a CPU it is per thread, for at most four threads: both buffers then fit into the
+# last-level cache, and a chunk is large enough to outweigh the calls and the barriers between threads. On a GPU a call costs
+# more than a cache miss.
 CPU_CHUNK_BYTES = 2 * 2**20
 GPU_CHUNK_BYTES = 64 * 2**20
 
-# PyTorch parts an elementwise operation among threads by elements, and computes what fills no vector with another exp2.
+# PyTorch splits an elementwise operation over threads by elements, and computes elements that do not fill a vector with another
+# implementation of exp2, which would make the bits depend on the split.
 _VECTOR, _GRAIN = 64, 32768
 
 
 class _Chunk(NamedTuple):
-    """Some rows and their part of the two buffers, [rows, C] each; `flat_d` and `flat_e`: the same, and some slack behind."""
+    """Some rows and their part of the two buffers: `d`, `e` are [rows, C]; `flat_d`, `flat_e` the same memory plus slack."""
 
     rows: slice
     d: Tensor
@@ -35,7 +37,7 @@ class _Chunk(NamedTuple):
 
 
 def statistics(logits: Tensor, columns: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """See RowKernels."""
+    """Implement `RowKernels.statistics`. Args: see there."""
     logits = logits[:, :columns]
     dtype = compute_dtype(logits)
     top, total, moment = logits.new_empty(3, logits.size(0), 1, dtype=dtype).unbind(0)
@@ -50,7 +52,7 @@ def statistics(logits: Tensor, columns: int, temperature: float) -> tuple[Tensor
 
 
 def gradient(logits: Tensor, columns: int, column_R: Tensor, temperature: float, row: Coefficients, out: Tensor) -> None:
-    """See RowKernels."""
+    """Implement `RowKernels.gradient`. Args: see there."""
     out[:, columns:] = 0
     logits, out = logits[:, :columns], out[:, :columns]
     dtype = compute_dtype(logits)
@@ -67,7 +69,7 @@ def gradient(logits: Tensor, columns: int, column_R: Tensor, temperature: float,
 
 
 def _chunks(logits: Tensor, dtype: torch.dtype) -> Iterator[_Chunk]:
-    """Rows in chunks of nearly equal size. What is computed of a row does not depend on the rows beside it, to the bit."""
+    """Yield chunks of rows of nearly equal size. The result of a row does not depend on the rows next to it, to the bit."""
     rows, columns = logits.shape
     on_cpu = logits.device.type == "cpu"
     chunk_bytes = CPU_CHUNK_BYTES * min(4, torch.get_num_threads()) if on_cpu else GPU_CHUNK_BYTES
@@ -84,6 +86,6 @@ def _chunks(logits: Tensor, dtype: torch.dtype) -> Iterator[_Chunk]:
 
 
 def _whole_vectors(elements: int) -> int:
-    """At least as many, such that each thread of an elementwise operation gets whole vectors."""
+    """Return the number of elements rounded up so that each thread of an elementwise operation gets whole vectors."""
     threads = max(1, min(torch.get_num_threads(), -(-elements // _GRAIN)))
     return -(-elements // (threads * _VECTOR)) * threads * _VECTOR

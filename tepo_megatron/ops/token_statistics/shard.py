@@ -1,4 +1,4 @@
-"""From the numbers of each rank's columns to log-prob and entropy, and from their gradients to those of the logits.
+"""Combine the statistics of all vocabulary shards into log-prob and entropy, and derive the logits' gradient from theirs.
 
 Layout: R rows; C real columns of this rank's vocabulary shard.
 """
@@ -17,9 +17,12 @@ from tepo_megatron.ops.token_statistics import NO_COLUMNS, Coefficients, RowKern
 
 @dataclass(frozen=True)
 class Shard:
-    """Which labels lie in this rank's part of the vocabulary.
+    """This rank's shard of the vocabulary, and the labels that lie in it.
 
-    columns: real (not padding) columns here; owned_R: whether the label is one of them; column_R: int64, which (0 if not).
+    Attributes:
+        columns: Number of real (not padding) columns on this rank.
+        owned_R: bool, whether the label is one of them.
+        column_R: int64, the label's local column, 0 if it is not owned.
     """
 
     columns: int
@@ -28,7 +31,14 @@ class Shard:
 
     @classmethod
     def of(cls, width: int, labels_R: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> Shard:
-        """The shard of this rank of `group`, `width` columns with padding; vocab_size None: there is none."""
+        """Return the shard of this rank.
+
+        Args:
+            width: Local columns, padding included.
+            labels_R: int64, global token ids.
+            group: Tensor-parallel group. None: one rank.
+            vocab_size: Real columns over all ranks. None: there is no padding.
+        """
         first = (group.rank() if group is not None else 0) * width
         columns = width if vocab_size is None else min(max(vocab_size - first, 0), width)
         local_R = labels_R - first
@@ -36,14 +46,17 @@ class Shard:
         return cls(columns, owned_R, torch.where(owned_R, local_R, 0))
 
     def rows(self, rows: slice) -> Shard:
-        """The same of some rows."""
+        """Return the shard for some rows."""
         return Shard(self.columns, self.owned_R[rows], self.column_R[rows])
 
 
 class Normalizer(NamedTuple):
-    """Of softmax(logits / temperature), over all ranks, with d = (logit - top) / temperature; all [R].
+    """The normalizer of softmax(logits / temperature) over all ranks, with d = (logit - top) / temperature. All [R].
 
-    top: largest logit; total: sum exp(d); mean: the expectation of d.
+    Attributes:
+        top: Largest logit.
+        total: sum exp(d).
+        mean: Expectation of d under the softmax.
     """
 
     top: Tensor
@@ -52,9 +65,16 @@ class Normalizer(NamedTuple):
 
 
 def local_statistics(kernels: RowKernels, logits: Tensor, shard: Shard, temperature: float) -> Tensor:
-    """[R, 4] over this rank's real columns: top logit; sum exp(d); sum d exp(d); the label's logit, 0 where not owned.
+    """Return [R, 4] over this rank's real columns: largest logit, sum exp(d), sum d exp(d), the label's logit (0 if not owned).
 
-    The third sum is taken of d, not of the logits: the entropy is a small difference, and would lose 5e-6 to 3e-5 in fp32.
+    The third sum is taken of d, not of the logits: the entropy is a small difference of sums, and would lose 5e-6 to 3e-5 in
+    fp32.
+
+    Args:
+        kernels: The back end.
+        logits: [R, W], this rank's columns.
+        shard: Real columns and labels.
+        temperature: Divisor of the logits, above 0.
     """
     out = torch.zeros(logits.size(0), 4, dtype=compute_dtype(logits), device=logits.device)
     if shard.columns == 0:
@@ -67,7 +87,14 @@ def local_statistics(kernels: RowKernels, logits: Tensor, shard: Shard, temperat
 
 
 def gather(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[R, 4] of every rank as [ranks, R, 4]. R is the same on all ranks, so all of them skip an empty gather."""
+    """Gather the local statistics [R, 4] of every rank as [ranks, R, 4].
+
+    Collectives: one all-gather over `group`, none with one rank or R = 0. R is the same on all ranks, so all of them skip it.
+
+    Args:
+        statistics: [R, 4] of this rank.
+        group: Tensor-parallel group. None: one rank.
+    """
     if group is None or group.size() == 1 or statistics.size(0) == 0:
         return statistics.unsqueeze(0)
     out = statistics.new_empty(group.size() * statistics.size(0), 4)
@@ -76,16 +103,21 @@ def gather(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def combine(statistics: Tensor, temperature: float) -> tuple[Tensor, Tensor, Normalizer]:
-    """[ranks, R, 4] -> log-prob of the label [R], entropy [R], and what backward needs."""
+    """Return the log-prob of the label [R], the entropy [R], both in nats, and the normalizer for backward.
+
+    Args:
+        statistics: [ranks, R, 4], as `gather` returns them.
+        temperature: Divisor of the logits, above 0.
+    """
     tops, totals, moments, label = statistics.unbind(-1)
     top_R = tops.amax(0)
     shift = (tops - top_R) / temperature
     weight = shift.exp()
     total_R = (weight * totals).sum(0)
-    # each rank's sum was taken around its own maximum
+    # each rank's sum of d exp(d) was taken relative to its own maximum
     mean_R = (weight * (moments + shift * totals)).sum(0) / total_R
     log_total_R = total_R.log()
-    # (label - top) first: both are exact logits, so logits shifted by a constant lose nothing
+    # (label - top) first: both are exact logits, so a constant shift of all logits costs no precision
     logprob_R = (label.sum(0) - top_R) / temperature - log_total_R
     return logprob_R, log_total_R - mean_R, Normalizer(top_R, total_R, mean_R)
 
@@ -93,9 +125,17 @@ def combine(statistics: Tensor, temperature: float) -> tuple[Tensor, Tensor, Nor
 def coefficients(
     normalizer: Normalizer, shard: Shard, grad_logprob_R: Tensor | None, grad_entropy_R: Tensor | None, temperature: float
 ) -> Coefficients:
-    """What the gradient kernel needs of each row; at least one gradient is given.
+    """Return the coefficients of each row's gradient.
 
-    It is (g_logprob ([j = label] - p) - g_entropy p (ln p + H)) / temperature; p = exp(d) / total and ln p + H = d - mean.
+    The gradient is (g_logprob ([j = label] - p) - g_entropy p (ln p + H)) / temperature, with p = exp(d) / total and
+    ln p + H = d - mean.
+
+    Args:
+        normalizer: The softmax normalizer of each row.
+        shard: Real columns and labels.
+        grad_logprob_R: Gradient of the log-prob. None: 0. At least one of the two gradients is given.
+        grad_entropy_R: Gradient of the entropy. None: 0.
+        temperature: Divisor of the logits, above 0.
     """
     top_R, total_R, mean_R = normalizer
     scale_R = -1 / (total_R * temperature)
@@ -110,7 +150,16 @@ def coefficients(
 def write_gradient(
     kernels: RowKernels, logits: Tensor, shard: Shard, temperature: float, row: Coefficients, out: Tensor
 ) -> None:
-    """Gradient of all columns, 0 at padding, into `out`, which may be `logits`; autograd learns that `out` has changed."""
+    """Write the gradient of the logits into `out`, 0 at padding, and record for autograd that `out` has changed.
+
+    Args:
+        kernels: The back end.
+        logits: [R, W], this rank's columns.
+        shard: Real columns and labels.
+        temperature: Divisor of the logits, above 0.
+        row: Coefficients of each row.
+        out: [R, W]. It may be `logits`.
+    """
     if shard.columns == 0:
         out.zero_()
     elif logits.size(0):

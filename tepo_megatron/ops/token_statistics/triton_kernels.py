@@ -1,8 +1,9 @@
-"""The two passes in Triton: one program a row reads the logits once; the gradient is one pass that may overwrite them.
+"""The two passes in Triton: statistics, with one program per row that reads the logits once, and the gradient, which may be
+written over the logits.
 
 Loads and stores cover the padded width W of a row, and padding is masked by value. Where W and the stride are multiples of 16,
-Triton then moves 16 bytes per lane, also where the number C of real columns is odd (vocabulary 32001); where they are not, the
-compiler specializes the same kernel for narrower accesses. `python -m benchmarks.triton_aot` compiles and counts.
+Triton then moves 16 bytes per lane, even if the number C of real columns is odd (vocabulary 32001). Where they are not, the
+compiler specializes the same kernel for narrower accesses. `python -m benchmarks.triton_aot` compiles both and counts.
 
 Without a GPU the kernels run in Triton's interpreter: set TRITON_INTERPRET=1 before anything imports triton.
 """
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from tepo_megatron.ops.token_statistics import NO_COLUMNS, Coefficients, compute_dtype
 
-# Columns that a program works on at a time.
+# Columns that a program processes at a time.
 BLOCK = 4096
-# Compiler options. FP fusion is named because its default differs between Triton's versions.
+# Compiler options. FP fusion is set explicitly because its default differs between Triton's versions.
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -28,7 +29,7 @@ _NO_COLUMNS = tl.constexpr(NO_COLUMNS)
 
 
 def statistics(logits: Tensor, columns: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """See RowKernels."""
+    """Implement `RowKernels.statistics`. Args: see there."""
     rows, width = logits.shape
     top, total, moment = logits.new_empty(3, rows, dtype=compute_dtype(logits)).unbind(0)
     block = min(BLOCK, triton.next_power_of_2(columns))
@@ -37,7 +38,7 @@ def statistics(logits: Tensor, columns: int, temperature: float) -> tuple[Tensor
 
 
 def gradient(logits: Tensor, columns: int, column_R: Tensor, temperature: float, row: Coefficients, out: Tensor) -> None:
-    """See RowKernels."""
+    """Implement `RowKernels.gradient`. Args: see there."""
     rows, width = logits.shape
     block = min(BLOCK, triton.next_power_of_2(width))
     slope = row.constant if row.slope is None else row.slope
@@ -51,7 +52,7 @@ def gradient(logits: Tensor, columns: int, column_R: Tensor, temperature: float,
 def _statistics(
     x_ptr, stride, width, columns, top_ptr, total_ptr, moment_ptr, temperature: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
-    """One row. The running sums are kept per lane and shrunk when the maximum grows; they meet only at the end."""
+    """Compute one row. Running sums are kept per lane, rescaled when the maximum grows, and reduced over lanes at the end."""
     row = tl.program_id(0).to(tl.int64)
     dtype = top_ptr.dtype.element_ty
     lane = tl.arange(0, block)
@@ -81,7 +82,7 @@ def _gradient(
     top_ptr, constant_ptr, slope_ptr, label_ptr,
     temperature: tl.constexpr, with_slope: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """`block` columns of one row: every logit is read and overwritten by the same lane."""
+    """Compute `block` columns of one row. The same lane reads and overwrites a logit."""
     row = tl.program_id(0).to(tl.int64)
     dtype = top_ptr.dtype.element_ty
     column = tl.program_id(1) * block + tl.arange(0, block)
