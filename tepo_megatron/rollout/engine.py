@@ -104,7 +104,7 @@ class RolloutEngine(Protocol):
             Rollouts; rollout_logprobs are those of the distribution sampled from (after temperature).
 
         Raises:
-            RolloutError: The samples cannot be had.
+            RolloutError: Sampling failed.
         """
         ...
 
@@ -173,8 +173,8 @@ class RolloutEngine(Protocol):
             sent: Hugging Face name -> CRC-32 of the tensors of the update.
 
         Raises:
-            SyncError: Servers differ, or a tensor changed since the last call but not in a server, as far as checksums cover
-                it.
+            SyncError: Servers differ, or still serve the old value of a tensor that changed since the last call. Only
+                tensors that the servers' checksums cover are compared.
         """
         ...
 

@@ -198,7 +198,7 @@ class SglangApi:
         }
 
     async def sleep(self, send: Send) -> None:
-        """Stop taking requests, abort abandoned ones, flush the cache (this waits until the server is idle), release the memory.
+        """Stop taking requests, abort abandoned ones, flush the cache (which waits until idle), and release the memory.
 
         A server that releases memory while anything is in its scheduler dies. On CPU nothing is released.
         """

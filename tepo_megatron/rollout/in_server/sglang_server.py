@@ -75,7 +75,7 @@ def fill_gaps() -> None:
     )
 
 
-_upstream: dict[str, Any] = {}  # SGLang's functions that are replaced here, by name, by name
+_upstream: dict[str, Any] = {}  # SGLang's functions that are replaced here, by name
 
 
 def seeded_choice(
