@@ -241,8 +241,10 @@ class ServerProcess:
         return b"\n".join([*earlier, *([b"..."] if earlier else []), *tail]).decode(errors="replace")
 
     def stop(self, at_once: bool = False) -> None:
-        """End every process of the server, at the latest GRACE_SECONDS (0 if `at_once`) and a few seconds later. May be called
-        again.
+        """End every process of the server, within GRACE_SECONDS and a few more seconds. May be called again.
+
+        Args:
+            at_once: Skip the grace period between SIGTERM and SIGKILL.
         """
         if self._guard is None or self._has_ended():
             return

@@ -84,7 +84,7 @@ class FoundServer(_Elsewhere):
 
     Args:
         name: Name in messages.
-        cfg: The server has to match `tp`.
+        cfg: The server has to match `tp`; the time limit until a server is found is used, too.
         launch: What this run would start a server with; the server has to match it.
         rendezvous: The folder.
         engine: As in `rollout.engine`.

@@ -27,7 +27,7 @@ from tepo_megatron.rollout.servers.rendezvous import Record, Rendezvous, fingerp
 
 LOOK_SECONDS = 1.0  # poll interval for the requests of trainers
 TURN_SECONDS = 0.2  # poll interval with `rollout.colocate`: trainers wait for each acknowledgement
-STEADY_SECONDS = 60.0  # after this time without a failure the failure counters are reset
+STEADY_SECONDS = 60.0  # uptime after which the failure counters are reset
 EVERYWHERE = ("0.0.0.0", "::")
 
 
