@@ -1,1 +1,1 @@
-"""Sampling from an inference server: its process, its HTTP interface, the weights it serves."""
+"""Sampling from inference servers: their processes, their HTTP interface, and the weights that they serve."""

@@ -1,4 +1,4 @@
-"""One step's worth of graded groups: sample, grade, drop what teaches nothing, refill."""
+"""Collect the graded groups of one step: sample, grade, drop uninformative groups, and refill."""
 
 from __future__ import annotations
 
@@ -19,11 +19,18 @@ from tepo_megatron.types import Prompt, Rollout, Routing, SamplingParams
 
 
 class Collector:
-    """Rank 0's side of the rollout phase.
+    """The rollout phase on rank 0.
 
-    stop_token_ids, routing: of `SamplingParams`; max_refills: `cfg.max_refills`, resolved; overlong: changes the rewards of the
-    graded samples, None for none. Shaping is a step here and no part of `reward`, which grades evaluations too: those may have
-    another length limit.
+    Args:
+        cfg: The rollout section of the config.
+        engine: Samples the responses.
+        reward: Grades the responses.
+        prompts: Stream of training prompts.
+        seed: Seed of the run.
+        stop_token_ids, routing: See `SamplingParams`.
+        max_refills: Resolved value of `cfg.max_refills`.
+        overlong: Shapes the rewards of graded samples. None: no shaping. It is separate from `reward` because `reward` also
+            grades evaluations, which may have another length limit.
     """
 
     def __init__(
@@ -46,16 +53,22 @@ class Collector:
             routing=routing,
         )
         self._groups: Groups | None = None
-        self._under_way: dict[int, Prompt] = {}  # by id, in the order in which they were taken
+        self._under_way: dict[int, Prompt] = {}  # prompt id -> prompt, in the order in which they were taken
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
-        """Graded rollouts of at most `prompts_per_step` groups, contiguous by prompt, and what to report of all samples.
+        """Return graded rollouts of at most `prompts_per_step` groups, contiguous by prompt, and metrics of all samples.
 
         With `filter_uniform_groups`, groups whose samples are all right or all wrong (unshaped score) are dropped, and up to
-        `max_refills` further rounds replace them. The result is empty when every group was dropped. With `in_flight: continue`
-        what is still under way then goes on for the next step.
+        `max_refills` further rounds replace them. The result is empty if every group was dropped. With `in_flight: continue`,
+        groups that are still being sampled go on for the next step.
 
-        Raises RolloutError, RewardError, DataError, and SyncError for rollouts of other weights than those that may be.
+        Args:
+            step: Number of the step, from 1.
+            clock: The time is measured as phases "rollout" and "reward".
+
+        Raises:
+            SyncError: Rollouts come from a version of the weights that is not allowed.
+            RolloutError, RewardError, DataError: Sampling, grading or reading prompts failed.
         """
         kept: list[list[Rollout]] = []
         sampled = stale = 0
@@ -83,18 +96,18 @@ class Collector:
         return [rollout for group in kept for rollout in group], metrics
 
     def position(self) -> dict[str, Any]:
-        """Of the prompt stream, those that are still under way being the next to be taken: plain JSON."""
+        """Return the position in the prompt stream as plain JSON. Prompts still being sampled count as not yet taken."""
         return self.prompts.state_dict(returned=list(self._under_way.values()))
 
     def give_up(self) -> None:
-        """What is under way is not wanted; its prompts are the next to be taken."""
+        """Cancel what is being sampled, and return its prompts to the front of the stream."""
         if self._groups is not None:
             self._groups.close()
         self.prompts.give_back(list(self._under_way.values()))
         self._groups, self._under_way = None, {}
 
     def _ask(self, missing: int, kept: set[int], seed: int) -> None:
-        """Have as many groups under way as are asked for where `missing` are wanted."""
+        """Start enough groups that `missing` times `oversample` (rounded up) are being sampled."""
         asked = math.ceil(missing * self.cfg.oversample) - len(self._under_way)
         if self._groups is None:
             self._groups = self.engine.open()
@@ -107,10 +120,9 @@ class Collector:
         self._groups.add(prompts, self.sampling, seed)
 
     def _graded(self, step: int, wanted: int, clock: Clock) -> tuple[list[list[Rollout]], int]:
-        """Graded groups in the order of their prompts, each graded while others are still being sampled; and how many had to be
-        sampled anew, for their weights are too old by now.
+        """Return graded groups in the order of their prompts, and the number of groups sampled again because they were too old.
 
-        It ends with as many useful ones as are `wanted`.
+        Each group is graded while others are still being sampled. Returns early once `wanted` useful groups are there.
         """
         assert self._groups is not None
         order = {prompt: place for place, prompt in enumerate(self._under_way)}
@@ -139,10 +151,10 @@ class Collector:
         return informative(groups) if self.cfg.filter_uniform_groups else groups
 
     def _too_old(self, step: int, group: list[Rollout]) -> bool:
-        """Whether a group that was begun for an earlier step cannot be learned from any more.
+        """Return whether a group that was begun for an earlier step is too old to train on.
 
-        Raises SyncError for any other version that may not be. Step 1 has the weights of version 0 to learn from, and nothing
-        older whatever the staleness.
+        Raises SyncError for any other version that is not allowed. Step 1 trains on version 0, and on nothing older, whatever
+        the staleness.
         """
         newest = step - 1
         oldest = max(0, newest - self.cfg.max_staleness)

@@ -1,4 +1,4 @@
-"""What a user's own generation function works with: one sample, which the model and others write in turns.
+"""The interface of a user's generation function: one sample that the model and other sources (tools, users) write in turns.
 
     async def agent(conversation: Conversation) -> None:
         turn = await conversation.generate(stop_token_ids=conversation.encode(";"))
@@ -6,8 +6,8 @@
             conversation.append(await answer_of_a_tool(turn.text))
             await conversation.generate()
 
-`rollout.function: path/to/file.py:agent` plugs it in. What `generate` adds is trained on, with the engine's log-probs; what
-`append` adds is context alone. The function never handles masks or log-probs, so it cannot get them wrong.
+`rollout.function: path/to/file.py:agent` selects it. Tokens of `generate` are trained on, with the engine's log-probs. Tokens
+of `append` are only context. The function never handles masks or log-probs, so it cannot get them wrong.
 """
 
 from __future__ import annotations
@@ -23,26 +23,32 @@ from tepo_megatron.rollout.cut import continued
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
-# one sample of a context (its id that of the prompt) under a seed
+# (context, sampling, seed) -> one sample; the context is a Prompt with the id of the original prompt
 Ask = Callable[[Prompt, SamplingParams, int], Awaitable[Rollout]]
 Encode = Callable[[str], Sequence[int]]
 Decode = Callable[[Sequence[int]], str]
 
 
 class OutOfRoom(Exception):
-    """rollout.max_response_tokens are spent. A function that lets it pass ends its sample there, which is no error: the sample
-    is kept as it stands, with stop reason "length".
+    """No tokens of rollout.max_response_tokens are left.
+
+    A function that lets this error pass ends its sample there. That is no failure: the sample is kept as it is, with stop
+    reason "length".
     """
 
 
 class WeightsChanged(RolloutError):
-    """A turn was written by other weights than those before it."""
+    """A turn was sampled with weights other than those of earlier turns."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model wrote in one go. token_ids: the one it stopped at included; text: without special tokens; stop_reason:
-    "stop", or "length" where it was cut off.
+    """One turn of the model.
+
+    Attributes:
+        token_ids: The sampled tokens, including the stop token.
+        text: The text without special tokens.
+        stop_reason: "stop", or "length" if the token limit ended the turn.
     """
 
     token_ids: tuple[int, ...]
@@ -51,11 +57,18 @@ class Turn:
 
 
 class Conversation:
-    """A prompt and what was added to it.
+    """A prompt and the turns that were added to it.
 
-    sampling: of all turns, its max_tokens being those of the whole sample, whoever writes them; seed: of this sample, from
-    which each turn gets its own; encode, decode: text <-> token ids; mixed: whether newer weights may go on where older ones
-    ended.
+    Args:
+        prompt: The prompt.
+        sampling: For all turns. Its max_tokens limits the whole sample after the prompt, whoever writes the tokens.
+        seed: Seed of this sample; each turn derives its own from it.
+        ask: Samples one response to a context.
+        encode, decode: Text to token ids and back.
+        mixed: Newer weights may continue a sample that older ones began.
+
+    Attributes:
+        failure: Error of the engine. The sample is lost then, even if the function catches the error.
     """
 
     def __init__(
@@ -70,44 +83,51 @@ class Conversation:
         mixed: bool = False,
     ) -> None:
         self.prompt = prompt
-        self.failure: TepoError | None = None  # of the engine: the sample is lost, whatever the function makes of it
+        self.failure: TepoError | None = None
         self.encode, self.decode = encode, decode
         self._sampling, self._seed, self._ask, self._mixed = sampling, seed, ask, mixed
         self._token_ids = list(prompt.token_ids)
         self._mask = [False] * len(prompt.token_ids)
         self._logprobs = [0.0] * len(prompt.token_ids)
         self._turns = 0
-        self._versions: list[tuple[int, int]] = []  # (place, version): whose tokens begin there
+        self._versions: list[tuple[int, int]] = []  # (index of the first token, version)
         self._servers: tuple[tuple[int, str], ...] = ()  # see `Rollout.servers`
         self._stop_reason = ""
         self._busy = self._finished = False
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All tokens so far, the prompt's first."""
+        """All tokens so far, including the prompt's."""
         return tuple(self._token_ids)
 
     @property
     def text(self) -> str:
-        """What stands after the prompt, whoever wrote it."""
+        """The text after the prompt, whoever wrote it."""
         return self.decode(self._token_ids[len(self.prompt.token_ids) :])
 
     @property
     def turns(self) -> int:
-        """How often the model wrote."""
+        """Number of turns that the model wrote."""
         return self._turns
 
     @property
     def room(self) -> int:
-        """Tokens that can still be added."""
+        """Number of tokens that can still be added."""
         return self._sampling.max_tokens - (len(self._token_ids) - len(self.prompt.token_ids))
 
     async def generate(self, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
-        """Let the model go on. max_tokens: of this turn, at most the room there is; stop_token_ids: each ends this turn, as its
-        last token, beside those that end a response.
+        """Let the model write one turn.
 
-        Raises OutOfRoom without room, ValueError for a limit below 1, RuntimeError while another turn is under way. What the
-        function cannot pass over: RolloutError when the engine fails, WeightsChanged, for which the sample is made anew.
+        Args:
+            max_tokens: Limit of this turn. None: all tokens that are left (`room`), which also caps a larger value.
+            stop_token_ids: Tokens that end this turn, as its last token, in addition to those that end a response.
+
+        Raises:
+            OutOfRoom: No tokens are left.
+            ValueError: `max_tokens` is below 1.
+            RuntimeError: Another turn is still running, or the conversation has ended.
+            RolloutError: The engine failed. Catching it does not save the sample.
+            WeightsChanged: Other weights sampled this turn. The sample is made again from the start, even if this is caught.
         """
         self._require_free()
         if max_tokens is not None and max_tokens < 1:
@@ -140,11 +160,14 @@ class Conversation:
         return Turn(tuple(ids), self.decode(ids), written.stop_reason)
 
     def append(self, what: str | Sequence[int]) -> None:
-        """Add what the model did not write: a tool's output, a user's turn.
+        """Add tokens that the model did not write: a tool's output, a user's turn.
 
-        A text is encoded without special tokens of its own; those that it spells out (a chat template's) become such tokens, so
-        take them out of what comes from elsewhere. Raises OutOfRoom, with nothing added, where the model could not write a
-        single token after it; RuntimeError while a turn is under way.
+        A text is encoded without adding special tokens. Special tokens that the text spells out (a chat template's) are encoded
+        as such, so remove them from untrusted text.
+
+        Raises:
+            OutOfRoom: The model could not write a single token afterwards. Nothing was added.
+            RuntimeError: A turn is still running, or the conversation has ended.
         """
         self._require_free()
         ids = [operator.index(token) for token in (self.encode(what) if isinstance(what, str) else what)]
@@ -153,8 +176,11 @@ class Conversation:
         self._add(ids, False, [0.0] * len(ids))
 
     def finish(self) -> Rollout:
-        """The sample; nothing can be added afterwards. What was appended after the last turn is left out: it is no token's
-        context. Raises ValueError before any turn.
+        """Return the sample, to which nothing can be added afterwards.
+
+        Raises ValueError if the model wrote nothing, RuntimeError while a turn is running or if the sample has ended already.
+
+        Tokens that were appended after the model's last turn are left out: they are no token's context.
         """
         self._require_free()
         self._finished = True
@@ -183,7 +209,10 @@ class Conversation:
         raise OutOfRoom(f"prompt {self.prompt.id}: {why}; raise rollout.max_response_tokens={self._sampling.max_tokens}")
 
     def _require_free(self) -> None:
-        """Two turns at once would each lack the other in their context, and one after the end would be lost."""
+        """Raise RuntimeError if a turn is running or the sample has ended.
+
+        Two turns at once would each lack the other in their context, and a turn after the end would be lost.
+        """
         if self._busy:
             raise RuntimeError("a turn is still under way; await `generate` before anything else is done with its conversation")
         if self._finished:

@@ -1,6 +1,6 @@
-"""A user's own generation function in the place of one response per sample: see `conversation.Conversation`.
+"""A user's own generation function, which produces each sample in several turns. See `conversation.Conversation`.
 
-`CustomRollouts` stands between an engine and whoever samples, so that training and evaluation both go through the function.
+`CustomRollouts` wraps an engine, so that training and evaluation both sample through the function.
 """
 
 from __future__ import annotations
@@ -24,12 +24,18 @@ from tepo_megatron.rollout.loop import Arrivals, LoopThread
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
-CLOSE_SECONDS = 5.0  # for functions under way to end; one that blocks its thread never does
+CLOSE_SECONDS = 5.0  # time for running functions to end; one that blocks its thread never does
 
 
 @dataclass(frozen=True)
 class Function:
-    """file: resolved; name: in it; call: the async function, which is given a conversation and returns nothing."""
+    """The user's generation function.
+
+    Attributes:
+        file: Resolved path of its file.
+        name: Its name in the file.
+        call: The async function. It gets a conversation and returns nothing.
+    """
 
     file: Path
     name: str
@@ -37,9 +43,9 @@ class Function:
 
 
 def load_function(spec: str) -> Function:
-    """The async function that `rollout.function`, "path/to/file.py:name", names. The file is run.
+    """Load the async function that `rollout.function`, "path/to/file.py:name", names. The file is executed.
 
-    Raises ConfigError naming the key, what is wrong and the mend.
+    Raises ConfigError that names the key, the error and the fix.
     """
     found, key = user_file.load(spec, "rollout.function", "an async function"), f"rollout.function={spec}"
     if not inspect.iscoroutinefunction(found.value):
@@ -51,11 +57,16 @@ def load_function(spec: str) -> Function:
 
 
 class CustomRollouts:
-    """See `engine.RolloutEngine`: `engine`, whose samples are what `function` makes of them.
+    """Implementation of `engine.RolloutEngine` that samples through a user's function. Other calls go to the wrapped engine.
 
-    encode, decode: text <-> token ids, for the function; mixed: whether newer weights may go on with a sample.
-    The function runs in an event loop of its own, so that one that computes for a while holds up other samples but not the
-    watch over the servers.
+    The function runs in a separate event loop. A function that computes for a while delays other samples, but not the watch
+    over the servers.
+
+    Args:
+        engine: The wrapped engine.
+        function: The user's function.
+        encode, decode: Text to token ids and back, for the function.
+        mixed: Newer weights may continue a sample that older ones began.
     """
 
     def __init__(self, engine: RolloutEngine, function: Function, encode: Encode, decode: Decode, mixed: bool = False) -> None:
@@ -65,25 +76,35 @@ class CustomRollouts:
         self._events: list[str] = []
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """See `RolloutEngine.generate`: a conversation per sample, all at once, at most `sampling.max_tokens` added to each.
+        """See `RolloutEngine.generate`: one conversation per sample, all concurrently, each of at most `sampling.max_tokens`.
 
-        Every turn has a seed of (seed, prompt, sample, turn), so that a function which depends on its conversation alone makes
-        the same samples again. A sample is of one version of the weights, unless `mixed`: where newer ones came in between, the
-        function is called anew. Raises RolloutError naming prompt, file and line where it raises; one sample ends the call.
+        The seed of a turn depends on (seed, prompt, sample, turn), so a function that depends only on its conversation
+        reproduces its samples. Unless `mixed`, one version of the weights makes a whole sample: if newer weights come in
+        between, the function is called again from the start.
+
+        Args:
+            prompts, sampling, seed: See `RolloutEngine.generate`.
+
+        Raises:
+            RolloutError: The function failed for a sample, which ends the call. Names prompt, file and line.
         """
         return self._loop.run(self._converse(prompts, sampling, seed))
 
     def open(self) -> Groups:
-        """See `RolloutEngine.open`: the groups of `generate`."""
+        """See `RolloutEngine.open`. The groups are those of `generate`."""
         return Arrivals(self._loop, self._converse)
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """See `RolloutEngine.sample`: past the function."""
+        """See `RolloutEngine.sample`. The function is not called.
+
+        Args:
+            prompt, sampling, seed: See `RolloutEngine.sample`.
+        """
         return await self.engine.sample(prompt, sampling, seed)
 
     def close(self) -> None:
-        """End what is under way, then the engine."""
-        # from a thread of its own, which a function that blocks the loop cannot hold up
+        """Cancel the conversations, then close the engine."""
+        # In a separate thread, because a function that blocks the loop would block this call.
         stopping = threading.Thread(target=self._loop.stop, daemon=True)
         stopping.start()
         stopping.join(CLOSE_SECONDS)
@@ -114,13 +135,16 @@ class CustomRollouts:
             error = failed.exceptions[0]
         else:
             for (prompt, k), sample in zip(each, samples, strict=True):
-                if sample.cancelled():  # a group of tasks thinks nothing of it
+                if sample.cancelled():  # a TaskGroup does not report cancelled tasks
                     raise RolloutError(f"{self._what(prompt, k)} was cancelled, by itself or because the engine was closed")
             return [sample.result() for sample in samples]
         raise error
 
     async def _one(self, prompt: Prompt, sampling: SamplingParams, seed: int, sample: int) -> Rollout:
-        """What the function makes of sample `sample` of a prompt, with the same weights from its first turn to its last."""
+        """Return one sample that the function makes.
+
+        Call the function again from the start if the weights changed in between.
+        """
         while True:
             try:
                 return await self._once(prompt, sampling, seed, sample)
@@ -143,11 +167,11 @@ class CustomRollouts:
             returned = await function.call(conversation)
         except (asyncio.CancelledError, GeneratorExit):
             raise
-        except BaseException as e:  # SystemExit would end the loop, and with it all who wait for it
+        except BaseException as e:  # SystemExit would end the event loop and leave its callers waiting
             cause = _first(e)
             if conversation.failure is None and not isinstance(cause, OutOfRoom):
                 raise RolloutError(f"{what} failed: {user_file.told(cause, function.file)}") from cause
-        if conversation.failure is not None:  # the function passed over it
+        if conversation.failure is not None:  # the function caught the error and went on
             raise conversation.failure
         if returned is not None:
             raise RolloutError(f"{what} returned {returned!r:.80}; it must return nothing: its conversation is the sample")
@@ -168,7 +192,7 @@ class CustomRollouts:
     def _what(self, prompt: Prompt, sample: int) -> str:
         return f"prompt {prompt.id}, sample {sample}: {self._function.name} of {self._function.file}"
 
-    # the engine's own
+    # The rest is passed on to the engine.
 
     @property
     def version(self) -> int:
@@ -246,7 +270,7 @@ class CustomRollouts:
 
 
 def _first(error: BaseException) -> BaseException:
-    """The first error of a group of errors."""
+    """Return the first error of a group of errors."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,8 +1,8 @@
-"""Responses that new weights interrupt: what was sampled of them stays, and the new weights go on.
+"""Partial rollouts: keep the tokens of aborted requests and resubmit prompt + partial response under the new weights.
 
-A request that is ended before its time answers with the tokens that it has, and their log-probs. The rest is asked for as the
-response to prompt and tokens so far: it is sampled, cache and all, by the new weights alone, and each token knows its version.
-Both engines can also go on by themselves after a pause, but only SGLang's answers tell which token is of which weights.
+An aborted request returns the tokens sampled so far, with their log-probs. The remaining response is requested with prompt +
+partial response as the prompt. The new weights alone sample it, with a new KV cache, and each token has its weight version.
+Both engines can also resume requests after a pause, but only SGLang reports which token came from which weights.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from tepo_megatron.seeding import derive_seed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
-CUT = "abort"  # the stop reason of such a response, in both engines
+CUT = "abort"  # stop reason of an aborted response, in both engines
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: `sampling.samples` responses to a prompt."""
+    """A generation request: `sampling.samples` responses to a prompt."""
 
     prompt: Prompt
     sampling: SamplingParams
@@ -28,8 +28,14 @@ class Ask:
 
 
 def rest(cut: Rollout, prompt: Prompt, sampling: SamplingParams, seed: int) -> Ask:
-    """What a response lacks, the only sample of its request. seed: of its prompt, its place in the group and the tokens so far,
-    for no random number may serve twice.
+    """Return the request that continues an aborted response, with one sample.
+
+    Args:
+        cut: The aborted response.
+        prompt: Its original prompt.
+        sampling: Of the original request; `max_tokens` is the limit of the whole response.
+        seed: Seed of the continuation. It must depend on the place in the group and the number of tokens so far, so that no
+            random number is used twice. The engine adds the prompt's id.
     """
     tokens = tuple(cut.token_ids_L.tolist())
     longer = replace(prompt, token_ids=tokens)
@@ -38,7 +44,12 @@ def rest(cut: Rollout, prompt: Prompt, sampling: SamplingParams, seed: int) -> A
 
 
 def rests(group: Sequence[Rollout], prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[int, Ask]:
-    """What the group's cut responses lack, by their places in it."""
+    """Return the requests that continue the aborted responses of a group, by their index in it.
+
+    Args:
+        group: Responses to one prompt.
+        prompt, sampling, seed: Of the group's original request.
+    """
     return {
         place: rest(r, prompt, sampling, derive_seed(seed, "rest", place, r.token_ids_L.numel()))
         for place, r in enumerate(group)
@@ -47,7 +58,12 @@ def rests(group: Sequence[Rollout], prompt: Prompt, sampling: SamplingParams, se
 
 
 def joined(cut: Rollout, end: Rollout) -> Rollout:
-    """A response and what followed it, itself cut off perhaps."""
+    """Merge an aborted response and its continuation, which may have been aborted itself.
+
+    Args:
+        cut: The aborted response.
+        end: The response to the request of `rest`; stop reason and experts of the result are its own.
+    """
     if not cut.response_length:
         return end
     begun, versions = cut.token_ids_L.numel(), list(cut.later_versions)
@@ -68,7 +84,12 @@ def joined(cut: Rollout, end: Rollout) -> Rollout:
 
 
 def continued(servers: Sequence[tuple[int, str]], more: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
-    """Return `Rollout.servers` of a sequence whose first tokens are from `servers` and whose later ones are from `more`."""
+    """Return `Rollout.servers` of a sequence: that of its first tokens, extended by that of its later tokens.
+
+    Args:
+        servers: (index of the first token, server name) of the first tokens.
+        more: The same for the later tokens; the indices count from the start of the sequence.
+    """
     all_of_them = list(servers)
     for place, name in more:
         if not all_of_them or all_of_them[-1][1] != name:

@@ -1,4 +1,4 @@
-"""What the training loop knows of an inference engine, and what an engine's server looks like from outside."""
+"""Interfaces of inference engines: what the training loop uses, and what differs between the engines' servers."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout.servers.process import LOOPBACK
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
-# The version of an engine that still serves the weights of its model directory.
+# Version of an engine that still serves the weights of its model directory.
 INITIAL_VERSION = -1
-# That of a server to which others sent weights, or whose weights are gone since it slept: no fleet's, so that it never serves
-# before it was given some.
+# Version of a server to which others sent weights, or whose weights are gone because it slept. No fleet has this version, so
+# the server is not used before it gets weights.
 UNKNOWN_VERSION = -2
 
-INITIAL_LABEL = "default"  # what vLLM and SGLang call the weights of their model directory
+INITIAL_LABEL = "default"  # label of the weights of the model directory in vLLM and SGLang
 
-# What a sleeping engine releases, in the order in which it is woken.
+# Parts whose memory a sleeping engine releases, in the order in which they are woken.
 EnginePart = Literal["weights", "kv_cache"]
 ENGINE_PARTS: tuple[EnginePart, ...] = ("weights", "kv_cache")
 
 
 class StaleWeights(RolloutError):
-    """A server sampled with other weights than it was given."""
+    """A server sampled with weights other than those it should serve."""
 
 
 def served_label(version: int) -> str:
-    """What vLLM and SGLang call the weights of `version`."""
+    """Return the label that vLLM and SGLang give the weights of `version`."""
     return INITIAL_LABEL if version == INITIAL_VERSION else str(version)
 
 
 def in_words(sources: Sequence[Source]) -> list[str]:
-    """What `inbox.Inbox.take` is told."""
+    """Serialize weight sources for `inbox.Inbox.take`: a bucket as JSON, a file as its absolute path."""
     return [source.to_json() if isinstance(source, Bucket) else str(source.absolute()) for source in sources]
 
 
@@ -46,146 +46,172 @@ Platform = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "bf16"]
 
 
-# told of a group as soon as its last sample is there
+# called with each group as soon as its last sample has arrived
 Deliver = Callable[[list[Rollout]], None]
 
 
 class Groups(Protocol):
-    """Groups of samples as they arrive, whichever was asked for first."""
+    """Stream of sampled groups in the order of their arrival, not of the requests."""
 
     def add(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
-        """Begin to sample these too; returns at once."""
+        """Begin to sample these prompts, too, and return at once.
+
+        Args:
+            prompts, sampling, seed: See `RolloutEngine.generate`.
+        """
         ...
 
     def next(self) -> list[Rollout] | None:
-        """The next group that is there; None when nothing is under way. Raises as `RolloutEngine.generate`."""
+        """Wait for the next group and return it; None if nothing is being sampled. Raises as `RolloutEngine.generate`."""
         ...
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel what is being sampled."""
         ...
 
 
 class RolloutEngine(Protocol):
-    """An inference server owned by this process. Used by one caller at a time; the weights may be updated by another.
+    """Inference servers that this process uses. One caller samples at a time; another may update the weights.
 
     `with engine:` closes it on the way out, whatever happened; `start` it inside.
     """
 
     @property
     def version(self) -> int:
-        """The version of the weights of the last `begin_update`; before the first, INITIAL_VERSION."""
+        """Version of the weights of the last `begin_update`; INITIAL_VERSION before the first."""
         ...
 
     def start(self) -> None:
-        """Start the server and return at once, so that the actor can be built meanwhile. Raises RolloutError."""
+        """Start the servers and return at once, so that the actor can be built meanwhile. Raises RolloutError, ConfigError."""
         ...
 
     def wait_ready(self) -> None:
-        """Return when the server takes requests. Raises RolloutError if it dies or is not ready in time."""
+        """Return when the servers take requests. Raises RolloutError if too few do in time."""
         ...
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """`sampling.samples` responses to each prompt, ungraded: groups contiguous, in the order of the prompts.
+        """Sample `sampling.samples` responses to each prompt, ungraded. The groups are contiguous, in the order of the prompts.
 
-        The samples of a prompt depend on (weights, prompt, sampling, seed) alone, not on what else is sampled with it; those
-        that new weights interrupt, on when they came too.
-        rollout_logprobs are those of the distribution sampled from (after temperature). Raises RolloutError.
+        The samples of a prompt depend only on (weights, prompt, sampling, seed), not on what else is sampled at the same time.
+        Samples that a weight update interrupts also depend on when it came.
+
+        Args:
+            prompts: Prompts with different ids.
+            sampling: How to sample each of them.
+            seed: Seed of the call; each prompt's seed is derived from it and the prompt's id.
+
+        Returns:
+            Rollouts; rollout_logprobs are those of the distribution sampled from (after temperature).
+
+        Raises:
+            RolloutError: Sampling failed.
         """
         ...
 
     def open(self) -> Groups:
-        """For what `generate` makes, group by group; nothing is under way yet."""
+        """Return a stream that samples like `generate` and delivers group by group. Nothing is being sampled yet."""
         ...
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """`generate` for one prompt, awaited in any event loop, many at once: for what is sampled in several turns."""
+        """Sample one prompt like `generate`, awaited in any event loop, many at once: for samples with several turns.
+
+        Args:
+            prompt, sampling, seed: See `generate`.
+        """
         ...
 
     def begin_update(self, version: int) -> None:
-        """New weights are to come: any number of `load`, then `finish_update`. Nothing is served in between; what is under way
-        is dealt with as `rollout.in_flight` says.
+        """Begin a weight update: any number of `load`, then `finish_update`. Nothing is sampled in between.
 
-        Raises SyncError (as the other two), after which the engine can only be closed. An update that was not finished is
-        forgotten.
+        Requests in flight are handled as `rollout.in_flight` says. An earlier update that was not finished is forgotten. Raises
+        SyncError (the other methods of an update, too), after which the engine can only be closed.
         """
         ...
 
     @property
     def base(self) -> int | None:
-        """The version that all who take part in the update under way served before it; None: there is no such version."""
+        """Version that all servers of the update under way served before it. None: there are several such versions, or none."""
         ...
 
     def keep(self, names: Sequence[str]) -> None:
-        """In the update under way these tensors are not given: they stay those of `base`. Before any `load`; where some of the
-        updates of an engine leave tensors out, it is told so in all of them. Raises SyncError.
+        """Announce tensors that the update under way leaves unchanged: they stay those of version `base`. Raises SyncError.
+
+        Call it before any `load`. If some updates of an engine leave tensors unchanged, call it in all of its updates.
         """
         ...
 
     @property
     def takers(self) -> tuple[Taker, ...]:
-        """Who takes part in the update under way, as far as is known."""
+        """Servers of the update under way, as far as is known."""
         ...
 
     def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
-        """Have the takers form groups with ranks of the trainer, before any `load` of what those broadcast.
+        """Have servers form process groups with ranks of the trainer, before any `load` of what these ranks broadcast.
 
-        Returns at once. The future's result says that they have tried; who came is in the meeting's store.
+        Returns at once. The future is done when all servers have tried; the meeting's store shows which ranks came.
         """
         ...
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
-        """Take the tensors of these sources (Hugging Face names), each of the model's once in an update.
+        """Load the tensors of these sources (Hugging Face names).
 
-        Returns at once; one `load` at a time. When the future has its result files may be deleted; which ranks took what was
-        broadcast is in the meeting's store, and to who did not it may be sent again.
+        An update loads each tensor of the model once, in any number of calls.
+
+        Returns at once; only one `load` may run at a time. Once the future is done, files may be deleted. For broadcast tensors
+        the meeting's store shows which ranks received them; they may be sent again to ranks that did not.
         """
         ...
 
     def finish_update(self) -> None:
-        """All is loaded. Returns when the new weights serve and no cache of the old ones is left."""
+        """End the update. Returns when the new weights are served and no cache of the old ones is left."""
         ...
 
     def verify(self, sent: Mapping[str, int]) -> None:
-        """Ask all servers for the checksums of what they serve, after an update of tensors with these CRC-32 (Hugging Face
-        names). Raises SyncError when servers differ, or a tensor changed since the last call and not in a server, as far as
-        their checksums reach.
+        """Compare the checksums of what all servers serve, after an update.
+
+        Args:
+            sent: Hugging Face name -> CRC-32 of the tensors of the update.
+
+        Raises:
+            SyncError: Servers differ, or still serve the old value of a tensor that changed since the last call. Only
+                tensors that the servers' checksums cover are compared.
         """
         ...
 
     @property
     def needs_weights(self) -> bool:
-        """Whether part of the engine waits for the weights of `version`, to be given by another update."""
+        """Return whether a server lacks the weights of `version`, so that another update has to send them."""
         ...
 
     def sleep(self) -> None:
-        """Release weights and KV cache, once no request is under way. Returns when the memory is free.
+        """Release the memory of the weights and the KV cache, once no request is in flight. Returns when the memory is free.
 
-        Raises RolloutError, as `wake` does: for an engine that is not awake, and when too few servers are left.
+        Raises RolloutError (`wake` too) if the engine is in another sleep state, or too few servers are left.
         """
         ...
 
     def wake(self, part: EnginePart) -> None:
-        """Take the memory of `part` again: first of the weights, whose values are gone and which an update gives anew, then of
-        the KV cache, after which the engine serves.
+        """Allocate the memory of `part` again: first the weights, then the KV cache, after which the engine serves.
+
+        The values of the weights are lost; an update has to send them again.
         """
         ...
 
     def resident_bytes(self) -> int:
-        """Host memory of the engine's processes: the sum of their resident sets."""
+        """Return the host memory of the engine's processes: the sum of their resident set sizes, in bytes."""
         ...
 
     @property
     def restarts(self) -> int:
-        """How often servers were started again, for whatever reason, since `start`."""
+        """Number of server restarts since `start`, for any reason."""
         ...
 
     def take_events(self) -> list[str]:
-        """What the user should know of what happened since the last call, a line or more each."""
+        """Return messages for the user about what happened since the last call, a line or more each."""
         ...
 
     def close(self) -> None:
-        """End the server and every process it started; bounded in time, may be called again."""
+        """End the servers and every process that they started; bounded in time. May be called again."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -195,45 +221,38 @@ class RolloutEngine(Protocol):
 
 @dataclass(frozen=True)
 class Launch:
-    """What a server is started with, whichever engine it is.
+    """Settings that a server of any engine is started with."""
 
-    model_path: Hugging Face directory that it loads first; max_model_len: prompt and response tokens of a sequence at most;
-    precision: of the served weights; seed: of the server (each request brings its own); first_device: of the GPUs that this
-    process sees, the first one that the server takes; host: the address that it listens on; sleeps: the server will be told to
-    sleep; returns_experts: it will be asked which experts its routers chose; maps_memory: its weights will lie on any of the
-    GPUs that this process sees; in_fp8: it holds an FP8 model, whose first weights are those of the first update.
-    """
-
-    model_path: Path
-    max_model_len: int
+    model_path: Path  # Hugging Face directory of the first weights
+    max_model_len: int  # most tokens of a sequence, prompt and response
     platform: Platform
-    precision: Precision
-    seed: int
-    first_device: int = 0
-    host: str = LOOPBACK
-    sleeps: bool = False
-    returns_experts: bool = False
-    maps_memory: bool = False
-    in_fp8: bool = False
+    precision: Precision  # of the served weights
+    seed: int  # of the server; each request brings its own
+    first_device: int = 0  # index of the server's first GPU among those that this process sees
+    host: str = LOOPBACK  # address to listen on
+    sleeps: bool = False  # the server will be put to sleep
+    returns_experts: bool = False  # the server will be asked for the experts that its routers chose
+    maps_memory: bool = False  # updates may lie in the memory of any GPU that this process sees (CUDA IPC)
+    in_fp8: bool = False  # the server holds an FP8 model, whose first weights are those of the first update
 
     @property
     def serves(self) -> str:
-        """What its weights are in."""
+        """Precision of the served weights."""
         return "fp8" if self.in_fp8 else self.precision
 
 
 @dataclass(frozen=True)
 class About:
-    """What a server says of itself. engine_version: as the engine numbers them; label: of the weights that it serves."""
+    """A server's description of itself."""
 
-    engine_version: str
-    label: str
-    max_model_len: int
+    engine_version: str  # as the engine numbers its releases
+    label: str  # of the weights that it serves
+    max_model_len: int  # tokens of prompt and response
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is reached, and the key that it asks for."""
+    """URL of a server, and the key that it requires."""
 
     url: str
     key: str
@@ -244,61 +263,108 @@ Send = Callable[[str, str, Mapping[str, Any] | None], Awaitable[Any]]
 
 
 async def longest_sequence(send: Send) -> int:
-    """Tokens of a sequence at most, by the list of models that both engines have from OpenAI's protocol."""
+    """Return the longest sequence that a server takes, in tokens, from OpenAI's list of models, which both engines have."""
     return int((await send("GET", "/v1/models", None))["data"][0]["max_model_len"])
 
 
 class EngineApi(Protocol):
-    """How to start one kind of server and what to say to it: all that differs between engines."""
+    """Adapter for one kind of server, with all that differs between engines.
+
+    `send` of its methods sends a request to the server.
+    """
 
     name: str
 
     def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
-        """argv of a server on `launch.host`, free of secrets. Raises ConfigError when it is not installed."""
+        """Return the argv of a server that listens on `launch.host`, without secrets.
+
+        Args:
+            cfg: Settings of the server.
+            launch: What the server is started with.
+            port: Port to listen on.
+
+        Raises:
+            ConfigError: The engine is not installed.
+        """
         ...
 
     def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
-        """The server's whole environment; `key` is what it asks of every request."""
+        """Return the server's whole environment.
+
+        Args:
+            cfg, launch: See `command`.
+            inherited: Environment of this process.
+            key: Key that the server requires in every request.
+        """
         ...
 
     async def about(self, send: Send) -> About:
-        """What a healthy server says of itself."""
+        """Ask a healthy server to describe itself."""
         ...
 
     async def prepare(self, send: Send) -> None:
-        """What a healthy server needs once before it takes weights."""
+        """Send what a healthy server needs once before it takes weights."""
         ...
 
     async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
-        """The samples of one prompt, by sample index. Raises RolloutError for an answer that is not what was asked for."""
+        """Return the samples of one prompt, by sample index. Raises RolloutError for an answer that is not what was asked for.
+
+        Args:
+            prompt, sampling, seed: See `RolloutEngine.generate`.
+            version: Version that the server has to serve. Raises StaleWeights if it does not.
+        """
         ...
 
     async def interrupt(self, send: Send) -> None:
-        """End the requests that are under way: they answer with what they have, the stop reason of cut samples `cut.CUT`."""
+        """Abort the requests in flight.
+
+        They return the tokens sampled so far; the stop reason of cut-off samples is `cut.CUT`.
+        """
         ...
 
     async def begin_update(self, send: Send) -> None:
-        """New weights are to come, all of them; the server is new, or has finished the update before."""
+        """Begin an update of all weights, on a new server or one that has finished the update before."""
         ...
 
     async def join(self, send: Send, meeting: Meeting) -> None:
-        """Have all ranks of the server meet the trainer's, if they can (see `inbox.Inbox.join`)."""
+        """Have all ranks of the server join process groups with the trainer's ranks, if they can.
+
+        Args:
+            meeting: See `inbox.Inbox.join`.
+        """
         ...
 
     async def keep(self, send: Send, kept: Kept) -> None:
-        """The update that has begun leaves tensors out."""
+        """Announce the tensors that the update under way leaves unchanged.
+
+        Args:
+            kept: See `inbox.Inbox.keep`.
+        """
         ...
 
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
-        """Load the tensors of these sources; files are not needed any more when it returns."""
+        """Load the tensors of some sources. When this returns, files are no longer needed.
+
+        Args:
+            sources: See `inbox.Inbox.take`.
+        """
         ...
 
     async def finish_update(self, send: Send, version: int) -> None:
-        """Serve what was loaded and drop every cache of the old weights. Raises SyncError when it serves others."""
+        """Serve the loaded weights and drop every cache of the old ones.
+
+        Raises SyncError if the server reports another version.
+
+        Args:
+            version: Version of the new weights.
+        """
         ...
 
     async def checksums(self, send: Send) -> Mapping[str, str] | None:
-        """ "rank:parameter" -> a checksum of what is served, in the engine's own names; None: the engine has none."""
+        """Return "rank:parameter" -> checksum of what is served, in the engine's own names.
+
+        None: the engine has no checksums.
+        """
         ...
 
     async def sleep(self, send: Send) -> None:
@@ -306,50 +372,63 @@ class EngineApi(Protocol):
         ...
 
     async def wake(self, send: Send, part: EnginePart) -> None:
-        """Take the memory of `part` again, once after each `sleep`; with the KV cache's it serves. Raises as that."""
+        """Allocate memory again. With that of the KV cache the server serves. Raises as `sleep`.
+
+        Args:
+            part: Part to wake, once after each `sleep`.
+        """
         ...
 
 
 class Server(Protocol):
-    """What stands behind an endpoint: a process of this machine (`servers/local.py`), or one that others started
-    (`servers/remote.py`).
+    """Server behind an endpoint: a process of this machine (`servers/local.py`) or one of others (`servers/remote.py`).
 
-    All methods but `stop` and `forget` run in one event loop. name: in messages; again: what becomes of it after a failure.
+    All methods except `stop` and `forget` run in one event loop.
+
+    Attributes:
+        name: Name in messages.
+        again: Predicate for messages that says what happens after a failure, like "is started again".
     """
 
     name: str
     again: str
 
     def launch(self) -> None:
-        """Have it come up, at first and after each `end`; returns at once. Raises RolloutError, ConfigError."""
+        """Start the server, the first time and after each `end`. Returns at once. Raises RolloutError, ConfigError."""
         ...
 
     async def reached(self) -> Address:
-        """Return once it takes requests. Raises RolloutError when it does not, ConfigError when the run cannot use it."""
+        """Return the address once the server takes requests.
+
+        Raises RolloutError if it fails, ConfigError if it does not fit the run.
+        """
         ...
 
     async def failure(self, what: str) -> RolloutError:
-        """An error that says `what` it did, and where to look."""
+        """Return an error that says `what` the server did, and where to look."""
         ...
 
     @property
     def running(self) -> bool:
-        """Whether it lives, as far as can be known without asking it."""
+        """Return whether the server is alive, as far as this is known without a request."""
         ...
 
     @property
     def resident_bytes(self) -> int:
-        """Of its processes, in this machine's memory."""
+        """Resident memory of the server's processes on this machine, in bytes."""
         ...
 
     async def end(self) -> None:
-        """This start of it is over, at once: what comes up next serves its first weights."""
+        """End this start of the server at once. The next start serves its first weights."""
         ...
 
     def stop(self) -> None:
-        """The run is over; bounded in time. May be called again, and before `launch`; from any thread."""
+        """Release the server at the end of the run; bounded in time.
+
+        May be called again, before `launch`, and from any thread.
+        """
         ...
 
     def forget(self) -> None:
-        """Remove what lay on the disk for the server's sake."""
+        """Remove the files that were made for the server."""
         ...

@@ -1,6 +1,6 @@
-"""The engines that `rollout.engine` can name, and where their servers are.
+"""Build the engine that `rollout.engine` names, with servers of this machine, at URLs, or from a rendezvous folder.
 
-A new engine is a file with an `EngineApi` and a row here.
+A new engine is a file with an `EngineApi` and a row in `ENGINES`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ ENGINES: Mapping[str, Callable[[], EngineApi]] = {"vllm": VllmApi, "sglang": Sgl
 
 
 def launch_of(cfg: Config, first_device: int = 0) -> Launch:
-    """What the servers of a run are started with; first_device: of this machine's GPUs, the first that is theirs."""
+    """Return the settings with which the servers of a run are started.
+
+    Args:
+        cfg: Config of the run.
+        first_device: Index of the servers' first GPU among those that this process sees.
+    """
     return Launch(
         model_path=Path(cfg.model.path),
         max_model_len=cfg.served_tokens,
@@ -45,9 +50,9 @@ def launch_of(cfg: Config, first_device: int = 0) -> Launch:
 
 
 def launch_beside_ranks(cfg: Config) -> Launch:
-    """Of servers that a rank starts: on the GPUs of the ranks, with which they take turns, else on those after them.
+    """Return the settings of servers that a rank starts: on the ranks' own GPUs (`rollout.colocate`), else on those after them.
 
-    Raises ConfigError where this machine has not as many.
+    Raises ConfigError if this machine has too few GPUs.
     """
     first = 0 if cfg.rollout.colocate else int(os.environ.get("LOCAL_WORLD_SIZE", cfg.parallel.world_size))
     own = cfg.rollout.server.urls is None and cfg.rollout.server.rendezvous is None
@@ -62,7 +67,7 @@ def launch_beside_ranks(cfg: Config) -> Launch:
 
 
 def beginning(cfg: RolloutConfig, log_path: Path) -> list[str]:
-    """Return lines for the user: where the engine comes from, and that its memory is not bounded where it is not.
+    """Return lines for the user: where the engine comes from, and a warning if the servers' memory is not limited.
 
     Args:
         cfg: Of a run that has an engine.
@@ -77,8 +82,12 @@ def beginning(cfg: RolloutConfig, log_path: Path) -> list[str]:
 
 
 def build_engine(cfg: RolloutConfig, launch: Launch, log_path: Path) -> Fleet:
-    """The servers of the config, not yet started. log_path: in the run's folder, of a single server that is started here;
-    several have their number in the name.
+    """Build the fleet of the config. Its servers are not started yet.
+
+    Args:
+        cfg: The rollout section of the config.
+        launch: What the servers are started with.
+        log_path: Log of a single server that is started here, in the folder of the run; several servers append their index.
     """
     apis = [ENGINES[cfg.engine]() for _ in range(cfg.servers)]
     standstill: Standstill | None = None
@@ -99,14 +108,27 @@ def build_engine(cfg: RolloutConfig, launch: Launch, log_path: Path) -> Fleet:
 def local_servers(
     cfg: RolloutConfig, apis: list[EngineApi], launch: Launch, log_path: Path, key: str | None = None
 ) -> list[LocalServer]:
-    """Servers of this machine, each on GPUs of its own. key: what they ask for; None: each what it chooses."""
+    """Build the servers of this machine, each on its own GPUs.
+
+    Args:
+        cfg: The rollout section of the config.
+        apis: One per server.
+        launch: Settings of the first server; the others take the GPUs after its GPUs.
+        log_path: See `build_engine`.
+        key: The key that all servers require. None: each makes its own.
+    """
     logs = [log_path if cfg.servers == 1 else log_path.with_stem(f"{log_path.stem}-{i}") for i in range(cfg.servers)]
     here = [replace(launch, first_device=launch.first_device + i * cfg.server.tp) for i in range(cfg.servers)]
     return [LocalServer(name_of(cfg, i), apis[i], cfg.server, here[i], logs[i], key) for i in range(cfg.servers)]
 
 
 def name_of(cfg: RolloutConfig, i: int) -> str:
-    """Of a server, in messages."""
+    """Return the name of a server in messages.
+
+    Args:
+        cfg: Its number of servers counts: a single one has no index in its name.
+        i: Index of the server.
+    """
     return "the inference server" if cfg.servers == 1 else f"inference server {i}"
 
 
@@ -122,7 +144,7 @@ def _standstill(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, c
     def starts() -> list[str]:
         return [server.start for server in servers if server.start is not None]
 
-    # a server that is on its way up comes up before it is ended, and one that is asked for its health may take its time
+    # A starting server is ended only once it is up, and a pending health request may take up to silent_seconds.
     seconds = cfg.ready_limit(launch.platform) + cfg.silent_seconds + 5 * GRACE_SECONDS
     return Standstill(rendezvous, str(run.resolve()), starts, seconds)
 

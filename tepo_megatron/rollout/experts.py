@@ -1,4 +1,4 @@
-"""Whether an engine has the experts that the model has, and can tell which it chose: found out before anything is started."""
+"""Check, before anything is started, that the engine supports the model's experts and can return the chosen ones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tepo_megatron.weights.families import find_family, read_config
 
 
 def check_experts(cfg: Config) -> None:
-    """Raise ConfigError where the engine would serve another network than the model's.
+    """Raise ConfigError if the engine would serve a network other than the model's.
 
-    SGLang 0.5's Qwen3-MoE reads neither `mlp_only_layers` nor `decoder_sparse_step`: it gives experts to every layer, and those
-    that have none in the checkpoint stay at random.
+    SGLang 0.5's Qwen3-MoE reads neither `mlp_only_layers` nor `decoder_sparse_step`. It gives experts to every layer, and
+    experts that are not in the checkpoint keep random weights.
     """
     if cfg.rollout.engine != "sglang" or cfg.rollout.replay is not None:
         return
@@ -28,9 +28,9 @@ def check_experts(cfg: Config) -> None:
 
 
 def replayed_routing(cfg: Config) -> Routing | None:
-    """What the engine is to tell of each token's experts; None without `rollout.replay_experts`.
+    """Return the routing whose expert choices the engine has to return; None without `rollout.replay_experts`.
 
-    Raises ConfigError for a model without experts, and for an engine that cannot tell them.
+    Raises ConfigError for a model without experts, and for an engine that cannot return them.
     """
     if not cfg.rollout.replay_experts:
         return None

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for what goes on while the caller computes."""
+"""An event loop in its own thread, for work that runs while the caller computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ Result = TypeVar("Result")
 
 
 class LoopThread:
-    """Runs coroutines. Started by the first of them."""
+    """Event loop in a daemon thread. The first coroutine starts the thread.
+
+    Args:
+        name: Name of the thread.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -23,7 +27,7 @@ class LoopThread:
         self._thread: threading.Thread | None = None
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Its result, or its exception; Ctrl-C in the calling thread cancels it, and returns when it has ended."""
+        """Run a coroutine and return its result or raise its exception. Ctrl-C in the calling thread cancels the coroutine."""
         future = self.submit(work)
         try:
             return future.result()
@@ -32,11 +36,11 @@ class LoopThread:
             raise
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Begin, and return at once."""
+        """Start a coroutine and return its future at once."""
         return asyncio.run_coroutine_threadsafe(work, self._started())
 
     def stop(self) -> None:
-        """Cancel all that is under way and end the thread. May be called again."""
+        """Cancel all coroutines, wait for them, and end the thread. May be called again."""
         if self._loop is None or self._thread is None:
             return
         asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
@@ -61,7 +65,12 @@ async def _cancel_others() -> None:
 
 
 class Arrivals:
-    """See `engine.Groups`. begin: samples, and hands each group to the function that it is given, in `loop`."""
+    """Implementation of `engine.Groups` on an event loop.
+
+    Args:
+        loop: Runs `begin`.
+        begin: Samples prompts, and hands each group to the function that it gets as its last argument.
+    """
 
     def __init__(
         self,
@@ -73,7 +82,11 @@ class Arrivals:
         self._working: set[Future[object]] = set()
 
     def add(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
-        """See `Groups.add`."""
+        """See `Groups.add`.
+
+        Args:
+            prompts, sampling, seed: See `RolloutEngine.generate`.
+        """
         working = self._loop.submit(self._begin(prompts, sampling, seed, self._items.put))
         self._working.add(working)
         working.add_done_callback(self._items.put)
@@ -92,4 +105,4 @@ class Arrivals:
         """See `Groups.close`."""
         for working in self._working:
             working.cancel()
-        self._working, self._items = set(), queue.SimpleQueue()  # what they still say goes to the former queue
+        self._working, self._items = set(), queue.SimpleQueue()  # late results go to the old queue

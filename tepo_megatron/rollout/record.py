@@ -1,4 +1,4 @@
-"""Rollouts on disk: what each step sampled and graded, kept for another run to train on without an engine."""
+"""Rollouts on disk: what each step sampled and graded, so that another run can train on it without an engine."""
 
 from __future__ import annotations
 
@@ -24,18 +24,30 @@ _TEXTS = ("stop_reason", "answer", "status", "later_versions", "servers")  # as 
 _NUMBERS = {"prompt_id": torch.int64, "policy_version": torch.int64, "reward": torch.float64, "score": torch.float64}
 _SUM = "crc32"
 _TOKENS = ("token_ids_L", "response_mask_L", "rollout_logprobs_L")
-_EXPERTS = "experts_LKT"  # of each token too, where they were asked for
+_EXPERTS = "experts_LKT"  # per token, too, if expert choices were requested
 
 
 def file_of(folder: Path, step: int) -> Path:
-    """Where the rollouts of a step are kept."""
+    """Return the path of a step's rollouts.
+
+    Args:
+        folder: Folder of the recordings.
+        step: Number of the step.
+    """
     return folder / f"step-{step:06d}.safetensors"
 
 
 def write(folder: Path, step: int, rollouts: Sequence[Rollout], metrics: Metrics) -> None:
-    """Keep the rollouts that a step learns from, and the metrics of all that it sampled. A file appears whole or not at all.
+    """Record the rollouts that a step trains on, and the metrics of everything that it sampled. The write is atomic.
 
-    Raises StorageError naming the file that cannot be written.
+    Args:
+        folder: Folder of the recordings; made if it is missing.
+        step: Number of the step.
+        rollouts: Graded rollouts. Experts are recorded only if every rollout has them.
+        metrics: Metrics of the step's rollout phase.
+
+    Raises:
+        StorageError: The file cannot be written.
     """
     tensors: dict[str, Tensor] = {"length": torch.tensor([r.token_ids_L.numel() for r in rollouts])}
     for name in _TOKENS:
@@ -57,9 +69,16 @@ def write(folder: Path, step: int, rollouts: Sequence[Rollout], metrics: Metrics
 
 
 def set_aside(folder: Path, after: int) -> list[str]:
-    """Rename the recordings of later steps, which the run takes again: whoever replays must not get steps of two courses.
+    """Rename the recordings of later steps, which the run repeats: a replay must not mix steps of two histories.
 
-    Of a step that is taken a third time the second recording replaces the first. Returns what was done, a sentence at most.
+    If a step is repeated twice, the second recording replaces the first.
+
+    Args:
+        folder: Folder of the recordings.
+        after: The last step that is kept.
+
+    Returns:
+        At most one sentence for the user.
     """
     later = [step for step in steps(folder) if step > after]
     for step in later:
@@ -69,9 +88,13 @@ def set_aside(folder: Path, after: int) -> list[str]:
 
 
 def faults(folder: Path, last: int) -> list[str]:
-    """Why recordings of the steps up to `last` cannot be replayed, a sentence each; their tokens are not read.
+    """Return why the recordings of the steps up to `last` cannot be replayed, one sentence each. Tokens are not read.
 
     A file whose header and size are right may still be damaged: `read` compares its checksum.
+
+    Args:
+        folder: Folder of the recordings.
+        last: The last step to check.
     """
     said, present = [], set(steps(folder))
     missing = [step for step in range(1, last + 1) if step not in present]
@@ -87,13 +110,21 @@ def faults(folder: Path, last: int) -> list[str]:
 
 
 def steps(folder: Path) -> list[int]:
-    """Those recorded, ascending; empty where there is no such folder."""
+    """Return the recorded steps in ascending order; empty if there is no such folder."""
     names = (path.stem.removeprefix("step-") for path in folder.glob("step-*.safetensors"))
     return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
 def scores(folder: Path, step: int) -> list[tuple[int, float]]:
-    """(prompt id, score) of each rollout, without its tokens, which may be gigabytes. Raises DataError naming the file."""
+    """Return (prompt id, score) of each rollout, without reading the tokens, which may be gigabytes.
+
+    Args:
+        folder: Folder of the recordings.
+        step: Number of the step.
+
+    Raises:
+        DataError: The file is missing or damaged.
+    """
     path = file_of(folder, step)
     try:
         with safe_open(path, framework="pt") as f:
@@ -103,7 +134,15 @@ def scores(folder: Path, step: int) -> list[tuple[int, float]]:
 
 
 def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
-    """What `write` kept, bit for bit. Raises DataError naming the file that is missing or damaged."""
+    """Return what `write` recorded, bit for bit.
+
+    Args:
+        folder: Folder of the recordings.
+        step: Number of the step.
+
+    Raises:
+        DataError: The file is missing or damaged.
+    """
     path = file_of(folder, step)
     try:
         with safe_open(path, framework="pt") as f:
@@ -113,7 +152,7 @@ def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
         lengths = tensors.pop("length").tolist()
         names = [*_TOKENS, _EXPERTS] if _EXPERTS in tensors else _TOKENS
         per_token = {name: tensors.pop(name).split(lengths) for name in names}
-        text.setdefault("servers", json.dumps([[]] * len(lengths)))  # recorded before servers were
+        text.setdefault("servers", json.dumps([[]] * len(lengths)))  # older recordings have no servers
         columns = {name: tensors[name].tolist() for name in _NUMBERS} | {name: json.loads(text[name]) for name in _TEXTS}
         for name in ("later_versions", "servers"):
             columns[name] = [tuple(map(tuple, changes)) for changes in columns[name]]
@@ -127,7 +166,7 @@ def read(folder: Path, step: int) -> tuple[list[Rollout], Metrics]:
 
 
 def _sum_of(tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> str:
-    """CRC-32 of all that a file holds, in hexadecimal."""
+    """Return the CRC-32 of the whole content of a file, in hexadecimal."""
     crc = zlib.crc32(json.dumps(sorted(text.items())).encode())
     for name in sorted(tensors):
         crc = zlib.crc32(tensors[name].numpy(), zlib.crc32(name.encode(), crc))

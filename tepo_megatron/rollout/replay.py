@@ -1,4 +1,4 @@
-"""Recorded rollouts in the place of an engine: for training alone, and for debugging a step again and again."""
+"""Recorded rollouts in the place of an engine: to train without servers, and to debug a step repeatedly."""
 
 from __future__ import annotations
 
@@ -12,15 +12,26 @@ from tepo_megatron.types import Rollout, Routing
 
 
 class Replay:
-    """Gives each step what was recorded of it. folder: of `record.write`; routing: of the model, if each rollout must have the
-    experts that were chosen.
+    """Returns the recorded rollouts of each step.
+
+    Args:
+        folder: Folder of `record.write`.
+        routing: The model's routing, if each rollout must have recorded expert choices. None: they are not needed.
     """
 
     def __init__(self, folder: Path, routing: Routing | None = None) -> None:
         self._folder, self._routing = folder, routing
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
-        """The step's graded rollouts and their metrics. Raises DataError naming the file that is missing or damaged."""
+        """Return the step's graded rollouts and their metrics.
+
+        Args:
+            step: Number of the step.
+            clock: The time is measured as phase "rollout".
+
+        Raises:
+            DataError: A file is missing or damaged, or its experts are missing or of another model.
+        """
         with clock.phase("rollout"):
             rollouts, metrics = record.read(self._folder, step)
             for rollout in rollouts if self._routing is not None else ():

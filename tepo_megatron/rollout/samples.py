@@ -1,4 +1,4 @@
-"""From an engine's answer to rollouts: whatever engine it is, nothing passes that is not what was asked for."""
+"""Turn an engine's answers into rollouts. Answers that do not match the request are rejected, whatever the engine."""
 
 from __future__ import annotations
 
@@ -17,23 +17,36 @@ from tepo_megatron.rollout.cut import CUT
 from tepo_megatron.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams
 
 LARGEST_SEED = 2**63 - 1
-TOKEN_BYTES = 512  # that an answer may have for one token of a prompt or response: ids, log-probs, texts
-EXPERT_BYTES = 8  # and for one expert of one layer
-RETURN_EXPERTS = "--enable-return-routed-experts"  # of both engines' servers
+TOKEN_BYTES = 512  # limit per token of prompt and response in an answer: ids, log-probs, texts
+EXPERT_BYTES = 8  # limit per expert of one layer and token
+RETURN_EXPERTS = "--enable-return-routed-experts"  # option of both engines' servers
 
 
 def prompt_seed(seed: int, prompt_id: int, samples: int) -> int:
-    """The seed of a prompt's first sample: a stable hash of (seed, prompt id), a multiple of `samples`; sample k has seed + k.
+    """Return the seed of a prompt's first sample: a stable hash of (seed, prompt id), as a multiple of `samples`.
 
-    So no two prompts share a stream unless their hashes are equal. vLLM on CPU looks at the low 32 bits alone (torch's Mersenne
-    twister), so those must differ from prompt to prompt; room for k in the low bits of a shifted hash would waste them.
+    Sample k has seed + k, so two prompts share a random stream only if their hashes are equal. vLLM on CPU uses only the low 32
+    bits (torch's Mersenne twister), so these must differ between prompts. Shifting the hash to keep low bits free for k would
+    waste them.
+
+    Args:
+        seed: Seed of the call.
+        prompt_id: Id of the prompt.
+        samples: Number of samples per prompt.
+
+    Returns:
+        A seed in [0, LARGEST_SEED).
     """
     digest = hashlib.blake2b(f"{seed}/{prompt_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % (LARGEST_SEED // samples) * samples
 
 
 def answer_bytes(prompt: Prompt, sampling: SamplingParams) -> int:
-    """The largest answer that is accepted for the samples of a prompt."""
+    """Return the size limit in bytes of an answer that holds a prompt's samples.
+
+    Args:
+        prompt, sampling: Of the request.
+    """
     tokens = sampling.samples * (len(prompt.token_ids) + sampling.max_tokens)
     routing = sampling.routing
     experts = 0 if routing is None else EXPERT_BYTES * routing.num_layers * routing.per_token
@@ -41,7 +54,10 @@ def answer_bytes(prompt: Prompt, sampling: SamplingParams) -> int:
 
 
 def neutral(sampling: SamplingParams) -> dict[str, Any]:
-    """How both engines are asked to sample: whatever would make their distribution differ from the actor's is switched off."""
+    """Return the sampling parameters of both engines.
+
+    Whatever would change their distribution from the actor's is switched off.
+    """
     return {
         "temperature": sampling.temperature,
         "top_p": 1.0,
@@ -55,7 +71,17 @@ def neutral(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def parsed(answer: Any, prompt: Prompt, engine: str, parse: Callable[[Any], list[Rollout]]) -> list[Rollout]:
-    """`parse(answer)`. Raises RolloutError naming prompt and engine where the answer has another shape or other values."""
+    """Return `parse(answer)`, with errors of an unexpected answer turned into RolloutError.
+
+    Args:
+        answer: The JSON answer.
+        prompt: Of the request, for the message.
+        engine: Name of the engine, for the message.
+        parse: Converts the answer.
+
+    Raises:
+        RolloutError: The answer has another shape or other values than were asked for.
+    """
     try:
         return parse(answer)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError) as e:
@@ -74,10 +100,21 @@ def checked_rollout(
     version: int,
     experts: Tensor | None = None,
 ) -> Rollout:
-    """One sampled response, the token it stopped at included; one that was cut off may have none yet.
+    """Return one sampled response as a rollout, after checking it. An aborted response may have no token yet.
 
-    experts: integer [tokens that were an input, layers of the model, experts of one token]; none of what was cut off: whoever
-    samples its rest chooses for all its tokens. Raises ValueError (TypeError for what is no list).
+    Args:
+        prompt: The prompt.
+        ids: Response token ids, including the stop token.
+        logprobs: Log-prob of each response token, in nats.
+        stop_reason: "stop", "length" or `cut.CUT`. CUT is corrected if the response is in fact complete.
+        sampling: Of the request.
+        version: Version of the weights that sampled it.
+        experts: Integer [tokens that were an input, layers of the model, experts per token]. Dropped for an aborted response:
+            the answer to its continuation gives the experts of all its tokens. None: the answer has none.
+
+    Raises:
+        ValueError: The response does not match the request.
+        TypeError: A value is not a list.
     """
     if stop_reason == CUT and len(ids) == sampling.max_tokens:
         stop_reason = "length"
@@ -107,7 +144,7 @@ def checked_rollout(
 
 
 def _checked_experts(experts: Tensor | None, length: int, routing: Routing | None) -> Tensor | None:
-    """int16 [length, K, T]: of the layers that have experts, and none of the last token. None where none are asked for."""
+    """Return int16 [length, K, T], only for layers with experts, NO_EXPERT for the last token. None if none were asked for."""
     if routing is None:
         return None
     if experts is None:
@@ -117,5 +154,5 @@ def _checked_experts(experts: Tensor | None, length: int, routing: Routing | Non
         raise ValueError(f"experts of shape {list(experts.shape)} instead of {list(shape)} (tokens, layers, per token)")
     known_LKT = experts[:, list(routing.sparse_layers)]
     experts_LKT = torch.cat((known_LKT, torch.full_like(known_LKT[:1], NO_EXPERT)))
-    routing.check(experts_LKT)  # while no number was cut off
+    routing.check(experts_LKT)  # before the cast to int16, which would truncate large values
     return experts_LKT.to(torch.int16)

@@ -1,7 +1,7 @@
-"""vLLM's OpenAI-compatible server: token ids in, token ids and processed log-probs out.
+"""Adapter for vLLM's OpenAI-compatible server: token ids in, token ids and processed log-probs out.
 
-Facts about vLLM are of 0.32; timings are of a 0.6 M-parameter model on 2 CPU cores. Nothing here imports it: the server is a
-process of its own, in which `vllm_plugin.py` loads weights and `vllm_auth.py` asks for the key.
+Facts about vLLM are of 0.32; timings are of a 0.6 M-parameter model on 2 CPU cores. Nothing here imports vLLM: the server is a
+separate process, in which `vllm_plugin.py` loads weights and `vllm_auth.py` requires the key.
 """
 
 from __future__ import annotations
@@ -39,21 +39,25 @@ from tepo_megatron.rollout.servers.environment import devices, on_this_machine, 
 from tepo_megatron.rollout.servers.process import LOOPBACK
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
-BACKEND = "tepo_shm"  # registered inside the server by vllm_plugin.py
+BACKEND = "tepo_shm"  # name under which vllm_plugin.py registers the backend inside the server
 SERVED_NAME = "policy"
 MIDDLEWARE = "tepo_megatron.rollout.in_server.vllm_auth.RequireKey"
-CPU_BATCH_TOKENS = 8192  # of prompts in one step
-ONEDNN_KERNELS = "64"  # that a server on a CPU keeps
+CPU_BATCH_TOKENS = 8192  # most prompt tokens in one step
+ONEDNN_KERNELS = "64"  # capacity of oneDNN's cache of compiled kernels on CPU
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 class VllmApi:
-    """See `engine.EngineApi`."""
+    """Implementation of `engine.EngineApi` for vLLM."""
 
     name = "vLLM 0.32"
 
     def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
-        """The `vllm` command is not used: that of the CPU wheel does not find its own package metadata."""
+        """Return the argv. It does not use the `vllm` command: that of the CPU wheel does not find its own package metadata.
+
+        Args:
+            cfg, launch, port: See `EngineApi.command`.
+        """
         command = [cfg.python or sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--host", launch.host, "--port", str(port), "--middleware", MIDDLEWARE]
         command += ["--model", str(launch.model_path), "--served-model-name", SERVED_NAME]
@@ -66,91 +70,115 @@ class VllmApi:
         if cfg.kv_cache_gib is not None:
             command += ["--kv-cache-memory-bytes", str(int(cfg.kv_cache_gib * 2**30))]
         if launch.sleeps and launch.platform == "cuda":
-            # The graphs' memory goes to the host too, and comes back with the weights; without it a sleeping server keeps them.
+            # CUDA graphs are offloaded to the host, too; without that option a sleeping server keeps their memory.
             command += ["--enable-sleep-mode", "--sleep-mode-offload-cudagraph"]
         if launch.returns_experts:
             command += [RETURN_EXPERTS]
         if launch.in_fp8:
             command += ["--load-format", "dummy"]
         if launch.platform == "cpu":
-            # After the first chunk of a seeded prompt vLLM 0.32 turns its generator back, which a CPU cannot do: whole prompts.
+            # After the first chunk of a seeded prompt vLLM 0.32 rewinds its generator, which fails on CPU: use whole prompts.
             command += ["--enforce-eager", "--no-enable-chunked-prefill"]
             command += ["--max-num-batched-tokens", str(max(launch.max_model_len, CPU_BATCH_TOKENS))]
             if cfg.tp == 1:
-                # One process less: a faster start, and no spinning on shared memory, which slows generation and the trainer.
+                # One process less: a faster start, and no busy-waiting on shared memory, which slows sampling and training.
                 command += ["--distributed-executor-backend", "uni"]
         return [*command, *cfg.extra_args]
 
     def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
-        """The key is in it and not in argv, which everyone on the machine can read."""
+        """Return the environment. The key is in it and not in argv, which everyone on the machine can read.
+
+        Args:
+            cfg, launch, inherited, key: See `EngineApi.environment`.
+        """
         env = without_torchrun(inherited) | on_this_machine(inherited, is_loopback(launch.host))
         env |= {
             API_KEY_VARIABLE: key,
             "VLLM_SERVER_DEV_MODE": "1",  # the weight routes answer 404 otherwise
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            "VLLM_HOST_IP": LOOPBACK,  # of its own sockets, which are for its own processes
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # nothing that comes over its sockets or routes may be a pickle
+            "VLLM_HOST_IP": LOOPBACK,  # address of the sockets between its own processes
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # refuse pickles from sockets and routes
         }
         if launch.returns_experts:
-            env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other returns none
+            env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this model runner returns experts
         if launch.platform == "cuda":
             env |= devices(inherited, launch.first_device, cfg.tp, launch.maps_memory)
         if launch.platform == "cpu":
             if cfg.tp == 1:
-                env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # allows `uni`; the engine is a process of its own all the same
+                env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # needed for `uni`; the server is a separate process anyway
             else:
-                env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # left to itself it wants a NUMA node for each rank
-            # One thread is the fastest for a small model, and leaves the trainer's ranks theirs.
+                env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by default it needs a NUMA node for each rank
+            # One thread is the fastest for a small model, and leaves the other cores to the trainer's ranks.
             env |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-            # oneDNN keeps a compiled kernel for each number of tokens that it has met, 1024 by itself: a small server grew by
-            # 0.4 GiB in 80 steps, and went on growing by what their coming and going fragments.
+            # oneDNN caches a compiled kernel for each number of tokens, 1024 by default: a small server grew by 0.4 GiB in
+            # 80 steps, and went on growing because evictions fragment the memory.
             env.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)
-            # Eager anyway; else one helper of the sampler is compiled at the first request (18 s and a C++ compiler).
+            # Else a helper of the sampler is compiled at the first request (18 s, C++ compiler), though the model is eager.
             env["TORCH_COMPILE_DISABLE"] = "1"
         return env
 
     async def about(self, send: Send) -> About:
-        """Three answers: its version, the model it serves, the label of its weights."""
+        """Ask for vLLM's version, the label of its weights, and the longest sequence of its model."""
         version = await send("GET", "/version", None)
         served = await send("GET", "/weight_info", None)
         length = await longest_sequence(send)
         return About(str(version["version"]), str(served["weight_version"]), length)
 
     async def prepare(self, send: Send) -> None:
-        """Files need no rendezvous, but vLLM wants to be asked."""
+        """Initialize the transfer backend. Files need no process group, but vLLM requires the call."""
         await send("POST", "/init_weight_transfer_engine", {"init_info": {}})
 
     async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
-        """One request: vLLM gives sample k the request's seed + k."""
+        """Send one request for all samples: vLLM gives sample k the request's seed + k.
+
+        Args:
+            send, prompt, sampling, seed, version: See `EngineApi.generate`.
+        """
         answer = await send("POST", "/v1/completions", completion_request(prompt, sampling, seed))
         rollouts = parse_completion(answer, prompt, sampling, version)
-        await self._check_version(send, version)  # its answers do not hold it
+        await self._check_version(send, version)  # vLLM's answers do not contain the version
         return rollouts
 
     async def interrupt(self, send: Send) -> None:
-        """A pause that ends them, after which no step is under way (`/abort_requests` does not wait for the last one)."""
+        """Pause and resume. The pause aborts all requests and waits for the last step, which `/abort_requests` does not."""
         await send("POST", "/pause?mode=abort&clear_cache=false", None)
         await send("POST", "/resume", None)
 
     async def begin_update(self, send: Send) -> None:
-        """vLLM's own update routes, with our plugin behind them."""
+        """Call vLLM's own update route; our plugin is behind it."""
         await send("POST", "/start_weight_update", None)
 
     async def join(self, send: Send, meeting: Meeting) -> None:
-        """The same route again."""
+        """Send the groups to `/init_weight_transfer_engine`, the route of `prepare`.
+
+        Args:
+            send, meeting: See `EngineApi.join`.
+        """
         await send("POST", "/init_weight_transfer_engine", {"init_info": {"meeting": asdict(meeting)}})
 
     async def keep(self, send: Send, kept: Kept) -> None:
-        """As `join`: the route that begins an update takes nothing."""
+        """Use the route of `join`: the route that begins an update takes no arguments.
+
+        Args:
+            send, kept: See `EngineApi.keep`.
+        """
         await send("POST", "/init_weight_transfer_engine", {"init_info": {"kept": asdict(kept)}})
 
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
-        """One chunk of vLLM's."""
+        """Send the sources as one chunk of vLLM's update.
+
+        Args:
+            send, sources: See `EngineApi.load`.
+        """
         await send("POST", "/update_weights", {"update_info": {"sources": in_words(sources)}})
 
     async def finish_update(self, send: Send, version: int) -> None:
-        """The prefix cache does not follow by itself."""
+        """Finish the update and clear the prefix cache, which vLLM does not do by itself. Raises SyncError.
+
+        Args:
+            send, version: See `EngineApi.finish_update`.
+        """
         await send("POST", "/finish_weight_update", {"weight_version": str(version)})
         cleared = await send("POST", "/reset_prefix_cache", None)
         if cleared != {"success": True}:
@@ -160,18 +188,23 @@ class VllmApi:
             raise SyncError(f"sent weights of version {version}, but vLLM reports {excerpt(str(served))}")
 
     async def checksums(self, send: Send) -> Mapping[str, str] | None:
-        """Of parameters, not of buffers; on CPU none of a linear layer, whose parameters are empty there."""
+        """Return checksums of parameters, not of buffers. On CPU linear layers have none: their parameters are empty there."""
         checksums: dict[str, str] = (await send("POST", "/weight_checker", {"action": "checksum"}))["checksums"]
         return checksums
 
     async def sleep(self, send: Send) -> None:
-        """Level 2: the weights are not kept in host memory, since an update follows each time. On CPU vLLM stops sampling and
-        releases nothing.
+        """Use sleep level 2: weights are not kept in host memory, because an update always follows.
+
+        On CPU vLLM only stops sampling.
         """
         await self._switch(send, "/sleep?level=2", "sleeping")
 
     async def wake(self, send: Send, part: EnginePart) -> None:
-        """It samples again once both are back."""
+        """Wake one part. vLLM samples again once both parts are awake.
+
+        Args:
+            send, part: See `EngineApi.wake`.
+        """
         await self._switch(send, f"/wake_up?tags={part}", "sleeping" if part == "weights" else "awake")
 
     async def _switch(self, send: Send, path: str, status: str) -> None:
@@ -188,7 +221,11 @@ class VllmApi:
 
 
 def completion_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """Body of `/v1/completions`."""
+    """Return the body of `/v1/completions`.
+
+    Args:
+        prompt, sampling, seed: See `RolloutEngine.generate`.
+    """
     return {
         "model": SERVED_NAME,
         "prompt": list(prompt.token_ids),
@@ -196,18 +233,27 @@ def completion_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> d
         "max_tokens": sampling.max_tokens,
         **neutral(sampling),
         "seed": prompt_seed(seed, prompt.id, sampling.samples),
-        "logprobs": 0,  # of the sampled token alone
+        "logprobs": 0,  # only the log-prob of the sampled token
         "return_token_ids": True,
     }
 
 
 def parse_completion(answer: Any, prompt: Prompt, sampling: SamplingParams, version: int) -> list[Rollout]:
-    """The rollouts in an answer of `/v1/completions`, by sample index. Raises RolloutError if it is not what was asked for."""
+    """Return the rollouts in an answer of `/v1/completions`, by sample index.
 
-    def logprobs(choice: Any) -> list[float]:  # none of one that was cut off before its first token
+    Args:
+        answer: The JSON answer.
+        prompt, sampling: Of the request.
+        version: Weight version that the rollouts get.
+
+    Raises:
+        RolloutError: The answer is not what was asked for.
+    """
+
+    def logprobs(choice: Any) -> list[float]:  # empty if aborted before the first token
         return choice["logprobs"]["token_logprobs"] if choice["token_ids"] != [] else []
 
-    def experts(choice: Any) -> Tensor | None:  # a file of numpy's, of the narrowest type
+    def experts(choice: Any) -> Tensor | None:  # a .npy file with the narrowest integer type
         given = choice.get("routed_experts")
         if sampling.routing is None or given is None:
             return None

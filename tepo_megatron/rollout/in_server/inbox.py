@@ -1,9 +1,9 @@
-"""What a process of an inference server knows between the trainer's messages: the update under way, and whom it comes from.
+"""State of a weight update inside a process of an inference server: what was received, and the groups it is received over.
 
-Runs inside the servers, the same for each engine. Weights come in files, in memory that the trainer lends, or broadcast. Then a
-process takes a whole round before the model is touched, and says so in the trainer's store, since an engine's own answer says
-nothing of its single ranks, and some end on an error. Of a round that did not arrive nothing is kept; it is sent again, in new
-groups, and dropped by who has it.
+The same code runs in the servers of all engines. Weights come in files, in memory that the trainer shares, or by broadcast.
+A broadcast round is received in full before the model is touched. Then each process reports it in the trainer's store, because
+an engine's own answer says nothing about its single ranks, and some engines end on an error. Nothing is kept of a round that
+did not arrive. The trainer sends it again in new groups, and the processes that have it already drop it.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ _CPU = torch.device("cpu")
 
 
 class Inbox:
-    """One process's.
+    """Receiver of weight updates, one per process of a server.
 
-    lent: the round that was taken last lies in memory that the trainer writes over two rounds later.
+    Attributes:
+        lent: The round that was taken last lies in memory of the trainer, which overwrites it two rounds later.
     """
 
     def __init__(self) -> None:
         self.lent = False
         self._update: Update | None = None
-        self._next = 0  # number of the round that is to come
-        # versions that updates gave which said theirs: of the model now, before the update under way, and that of this update
+        self._next = 0  # number of the next round
+        # Versions of the model now, before the update under way, and after it. None where an update did not state its version
+        # (only `keep` states it).
         self._version: int | None = None
         self._before: int | None = None
         self._coming: int | None = None
@@ -55,13 +57,22 @@ class Inbox:
         self._membership: Membership | None = None
 
     def begin(self, model: str | Path, tied_embeddings: bool, device: torch.device = _CPU) -> None:
-        """Forget what an earlier update gave. See `Update`. device: of the model."""
+        """Begin an update, and forget what an earlier one gave.
+
+        Args:
+            model: Folder with the model's checkpoint. See `Update`.
+            tied_embeddings: The output layer shares the embedding's weights. See `Update`.
+            device: The model's device.
+        """
         self._device = device
         self._update, self._next = Update(model, tied_embeddings), 0
         self._before, self._version, self._coming = self._version, None, None
 
     def keep(self, kept: Kept) -> None:
-        """What the update does not give. Raises ValueError for tensors that are not the model's, or not of `kept.base` here."""
+        """Note the tensors that the update leaves unchanged.
+
+        Raises ValueError for tensors that the model does not have, or if the weights here are not of version `kept.base`.
+        """
         assert self._update is not None, "the update has to begin first"
         if kept.names and kept.base != self._before:
             raise ValueError(
@@ -73,13 +84,19 @@ class Inbox:
 
     @property
     def kept(self) -> frozenset[str]:
-        """The tensors that the update under way does not give."""
+        """Hugging Face names of the tensors that the update under way leaves unchanged."""
         assert self._update is not None, "the update has to begin first"
         return self._update.kept
 
     def join(self, meeting: Meeting, device: torch.device) -> None:
-        """Leave the groups of before and begin to form those of the meeting, in a thread: the server answers about its health
-        meanwhile. What goes wrong is logged: the trainer misses the word of it.
+        """Leave the old process groups and begin to form new ones.
+
+        A thread forms them, so that the server answers health requests meanwhile. Errors are only logged: the trainer notices
+        that the report of this rank is missing in its store.
+
+        Args:
+            meeting: Where the groups are formed. The rank here is `meeting.first` plus the rank in the server's default group.
+            device: Device of the groups' tensors.
         """
         self.leave()
         self._device = device
@@ -93,10 +110,19 @@ class Inbox:
         self._membership = None
 
     def take(self, sources: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]] | None:
-        """The (name, tensor) of a round, to be loaded before the next: paths of files, or what `Bucket.to_json` wrote.
+        """Receive one round, and return an iterator over its (name, tensor), which has to be used up before the next round.
 
-        None: there is nothing to load, because the round did not arrive, or is here already. Raises ValueError for tensors that
-        are not those of the model (see `Update.add`), or a round out of turn; when iterated, for one that was damaged.
+        Collectives: for a broadcast round, one broadcast per bucket, in the same order on all ranks of the server.
+
+        Args:
+            sources: Paths of safetensors files, or the output of `Bucket.to_json`.
+
+        Returns:
+            None if there is nothing to load, because the round did not arrive or was loaded already.
+
+        Raises:
+            ValueError: The tensors are not the model's (see `Update.add`), or the round is out of order. The iterator raises it
+                for a tensor that was damaged.
         """
         assert self._update is not None, "the update has to begin first"
         buckets = [Bucket.from_json(source) for source in sources if source.startswith("{")]
@@ -118,20 +144,26 @@ class Inbox:
         return (item for bucket, row in zip(buckets, rows, strict=True) for item in bucket.tensors(row))
 
     def _borrow(self, buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of one bucket after the other, each mapped while its own are read."""
+        """Yield the tensors of each bucket in turn.
+
+        The trainer's memory of a bucket is mapped only while its tensors are read.
+        """
         for bucket in buckets:
             assert bucket.handle is not None
             with borrowed(bucket.handle, self._device) as row:
                 yield from bucket.tensors(row)
 
     def finish(self) -> None:
-        """Raises ValueError if a tensor of the model was not given."""
+        """End the update. Raises ValueError if a tensor of the model was not given."""
         assert self._update is not None, "the update has to begin first"
         self._update.finish()
         self._version = self._coming
 
     def _receive(self, buckets: Sequence[Bucket]) -> list[torch.Tensor] | None:
-        """The buckets' rows, uint8, in the order in which the servers' ranks all take them; None if they do not come."""
+        """Receive the buckets' rows of bytes (uint8), in the order that all ranks of the server follow.
+
+        None: they did not arrive.
+        """
         member = self._membership
         if member is None or not member.joined.is_set():
             return None
@@ -151,9 +183,16 @@ class Inbox:
 
 
 class Membership:
-    """One process's place in the groups of a meeting, one group for each sender. A thread forms them.
+    """Membership of one process in the groups of a meeting, one group for each sender. A thread forms the groups.
 
-    channels: to the senders, once `joined` is set.
+    Args:
+        meeting: Where the groups are formed.
+        rank: Rank of this process in each group.
+        device: Device of the groups' tensors.
+
+    Attributes:
+        channels: One channel per sender; complete once `joined` is set.
+        joined: Set while this process is in all groups.
     """
 
     def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
@@ -185,12 +224,12 @@ class Membership:
         return not self._left.is_set() and not self._store.check([off_key(self._meeting)])
 
     def tell_arrived(self, number: int) -> None:
-        """Tell rank 0 that the round `number` is here. Raises BrokenChannel."""
+        """Report to rank 0 of the trainer, through the store, that the round `number` arrived. Raises BrokenChannel."""
         assert self._store is not None
         tell(self._store, arrived_key(self._meeting, number, self._rank))
 
     def leave(self) -> None:
-        """Leave the groups, those that are being formed as well."""
+        """Leave the groups, or give up forming them."""
         self._left.set()
         if self.joined.is_set():
             self._close()

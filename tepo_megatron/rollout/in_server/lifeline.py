@@ -1,8 +1,9 @@
-"""Ends a process of an inference server when the guard of that server has ended.
+"""End a process of an inference server when the guard of that server has ended.
 
 Every process of the server calls `hold`. While the guard lives, it ends the whole server when any part of it dies
 (`rollout/servers/guard.py`). When the guard itself is killed, nobody else may be left to do that: an engine process whose API
-server and trainer were killed at the same moment would live on. Standard library only: it runs inside the engines.
+server and trainer were killed at the same moment would live on. This file uses the standard library only, because it runs
+inside the engines.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-GUARD_VARIABLE = "TEPO_SERVER_GUARD"  # PID:START, the start in clock ticks after boot, as in /proc/PID/stat
+GUARD_VARIABLE = "TEPO_SERVER_GUARD"  # PID:START; START in clock ticks after boot, as in /proc/PID/stat
 
 
 def hold() -> None:
-    """Have this process, and those that it forks, get SIGKILL when the guard ends; at once if it has ended.
+    """Have this process, and those that it forks, get SIGKILL when the guard ends, or at once if it has ended already.
 
-    Without a guard (an engine that somebody else started) it does nothing. A second call does nothing.
+    Does nothing without a guard (an engine that somebody else started), or if it was called before.
     """
     global _held
     if _held or GUARD_VARIABLE not in os.environ:
@@ -40,7 +41,7 @@ def _watch() -> None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (ProcessLookupError, FileNotFoundError):
         _end()
-    if stat[stat.rindex(")") + 2 :].split()[19] != started:  # another process by now
+    if stat[stat.rindex(")") + 2 :].split()[19] != started:  # the pid belongs to another process by now
         _end()
     threading.Thread(target=_end_with, args=(guard,), name="tepo-lifeline", daemon=True).start()
 

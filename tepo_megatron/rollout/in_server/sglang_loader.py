@@ -1,6 +1,6 @@
-"""How SGLang loads the weights of an update: it calls `load_sources`, by its `--custom-weight-loader` option.
+"""Load the weights of an update inside SGLang, which calls `load_sources` because of its `--custom-weight-loader` option.
 
-Runs inside SGLang. Facts about SGLang are of 0.5.23.
+Facts about SGLang are of 0.5.23.
 """
 
 from __future__ import annotations
@@ -15,22 +15,30 @@ from tepo_megatron.channel import Kept, Meeting
 from tepo_megatron.rollout.in_server.inbox import Inbox
 
 LOADER = "tepo_megatron.rollout.in_server.sglang_loader.load_sources"
-MODEL_VARIABLE = "TEPO_MODEL_PATH"  # the folder that the server was started with
-# instead of a source: the loader has no hook of its own for the two ends of an update, nor for a meeting or what an update
-# leaves out (with their fields)
+MODEL_VARIABLE = "TEPO_MODEL_PATH"  # model folder that the server was started with
+# Commands, sent in the place of a source: the loader has no hook for the begin and end of an update, for joining groups, or for
+# the tensors that an update leaves unchanged.
 BEGIN, FINISH, JOIN, KEEP = "tepo:begin", "tepo:finish", "tepo:join", "tepo:keep"
 
 _inbox = Inbox()  # of this process
 
 
 def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Load the round whose sources are the names (see `Inbox.take`); their tensors are empty. Every tensor-parallel rank takes
-    all.
+    """Load one round, or run a command that comes in the place of a round. All tensor-parallel ranks take all tensors.
 
-    BEGIN alone forgets what an earlier update gave; FINISH alone raises ValueError unless all tensors of the model's checkpoint
-    were given since; JOIN with a `Meeting` joins it; KEEP with a `Kept` says what stays, and raises it where that is not here.
-    A round raises it, and leaves the model as it was, if it holds a tensor that is not the model's, has not its shape, or was
-    given before. SGLang ends on it.
+    Commands:
+        BEGIN: forget what an earlier update gave.
+        FINISH: raise ValueError unless all tensors of the model's checkpoint were given since BEGIN, except unchanged ones.
+        JOIN and the JSON of a `Meeting`: join its groups.
+        KEEP and the JSON of a `Kept`: note the tensors that stay; raise ValueError if they are not here in that version.
+
+    Args:
+        model: SGLang's model.
+        named_tensors: The names are the sources of a round (see `Inbox.take`), or a command; the tensors are empty.
+
+    Raises:
+        ValueError: The round holds a tensor that the model does not have, that has another shape, or that was given before.
+            The model is unchanged then, and SGLang ends.
     """
     names = [name for name, _ in named_tensors]
     if names == [BEGIN]:

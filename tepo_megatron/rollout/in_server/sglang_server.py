@@ -1,11 +1,14 @@
-"""Starts the unmodified SGLang server with the key from the environment, on CPU too: `python -m ...sglang_server ARGUMENTS`.
+"""Start the unmodified SGLang server with the key from the environment, also on CPU: `python -m ...sglang_server ARGUMENTS`.
 
-Runs in SGLang's environment and imports nothing of the trainer's. On CPU five things are filled in, in the process alone, that
-no wheel of SGLang 0.5.23 brings: the schemas of two image operators (PyPI has CUDA builds of torchvision only), the names of
-`sgl_kernel` (imported, never called), its hash of (seed, position, column), from which seeded sampling draws, the switch to
-batch-invariant kernels (Triton's), which seeded sampling asks for and which does nothing here (a sample depends on its
-neighbours by rounding alone), and host memory that is not pinned, in which the chosen experts are kept. One thing is replaced:
-`seeded_choice` draws where a request in the batch is greedy, or asks for top-k or top-p.
+Runs in SGLang's environment and imports nothing of the trainer. On CPU it fills five gaps that every wheel of SGLang 0.5.23
+has, in memory only:
+  * the schemas of two image operators, because PyPI has only CUDA builds of torchvision;
+  * the names of `sgl_kernel`, which are imported and never called;
+  * its hash of (seed, position, column), from which seeded sampling draws;
+  * the switch to Triton's batch-invariant kernels, which seeded sampling turns on. Here it does nothing: the other requests of
+    a batch change a sample by rounding alone;
+  * unpinned host memory for the chosen experts.
+One function is replaced: `seeded_choice` samples if a request in the batch is greedy, or asks for top-k or top-p.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _LOW32 = 0xFFFFFFFF
 
 
 class _Absent(types.ModuleType):
-    """A module whose every name can be imported and none called."""
+    """A module from which every name can be imported and none can be called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -42,7 +45,7 @@ class _Absent(types.ModuleType):
 
 
 def fill_gaps() -> None:
-    """Once in each process of the server, before SGLang is imported."""
+    """Fill the gaps of SGLang on CPU. Call it once in each process of the server, before SGLang is imported."""
     import torch
 
     kernels = _Absent("sgl_kernel")
@@ -72,7 +75,7 @@ def fill_gaps() -> None:
     )
 
 
-_upstream: dict[str, Any] = {}  # SGLang's functions that are replaced here
+_upstream: dict[str, Any] = {}  # SGLang's functions that are replaced here, by name
 
 
 def seeded_choice(
@@ -80,20 +83,20 @@ def seeded_choice(
 ) -> Any:
     """Sample under top-k and top-p such that a request's tokens depend on its own parameters alone.
 
-    One filtered request in a batch sends the whole batch here, and a greedy one is filtered: SGLang answers `/health` with a
-    greedy token. SGLang's own function then gives the noise of column i to the token of rank i instead of token i, so that one
-    health check changed every sample that ran at the same time. Here noise stays with its token, and rows without a filter
-    draw from the same numbers as in a batch without filters.
+    SGLang uses this function for a whole batch if one of its requests is filtered, and a greedy request counts as filtered:
+    SGLang answers `/health` with a greedy token. SGLang's own function then gives the noise of column i to the token of rank i
+    instead of token i, so that one health request changed every sample that ran at the same time. Here noise stays with its
+    token, and rows without a filter draw from the same numbers as in a batch without filters.
 
     Args:
         probs_BV: fp32 probabilities, [batch, vocabulary].
-        top_ks_B: int32; the number of tokens to choose from, at least the vocabulary where all.
+        top_ks_B: int32; number of tokens to choose from, at least the vocabulary size for no filter.
         top_ps_B: fp32; 1.0 for no filter.
-        min_ps_B: fp32; left to SGLang, which refuses it with seeds.
-        need_min_p: whether any row has a min-p.
-        seed_B: int64, or None without seeds, which is left to SGLang.
-        positions_B: the sampled tokens' positions, from which the noise is hashed.
-        how: the keywords of SGLang's function; filtered probabilities are left to it.
+        min_ps_B: fp32; passed on to SGLang, which refuses it with seeds.
+        need_min_p: A row has a min-p.
+        seed_B: int64. None: no seeds, SGLang's own function samples.
+        positions_B: Positions of the sampled tokens, from which the noise is hashed.
+        how: Keywords of SGLang's function. If filtered probabilities are asked for, SGLang's own function samples.
 
     Returns:
         int32 token ids, [batch].
@@ -112,15 +115,15 @@ def seeded_choice(
 
 
 def _unpinned(dims: tuple[int, ...], *, dtype: Any, device: str, allocator: Any, **pinning: Any) -> Any:
-    """SGLang's own function asks CUDA to pin the memory."""
+    """Allocate host memory without pinning. SGLang's own function asks CUDA to pin it."""
     return allocator.allocate(dims, dtype=dtype, device=device)
 
 
-_libraries: list[Any] = []  # a library's operators live as long as it does
+_libraries: list[Any] = []  # keeps the libraries alive, whose operators would go with them
 
 
 def _torchvision_works() -> bool:
-    """Whether its operators can be loaded, which then needs no schemas of ours."""
+    """Return whether torchvision's operators can be loaded, so that their schemas need not be defined here."""
     import torch
 
     found = importlib.util.find_spec("torchvision")
@@ -134,7 +137,16 @@ def _torchvision_works() -> bool:
 
 
 def murmur_hash32(seed_N: Any, positions_N: Any, columns_M: Any) -> Any:
-    """uint32 [N, M]: MurmurHash3 of the 16 bytes (seed low, seed high, position, column), as SGLang's Triton kernel has it."""
+    """Return MurmurHash3 of the 16 bytes (seed low, seed high, position, column), like SGLang's Triton kernel.
+
+    Args:
+        seed_N: 64-bit integer seeds, [N].
+        positions_N: Integer positions, [N].
+        columns_M: Integer columns of the vocabulary, [M].
+
+    Returns:
+        uint32 hashes, [N, M].
+    """
     import torch
 
     seed_N = seed_N.view(torch.int64)
@@ -154,7 +166,7 @@ def _rotated(x: Any, bits: int) -> Any:
 
 
 def hide(key: str) -> None:
-    """Keep the key out of the log, where SGLang writes all its arguments."""
+    """Replace the key in log records: SGLang logs all of its arguments."""
     make = logging.getLogRecordFactory()
 
     def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -167,11 +179,11 @@ def hide(key: str) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Serve until told to end."""
+    """Run the server until it is told to end. `argv` holds SGLang's arguments without the key."""
     if os.environ.get(CPU_VARIABLE):
         from sglang.srt.arg_groups import choices
 
-        # It attends to each sequence by itself, which is all that seeded sampling asks of a backend.
+        # It computes attention for each sequence separately, which is all that seeded sampling needs of a backend.
         choices.add_deterministic_attention_backend_choices(["torch_native"])
         choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     from sglang.launch_server import run_server

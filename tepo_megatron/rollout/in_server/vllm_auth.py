@@ -1,7 +1,7 @@
-"""ASGI middleware, run inside the vLLM server by its `--middleware` option.
+"""ASGI middleware that runs inside the vLLM server through its `--middleware` option, and requires the key for every route.
 
-vLLM 0.32 asks for its API key under /v1 and a few other prefixes only; whoever reaches the port could still pause the engine
-or replace its weights. Other users of the machine reach a loopback port.
+vLLM 0.32 requires its API key only under /v1 and a few other prefixes. Anyone who reaches the port could still pause the engine
+or replace its weights, and a loopback port can be reached by all users of the machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class RequireKey:
-    """Answers 401 to every HTTP request without `Authorization: Bearer $VLLM_API_KEY`, OPEN_PATHS excepted; no websockets."""
+    """Answer 401 to every HTTP request without `Authorization: Bearer $VLLM_API_KEY`, except OPEN_PATHS. Refuse websockets."""
 
     def __init__(self, app: App) -> None:
         self._app = app

@@ -1,8 +1,8 @@
-"""A weight-transfer backend of vLLM that takes what `inbox.py` takes, on CPU and GPU. Runs inside the vLLM server.
+"""Weight-transfer backend of vLLM that takes the sources of `inbox.py`, on CPU and GPU. Runs inside the vLLM server.
 
 vLLM finds `register` through the entry point `vllm.general_plugins`; `--weight-transfer-config '{"backend": "tepo_shm"}'`
-selects it. Of this package it imports `inbox.py` and what that needs: the server loads nothing of the trainer. Facts are of
-vLLM 0.32.
+selects it. Of this package it imports only `inbox.py`, `lifeline.py`, `own_peers.py` and what these need: the server loads
+nothing of the trainer. Facts are of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from tepo_megatron.rollout.in_server import lifeline
 from tepo_megatron.rollout.in_server.inbox import Inbox
 
 BACKEND = "tepo_shm"
-_OWN = "_tepo_own"  # attribute of tensors that `own_waiting_tensors` made
+_OWN = "_tepo_own"  # attribute that marks copies made by `own_waiting_tensors`
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 def register() -> None:
-    """Make the backend known, end with the server, and have no other user in a process group; vLLM calls this in each of its
-    processes, in some of them twice."""
+    """Register the backend, tie this process to the server's guard, and keep other users out of its process groups.
+
+    vLLM calls this in each of its processes, in some of them twice.
+    """
     lifeline.hold()
     guard_process_groups()
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -41,7 +43,12 @@ def register() -> None:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """meeting: the fields of a `Meeting` to join; None: files need none. kept: those of a `Kept`, in an update."""
+    """Arguments of `init_transfer_engine`.
+
+    Attributes:
+        meeting: Fields of a `Meeting` whose groups are to be joined. None: no groups (files need none).
+        kept: Fields of a `Kept`, inside an update. None: nothing to note.
+    """
 
     meeting: dict[str, Any] | None = None
     kept: dict[str, Any] | None = None
@@ -49,14 +56,20 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """sources: of some of the model's tensors under their Hugging Face names. See `Inbox.take`."""
+    """One round of an update.
+
+    Attributes:
+        sources: Sources of some of the model's tensors under their Hugging Face names. See `Inbox.take`.
+    """
 
     sources: list[str]
 
 
 class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Replaces all weights but those that stay by those that are sent: `start_weight_update`, `update_weights` for each round,
-    `finish_weight_update`. After an error of the last two vLLM has to be started again.
+    """Replace all weights, except unchanged ones, by those that are sent.
+
+    vLLM calls `start_weight_update`, `update_weights` for each round, and `finish_weight_update`. After an error of the last
+    two vLLM has to be restarted.
     """
 
     init_info_cls = InitInfo
@@ -65,7 +78,10 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     _touched = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """At the start, whenever there are new groups to join, and when an update leaves tensors out."""
+        """Set up the receiver.
+
+        vLLM calls this at the start, for new groups to join, and for tensors that an update leaves unchanged.
+        """
         self._inbox = self._inbox or Inbox()
         if init_info.meeting is not None:
             self._inbox.join(Meeting(**init_info.meeting), self.device)
@@ -73,22 +89,25 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._inbox.keep(Kept(**init_info.kept))
 
     def start_weight_update(self) -> None:
-        """Forget what an earlier update gave; the model is touched by the first tensors that may be loaded."""
+        """Forget what an earlier update gave. The model is not touched before the first tensors can be loaded."""
         assert self._inbox is not None, "the trainer calls init_transfer_engine first"
         self._inbox.begin(self.model_config.model, self.model_config.hf_config.tie_word_embeddings, self.device)
         self._touched = False
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """The base class without its `torch.accelerator.synchronize()`, which raises where there is no accelerator."""
+        """Load one round, like the base class but without `torch.accelerator.synchronize()` on CPU, where it raises."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load a round, a tensor at a time, unless it did not arrive or is here already.
+        """Load a round tensor by tensor, unless it did not arrive or was loaded already.
 
-        Raises ValueError, with the model as it was, if it holds a tensor that is not the model's, has not its shape, or was
-        given before in this update (a cast to the model's dtype is no fault).
+        A cast to the model's dtype is no error.
+
+        Raises:
+            ValueError: The round holds a tensor that the model does not have, that has another shape, or that was given before
+                in this update. The model is unchanged.
         """
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -97,21 +116,21 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if arrived is None:
             return
         if not self._touched:
-            # Back to the layout of a checkpoint: on CPU the linear weights are packed, and their originals freed.
+            # Restore the checkpoint layout: on CPU the linear weights are packed and their originals freed.
             if self.device.type == "cpu":
                 _forget_packed_experts(self.model, self._inbox.kept)
             initialize_layerwise_reload(self.model)
             self._touched = True
-        if self._inbox.lent:  # the trainer writes over its memory two rounds later, when a module may still wait for others
+        if self._inbox.lent:  # a module may wait for its other tensors, and the trainer overwrites its memory two rounds later
             arrived = ((name, tensor.clone()) for name, tensor in arrived)
         self.model.load_weights(arrived)
         if not self._inbox.lent:
             own_waiting_tensors(self.model)
 
     def finish_weight_update(self) -> None:
-        """Pack what is packed and put the weights where the compiled model expects them.
+        """Pack the weights that vLLM packs, and copy all to where the compiled model expects them.
 
-        Raises ValueError if some of the model were not given; it cannot be used then.
+        Raises ValueError if tensors of the model were not given; the model is unusable then.
         """
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -127,16 +146,16 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        """Leave the groups."""
+        """Leave all groups."""
         if self._inbox is not None:
             self._inbox.leave()
 
 
 def own_waiting_tensors(model: torch.nn.Module) -> None:
-    """Copy the tensors of a round that a module still holds, so that the memory of the round is free.
+    """Copy the tensors of a round that vLLM's loader still holds, so that the memory of the round can be freed.
 
-    vLLM's loader keeps the tensors of a module (q, k and v; gate and up) until it has all of them, and loads them then: of the
-    others no copy is made. A tensor that was copied after an earlier round is not copied again.
+    The loader keeps the tensors of a fused module (q, k and v; gate and up) until it has all of them, and loads them then.
+    Other tensors are not copied. A tensor that was copied after an earlier round is not copied again.
     """
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
@@ -150,10 +169,10 @@ def own_waiting_tensors(model: torch.nn.Module) -> None:
 
 
 def _forget_packed_experts(model: torch.nn.Module, kept: Set[str]) -> None:
-    """Have the experts set up anew once they are loaded; those of layers that stay as they are keep their kernel.
+    """Have vLLM set up the experts again once they are loaded. Experts of unchanged layers keep their kernel.
 
-    On CPU they are padded and packed when their kernel is built, which happens once: an update would leave plain weights where
-    the kernel reads packed ones (log-probs were off by 1 nat), or fail on the padding.
+    On CPU the experts are padded and packed when their kernel is built, which happens only once. Without this, an update would
+    leave plain weights where the kernel reads packed ones (log-probs were off by 1 nat), or fail on the padding.
     """
     layers = {match.group() for name in kept if (match := _LAYER.match(name))}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Which tensors an update has to give, and how a server reads those that come in files. Runs inside the servers."""
+"""Check which tensors an update has to give, and read tensors that come in files. Runs inside the servers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ OUTPUT_LAYER = "lm_head.weight"
 
 
 class Update:
-    """The tensors of one update of the model whose checkpoint lies in the folder `model`, as they come, part by part.
+    """Bookkeeping of one update: which of the model's tensors were given so far.
 
-    A cast to the served dtype is no fault. The engines' own loaders leave a missing weight as it was, drop an unknown one and
-    cut one that is too large, without a word.
+    A cast to the served dtype is no error. The check is needed because the engines' own loaders silently keep the old value of
+    a missing weight, drop an unknown one, and crop one that is too large.
+
+    Args:
+        model: Folder with the model's checkpoint (safetensors).
+        tied_embeddings: The output layer shares the embedding's weights, so that it need not be given.
     """
 
     def __init__(self, model: str | Path, tied_embeddings: bool) -> None:
@@ -31,15 +35,18 @@ class Update:
         }
         self._optional = {OUTPUT_LAYER} if tied_embeddings else set()
         self._given: set[str] = set()
-        self.kept: frozenset[str] = frozenset()  # not to be given
+        self.kept: frozenset[str] = frozenset()  # unchanged by the update
 
     def keep(self, names: Sequence[str]) -> None:
-        """Expect none of these. Raise ValueError if one is not the model's."""
+        """Mark tensors that the update leaves unchanged. Raises ValueError if the model does not have one of them."""
         _refuse({"unknown": set(names) - self._expected.keys() - self._optional})
         self.kept = frozenset(names)
 
     def add_files(self, paths: Sequence[str]) -> None:
-        """See `add`: what is in these files. Raise ValueError if one is not seen here, or if others could have written it."""
+        """Mark the tensors in these files as given; see `add`.
+
+        Raises ValueError also if a file is not visible here, or if other users could have written it.
+        """
         try:
             for path in paths:
                 _check_owner(Path(path))
@@ -53,8 +60,10 @@ class Update:
         self.add(given)
 
     def add(self, given: Sequence[tuple[str, list[int]]]) -> None:
-        """Raise ValueError if among these (name, shape), which are not loaded yet, is a tensor that the model has not, or not
-        in this shape, or that was given before, or was to be kept.
+        """Mark these (name, shape) as given; they are not loaded yet.
+
+        Raises ValueError for a tensor that the model does not have, that has another shape, that was given before, or that was
+        to stay unchanged.
         """
         names = Counter(name for name, _ in given)
         known = self._expected.keys() | self._optional
@@ -67,14 +76,15 @@ class Update:
         self._given |= names.keys()
 
     def finish(self) -> None:
-        """Raise ValueError if a tensor of the model was not given."""
+        """Raise ValueError if a tensor of the model was neither given nor unchanged."""
         _refuse({"missing": self._expected.keys() - self._given - self.kept - self._optional})
 
 
 def tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor on the host) of each file in turn; a file is mapped, not read: its memory is in use while its tensors are.
+    """Yield (name, CPU tensor) of each file in turn. Files are memory-mapped: their memory is in use while the tensors are.
 
-    Raises ValueError for a tensor whose CRC-32 is not that in the file's header (where there is one; see `weights/sync.py`).
+    Raises ValueError for a tensor whose CRC-32 differs from the one in the file's header, if there is one (see
+    `weights/sync.py`).
     """
     for path in paths:
         with safe_open(path, framework="pt") as file:
@@ -87,7 +97,7 @@ def tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _check_owner(path: Path) -> None:
-    """Raise ValueError unless `path` is a file in a folder of this user's with mode 0700. Root takes any user's.
+    """Raise ValueError unless `path` is a file in a folder of this user with mode 0700. Root may read any user's folder.
 
     Raises FileNotFoundError.
     """
@@ -103,14 +113,14 @@ def _check_owner(path: Path) -> None:
 
 
 def _refuse(faults: Mapping[str, Set[str]]) -> None:
-    """Raise ValueError if there are any: names of tensors by what is wrong with them."""
+    """Raise ValueError if there is any fault. `faults` maps what is wrong to the names of the tensors."""
     found = [f"{len(them)} {fault}: {', '.join(sorted(them)[:5])}" for fault, them in faults.items() if them]
     if found:
         raise ValueError(f"what was sent are not the tensors of the model ({'; '.join(found)})")
 
 
 def _shapes(path: str | Path) -> dict[str, list[int]]:
-    """name -> shape of the tensors in a safetensors file, from its header: 8 bytes of length, then JSON."""
+    """Return name -> shape of the tensors in a safetensors file, from its header: 8 bytes of length, then JSON."""
     with open(path, "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}

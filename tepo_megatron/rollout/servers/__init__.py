@@ -1,1 +1,1 @@
-"""Inference servers: their processes, their HTTP interface, and several of them kept alive as one engine."""
+"""Inference servers: their processes, their HTTP interface, and the fleet that keeps several of them alive as one engine."""

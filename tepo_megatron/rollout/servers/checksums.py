@@ -1,9 +1,10 @@
-"""What servers say that they serve, compared: with each other, and with what was sent.
+"""Compare the checksums of the weights that servers report: with each other, and with the weights that were sent.
 
-vLLM and SGLang hash each parameter of each of their ranks, under names of their own, as it lies in memory: SHA-256 of the
-bytes (SGLang on GPUs: a kernel of its own). It takes as long as copying and hashing the model, in which nothing is sampled.
-Nothing is known of a parameter whose memory was freed, nor of a packed copy in its place: on CPU vLLM hashes the embedding and
-the norms, and no linear layer; for those the CRC-32 at the door (`inbox.py`) and the comparison of log-probs stand alone.
+vLLM and SGLang hash each parameter of each of their ranks, under their own names, as it lies in memory: SHA-256 of the bytes
+(SGLang on GPUs: a kernel of its own). It takes as long as copying and hashing the model, and nothing is sampled meanwhile.
+Parameters whose memory was freed are not covered, nor are packed copies in their place: on CPU vLLM hashes the embedding and
+the norms, and no linear layer. Those are covered only by the CRC-32 check on arrival (`inbox.py`) and the comparison of
+log-probs.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from collections.abc import Mapping
 
 from tepo_megatron.errors import SyncError
 
-_NOTHING = "e3b0c44298fc1c14"  # how the SHA-256 of no bytes begins, all that SGLang keeps of one
-# both engines join these
+_NOTHING = "e3b0c44298fc1c14"  # prefix of the SHA-256 of zero bytes; SGLang keeps only this prefix of a hash
+# both engines fuse these parameters
 _JOINED = (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."), (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj.")
 
 
 class Checks:
-    """One after the other, of servers that hold the same model in the same way.
+    """Consecutive checks of servers that hold the same model in the same layout.
 
-    same_precision: they serve what is sent as it is; otherwise a small change of a tensor may vanish in the cast.
+    Args:
+        same_precision: The servers serve the weights in the precision in which they are sent. If False, a small change of a
+            tensor may vanish in the cast.
     """
 
     def __init__(self, same_precision: bool) -> None:
@@ -30,9 +33,17 @@ class Checks:
         self._sent: Mapping[str, int] = {}
 
     def compare(self, version: int, answers: Mapping[str, Mapping[str, str]], sent: Mapping[str, int]) -> None:
-        """Raise SyncError when servers differ, or have what they had at the last check of a tensor that is another now.
+        """Compare one version's checksums. The first comparison only records them for the stale check.
 
-        answers: server -> "rank:parameter" -> checksum; sent: Hugging Face name -> CRC-32, of the version.
+        A tensor is stale if its sent CRC-32 changed since the last call and the servers' checksums of it did not.
+
+        Args:
+            version: Version of the weights.
+            answers: server name -> "rank:parameter" -> checksum.
+            sent: Hugging Face name -> CRC-32 of the tensor in this version.
+
+        Raises:
+            SyncError: Servers differ from each other, or serve stale tensors.
         """
         known = {
             server: {name: c for name, c in them.items() if not c.startswith(_NOTHING)} for server, them in answers.items()
@@ -53,7 +64,7 @@ class Checks:
         self._served, self._sent = served, dict(sent)
 
     def _stale(self, served: Mapping[str, str], sent: Mapping[str, int]) -> list[str]:
-        """Hugging Face names of tensors that changed, while no rank's part of them did."""
+        """Return the Hugging Face names of tensors that changed although no rank's part of them did."""
         parts: dict[str, list[str]] = {}
         for key in served:
             parts.setdefault(key.rpartition(":")[2], []).append(key)
@@ -63,7 +74,7 @@ class Checks:
 
 
 def _theirs(name: str) -> str:
-    """The engines' name of the parameter that holds this tensor."""
+    """Return the engines' name of the parameter that holds this tensor."""
     for pattern, joined in _JOINED:
         name = pattern.sub(joined, name)
     return name

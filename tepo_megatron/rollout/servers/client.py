@@ -1,4 +1,4 @@
-"""Requests to an inference server, and a watch over its health."""
+"""HTTP client of one inference server: requests, and a watch over the server's health."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ HEALTH_SECONDS = 1.0
 
 
 class RequestFailed(Exception):
-    """What the server did instead of answering, to be put after its name.
+    """A request to a server failed. `what` is a phrase that follows the server's name in messages.
 
-    answered: with an error, and it may live on; refused: it says that the request was wrong (4xx), and nothing else is.
+    Attributes:
+        answered: The server answered, but with an error; it may still be usable.
+        refused: The server rejected the request as wrong (4xx); the server itself is fine.
     """
 
     def __init__(self, what: str, *, answered: bool = False, refused: bool = False) -> None:
@@ -35,22 +37,34 @@ class RequestFailed(Exception):
 
 
 class Client:
-    """Speaks JSON to the server at `url`, with `key` in every request. To be used in one event loop.
+    """Exchanges JSON with one server, and watches its health. Use it in one event loop.
 
-    request_seconds: for one whole exchange; silent_seconds: without an answer from `/health`, after which the server counts as
-    frozen.
+    Args:
+        url: Base URL of the server.
+        key: Sent with every request.
+        request_seconds: Time limit of one whole exchange.
+        silent_seconds: Time without an answer from `/health` after which the server counts as hung.
     """
 
     def __init__(self, url: str, key: str, *, request_seconds: float, silent_seconds: float) -> None:
         self.url = url
         self._request_seconds, self._silent_seconds = request_seconds, silent_seconds
-        self._asking, self._resting = asyncio.Lock(), False  # about its health
+        self._asking, self._resting = asyncio.Lock(), False  # held during a health request
         self._http = Http(url, key)
 
     async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None, most_bytes: int = CONTROL_BYTES) -> Any:
-        """The JSON answer to one request, which is never repeated: it may have had its effect. Raises RequestFailed.
+        """Send one request and return the JSON answer. A request is never repeated, because it may have had its effect.
 
-        An answer without a type is returned as text: some of SGLang's are a bare line. most_bytes: of the answer.
+        An answer without a content type is returned as text: some of SGLang's answers are a bare line.
+
+        Args:
+            method: HTTP method.
+            path: Path with query string.
+            body: Sent as JSON. None: no body.
+            most_bytes: Size limit of the answer in bytes.
+
+        Raises:
+            RequestFailed: No answer within `request_seconds`, a broken connection, or an error answer.
         """
         try:
             answer = await self._http.exchange(
@@ -70,19 +84,20 @@ class Client:
         raise RequestFailed(what, answered=True, refused=400 <= answer.status < 500)
 
     async def rest(self) -> None:
-        """From now on the server is asked for a connection instead of its health; returns when no such question is open.
+        """Pause health requests: from now on the watch only checks that the server accepts a connection.
 
-        SGLang samples a token to answer `/health`, which kills a server that is asleep or about to sleep.
+        Returns when no health request is in flight. SGLang samples a token to answer `/health`, which kills a server that is
+        asleep or about to sleep.
         """
         async with self._asking:
             self._resting = True
 
     def rise(self) -> None:
-        """Ask for its health again."""
+        """Resume health requests."""
         self._resting = False
 
     async def _ask_for_health(self) -> None:
-        """Raises ExchangeFailed; BadAnswer with a status that is an error."""
+        """Check the server's health once. Raises ExchangeFailed, or BadAnswer with the status if that is an error."""
         limit = max(HEALTH_SECONDS, self._silent_seconds)
         async with self._asking:
             if self._resting:
@@ -93,9 +108,10 @@ class Client:
                 raise BadAnswer(str(answer.status))
 
     async def illness(self) -> str:
-        """Return when the server is ill, and how: it takes no connections, says so itself, or is silent for too long.
+        """Watch the server's health. Returns once the server is unhealthy, with a phrase that says how.
 
-        vLLM, told to end, waits for its open requests without ever answering them: only its health shows it.
+        Unhealthy means: it accepts no connections, reports an error itself, or is silent for `silent_seconds`. vLLM, when it is
+        asked to end, waits for its open requests without ever answering them: only its health shows that.
         """
         heard = time.monotonic()
         while True:
@@ -120,7 +136,7 @@ class Client:
 
 
 async def healthy(url: str) -> bool:
-    """Whether a server at `url` says that it takes requests."""
+    """Return whether a server at `url` reports that it takes requests."""
     http = Http(url)
     try:
         return (await http.exchange("GET", "/health", seconds=CONNECT_SECONDS, most_bytes=ERROR_BYTES)).status == 200
@@ -131,7 +147,7 @@ async def healthy(url: str) -> bool:
 
 
 def _message(answer: Answer) -> str:
-    """What an error answer says, on one line, at most 500 characters: {"error": {"message": ...}} or {"message": ...}."""
+    """Return an error answer's message on one line, cut at 500 characters: {"error": {"message": ...}} or {"message": ...}."""
     try:
         told = answer.json()
         text = str(told["error"]["message"] if "error" in told else told["message"])

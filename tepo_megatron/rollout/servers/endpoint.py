@@ -1,6 +1,6 @@
-"""One inference server as its users see it: its connections, and the version of the weights that it serves.
+"""One inference server as its users see it: its connection, and the version of the weights that it serves.
 
-What the server is, a process of this machine or one that others started, is known to the `Server` behind it alone.
+Only the `Server` behind it knows whether the server is a process of this machine or one that others started.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tepo_megatron.rollout.servers.client import Client, RequestFailed
 from tepo_megatron.types import Rollout
 
 Asked = TypeVar("Asked")
-# What reading an answer of another shape than the engine's raises.
+# Errors raised when an answer does not have the engine's shape.
 _ODD_ANSWER = (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError)
 
 
@@ -43,9 +43,18 @@ def _odd(error: Exception) -> str:
 
 
 class Connected:
-    """A server, brought up again and again, and the connections to it.
+    """A server across its restarts, and the connection to it.
 
-    All methods but `stop` and `forget` run in one event loop. client, address and about: since it was last `ready`.
+    All methods except `stop` and `forget` run in one event loop.
+
+    Args:
+        server: Starts and ends the server, or finds one.
+        api: The engine's HTTP interface.
+        cfg: Only the time limits are used.
+
+    Attributes:
+        client: Connection to the current start of the server; None while there is none.
+        address, about: Address and self-description since the last `ready`; None before the first.
     """
 
     def __init__(self, server: Server, api: EngineApi, cfg: ServerConfig) -> None:
@@ -56,15 +65,18 @@ class Connected:
 
     @property
     def name(self) -> str:
-        """In messages."""
+        """Name of the server in messages."""
         return self.server.name
 
     def launch(self) -> None:
-        """Have the server come up; returns at once. Raises RolloutError (busy port, unwritable log), ConfigError."""
+        """Start the server and return at once.
+
+        Raises RolloutError (busy port, unwritable log), ConfigError (not installed, no key).
+        """
         self.server.launch()
 
     async def ready(self) -> None:
-        """Return when the server takes requests. Raises RolloutError, ConfigError when it is not what the run needs."""
+        """Return when the server takes requests. Raises RolloutError, or ConfigError if the server does not fit the run."""
         cfg, address = self._cfg, await self.server.reached()
         client = Client(address.url, address.key, request_seconds=cfg.request_seconds, silent_seconds=cfg.silent_seconds)
         self.client, self.address = client, address
@@ -80,66 +92,76 @@ class Connected:
             raise await self.failure(f"does not tell what it serves ({excerpt(repr(e))}); is this {self.api.name}?") from None
 
     async def _greet(self, client: Client, about: About) -> None:
-        """What this user of it says first."""
+        """Hook for subclasses: the first requests to a healthy server."""
 
     async def failure(self, what: str) -> RolloutError:
-        """An error that says `what` the server did, whether it died of it, and where to look."""
+        """Return an error that says `what` the server did, whether it died, and where to look."""
         return await self.server.failure(what)
 
     @property
     def running(self) -> bool:
-        """Whether it lives, as far as can be known without asking it."""
+        """Return whether the server is alive, as far as this is known without a request."""
         return self.server.running
 
     def stop(self) -> None:
-        """The run is over. May be called again, and before `launch`; from any thread."""
+        """Release the server at the end of the run. May be called again, before `launch`, and from any thread."""
         self.server.stop()
 
     async def close(self) -> None:
-        """End at once all that is left of an ill server."""
+        """End this start of an ill server at once, and close the connection."""
         await self.server.end()
         if self.client is not None:
             await self.client.close()
         self.client = None
 
     def forget(self) -> None:
-        """Remove what lay on the disk for the server's sake."""
+        """Remove the files that were made for the server."""
         self.server.forget()
 
 
 class Endpoint(Connected):
-    """A server of a fleet. max_model_len: tokens of the longest sequence that the run may ask for; ranks: processes that hold
-    the model.
+    """A server of a fleet, with the version of its weights.
+
+    Args:
+        server, api, cfg: See `Connected`.
+        max_model_len: Longest sequence in tokens (prompt and response) that the run may request.
+
+    Attributes:
+        ranks: Number of processes that hold the model.
+        version: Version of the weights that the server serves.
+        in_flight: Number of requests in flight.
+        asleep: Parts whose memory is released.
+        answered: The server has answered a generation request since it was launched.
     """
 
     def __init__(self, server: Server, api: EngineApi, cfg: ServerConfig, max_model_len: int) -> None:
         super().__init__(server, api, cfg)
         self._max_model_len, self.ranks = max_model_len, cfg.tp
         self.version = INITIAL_VERSION
-        self._coming = INITIAL_VERSION  # the version of the update under way
-        self.in_flight = 0  # requests
-        self.asleep: frozenset[EnginePart] = frozenset()  # what it has released
-        self.answered = False  # a request, since it was launched
+        self._coming = INITIAL_VERSION  # target version of the update under way
+        self.in_flight = 0
+        self.asleep: frozenset[EnginePart] = frozenset()
+        self.answered = False
 
     def launch(self) -> None:
-        """See `Connected.launch`; it comes up awake."""
+        """See `Connected.launch`. A new server starts awake."""
         super().launch()
         self.asleep, self.answered = frozenset(), False
 
     @property
     def host(self) -> str:
-        """Where it runs, as seen from here. RolloutError when it is not connected."""
+        """Host name or address of the server, as seen from here. Raises RolloutError if it is not connected."""
         self._connected()
         assert self.address is not None
         return str(urlsplit(self.address.url).hostname)
 
     @property
     def resident_bytes(self) -> int:
-        """Of its processes, in this machine's memory."""
+        """Resident memory of the server's processes on this machine, in bytes. 0 if others run the server."""
         return self.server.resident_bytes
 
     async def _greet(self, client: Client, about: About) -> None:
-        """Find out whether it can serve the run, and with which weights it begins."""
+        """Check that the server can serve the run, and find out whether it serves its initial weights."""
         if about.max_model_len < self._max_model_len:
             raise ConfigError(
                 f"{self.name} takes sequences of {about.max_model_len} tokens, and this run asks for up to "
@@ -151,8 +173,11 @@ class Endpoint(Connected):
         self.version = INITIAL_VERSION if about.label == INITIAL_LABEL else UNKNOWN_VERSION
 
     async def generate(self, asks: Sequence[Ask]) -> list[Rollout]:
-        """The samples that are asked for, of the version served. Raises RequestFailed, and RolloutError for an answer that is
-        not what was asked for.
+        """Return the requested samples, by request and sample index, sampled with the current `version`.
+
+        Raises:
+            RequestFailed: A request failed.
+            RolloutError: An answer is not what was asked for.
         """
         client, version = self._connected(), self.version
 
@@ -169,23 +194,33 @@ class Endpoint(Connected):
         return [replace(rollout, servers=((0, self.name),)) for answer in answers for rollout in answer.result()]
 
     async def interrupt(self) -> None:
-        """Have what is under way answered with what there is of it. Raises RequestFailed."""
+        """Abort the requests in flight; they are answered with the tokens sampled so far. Raises RequestFailed."""
         await self.api.interrupt(self._connected().send)
 
     async def begin_update(self, version: int) -> None:
-        """New weights are to come. Raises (as the other four) SyncError when the server refuses them, RequestFailed when it
-        cannot be reached; it can no longer be trusted then, nor after an update that was broken off: servers stay healthy and
-        keep their old version after an update that failed half-way.
+        """Begin an update to `version`.
+
+        After an update that failed or was broken off, the server can no longer be trusted: it stays healthy and keeps its old
+        version label.
+
+        Raises:
+            SyncError: The server refuses the weights. The other four methods of an update raise the same errors.
+            RequestFailed: The server cannot be reached.
         """
         self.version, self._coming = UNKNOWN_VERSION, version
         await self._updating(self.api.begin_update)
 
     async def keep(self, base: int, names: Sequence[str]) -> None:
-        """The update leaves these as they are in `base`."""
+        """Announce the tensors that the update leaves unchanged.
+
+        Args:
+            base: Version whose tensors are kept.
+            names: Hugging Face names.
+        """
         await self._updating(lambda send: self.api.keep(send, Kept(self._coming, base, tuple(names))))
 
     async def join(self, meeting: Meeting) -> None:
-        """Meet ranks of the trainer."""
+        """Have the server's ranks join process groups with ranks of the trainer."""
         await self._updating(lambda send: self.api.join(send, meeting))
 
     async def load(self, sources: Sequence[Source]) -> None:
@@ -193,12 +228,15 @@ class Endpoint(Connected):
         await self._updating(lambda send: self.api.load(send, sources))
 
     async def finish_update(self) -> None:
-        """Serve what was loaded."""
+        """Finish the update: the server serves the loaded weights, and `version` is the new version."""
         await self._updating(lambda send: self.api.finish_update(send, self._coming))
         self.version = self._coming
 
     async def checksums(self) -> Mapping[str, str] | None:
-        """See `EngineApi.checksums`. Raises SyncError when it does not tell, RequestFailed when it cannot be reached."""
+        """See `EngineApi.checksums`.
+
+        Raises SyncError if the server does not report them, RequestFailed if it cannot be reached.
+        """
         try:
             return await self.api.checksums(self._connected().send)
         except RequestFailed as e:
@@ -221,8 +259,11 @@ class Endpoint(Connected):
             raise SyncError(f"weights of version {self._coming}: {self.name} {_odd(e)}") from None
 
     async def sleep(self) -> None:
-        """Release weights and KV cache. Raises (as `wake`) RequestFailed, and RolloutError for an answer that is not what was
-        asked for; what memory it holds is not known then.
+        """Release the memory of the weights and the KV cache.
+
+        Raises:
+            RequestFailed: The request failed. After an error, here or in `wake`, the memory that the server holds is unknown.
+            RolloutError: The answer is not what was asked for.
         """
         client = self._connected()
         await client.rest()
@@ -231,7 +272,7 @@ class Endpoint(Connected):
         self.asleep = frozenset(ENGINE_PARTS)
 
     async def wake(self, part: EnginePart) -> None:
-        """Take the memory of `part` again."""
+        """Allocate the memory of `part` again. Raises as `sleep` does."""
         client = self._connected()
         await self._asked(self.api.wake(client.send, part))
         self.asleep -= {part}
@@ -239,7 +280,7 @@ class Endpoint(Connected):
             client.rise()
 
     async def _asked(self, asking: Awaitable[Asked]) -> Asked:
-        """Its answer. Raises RolloutError where that has another shape than the engine's, and what `asking` raises."""
+        """Await an answer. Raises RolloutError if its shape is not the engine's, and what `asking` raises."""
         try:
             return await asking
         except _ODD_ANSWER as e:

@@ -1,4 +1,4 @@
-"""What a server inherits of this process's environment."""
+"""Build the environment variables of a server from those of this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-# What torchrun tells its workers is not meant for a server that one of them starts.
+# Variables that torchrun sets for its workers; a server that a worker starts must not see them.
 _TORCHRUN = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
@@ -16,30 +16,33 @@ _TORCHRUN = {
 }
 
 
-# Nor is what the launcher and a rank set for Megatron-Core: with one hardware queue an engine's streams run one after the
-# other, and both engines choose the number of their threads themselves.
+# Variables that the launcher and a rank set for Megatron-Core. With one hardware queue an engine's streams would run one after
+# the other, and both engines choose their number of threads themselves.
 _RANKS = {"CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS"}
 
 
 def without_torchrun(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what is meant for ranks.
+    """Return the environment without the variables that are meant for ranks.
 
     Args:
-        inherited: environment of this process. Where it is no rank (`tepo serve`), the user's own variables are kept.
+        inherited: Environment of this process. If it is not a rank (`tepo serve`), the user's own `CUDA_DEVICE_MAX_CONNECTIONS`
+            and `OMP_NUM_THREADS` are kept.
     """
     removed = _TORCHRUN | (_RANKS if "RANK" in inherited else set())
     return {name: value for name, value in inherited.items() if name not in removed and not name.startswith("TORCHELASTIC_")}
 
 
 def on_this_machine(inherited: Mapping[str, str], is_loopback: bool) -> dict[str, str]:
-    """Return what keeps the process groups of a server, all of whose ranks run on this machine, on its loopback interface.
+    """Return variables that keep a server's process groups on the loopback interface.
 
-    gloo binds to whatever this machine's name resolves to otherwise, and takes every connection that comes.
+    All ranks of the server run on this machine.
+
+    Otherwise gloo binds to whatever address this machine's name resolves to, and accepts every connection.
 
     Args:
-        inherited: environment of this process.
-        is_loopback: the server listens there too. NCCL then stays there if all ranks of the run are on this machine: the groups
-            of `sync.transport=group` span them.
+        inherited: Environment of this process.
+        is_loopback: The server listens on the loopback interface, too. Then NCCL is also bound to it, if all ranks of the run
+            are on this machine: the groups of `sync.transport=group` span them.
     """
     env = {"GLOO_SOCKET_IFNAME": "lo"}
     if is_loopback and "RANK" in inherited and inherited.get("LOCAL_WORLD_SIZE") == inherited.get("WORLD_SIZE"):
@@ -48,14 +51,23 @@ def on_this_machine(inherited: Mapping[str, str], is_loopback: bool) -> dict[str
 
 
 def new_file(inherited: Mapping[str, str], name: str) -> str:
-    """Return a path below TMPDIR, which `LocalServer` sets to a folder of mode 0700, that no other start of a server has."""
+    """Return a path in TMPDIR that no other start of a server uses. `LocalServer` sets TMPDIR to a folder of mode 0700.
+
+    Args:
+        inherited: Environment of this process.
+        name: Prefix of the file name.
+    """
     return f"{inherited.get('TMPDIR', tempfile.gettempdir())}/{name}-{secrets.token_hex(8)}"
 
 
 def devices(inherited: Mapping[str, str], first: int, count: int, others: bool = False) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES with `count` of the GPUs that this process sees, from the `first` on (or what is left).
+    """Return CUDA_VISIBLE_DEVICES with the GPUs of one server.
 
-    others: after them the rest, which a server computes nothing on and whose memory it may map.
+    Args:
+        inherited: Environment of this process; its CUDA_VISIBLE_DEVICES is respected.
+        first: Index of the server's first GPU among those that this process sees.
+        count: Number of GPUs; fewer if not so many are left.
+        others: Append the other GPUs. The server computes nothing on them, but may map their memory.
     """
     seen = inherited.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else [str(i) for i in range(max(first + count, torch.cuda.device_count() if others else 0))]

@@ -1,8 +1,8 @@
-"""Several inference servers as one RolloutEngine: least-loaded routing, retries elsewhere, restarts, one version for all.
+"""Several inference servers as one RolloutEngine: least-loaded routing, retries on other servers, restarts, one weight version.
 
-A server serves only while it is healthy and has the fleet's version of the weights. One that fails is ended and started again,
-and takes part again once it has been given the weights anew, for which `needs_weights` asks. A prompt's group is one request to
-one server (its samples share the prefix cache) and is delivered once: only the answer that arrives in full counts.
+A server is used only while it is healthy and serves the fleet's version of the weights. A failed server is ended and restarted.
+It is used again once it has received the weights again, which `needs_weights` asks the trainer for. A prompt's group is one
+request to one server (its samples share the prefix cache). Each group is delivered once: only a complete answer counts.
 """
 
 from __future__ import annotations
@@ -32,13 +32,17 @@ from tepo_megatron.rollout.servers.standstill import Standstill
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 RETRY_SECONDS = 0.2  # before a request is sent again, doubled each time
-INTERRUPT_SECONDS = 0.5  # until those that an interruption did not reach, on their way to the server, are interrupted too
+INTERRUPT_SECONDS = 0.5  # between abort calls: repeated for requests that were still on their way to the server
 
 
 class Fleet:
-    """See `engine.RolloutEngine`. endpoints: not yet started; standstill: where others start them, and they are to sleep.
+    """Implementation of `engine.RolloutEngine` on several servers.
 
-    cfg: attempts, in_flight, min_servers, server.concurrency, server.restarts and server.backoff_seconds of it count.
+    Args:
+        endpoints: The servers, not yet launched.
+        cfg: Only attempts, in_flight, min_servers, only, server.concurrency, server.precision, server.restarts,
+            server.backoff_seconds and server.restart_after_growth_gib are used.
+        standstill: Quiesces servers that others start, where they have to sleep (`rollout.colocate`). None: not needed.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig, standstill: Standstill | None = None) -> None:
@@ -51,68 +55,87 @@ class Fleet:
         self._rest = Rest(self._changed, standstill, self._growth)
         self._keepers: list[asyncio.Task[None]] = []
         self._events: list[str] = []
-        # who takes part in the update under way, and its life when that began
+        # servers of the update under way, with their incarnation when it began
         self._updating: list[tuple[Member[Endpoint], Life]] = []
-        self._bases: set[int] = set()  # versions that these served before
-        self._refused = ""  # why the weights were refused: what is served is not known then
+        self._bases: set[int] = set()  # versions that these servers had before the update
+        self._refused = ""  # why the weights were refused; the served version is unknown then
         self._checks = Checks(same_precision=cfg.server.precision is None)
 
     @property
     def version(self) -> int:
-        """Of the weights last given to the fleet; INITIAL_VERSION before."""
+        """Version of the weights of the last `begin_update`; INITIAL_VERSION before the first."""
         return self._version
 
     @property
     def needs_weights(self) -> bool:
-        """Whether a server that takes requests waits for the weights of `version`."""
+        """Return whether a healthy server waits for the weights of `version`."""
         return any(m.up and m.endpoint.version != self._version for m in self._members)
 
     def take_events(self) -> list[str]:
-        """What happened to servers since the last call, a line each."""
+        """Return what happened to servers since the last call, one message each, and forget it."""
         events, self._events = self._events, []
         return events
 
     def start(self) -> None:
-        """Start all servers; returns at once. Raises RolloutError (busy port, unwritable log), ConfigError (not installed)."""
+        """Launch all servers and return at once.
+
+        Raises RolloutError (busy port, unwritable log), ConfigError (not installed).
+        """
         if self._keepers:
             raise RolloutError("the inference servers were already started; close the fleet first")
         self._version, self._refused, self._changed = INITIAL_VERSION, "", asyncio.Condition()
         self._checks = Checks(same_precision=self._cfg.server.precision is None)
         self._rest = Rest(self._changed, self._standstill, self._growth)
-        self._rest.rise()  # a run that was killed may have had its turn
+        self._rest.rise()  # a killed run may have left its device lease
         self._members = [Member(e, self._cfg.server, self._tell, self._event, self._rest.may_start) for e in self._endpoints]
         for endpoint in self._endpoints:
             endpoint.launch()
         self._loop.run(self._keep_all())
 
     def wait_ready(self) -> None:
-        """Return when every server takes requests, or was lost. Raises RolloutError with fewer than `min_servers`."""
+        """Return when every server takes requests or is lost. Raises RolloutError if fewer than `min_servers` are left."""
         self._require_start()
         self._loop.run(self._until_settled())
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """See `RolloutEngine.generate`: one request per prompt, `rollout.server.concurrency` of them at once on each server.
+        """See `RolloutEngine.generate`: one request per prompt, at most `rollout.server.concurrency` at once on each server.
 
-        A failed request is sent again, to another server if there is one, up to `rollout.attempts` times; one that a server
-        refuses (4xx) fails the call at once. Raises RolloutError, with fewer servers than `min_servers` too.
+        A failed request is sent again, to another server if there is one, up to `rollout.attempts` times. A request that a
+        server rejects (4xx) fails the call at once.
+
+        Args:
+            prompts, sampling, seed: See `RolloutEngine.generate`.
+
+        Raises:
+            RolloutError: A request failed for good, or fewer than `min_servers` servers are left.
+            SyncError: The last update or its check was refused.
         """
         self._require_service()
         return self._loop.run(self._generate(prompts, sampling, seed))
 
     def open(self) -> Groups:
-        """See `RolloutEngine.open`; requests as in `generate`."""
+        """See `RolloutEngine.open`. Requests are routed and retried as in `generate`."""
         self._require_service()
         return Arrivals(self._loop, self._generate)
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """See `RolloutEngine.sample`: one request, routed and repeated like those of `generate`. Raises as that does."""
+        """See `RolloutEngine.sample`: one request, routed and retried like those of `generate`, with the same errors.
+
+        Args:
+            prompt, sampling, seed: See `RolloutEngine.sample`.
+        """
         self._require_service()
         return await asyncio.wrap_future(self._loop.submit(self._group(prompt, sampling, seed)))
 
     def begin_update(self, version: int) -> None:
-        """See `RolloutEngine.begin_update`: servers that have `version` already are left in peace, those that die of it are
-        started again, and ask for the weights when it is over. Raises SyncError when one refuses them; the engine can then
-        only be closed. After an update that was not finished, the servers that took part in it are started again.
+        """See `RolloutEngine.begin_update`. Servers that have `version` already take no part in the update.
+
+        A server that dies during the update is restarted and needs the weights afterwards. Servers of an earlier update that
+        was not finished are restarted.
+
+        Raises:
+            SyncError: A server refused the update. The engine can then only be closed.
+            RolloutError: The engine is not started, the memory of the weights is released, or too few servers are left.
         """
         self._require_start()
         self._require_trust()
@@ -125,7 +148,7 @@ class Fleet:
         return next(iter(self._bases)) if len(self._bases) == 1 else None
 
     def keep(self, names: Sequence[str]) -> None:
-        """See `RolloutEngine.keep`. Without a base there is nothing to keep."""
+        """See `RolloutEngine.keep`. Without a `base` no tensor can stay unchanged, so `names` has to be empty."""
         base = UNKNOWN_VERSION if self.base is None else self.base
         self._loop.run(self._each(lambda endpoint: endpoint.keep(base, names)))
 
@@ -156,19 +179,24 @@ class Fleet:
         self._loop.run(self._verify(sent))
 
     def update_weights(self, files: Sequence[Path], version: int) -> None:
-        """An update whose files all exist: begun, loaded and finished."""
+        """Run a whole update from files that all exist: begin, load, finish.
+
+        Args:
+            files: safetensors files that hold all tensors of the model.
+            version: Version of these weights.
+        """
         self.begin_update(version)
         self.load(files).result()
         self.finish_update()
 
     def sleep(self) -> None:
-        """See `RolloutEngine.sleep`. A server that does not is ended; while the fleet sleeps none is started."""
+        """See `RolloutEngine.sleep`. A server that fails to sleep is ended. No server is started while the fleet sleeps."""
         self._require_start()
         self._loop.run(self._rest.sleep(self._members))
         self._check_enough()
 
     def wake(self, part: EnginePart) -> None:
-        """See `RolloutEngine.wake`. A server that does not is ended, and started again once all is awake."""
+        """See `RolloutEngine.wake`. A server that fails to wake is ended, and restarted once all parts are awake."""
         self._require_start()
         self._loop.run(self._rest.wake(self._members, part))
         self._check_enough()
@@ -183,9 +211,9 @@ class Fleet:
         return sum(member.again for member in self._members)
 
     def close(self) -> None:
-        """End all servers, bounded in time. May be called again, and before `start`."""
+        """End all servers; bounded in time. May be called again, and before `start`."""
         self._loop.stop()
-        with ThreadPoolExecutor(len(self._endpoints)) as threads:  # each takes some seconds
+        with ThreadPoolExecutor(len(self._endpoints)) as threads:  # each stop takes some seconds
             list(threads.map(lambda endpoint: endpoint.stop(), self._endpoints))
         for endpoint in self._endpoints:
             endpoint.forget()
@@ -211,7 +239,7 @@ class Fleet:
         self._require_trust()
         self._rest.require_awake("sampling")
 
-    # what goes on in the loop
+    # The rest runs in the event loop.
 
     async def _keep_all(self) -> None:
         self._keepers = [asyncio.create_task(member.keep()) for member in self._members]
@@ -238,7 +266,10 @@ class Fleet:
         return [rollout for group in groups for rollout in group.result()]
 
     async def _group(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """One prompt's samples, in one request and, where new weights cut them off, in one more for what they lack."""
+        """Return one prompt's samples.
+
+        Responses that a weight update cut off are continued, or sampled again, until all are complete.
+        """
         whole = Ask(prompt, sampling.after(prompt), seed)
         group = await self._answer([whole])
         while lacking := rests(group, prompt, whole.sampling, seed):
@@ -251,7 +282,7 @@ class Fleet:
         return group
 
     async def _answer(self, asks: Sequence[Ask]) -> list[Rollout]:
-        """The samples that are asked for, from whichever server delivers all of them."""
+        """Return the requested samples, all from one server. Retries on other servers."""
         avoid: Endpoint | None = None
         for attempt in range(1, self._cfg.attempts + 1):
             member, life = await self._free(avoid)
@@ -277,13 +308,13 @@ class Fleet:
         raise error
 
     async def _free(self, avoid: Endpoint | None) -> tuple[Member[Endpoint], Life]:
-        """The least loaded server with room for a request, rather not `avoid`; waits for one. Raises RolloutError."""
+        """Wait for and return the least loaded server with a free slot, preferring others to `avoid`. Raises RolloutError."""
         while True:
             async with self._changed:
                 self._check_enough()
                 serving = [(m, m.life) for m in self._members if m.life is not None and m.endpoint.version == self._version]
                 if self._rest.asleep:
-                    serving = []  # what a caller left behind
+                    serving = []  # requests that their caller has abandoned
                 free = [each for each in serving if each[0].endpoint.in_flight < self._cfg.server.concurrency]
                 if self._cfg.only and not serving:
                     self._refuse_other_weights()
@@ -292,7 +323,7 @@ class Fleet:
                 await self._changed.wait()
 
     def _refuse_other_weights(self) -> None:
-        """Raise RolloutError where weights are waited for that nobody will send."""
+        """Raise RolloutError if a server needs weights that nobody will send (`rollout.only`)."""
         for member in self._members:
             if member.up and member.endpoint.version == UNKNOWN_VERSION:
                 raise RolloutError(
@@ -312,16 +343,19 @@ class Fleet:
         await self._each(lambda endpoint: endpoint.begin_update(version))
 
     def _gather_behind(self, broken_off: Sequence[Life]) -> None:
-        """Have those take part in the update that are up and have not its version, but for lives that another one broke."""
+        """Select the servers of this update: those that are up and lack its version.
+
+        Incarnations that took part in an unfinished update are left out.
+        """
         behind = [(m, m.life) for m in self._members if m.life is not None and m.endpoint.version != self._version]
         self._updating = [(m, life) for m, life in behind if life not in broken_off]
         self._bases = {m.endpoint.version for m, _ in self._updating}
 
     async def _renew_grown(self) -> bool:
-        """Restart those of the update whose memory has grown too far, which have nothing to do; whether there were some.
+        """Restart the idle servers of the update whose memory has grown too far. Return whether there were any.
 
-        They come back with their first weights, and get those of the update like the others. Raises RolloutError when too few
-        are left.
+        The restarted servers come back with their first weights and take part in the update like the others. Raises
+        RolloutError if too few servers are left.
         """
         ended = await self._growth.end_grown(self._updating)
         if not ended:
@@ -332,7 +366,10 @@ class Fleet:
         return True
 
     async def _until_idle(self) -> None:
-        """What is sampled with the former weights ends, by itself or cut off; its servers are given nothing more."""
+        """Wait until no request with the former weights runs, and abort the requests if `rollout.in_flight` says so.
+
+        The servers of the update get no new requests meanwhile.
+        """
 
         def busy_ones() -> list[tuple[Member, Life]]:
             return [(m, life) for m, life in self._updating if m.life is life and m.endpoint.in_flight]
@@ -352,7 +389,11 @@ class Fleet:
                     await self._changed.wait_for(lambda: not busy_ones())
 
     async def _each(self, say: Callable[[Endpoint], Awaitable[None]]) -> None:
-        """A part of an update, to every server that has lived since it began. Raises SyncError when one refuses it."""
+        """Make one call of an update to every server whose incarnation took part in it from the start, concurrently.
+
+        Raises:
+            SyncError: A server refused the call. The fleet is then no longer usable.
+        """
         alive = [(m, life) for m, life in self._updating if m.life is life]
         results = await asyncio.gather(*(say(m.endpoint) for m, _ in alive), return_exceptions=True)
         for (member, life), result in zip(alive, results, strict=True):
@@ -389,7 +430,7 @@ class Fleet:
             raise
 
     def _check_enough(self) -> None:
-        """Raise RolloutError when too many servers were lost."""
+        """Raise RolloutError if fewer than `min_servers` servers are left."""
         lost = [m.lost for m in self._members if m.lost is not None]
         left = len(self._members) - len(lost)
         if left < self._cfg.min_servers:
@@ -405,7 +446,7 @@ class Fleet:
         self._events.append(text)
 
     async def _tell(self) -> None:
-        """Something changed that others wait for."""
+        """Wake all tasks that wait for a change of a server's state."""
         async with self._changed:
             self._changed.notify_all()
 

@@ -1,10 +1,10 @@
-"""Restart servers whose memory has grown too far, at moments when they have nothing to do.
+"""Restart servers whose memory has grown too far, at moments when they are idle.
 
-A long run must not end because an engine keeps memory. What a healthy server needs depends on the model, the engine and its
-settings, so the limit is relative: each start of a server is measured for the first time after it has answered a batch of
-requests, when what is set up lazily is there, and is ended once it holds a limit's worth more than that. The default of 4 GiB
-is ten times what the caches of a vLLM server were seen to take after that point (docs/faults.md). Samples depend on weights,
-prompt and seed alone, so a run is the same with and without such a restart.
+A long run must not end because an engine leaks memory. What a healthy server needs depends on the model, the engine and its
+settings, so the limit is relative. The baseline of each incarnation is measured after it has answered a batch of requests, when
+everything that is set up lazily is there. The incarnation is ended once it holds more than the limit beyond that baseline. The
+default of 4 GiB is ten times what the caches of a vLLM server were seen to take after that point (docs/faults.md). Samples
+depend on weights, prompt and seed alone, so such a restart does not change the results of a run.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ _GIB = 2**30
 
 
 class GrowthLimit:
-    """Ends the lives of servers that have grown.
+    """Ends incarnations of servers whose resident memory has grown beyond a limit.
 
     Args:
-        gib: GiB of resident memory that a server may hold beyond what it held first. 0: any number.
+        gib: GiB of resident memory that a server may hold beyond its baseline. 0: no limit.
     """
 
     def __init__(self, gib: float) -> None:
         self._gib = gib
-        self._first: WeakKeyDictionary[Life, int] = WeakKeyDictionary()  # bytes
+        self._first: WeakKeyDictionary[Life, int] = WeakKeyDictionary()  # baseline in bytes
 
     async def end_grown(self, idle: Iterable[tuple[Member[Endpoint], Life]]) -> list[tuple[Member[Endpoint], Life]]:
-        """End those of the servers that have grown too far. `Member.keep` starts them again.
+        """End the servers that have grown too far. `Member.keep` restarts them.
+
+        The first call that sees an incarnation records its baseline.
 
         Args:
-            idle: Servers without requests, in the life in which they are to be measured. One that has not answered a request
-                in that life is passed over, and so is one whose memory is not known here (`servers/remote.py`).
+            idle: Servers without requests, with the incarnation that is to be measured. A server is skipped if it has not
+                answered a request in that incarnation. One whose memory is not known here (`servers/remote.py`) reports 0
+                bytes, so it is never ended.
 
         Returns:
-            Those that were ended; they may still be up when it returns.
+            The servers that were asked to end; they may still be up when this returns.
         """
         ended = []
         for member, life in idle if self._gib else ():

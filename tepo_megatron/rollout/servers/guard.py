@@ -1,18 +1,18 @@
-"""Run a server so that none of its processes, and nothing in shared memory, outlives it, this guard or the owner.
+"""Run a server so that none of its processes, and none of its shared memory, outlives it, this guard or the owner.
 
     python -m tepo_megatron.rollout.servers.guard OWNER GRACE FOLDER COMMAND...
 
-An inference server is a tree of processes, and a death anywhere must not leave the rest behind, holding memory and ports:
-  * OWNER (a pid, the parent) ends, by SIGKILL even: seen as a change of parent. PR_SET_PDEATHSIG set by the owner would not
-    do: it fires when the *thread* that forked ends.
-  * the server's first process is killed: vLLM's EngineCore would live on. The guard ends the whole session.
-  * this guard is killed: the server's first process gets SIGKILL from the kernel (the guard has one thread, so PDEATHSIG is
-    right here; vLLM with open requests ignores SIGTERM), the others end themselves (`in_server/lifeline.py`), and the owner,
-    where it lives, ends the session, which has the guard's pid as its number.
-COMMAND gets SIGTERM and GRACE seconds to end by itself, then SIGKILL, with its session and with what left that session.
-FOLDER: the server's `scratch.PrivateFolder`, in which the guard notes the server's segments of shared memory, and which it
-removes when the owner cannot; "-": none. Exit status: that of COMMAND, 128 + n if signal n ended it. Imports nothing heavy: it
-lives as long as the server and costs 10 MB.
+An inference server is a tree of processes. A death anywhere in it must not leave the rest behind, holding memory and ports:
+  * OWNER (a pid, the parent) ends, even by SIGKILL: the guard sees a change of its parent. PR_SET_PDEATHSIG set by the owner
+    would not do, because it fires when the *thread* that forked ends.
+  * The server's first process is killed: vLLM's EngineCore would live on, so the guard ends the whole session.
+  * The guard itself is killed: the server's first process gets SIGKILL from the kernel (the guard has one thread, so PDEATHSIG
+    is right here; vLLM with open requests ignores SIGTERM). The other processes end themselves (`in_server/lifeline.py`). The
+    owner, if it lives, ends the session, whose id is the guard's pid.
+COMMAND gets SIGTERM and GRACE seconds to end by itself. Then its session, and the processes that left that session, get
+SIGKILL. FOLDER is the server's `scratch.PrivateFolder` ("-": none): the guard records the server's shared-memory segments in
+it, and removes it when the owner cannot. Exit status: that of COMMAND, or 128 + n if signal n ended it. The guard imports
+nothing heavy, because it lives as long as the server; it costs 10 MB.
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ from tepo_megatron.rollout.in_server.lifeline import GUARD_VARIABLE
 
 PR_SET_CHILD_SUBREAPER = 36
 OWNER_CHECK_SECONDS = 0.5
-KILLED_SECONDS = 5.0  # for the kernel to take back what got SIGKILL
-# Looking for shared memory takes some milliseconds: often while the server starts, seldom afterwards.
-_SEGMENT_CHECKS = ((120.0, 2.0), (float("inf"), 30.0))  # (seconds since the start, seconds between two)
+KILLED_SECONDS = 5.0  # for the kernel to remove processes that got SIGKILL
+# A check for shared memory takes some milliseconds: check often while the server starts, seldom afterwards.
+_SEGMENT_CHECKS = ((120.0, 2.0), (float("inf"), 30.0))  # (until seconds after the start, seconds between checks)
 
-AT_ONCE = signal.SIGUSR1  # to the guard: the server is ill, and no grace would help. `nohup` has SIGHUP ignored
+AT_ONCE = signal.SIGUSR1  # to the guard: the server is ill, skip the grace period. Not SIGHUP, which `nohup` ignores
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, AT_ONCE, signal.SIGCHLD}
 
 
 class Segments:
-    """The segments of shared memory that processes of the server map, or mapped when they were last looked for."""
+    """Shared-memory segments that processes of the server map, or mapped at the last check.
+
+    Args:
+        folder: Private folder in which the segments are recorded. None: they are not recorded.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -50,13 +54,16 @@ class Segments:
         self._started = self._checked = time.monotonic()
 
     def note_if_due(self) -> None:
-        """Look for them now and then, for whoever sweeps after all of us were killed."""
+        """Check for segments if the check interval has passed.
+
+        The record lets others clean up after all our processes were killed.
+        """
         now = time.monotonic()
         if now - self._checked > next(every for until, every in _SEGMENT_CHECKS if now - self._started < until):
             self.note()
 
     def note(self) -> None:
-        """Look for them."""
+        """Check for segments now, and record new ones in the folder."""
         before = dict(self._found)
         self._found |= scratch.mapped_segments(process.pid for process in family(os.getpid()))
         if self._folder is not None and self._found != before:
@@ -65,14 +72,24 @@ class Segments:
         self._checked = time.monotonic()
 
     def remove(self) -> None:
-        """When nothing of the server lives."""
+        """Remove all known segments. Call this when no process of the server is alive."""
         scratch.remove_segments(self._found)
 
 
 def main(owner: int, grace_seconds: float, folder: Path | None, command: list[str]) -> int:
-    """Run `command` to its end, or end it when told to (SIGTERM, or AT_ONCE) or when the owner is gone."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # they are waited for instead
-    # Orphans of the tree become ours, so that `_end` sees the last of them go.
+    """Run `command` until it ends, a signal asks to end it (SIGTERM, SIGINT, SIGHUP or AT_ONCE), or the owner is gone.
+
+    Args:
+        owner: Pid of the process that has to be this guard's parent.
+        grace_seconds: Time between SIGTERM and SIGKILL. AT_ONCE sets it to 0.
+        folder: The server's private folder; None: none.
+        command: argv of the server.
+
+    Returns:
+        The exit status of `command`, or 128 + n if signal n ended it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # `sigtimedwait` receives them instead
+    # Orphans of the tree become children of the guard, so that `_end` can wait for the last of them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     me = read_stat(os.getpid())
     assert me is not None
@@ -80,7 +97,7 @@ def main(owner: int, grace_seconds: float, folder: Path | None, command: list[st
         command,
         env=os.environ | {GUARD_VARIABLE: f"{me.pid}:{me.started}"},
         stdin=subprocess.DEVNULL,
-        process_group=0,  # in this session: the owner knows its number
+        process_group=0,  # in the guard's session: the owner knows the session id
         preexec_fn=functools.partial(_before_exec, me.pid),
     )
     segments = Segments(folder)
@@ -104,7 +121,7 @@ def _before_exec(guard: int) -> None:
 
 
 def _end(server: subprocess.Popen[bytes], grace_seconds: float, segments: Segments) -> int:
-    """End what is left of the server; returns its exit status when none of its processes exists any more."""
+    """End what is left of the server. Returns its exit status when none of its processes exists any more."""
     segments.note()
     if server.poll() is None and grace_seconds:
         server.terminate()

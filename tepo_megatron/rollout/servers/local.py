@@ -15,12 +15,21 @@ from tepo_megatron.rollout.engine import Address, EngineApi, Launch
 from tepo_megatron.rollout.servers.process import LOOPBACK, ServerProcess, hold_port
 from tepo_megatron.rollout.servers.served_model import ServedModel
 
-# A dead engine closes its connections first and ends a moment later; waiting for that makes the error name the cause.
+# A dying engine closes its connections first and ends a moment later; waiting for the end lets the error name the cause.
 DEATH_SECONDS = 1.0
 
 
 class LocalServer:
-    """See `engine.Server`. log_path: the server's log; key: what it asks for; None: a new one at each start."""
+    """Implementation of `engine.Server` for a process of this machine.
+
+    Args:
+        name: Name in messages.
+        api: The engine: how to start its server.
+        cfg: Settings of the server.
+        launch: What the server is started with.
+        log_path: The server's log.
+        key: The key that the server requires. None: a new one at each start.
+    """
 
     again = "is started again"
 
@@ -35,7 +44,10 @@ class LocalServer:
         self._served: ServedModel | None = None
 
     def launch(self) -> None:
-        """Start the process; returns at once. Raises RolloutError (busy port, unwritable log), ConfigError (not installed)."""
+        """Start the process and return at once.
+
+        Raises RolloutError (busy port, unwritable log), ConfigError (not installed).
+        """
         self._let_go()
         self._door = hold_port(self._cfg.port, self._launch.host)
         port, key = int(self._door.getsockname()[1]), self._key or secrets.token_urlsafe(32)
@@ -57,7 +69,10 @@ class LocalServer:
         self.process, self._address = process, Address(url, key)
 
     async def reached(self) -> Address:
-        """Raises RolloutError when it ends, or is not healthy `rollout.server.ready_seconds` after its start."""
+        """Wait until the server is healthy, and return its address.
+
+        Raises RolloutError if it ends, or is not healthy `rollout.server.ready_seconds` after its start.
+        """
         if self.process is None or self._address is None:
             raise RolloutError(f"{self.name} is not running")
         try:
@@ -67,7 +82,7 @@ class LocalServer:
         return self._address
 
     async def failure(self, what: str) -> RolloutError:
-        """Whether it died of it, and how its log ends."""
+        """Return an error that says `what` the server did, whether it died of it, and how its log ends."""
         if self.process is None:
             return RolloutError(f"{self.name} {what}")
         await asyncio.to_thread(self.process.ends_within, DEATH_SECONDS)
@@ -75,26 +90,26 @@ class LocalServer:
 
     @property
     def running(self) -> bool:
-        """Whether its first process lives."""
+        """Return whether the server's first process lives."""
         return self.process is not None and self.process.running
 
     @property
     def resident_bytes(self) -> int:
-        """The sum of its processes' resident sets."""
+        """Sum of the resident set sizes of the server's processes, in bytes."""
         return 0 if self.process is None else self.process.resident_bytes
 
     async def end(self) -> None:
-        """End what is left of it, without the grace that an ill server has no use for."""
+        """End what is left of the server, without the grace period, which is of no use to an ill server."""
         if self.process is not None:
             await asyncio.to_thread(self.process.stop, at_once=True)
 
     def stop(self) -> None:
-        """End the server and its processes."""
+        """End the server and all of its processes."""
         if self.process is not None:
             self.process.stop()
 
     def forget(self) -> None:
-        """Remove the links to the model, and what the server left beside them."""
+        """Remove the links to the model, and the server's temporary files next to them."""
         if self._served is not None:
             self._served.remove()
         self._served = None
@@ -107,7 +122,12 @@ class LocalServer:
 
 
 def url_of(host: str, port: int) -> str:
-    """Where a server that listens on `host` is reached; from this machine where that is every address it has."""
+    """Return the URL of a server. If it listens on all addresses, the URL uses the loopback address of this machine.
+
+    Args:
+        host: Address that the server listens on.
+        port: Its port.
+    """
     if host in ("0.0.0.0", "::"):
         host = LOOPBACK if host == "0.0.0.0" else "::1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

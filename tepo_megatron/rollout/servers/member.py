@@ -1,4 +1,4 @@
-"""One server's place among several: kept alive, given up when that does not help."""
+"""Supervision of one server of a fleet: restart it when it fails, and give it up when restarts do not help."""
 
 from __future__ import annotations
 
@@ -11,37 +11,51 @@ from tepo_megatron.errors import RolloutError, TepoError
 from tepo_megatron.rollout.servers.client import RequestFailed
 from tepo_megatron.rollout.servers.endpoint import Connected
 
-LONGEST_PAUSE = 30.0  # seconds before a start
+LONGEST_PAUSE = 30.0  # seconds; upper limit of the back-off before a restart
 C = TypeVar("C", bound=Connected)
-MOST_ERRORS = 3  # answers with an error, one after the other, after which a server is started again
+MOST_ERRORS = 3  # consecutive error answers after which a server is restarted
 
 
 class Planned(RolloutError):
-    """Why a healthy server is ended: it is started again at once, and nothing is held against it."""
+    """Reason for ending a healthy server. The server is restarted at once, and the restart does not count as a failure."""
 
 
 class Life:
-    """From when a server is up to when it has to be ended, for a reason that whoever sees it tells."""
+    """One incarnation of a server, from healthy to ended. Whoever finds a reason to end it calls `end`."""
 
     def __init__(self) -> None:
         self._end: asyncio.Future[RolloutError | None] = asyncio.get_running_loop().create_future()
 
     def end(self, why: RolloutError | None) -> None:
-        """The first one to see it says why; None: its health tells."""
+        """Request the end of this incarnation. Only the first call has an effect.
+
+        Args:
+            why: The reason. None: the reason is the one that the health watch reports.
+        """
         if not self._end.done():
             self._end.set_result(why)
 
     async def ended(self) -> RolloutError | None:
-        """Why, once it has to be ended."""
+        """Wait until `end` is called, and return the reason that was given."""
         return await self._end
 
 
 class Member(Generic[C]):
-    """cfg: restarts and backoff_seconds of it count; tell: called when something changed that others wait for; event: told what
-    the user should know; may_start: set while a server may be started, which takes its memory; None: it always may. All in one
-    event loop.
+    """Slot of one server in the fleet: watches the server, restarts it with exponential back-off, and declares it lost.
 
-    life: the server is healthy, None: it is not; lost: why it is not started any more; again: how often it was started again.
+    All methods run in one event loop.
+
+    Args:
+        endpoint: The server's connection.
+        cfg: Only `restarts` and `backoff_seconds` are used.
+        tell: Awaited whenever the state of this slot changes; it wakes those who wait for a change.
+        event: Receives messages for the user.
+        may_start: Set while servers may be started (a start takes the server's whole memory). None: always.
+
+    Attributes:
+        life: Current incarnation; None while the server is not healthy.
+        lost: The error for which the server is no longer restarted; None while it is not lost.
+        again: Number of restarts so far, planned ones included.
     """
 
     def __init__(
@@ -56,22 +70,22 @@ class Member(Generic[C]):
         self.life: Life | None = None
         self.lost: TepoError | None = None
         self.again = 0
-        self._ending = False  # it was up, and whether it is lost is not decided yet
+        self._ending = False  # it was up, and it is not decided yet whether it is lost
         self._cfg, self._tell, self._event, self._may_start = cfg, tell, event, may_start
-        self._restarts = self._errors = 0  # answers with an error; both since the last good one
+        self._restarts = self._errors = 0  # failures and error answers since the last good answer
 
     @property
     def up(self) -> bool:
-        """Whether the server takes requests."""
+        """Return whether the server takes requests."""
         return self.life is not None
 
     @property
     def between(self) -> bool:
-        """Whether a process that is no server any more, or not yet, holds memory, or may be a server that is lost."""
+        """Return whether the slot is in transition: not up, but its process may hold memory, or its loss is undecided."""
         return not self.up and (self._ending or self.endpoint.running)
 
     async def keep(self) -> None:
-        """Keep the server, which was launched, alive until it is lost."""
+        """Supervise the server, which was launched already, until it is lost or this task is cancelled."""
         endpoint, once_up = self.endpoint, False
         try:
             while True:
@@ -94,7 +108,7 @@ class Member(Generic[C]):
                 endpoint.launch()
         except TepoError as e:
             self.lost = e
-        except Exception as e:  # without this a mistake here would leave everyone waiting
+        except Exception as e:  # a bug here must not leave everyone waiting
             self.lost = RolloutError(f"{endpoint.name}: {e!r}")
             raise
         finally:
@@ -102,22 +116,30 @@ class Member(Generic[C]):
             await self._tell()
 
     def _pause(self, error: RolloutError, once_up: bool) -> float | None:
-        """Return the seconds until the next start, None for a planned one. Raises `error` where there is to be none."""
+        """Return the seconds until the next start, None for a planned restart. Raise `error` if the server is lost."""
         if isinstance(error, Planned):
             return None
         self._restarts += 1
-        # one that fails before it ever served has a wrong setting, which waiting would hide
+        # A server that fails before it ever served has a wrong setting, which retries would only hide.
         if not once_up or self._restarts > self._cfg.restarts:
             raise error
         return min(LONGEST_PAUSE, self._cfg.backoff_seconds * 2 ** (self._restarts - 1))
 
     def delivered(self) -> None:
-        """It gave a good answer."""
+        """Reset the failure counters after a good answer."""
         self._restarts = self._errors = 0
 
     async def failed(self, life: Life, cause: RequestFailed) -> RolloutError:
-        """What a request that failed in `life` says: a server that answered with an error may live on, any other is ended."""
-        if life is not self.life or self.endpoint.client is None:  # others saw it before: that life is over
+        """Return the error of a failed request, and end the incarnation if the server cannot be trusted to go on.
+
+        The incarnation goes on if the server answered with an error, has done so fewer than `MOST_ERRORS` times since its last
+        good answer, and its process is running.
+
+        Args:
+            life: Incarnation in which the request was sent. If it is over already, nothing is ended.
+            cause: How the request failed.
+        """
+        if life is not self.life or self.endpoint.client is None:  # another request failed before: this incarnation is over
             return RolloutError(f"{self.endpoint.name} {cause.what}")
         error = await self.endpoint.failure(cause.what)
         self._errors += 1
@@ -126,7 +148,7 @@ class Member(Generic[C]):
         return error
 
     async def _live(self) -> RolloutError:
-        """While the server is up; returns why it no longer is."""
+        """Publish a new incarnation, wait until it has to end, and return the reason."""
         assert self.endpoint.client is not None
         life = self.life = Life()
         watch = asyncio.create_task(self.endpoint.client.illness())

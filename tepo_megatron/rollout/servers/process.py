@@ -1,4 +1,4 @@
-"""The process of an inference server: start it, wait for it, watch it, end all of it."""
+"""The process of an inference server: start it, wait until it is ready, watch it, and end all of its processes."""
 
 from __future__ import annotations
 
@@ -30,29 +30,45 @@ HEALTH_SECONDS = 5.0
 _ENDED_POLL_SECONDS = 0.02
 # vLLM ends all its processes about 2 s after SIGTERM, also while it is still loading a model.
 GRACE_SECONDS = 10.0
-# What an error message shows of the log: the last lines, and as many distinct errors from above them.
+# An error message shows the last LOG_LINES lines of the log, and up to LOG_CAUSES distinct errors from above them.
 LOG_LINES = 20
 LOG_CAUSES = 3
 LOG_BYTES = 65536
 _START = b"=== start "
 _ERROR = re.compile(rb"(?<![^ ])[\w.]+(Error|Exception): .+")
-# What extension modules print while an interpreter that met an error goes down: it would push the error out of the tail.
+# Output of extension modules while an interpreter exits after an error: it would push the error out of the tail.
 _NOISE = re.compile(rb"nanobind:|^ - (leaked |\.\.\. skipped)|resource_tracker|^\s*warnings\.warn\(|^See https://nanobind")
 
 
 def choose_port(port: int, host: str = LOOPBACK) -> int:
-    """`port` if nothing listens there on `host`, any free port for 0. Raises RolloutError."""
+    """Return a port on which nothing listens.
+
+    Args:
+        port: The wanted port. 0: any free port.
+        host: Address to listen on.
+
+    Raises:
+        RolloutError: The port is in use or cannot be bound.
+    """
     with hold_port(port, host) as held:
         return int(held.getsockname()[1])
 
 
 def hold_port(port: int, host: str = LOOPBACK) -> socket.socket:
-    """A socket with the port of `choose_port`, which is nobody else's free one until it is closed. Raises RolloutError.
+    """Return a socket bound to the port of `choose_port`.
 
-    A server listens there all the same: neither this socket nor those of engines bar another that says SO_REUSEADDR, too.
+    Nobody else is given that port as a free one until the socket is closed.
+
+    A server can listen on that port meanwhile: this socket and those of the engines set SO_REUSEADDR.
+
+    Args:
+        port, host: See `choose_port`.
+
+    Raises:
+        RolloutError: The port is in use or cannot be bound.
     """
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    # Connections of an earlier run that are still closing are no bar.
+    # Connections of an earlier run that are still closing must not block the port.
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         held.bind((host, port))
@@ -66,12 +82,18 @@ def hold_port(port: int, host: str = LOOPBACK) -> socket.socket:
 
 
 class ServerProcess:
-    """A server under a guard (`guard.py`): it ends with `stop`, with this process however that ends, and as a whole.
+    """A server that runs under a guard (`guard.py`).
 
-    command: argv, free of secrets (anyone on the machine can read it); env: its whole environment; health_url: answers 200
-    once the server takes requests; log_path: its stdout and stderr go there, each start below a line that numbers it;
-    ready_seconds: from `start`; name: in messages; folder: a `scratch.PrivateFolder` of the server, which the guard removes if
-    this process is killed.
+    All of its processes end with `stop`, or with this process however that ends.
+
+    Args:
+        command: argv without secrets (everyone on the machine can read it).
+        env: The whole environment of the server.
+        health_url: Answers 200 once the server takes requests.
+        log_path: File for stdout and stderr; each start is appended below a numbered line.
+        ready_seconds: Time limit from `start` until the server is healthy.
+        name: Name of the server in messages.
+        folder: The server's `scratch.PrivateFolder`, which the guard removes if this process is killed. None: none.
     """
 
     def __init__(
@@ -95,10 +117,10 @@ class ServerProcess:
         self._ending = threading.Lock()
         self._kills = MemoryKills()
         self._deadline = 0.0
-        self._log_start = 0  # bytes that earlier starts left in the log
+        self._log_start = 0  # size of the log before this start, in bytes
 
     def start(self) -> None:
-        """Start the command; returns at once. Raises RolloutError if the log file cannot be written."""
+        """Start the command and return at once. Raises RolloutError if the log file cannot be written."""
         try:
             self._log_path.parent.mkdir(parents=True, exist_ok=True)
             log = self._log_path.open("a+b")
@@ -107,7 +129,7 @@ class ServerProcess:
             raise RolloutError(f"{self._log_path}: cannot write the log of the inference server ({e.strerror})") from None
         guarded = [sys.executable, "-P", "-m", guard.__name__, str(os.getpid()), str(GRACE_SECONDS), str(self._folder or "-")]
         with log:
-            # A session of its own: Ctrl-C in the terminal reaches this process, which then stops the server in order.
+            # A separate session: Ctrl-C in the terminal reaches only this process, which then stops the server in order.
             self._guard = subprocess.Popen(
                 [*guarded, *self._command],
                 env=self._env,
@@ -116,7 +138,7 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        # a guard that is killed is noticed at once, whatever this process is doing
+        # A thread notices a killed guard at once, whatever this process is doing.
         threading.Thread(target=self._watch, args=(os.pidfd_open(self._guard.pid),), name="tepo-server", daemon=True).start()
         self._deadline = time.monotonic() + self._ready_seconds
 
@@ -129,18 +151,18 @@ class ServerProcess:
 
     @property
     def running(self) -> bool:
-        """Whether the server's first process lives, and the guard that would end the others."""
+        """Return whether the server's first process lives, and the guard that would end the others."""
         return self._guard is not None and not self._has_ended()
 
     def _has_ended(self, seconds: float = 0.0) -> bool:
-        """Whether the guard has ended, or does so within `seconds`; if so, nothing of the server is left.
+        """Return whether the guard has ended, or ends within `seconds`. If so, no process of the server is left.
 
-        A guard that was killed ends nobody. Its pid is the number of the server's session, which the kernel gives to nobody
-        else before the guard is waited for.
+        A killed guard ended no process, so the server's session is ended here. The session id is the guard's pid, which the
+        kernel does not reuse before the guard is waited for.
         """
         assert self._guard is not None
         deadline = time.monotonic() + seconds
-        with self._ending:  # several threads ask
+        with self._ending:  # several threads call this
             while self._guard.returncode is None:
                 if has_ended(self._guard.pid):
                     end_family(self._guard.pid, guard.KILLED_SECONDS)
@@ -153,7 +175,7 @@ class ServerProcess:
 
     @property
     def resident_bytes(self) -> int:
-        """The sum of the resident sets of all processes of the server."""
+        """Sum of the resident set sizes of all processes of the server, in bytes."""
         total = 0
         if self._guard is not None and self.running:
             with contextlib.suppress(psutil.Error):  # ended meanwhile
@@ -163,7 +185,10 @@ class ServerProcess:
         return total
 
     def wait_ready(self) -> None:
-        """Return when `health_url` answers 200. Raises RolloutError if the server ends, or `ready_seconds` after `start`."""
+        """Return when `health_url` answers 200.
+
+        Raises RolloutError if the server ends, or is not ready `ready_seconds` after `start`.
+        """
         with contextlib.closing(BlockingHttp(self._health_url)) as http:
             while self.running:
                 with contextlib.suppress(ExchangeFailed):
@@ -179,17 +204,19 @@ class ServerProcess:
         raise self.failure("could not start")
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether the server has ended, or does so within `seconds`: a broken connection is seen before the death behind it.
+        """Return whether the server has ended, or ends within `seconds`.
 
-        Where its first process has ended by then, the rest of it, which the guard is ending, is waited for: on a busy machine
-        the memory of an engine takes seconds to be given back.
+        A broken connection is seen before the death that caused it.
+
+        If the server's first process has ended by then, wait longer for the others, which the guard is ending: on a busy
+        machine freeing the memory of an engine takes seconds.
         """
         if self._guard is None or self._has_ended(seconds):
             return True
         return not _leader_lives(self._guard.pid) and self._has_ended(2 * guard.KILLED_SECONDS)
 
     def failure(self, what: str) -> RolloutError:
-        """An error that says `what` the server did, whether it has ended, and how its log ends."""
+        """Return an error that says `what` the server did, whether it has ended, and how its log ends."""
         ended = "" if self.running else " (it has ended)"
         if self._guard is not None and self._guard.returncode is not None:
             killed = self._guard.returncode == 128 + signal.SIGKILL
@@ -200,7 +227,7 @@ class ServerProcess:
         return RolloutError(f"{self._name} {what}{ended}; {shown}")
 
     def log_tail(self) -> str:
-        """The last lines of the log since `start`, below the errors logged before them: the first cause is often far up."""
+        """Return the last lines of the log since `start`, preceded by earlier errors: the first cause is often far up."""
         try:
             with self._log_path.open("rb") as log:
                 log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - LOG_BYTES))
@@ -214,8 +241,10 @@ class ServerProcess:
         return b"\n".join([*earlier, *([b"..."] if earlier else []), *tail]).decode(errors="replace")
 
     def stop(self, at_once: bool = False) -> None:
-        """End every process of the server, at the latest GRACE_SECONDS (0 if `at_once`) and a few seconds later. May be called
-        again.
+        """End every process of the server, within GRACE_SECONDS and a few more seconds. May be called again.
+
+        Args:
+            at_once: Skip the grace period between SIGTERM and SIGKILL.
         """
         if self._guard is None or self._has_ended():
             return
@@ -226,7 +255,10 @@ class ServerProcess:
 
 
 def _leader_lives(guard_pid: int) -> bool:
-    """Whether the first process of the server, the leader of its process group, lives; orphans are the guard's children too."""
+    """Return whether the server's first process lives.
+
+    It is the process-group leader among the guard's children; orphans of the server are the guard's children, too.
+    """
     with contextlib.suppress(psutil.Error, ProcessLookupError):
         for child in psutil.Process(guard_pid).children():
             if os.getpgid(child.pid) == child.pid:
@@ -235,17 +267,17 @@ def _leader_lives(guard_pid: int) -> bool:
 
 
 def _begin(log: BinaryIO) -> int:
-    """Write the line that numbers a start; returns the size of the log then."""
+    """Write the line that numbers a start into the log, and return the size of the log after it, in bytes."""
     log.seek(0)
     number, last = 1, b"\n"
     for last in log:
         number += last.startswith(_START)
-    end = b"" if last.endswith(b"\n") else b"\n"  # of a line that a kill cut off
+    end = b"" if last.endswith(b"\n") else b"\n"  # completes a line that a kill cut off
     log.write(end + _START + f"{number} at {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n".encode())
     log.flush()
     return log.tell()
 
 
 def _how(status: int) -> str:
-    """An exit status of the guard in words: 128 + n where signal n ended the server."""
+    """Describe the guard's exit status in words. 128 + n means that signal n ended the server."""
     return f"by {signal.Signals(status - 128).name}" if status > 128 else f"with exit status {status}"

@@ -1,7 +1,7 @@
-"""Servers that others start: at a URL that is given, or wherever `tepo serve` has them.
+"""Servers that others start: at a given URL, or published by `tepo serve` in a rendezvous folder.
 
-They take part in a fleet like servers of our own, which is why `end` matters: what comes up after it must serve its first
-weights. `tepo serve` starts a server again when asked to. At a URL nobody does: there the label of the weights tells.
+They take part in a fleet like servers that this process starts. That is why `end` matters: the next start must serve its first
+weights. `tepo serve` restarts a server on request. At a URL nobody does that; there the label of the weights shows it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,23 @@ POLL_SECONDS = 0.5
 
 
 class _Elsewhere:
-    """What is known here of a process that another watches."""
+    """Base of servers whose process is watched elsewhere."""
 
-    resident_bytes = 0  # it has memory of its own
+    resident_bytes = 0  # its memory is not on this machine, or not known here
 
     def forget(self) -> None:
-        """Nothing of it is here."""
+        """Do nothing: no files were made here."""
 
 
 class NamedServer(_Elsewhere):
-    """See `engine.Server`: whatever answers at `url`."""
+    """Implementation of `engine.Server` for whatever answers at a URL.
+
+    Args:
+        name: Name in messages.
+        cfg: Only the time limit until the server is ready is used.
+        launch: Only the platform is used.
+        url: Base URL of the server.
+    """
 
     again = "is waited for"
     running = True
@@ -41,13 +48,13 @@ class NamedServer(_Elsewhere):
         self._deadline = 0.0
 
     def launch(self) -> None:
-        """Raises ConfigError without a key."""
+        """Begin to wait for the server. Raises ConfigError if no key is set."""
         if key_from_environment() is None:
             raise ConfigError(f"rollout.server.urls: {KEY_VARIABLE} is not set; set it to the key of these servers")
         self._deadline = time.monotonic() + self._ready_seconds
 
     async def reached(self) -> Address:
-        """Raises RolloutError when it is not healthy `rollout.server.ready_seconds` after `launch`."""
+        """Wait until the server is healthy. Raises RolloutError if it is not `rollout.server.ready_seconds` after `launch`."""
         while not await healthy(self._url):
             if time.monotonic() > self._deadline:
                 raise RolloutError(
@@ -58,22 +65,31 @@ class NamedServer(_Elsewhere):
         return Address(self._url, key_from_environment() or "")
 
     async def failure(self, what: str) -> RolloutError:
-        """Where to look."""
+        """Return an error that says `what` the server did, and where to look."""
         return RolloutError(f"{self.name} {what}; see its log (its key is the one in {KEY_VARIABLE}), and start it again")
 
     async def end(self) -> None:
-        """Nothing can be done to it."""
+        """Do nothing: this process cannot restart the server."""
 
     def stop(self) -> None:
-        """It is left to whoever started it."""
+        """Do nothing: the server is left to whoever started it."""
 
 
 class FoundServer(_Elsewhere):
-    """See `engine.Server`: any server of a rendezvous that no other run uses.
+    """Implementation of `engine.Server` for any server in a rendezvous folder that no other run uses.
 
-    A start of one serves one process of one run: what another left behind may be half an update. So a start that was taken
-    before is asked to end, by the run that took it; one of another run is refused. engine: as `rollout.engine` names it; run:
-    who takes them; used: starts that are no longer to be had, shared by all servers of the fleet.
+    A start (incarnation) of a server serves one process of one run, because another process may have left half an update
+    behind. So a start that an earlier process of the same run had taken is asked to end; one that another run has taken is
+    refused.
+
+    Args:
+        name: Name in messages.
+        cfg: The server has to match `tp`; the time limit until a server is found is used, too.
+        launch: What this run would start a server with; the server has to match it.
+        rendezvous: The folder.
+        engine: As in `rollout.engine`.
+        run: Folder of the run that takes the server.
+        used: Start ids that can no longer be taken, shared by all servers of the fleet.
     """
 
     again = "is started again"
@@ -96,21 +112,26 @@ class FoundServer(_Elsewhere):
         self._looking, self._deadline, self._ready_seconds = False, 0.0, cfg.ready_limit(launch.platform)
 
     def launch(self) -> None:
-        """Begin to look."""
+        """Begin to look for a server. Returns at once."""
         self._looking, self._deadline = True, time.monotonic() + self._ready_seconds
 
     @property
     def start(self) -> str | None:
-        """That it has."""
+        """Start id of the server that was taken; None if there is none."""
         return None if self._record is None else self._record.start
 
     @property
     def running(self) -> bool:
-        """Whether it is there, or may be soon."""
+        """Return whether a server was taken, or is being looked for."""
         return self._looking or self._record is not None
 
     async def reached(self) -> Address:
-        """Raises RolloutError when none is found within `rollout.server.ready_seconds`, ConfigError for one of no use."""
+        """Take a healthy server and return its address.
+
+        Raises:
+            RolloutError: None was found within `rollout.server.ready_seconds`.
+            ConfigError: The server does not match this run, or another run uses it.
+        """
         try:
             return await self._found()
         finally:
@@ -122,7 +143,7 @@ class FoundServer(_Elsewhere):
             records = await asyncio.to_thread(self._rendezvous.records)
             for record in records if key else ():
                 over = record.start in self._used or self._rendezvous.ended(record) is not None
-                if over or not await healthy(record.url) or record.start in self._used:  # another of ours may have been faster
+                if over or not await healthy(record.url) or record.start in self._used:  # another slot may have been faster
                     continue
                 self._used.add(record.start)
                 self._check(record)
@@ -142,25 +163,25 @@ class FoundServer(_Elsewhere):
             await asyncio.sleep(POLL_SECONDS)
 
     async def failure(self, what: str) -> RolloutError:
-        """Where to look."""
+        """Return an error that says `what` the server did, and where it is."""
         return RolloutError(f"{self.name} {f'at {self._record.where} ' if self._record else ''}{what}")
 
     async def end(self) -> None:
-        """Have `tepo serve` start it again."""
+        """Ask `tepo serve` to restart the server."""
         await asyncio.to_thread(self._give_back, "a trainer found it ill")
 
     def stop(self) -> None:
-        """Leave it as it was found: with its first weights."""
+        """Give the server back: `tepo serve` restarts it, so that it serves its first weights again."""
         self._give_back("its run is over")
 
     def _give_back(self, why: str) -> None:
         record, self._record = self._record, None
         if record is not None:
-            with contextlib.suppress(OSError, RolloutError):  # the folder went with those who served
+            with contextlib.suppress(OSError, RolloutError):  # the folder may be gone with `tepo serve`
                 self._rendezvous.end(record, f"{why} ({self._run})")
 
     def _take(self, record: Record) -> bool:
-        """Whether this start is ours. Raises ConfigError where it is another run's."""
+        """Return whether this start is now reserved for this run. Raises ConfigError if another run uses it."""
         taken = self._rendezvous.take(record, self._run)
         if not taken:
             return taken is None
@@ -173,7 +194,7 @@ class FoundServer(_Elsewhere):
         return False
 
     def _check(self, record: Record) -> None:
-        """Raise ConfigError naming all that makes it another server than this run would start."""
+        """Raise ConfigError that lists all differences from the server that this run would start."""
         model, precision, tp = self._launch.model_path, self._launch.serves, self._cfg.tp
         faults = []
         if record.engine != self._engine:

@@ -1,15 +1,15 @@
-"""A folder in which servers say where they are, and trainers which of them they use. All machines of a run see it.
+"""A folder in which servers publish their addresses, and trainers mark the servers that they use. All machines of a run see it.
 
-    key                       what every server asks for, unless TEPO_SERVER_KEY says it
+    key                       the key that every server requires, unless TEPO_SERVER_KEY gives it
     HOST-PORT.json            a healthy server, as a `Record`
-    HOST-PORT.START.taken     the run that uses this start of it
-    HOST-PORT.START.end       why this start is over, as whoever used it says: it has to be started again
-    HOST-PID.keeper           a `tepo serve`, and its last answer
-    turn                      the run that has the servers' devices (`standstill.py`), the starts that may be there, and a token
-                              for the answers
+    HOST-PORT.START.taken     the run that uses this start (incarnation) of the server
+    HOST-PORT.START.end       why its user ended this start: the server has to be restarted
+    HOST-PID.keeper           a running `tepo serve`, and the last lease token that it acknowledged
+    turn                      the device lease (`standstill.py`): the run that has the servers' devices, the starts that it
+                              keeps, and a token for the acknowledgements
 
-Every file appears under its name when it is complete, and the folder is its owner's alone: whoever could write a record would
-be sent the key.
+Every file appears under its name only when it is complete. The folder belongs to its owner alone: whoever could write a record
+would be sent the key.
 """
 
 from __future__ import annotations
@@ -38,58 +38,58 @@ _READS = 5
 
 @dataclass(frozen=True)
 class Record:
-    """What a served engine says of itself, once it is healthy; a new one for each start.
-
-    run: the name in its config; model: `fingerprint` of what it loaded; start: unlike that of every other start; host, pid: of
-    the `tepo serve` that keeps it; log: its path there; sleeps: it was started so that it can.
-    """
+    """One start of a served engine, as `tepo serve` publishes it once the server is healthy."""
 
     engine: str
     engine_version: str
     url: str
-    run: str
+    run: str  # name in the config of `tepo serve`
     tp: int
-    model: str
+    model: str  # `fingerprint` of the loaded model
     max_model_len: int
     precision: str
-    host: str
-    pid: int
-    start: str
-    log: str
-    sleeps: bool = False
+    host: str  # of the `tepo serve` that runs it
+    pid: int  # of the `tepo serve`
+    start: str  # unique id of this start
+    log: str  # path on `host`
+    sleeps: bool = False  # started with sleep mode enabled
 
     @property
     def stem(self) -> str:
-        """HOST-PORT: no two servers that live have one."""
+        """HOST-PORT, unique among live servers."""
         return f"{self.host}-{self.url.rpartition(':')[2]}"
 
     @property
     def keeper(self) -> str:
-        """HOST-PID of the `tepo serve` that keeps it."""
+        """HOST-PID of the `tepo serve` that runs the server."""
         return keeper_name(self.host, self.pid)
 
     @property
     def where(self) -> str:
-        """In messages."""
+        """Address of the server for messages, with its pid, host and log."""
         return f"{self.url} (of pid {self.pid} on {self.host}, log {self.log})"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """starts: of servers that `run` keeps, and has put to sleep or is about to."""
+    """Device lease: `run` has the devices of the servers, and all starts except `starts` have to end."""
 
     run: str
-    token: str
-    starts: tuple[str, ...]
+    token: str  # `tepo serve` acknowledges the lease with it
+    starts: tuple[str, ...]  # of servers of `run`, which has put them to sleep or is about to
 
 
 def keeper_name(host: str, pid: int) -> str:
-    """Of a `tepo serve`."""
+    """Return HOST-PID, which identifies a `tepo serve`.
+
+    Args:
+        host, pid: Host name and process id of the `tepo serve`.
+    """
     return f"{host}-{pid}"
 
 
 def fingerprint(model: Path) -> str:
-    """SHA-256 of the model's config.json. Raises ConfigError."""
+    """Return the SHA-256 of the model's config.json, in hexadecimal. Raises ConfigError if it cannot be read."""
     try:
         return sha256((model / "config.json").read_bytes()).hexdigest()
     except OSError as e:
@@ -99,13 +99,13 @@ def fingerprint(model: Path) -> str:
 
 
 class Rendezvous:
-    """The folder, as both sides use it."""
+    """The rendezvous folder; `tepo serve` and the trainer both use this class."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def create(self) -> None:
-        """Make the folder if there is none. Raises ConfigError where others could put records into it."""
+        """Make the folder if it is missing. Raises ConfigError if others could put records into it."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as e:
@@ -113,10 +113,9 @@ class Rendezvous:
         self.check()
 
     def check(self) -> None:
-        """Raise ConfigError unless this user, or root, alone decides what lies in the folder.
+        """Raise ConfigError unless only this user or root can change the folder. A folder that does not exist passes.
 
-        Both sides ask before they read anything of it: whoever writes a record is sent the key and the weights. A folder that
-        is not there yet passes.
+        Both sides check before they read anything, because whoever writes a record is sent the key and the weights.
         """
         name = f"rollout.server.rendezvous={self.folder}"
         try:
@@ -135,7 +134,10 @@ class Rendezvous:
             raise ConfigError(f"{name}: others can write in it; chmod 700 it, or give another")
 
     def key(self) -> str | None:
-        """What the servers ask for: TEPO_SERVER_KEY, or what the folder says; None while that says nothing."""
+        """Return the servers' key: TEPO_SERVER_KEY, or the content of the key file; None if there is neither.
+
+        Raises ConfigError.
+        """
         self.check()
         given = key_from_environment()
         if given is not None:
@@ -153,28 +155,30 @@ class Rendezvous:
         return checked_key(key, str(path))
 
     def make_key(self) -> str:
-        """`key`, after making one if there is none: of several that make one at once all get the same."""
+        """Return `key`, after making one if there is none. Processes that make one at the same time all get the same key."""
         if (known := self.key()) is not None:
             return known
         part = self._part(KEY_FILE, secrets.token_urlsafe(32) + "\n")
         with contextlib.suppress(FileExistsError):
-            os.link(part, self.folder / KEY_FILE)  # complete, or not there; never in the place of another
+            os.link(part, self.folder / KEY_FILE)  # atomic: the file is complete when it appears, and never replaces another
         part.unlink()
         made = self.key()
         assert made is not None, "it was made above"
         return made
 
     def records(self) -> list[Record]:
-        """The servers that are or were healthy, ordered by name. Raises RolloutError for a file that is no record.
+        """Return the published servers, which are or were healthy, ordered by name.
 
-        Raises ConfigError as `check` does.
+        Raises:
+            RolloutError: A file is not a record.
+            ConfigError: See `check`.
         """
         self.check()
         found = []
         for path in sorted(self.folder.glob("*.json")):
             try:
                 text = _read(path)
-                if text is not None:  # else withdrawn meanwhile
+                if text is not None:  # else it was withdrawn meanwhile
                     found.append(Record(**json.loads(text)))
             except ConfigError:  # a ValueError too
                 raise
@@ -185,18 +189,26 @@ class Rendezvous:
         return found
 
     def publish(self, record: Record) -> None:
-        """Say that a server is healthy, in the place of what was said of an earlier one at the same address."""
+        """Publish a healthy server. Replaces the record of an earlier server at the same address."""
         self._clear(record)
         part = self._part(record.stem, json.dumps(dataclasses.asdict(record), indent=2) + "\n")
         part.rename(self.folder / f"{record.stem}.json")
 
     def withdraw(self, record: Record) -> None:
-        """Say no more of it."""
+        """Remove the record of a server."""
         (self.folder / f"{record.stem}.json").unlink(missing_ok=True)
         self._clear(record)
 
     def take(self, record: Record, run: str) -> str | None:
-        """Have a start for `run` alone. Returns None, or the run that has it already; empty: that start is over."""
+        """Reserve a start for one run.
+
+        Args:
+            record: The start.
+            run: Absolute path of the run.
+
+        Returns:
+            None on success, else the run that has reserved it already. Empty string: the start is over.
+        """
         path = self._path(record, "taken")
         part = self._part(record.stem, f"{run}\n")
         try:
@@ -208,18 +220,23 @@ class Rendezvous:
         return None if self._stands(record, path) else ""
 
     def end(self, record: Record, why: str) -> None:
-        """Ask for another start of it, unless it is over already."""
+        """Ask `tepo serve` to restart a server. Does nothing if the start is over already.
+
+        Args:
+            record: The start that has to end.
+            why: Reason, which `ended` returns.
+        """
         path = self._path(record, "end")
         if record in self.records():
             self._part(record.stem, why).rename(path)
             self._stands(record, path)
 
     def ended(self, record: Record) -> str | None:
-        """Why another start was asked for; None if it was not."""
+        """Return why a restart of this server was requested; None if it was not."""
         return _read(self._path(record, "end"))
 
     def register(self, keeper: str) -> None:
-        """A `tepo serve` begins; what killed ones of this machine left behind is removed."""
+        """Register a `tepo serve` that begins. Removes what killed ones on this machine left behind."""
         for other, (machine, _) in self._registered().items():
             host, _, pid = other.rpartition("-")
             if host == this_host() and machine == _machine() and not Path("/proc", pid).exists():
@@ -232,17 +249,22 @@ class Rendezvous:
         self.answer(keeper, "")
 
     def answer(self, keeper: str, token: str) -> None:
-        """Of a `tepo serve`: it starts nothing, and nothing is there but what the turn with this token keeps."""
+        """Acknowledge a lease for a `tepo serve`: it starts no server, and runs none except those that the lease keeps.
+
+        Args:
+            keeper: See `keeper_name`.
+            token: Token of the lease. Empty string: none.
+        """
         self._part(keeper, f"{_machine()} {token}").rename(self.folder / f"{keeper}.{_KEEPER}")
 
     def deregister(self, keeper: str) -> None:
-        """It has ended, and its servers before it; with the last one a turn ends."""
+        """Unregister a `tepo serve` whose servers have ended. The last one also removes the lease."""
         (self.folder / f"{keeper}.{_KEEPER}").unlink(missing_ok=True)
         if not self._registered():
             (self.folder / _TURN).unlink(missing_ok=True)
 
     def answers(self) -> dict[str, str]:
-        """The last one of every `tepo serve`; empty for one that gave none."""
+        """Return keeper -> last acknowledged token of every registered `tepo serve`; empty string if it acknowledged none."""
         return {keeper: token for keeper, (_, token) in self._registered().items()}
 
     def _registered(self) -> dict[str, tuple[str, str]]:
@@ -250,19 +272,24 @@ class Rendezvous:
         return {keeper: (text.split(" ")[0], text.split(" ")[1]) for keeper, text in found.items() if text is not None}
 
     def take_turn(self, run: str, starts: Sequence[str]) -> Turn:
-        """Have only these starts, of `run`, be there from now on."""
+        """Write a new device lease and return it.
+
+        Args:
+            run: Absolute path of the run that takes the devices.
+            starts: Start ids of the run's own servers, which stay.
+        """
         turn = Turn(run, secrets.token_hex(8), tuple(starts))
         self._part(_TURN, json.dumps(dataclasses.asdict(turn))).rename(self.folder / _TURN)
         return turn
 
     def turn(self) -> Turn | None:
-        """The one that a run has."""
+        """Return the current device lease; None if no run has one."""
         text = _read(self.folder / _TURN)
         said = {} if text is None else json.loads(text)
         return Turn(said["run"], said["token"], tuple(said["starts"])) if said.get("run") else None
 
     def end_turn(self, run: str) -> None:
-        """The turn of `run` is over, if it has one. The file stays: over NFS one that comes anew is long taken for missing."""
+        """End the lease of `run`, if it has one. The file stays: over NFS a new file is taken for missing for a long time."""
         if (turn := self.turn()) is not None and turn.run == run:
             self._part(_TURN, "{}").rename(self.folder / _TURN)
 
@@ -270,8 +297,9 @@ class Rendezvous:
         return self.folder / f"{record.stem}.{record.start}.{what}"
 
     def _stands(self, record: Record, path: Path) -> bool:
-        """Whether a server still has the start of which `path` says something; if not, whoever withdrew it may not have seen
-        that, and it is removed.
+        """Return whether the start is still published.
+
+        If not, remove `path`: whoever withdrew the record may not have seen that file.
         """
         if record in self.records():
             return True
@@ -284,7 +312,7 @@ class Rendezvous:
                 path.unlink(missing_ok=True)
 
     def _part(self, name: str, text: str) -> Path:
-        """A complete file of its owner's, under a name that nobody looks for."""
+        """Write a complete file of mode 0600 under a temporary name, and return its path."""
         path = self.folder / f".{name}.{secrets.token_hex(8)}"
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)
@@ -294,12 +322,12 @@ class Rendezvous:
 
 
 def _machine() -> str:
-    """Where process ids mean what they mean here: this host, or a container's part of it."""
+    """Return the id of this PID namespace: process ids are valid on this host, or in this container on it."""
     return os.readlink("/proc/self/ns/pid")
 
 
 def _read(path: Path) -> str | None:
-    """What a file says that others replace; None: it is not there."""
+    """Return the content of a file that other processes may replace; None if it does not exist."""
     for _ in range(_READS):
         try:
             return _text(path)
@@ -312,9 +340,11 @@ def _read(path: Path) -> str | None:
 
 
 def _text(path: Path) -> str:
-    """What a file of this user's, or of root's, says: where others may rename folders above, theirs may lie there for a moment.
+    """Return the content of a file that belongs to this user or root.
 
-    Raises ConfigError for a link, or for another's; OSError.
+    The owner is checked per file: where others can rename folders above, their file may lie at this path for a moment.
+
+    Raises ConfigError for a symbolic link or another user's file; OSError.
     """
     try:
         opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -330,13 +360,18 @@ def _text(path: Path) -> str:
 
 
 def key_from_environment() -> str | None:
-    """TEPO_SERVER_KEY; None where it is not set."""
+    """Return the key in TEPO_SERVER_KEY; None if it is not set. Raises ConfigError for an unusable key."""
     given = os.environ.get(KEY_VARIABLE)
     return None if given is None else checked_key(given, KEY_VARIABLE)
 
 
 def checked_key(key: str, source: str) -> str:
-    """Raise ConfigError for a key that a header cannot hold, or that could be guessed."""
+    """Return `key`. Raise ConfigError if an HTTP header cannot hold it or it could be guessed.
+
+    Args:
+        key: The servers' key.
+        source: Where the key comes from, for the message.
+    """
     if len(key) < SHORTEST_KEY or not (key.isascii() and key.isprintable()) or " " in key:
         raise ConfigError(
             f"{source}: the servers' key has {SHORTEST_KEY} printable characters at least, and no space; make a new one"
@@ -345,5 +380,5 @@ def checked_key(key: str, source: str) -> str:
 
 
 def this_host() -> str:
-    """What the other machines call this one."""
+    """Return the name by which other machines know this one."""
     return socket.gethostname()

@@ -1,7 +1,7 @@
-"""How the servers of a fleet sleep and wake together: each is told once, when it has nothing to do, and none starts meanwhile.
+"""Put the servers of a fleet to sleep and wake them together. Idle servers get one call each, and none starts meanwhile.
 
-A server that fails at it holds an unknown amount of memory and is ended. It is started again, like one that dies while the
-others sleep, once the fleet is awake: a start takes a server's whole memory, which somebody else has until then.
+A server that fails to sleep or wake holds an unknown amount of memory, so it is ended. It is restarted once the fleet is awake,
+like a server that dies while the others sleep: a start takes a server's whole memory, which the trainer uses until then.
 """
 
 from __future__ import annotations
@@ -19,10 +19,18 @@ from tepo_megatron.rollout.servers.standstill import Standstill
 
 
 class Rest:
-    """In the fleet's event loop, but for what only looks. changed: told when something did that others wait for; standstill:
-    where others start the servers; growth: ends those that have grown too far instead of putting them to sleep.
+    """Controller of the fleet's sleep state.
 
-    asleep: what of the engine is; may_start: set while servers may be started.
+    Methods run in the fleet's event loop, except those that only read the state.
+
+    Args:
+        changed: Notified by the fleet whenever the state of a server changes.
+        standstill: Quiesces servers that other processes start (`tepo serve`). None: this process starts them.
+        growth: Ends idle servers whose memory has grown too far, instead of putting them to sleep.
+
+    Attributes:
+        asleep: Parts of the engine whose memory is released.
+        may_start: Set while servers may be started.
     """
 
     def __init__(self, changed: asyncio.Condition, standstill: Standstill | None, growth: GrowthLimit) -> None:
@@ -33,39 +41,55 @@ class Rest:
 
     @property
     def state(self) -> str:
-        """In words."""
+        """Describe the sleep state in words, for messages."""
         if not self.asleep:
             return "awake"
         return "asleep" if self.asleep == set(ENGINE_PARTS) else "awake but for its KV cache"
 
     def require_awake(self, what: str) -> None:
-        """Raise RolloutError unless the engine is wholly awake."""
+        """Raise RolloutError unless all parts of the engine are awake.
+
+        Args:
+            what: What needs the engine to be awake, for the message.
+        """
         if self.asleep:
             raise RolloutError(f"the engine is {self.state}, and {what} needs it to be awake; wake all of it first")
 
     def require_weights(self) -> None:
-        """Raise RolloutError when there is no memory for weights."""
+        """Raise RolloutError if the memory of the weights is released, so that no weights can be loaded."""
         if "weights" in self.asleep:
             raise RolloutError(f"the engine is {self.state} and cannot take weights; wake its weights first")
 
     async def sleep(self, members: Sequence[Member]) -> None:
-        """Put all to sleep; returns when those that could not have ended. Raises RolloutError unless the engine is awake."""
+        """Put all servers to sleep. Returns when their memory is released; servers that failed to sleep have been ended.
+
+        Raises:
+            RolloutError: The engine is not fully awake, or the quiesce of servers of `tepo serve` timed out.
+        """
         if self.asleep:
             raise RolloutError(f"the engine cannot go to sleep from being {self.state}; wake all of it first")
-        self.asleep = frozenset(ENGINE_PARTS)  # from now on nothing is asked of a server
+        self.asleep = frozenset(ENGINE_PARTS)  # from now on no request is sent to a server
         self.may_start.clear()
         await self._until(lambda: not any(m.between or m.endpoint.in_flight for m in members))
         ended = await self._growth.end_grown([(m, m.life) for m in members if m.life is not None])
         await self._until(lambda: all(m.life is not life for m, life in ended))
         lives = None
-        while lives != (lives := [m.life for m in members]):  # what is over meanwhile has to be gone as well
+        while lives != (lives := [m.life for m in members]):  # servers that end meanwhile have to be gone, too
             if self._standstill is not None:
                 await self._standstill.reach()
             await self._tell([m for m in members if not m.endpoint.asleep], lambda endpoint: endpoint.sleep())
             await self._until(lambda: not any(m.between for m in members))
 
     async def wake(self, members: Sequence[Member], part: EnginePart) -> None:
-        """Wake a part of all that sleep. Raises RolloutError for a part whose turn it is not."""
+        """Wake one part of all sleeping servers. Once all parts are awake, servers may be started again.
+
+        Args:
+            members: All slots of the fleet.
+            part: Has to be the next sleeping part in the order of `ENGINE_PARTS`.
+
+        Raises:
+            RolloutError: `part` is awake already, or another part has to be woken first.
+        """
         turn = next((p for p in ENGINE_PARTS if p in self.asleep), None)
         if part != turn:
             mend = "it is awake already" if turn is None else f"wake its {turn} first"
@@ -76,13 +100,13 @@ class Rest:
             self.rise()
 
     def rise(self) -> None:
-        """Servers may be started."""
+        """Allow servers to be started, here and in every `tepo serve`."""
         self.may_start.set()
         if self._standstill is not None:
             self._standstill.end()
 
     async def _tell(self, members: Sequence[Member], say: Callable[[Endpoint], Awaitable[None]]) -> None:
-        """Say something to all that are up; a server that does not do it is ended."""
+        """Make one call to all servers that are up, concurrently. A server on which the call fails is ended."""
         alive = [(m, m.life) for m in members if m.life is not None]
         results = await asyncio.gather(*(say(m.endpoint) for m, _ in alive), return_exceptions=True)
         for (member, life), result in zip(alive, results, strict=True):

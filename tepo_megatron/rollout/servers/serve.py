@@ -1,7 +1,7 @@
-"""`tepo serve`: the servers of a config, kept alive on this machine for trainers on others.
+"""`tepo serve`: run the servers of a config on this machine for trainers on other machines.
 
-They are started, watched and started again as a trainer's own are. What is healthy stands in the rendezvous folder; a trainer
-that is done with a server, or finds it ill, asks there for another start of it.
+The servers are started, watched and restarted as a trainer's own servers are. Healthy servers are published in the rendezvous
+folder. A trainer that is done with a server, or finds it ill, requests a restart of the server there.
 """
 
 from __future__ import annotations
@@ -25,17 +25,25 @@ from tepo_megatron.rollout.servers.local import LocalServer
 from tepo_megatron.rollout.servers.member import Member
 from tepo_megatron.rollout.servers.rendezvous import Record, Rendezvous, fingerprint, keeper_name, this_host
 
-LOOK_SECONDS = 1.0  # between looks at what trainers ask for
-TURN_SECONDS = 0.2  # instead, where they wait for the answer at each turn
-STEADY_SECONDS = 60.0  # a server that was up for so long is no longer one that fails again and again
+LOOK_SECONDS = 1.0  # poll interval for the requests of trainers
+TURN_SECONDS = 0.2  # poll interval with `rollout.colocate`: trainers wait for each acknowledgement
+STEADY_SECONDS = 60.0  # uptime after which the failure counters are reset
 EVERYWHERE = ("0.0.0.0", "::")
 
 
 def serve(cfg: Config, host: str, address: str | None, tell: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT; returns when no process of the servers is left.
+    """Run the servers until SIGTERM or SIGINT. Returns when no process of the servers is left.
 
-    host: the address to listen on; address: what other machines call it; None: `host`, or this machine's name where that is
-    every address; tell: told what the user should know. Raises ConfigError, and RolloutError when every server was lost.
+    Args:
+        cfg: Config of the run.
+        host: Address to listen on.
+        address: Address at which other machines reach this one. None: `host`, or this machine's name if `host` is every
+            address.
+        tell: Receives messages for the user.
+
+    Raises:
+        ConfigError: The config does not name a rendezvous folder, or names URLs.
+        RolloutError: Every server was lost.
     """
     if cfg.rollout.server.urls is not None or cfg.rollout.server.rendezvous is None:
         raise ConfigError(
@@ -65,12 +73,12 @@ class _Service:
             Member(Connected(server, api, cfg.rollout.server), cfg.rollout.server, self._changed, tell, self._may_start)
             for server, api in zip(self._servers, apis, strict=True)
         ]
-        self._records: dict[int, tuple[Record, float]] = {}  # by the number of the server, with the time since when
+        self._records: dict[int, tuple[Record, float]] = {}  # server index -> (record, `time.monotonic()` of its publication)
         self._lost: set[int] = set()
         self._over = asyncio.Event()
 
     async def run(self) -> None:
-        """See `serve`."""
+        """Run the servers until a signal comes or all are lost. See `serve`."""
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, self._over.set)
         keepers: list[asyncio.Task[None]] = []
@@ -102,13 +110,16 @@ class _Service:
             raise RolloutError(str(self._members[0].lost))
 
     async def _over_within(self, seconds: float) -> bool:
-        """Wait for the end so long; whether it has come."""
+        """Wait at most `seconds` for the end. Return whether it has come."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._over.wait(), seconds)
         return self._over.is_set()
 
     async def _take_turns(self) -> None:
-        """While a run has the devices start nothing, and answer once nothing is there but what that run keeps."""
+        """Follow the device lease. While a run has it, start nothing and end all servers that the lease does not keep.
+
+        Acknowledge the lease once no other server is left.
+        """
         turn = await asyncio.to_thread(self._rendezvous.turn)
         clients = [m.endpoint.client for m in self._members if m.up and m.endpoint.client is not None]
         if turn is None:
@@ -125,7 +136,7 @@ class _Service:
             if record.start in turn.starts:
                 continue
             settled = False
-            member.delivered()  # it is not ill
+            member.delivered()  # not a failure of the server
             if member.life is not None:
                 member.life.end(RolloutError(f"{member.endpoint.name} is not of {turn.run}, which has the devices now"))
         if settled and self._answered != turn.token:
@@ -133,19 +144,19 @@ class _Service:
             self._answered = turn.token
 
     async def _attend(self, member: Member[Connected], record: Record, since: float) -> None:
-        """What a server that is up needs."""
+        """Handle one healthy server: reset its failure counters after STEADY_SECONDS, and end it if its user asked for that."""
         why = self._rendezvous.ended(record)
         if why is not None or time.monotonic() - since > STEADY_SECONDS:
-            member.delivered()  # its starts until now are not held against it
+            member.delivered()  # its restarts so far do not count
         life = member.life
         if why is not None and life is not None:
             error = await member.endpoint.failure(f"was given back: {why}")
-            if member.endpoint.running:  # its log has nothing to say about it
+            if member.endpoint.running:  # the log of a healthy server does not explain the end
                 error = RolloutError(f"{member.endpoint.name} was given back: {why}")
             life.end(error)
 
     async def _changed(self) -> None:
-        """A server came up, went down or was lost."""
+        """Publish servers that came up, withdraw those that went down, and report those that were lost."""
         for i, member in enumerate(self._members):
             if member.up and i not in self._records and not self._over.is_set():
                 record = self._record(member.endpoint, self._servers[i])

@@ -1,4 +1,4 @@
-"""The folder of one server: the model as it sees it, and room for what it would leave in /tmp when it is killed."""
+"""The folder of one server: the model as the server sees it, and temporary files that a killed server would leave in /tmp."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ from tepo_megatron.weights import fp8
 from tepo_megatron.weights.families import find_family, read_config
 from tepo_megatron.weights.hf_io import INDEX, HfReader
 
-HIDDEN = "generation_config.json"  # sampling defaults and stop tokens of the model's author, which every server would obey
+HIDDEN = "generation_config.json"  # the author's sampling defaults and stop tokens, which every server would apply
 CONFIG = "config.json"
-_FORMATS = {"float8_e4m3fn": "F8_E4M3", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of safetensors
+_FORMATS = {"float8_e4m3fn": "F8_E4M3", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # dtype names of safetensors
 
 
 class ServedModel:
-    """folder: private, of both others; path: links to the files of `model`, its advice on sampling left out; scratch: for the
-    server's sockets and the like.
+    """A private folder with links to the files of a model, without the model's sampling defaults (`generation_config.json`).
 
-    in_fp8: the same model, quantized, without its weights: config.json, and one file that says which tensors updates will give.
+    Args:
+        model: Hugging Face directory.
+        in_fp8: Announce the same model quantized to FP8, without its weights: a changed config.json, and one safetensors file
+            of zeros whose header lists the tensors that updates will give.
+
+    Attributes:
+        folder: The private folder; it contains the other two.
+        path: The model directory for the server.
+        scratch: Folder for the server's sockets and other temporary files.
     """
 
     def __init__(self, model: Path, in_fp8: bool = False) -> None:
@@ -38,7 +45,7 @@ class ServedModel:
             _announce_fp8(model, self.path)
 
     def remove(self) -> None:
-        """All of it, the model's own files excepted."""
+        """Remove the folder. The model's own files stay."""
         self._private.remove()
 
 
@@ -60,7 +67,7 @@ def _announce_fp8(model: Path, folder: Path) -> None:
 
 
 def _write_empty(tensors: dict[str, Tensor], path: Path) -> None:
-    """A safetensors file of zeros that takes no room: a header, and a hole."""
+    """Write a safetensors file of zeros that uses no disk space: a header, then a hole in the file."""
     header, end = {}, 0
     for name, tensor in tensors.items():
         dtype = _FORMATS[str(tensor.dtype).removeprefix("torch.")]

@@ -1,8 +1,9 @@
-"""The trainer's turn on machines where `tepo serve` keeps the servers: nothing is started there, and nothing is awake.
+"""Quiesce the machines where `tepo serve` runs the servers, so that the trainer has their devices to itself.
 
-A `tepo serve` starts a dead server again whenever it likes, which takes a server's whole memory. So whoever wants the devices
-says in the rendezvous folder which servers it keeps, and waits until all that keep servers there have answered: from then on
-they start none, have ended all others, and ask those for a connection instead of their health.
+A `tepo serve` restarts a dead server whenever it likes, which takes a server's whole memory. So a run that wants the devices
+writes a device lease (`rendezvous.Turn`) into the rendezvous folder, with the starts (incarnations) of the servers that it
+keeps. It waits until every `tepo serve` there has acknowledged the lease. From then on a `tepo serve` starts no server, has
+ended all others, and watches the kept servers by connecting to them instead of asking for their health.
 """
 
 from __future__ import annotations
@@ -18,13 +19,26 @@ POLL_SECONDS = 0.1
 
 
 class Standstill:
-    """run: who has the devices; starts: of the servers that it has now (`Record.start`); seconds: for all to answer."""
+    """Holds a run's device lease on the servers of a rendezvous folder.
+
+    Args:
+        rendezvous: The folder.
+        run: The run that takes the devices, as an absolute path.
+        starts: Returns the start ids (`Record.start`) of the servers that the run has now.
+        seconds: Time limit for all `tepo serve` processes to acknowledge the lease.
+    """
 
     def __init__(self, rendezvous: Rendezvous, run: str, starts: Callable[[], Sequence[str]], seconds: float) -> None:
         self._rendezvous, self._run, self._starts, self._seconds = rendezvous, run, starts, seconds
 
     async def reach(self) -> None:
-        """Return when nothing is there, nor on its way, but servers that the run has now. Raises RolloutError."""
+        """Take the lease, and wait until every `tepo serve` has acknowledged it.
+
+        Then only the servers of this run are there, and none is starting.
+
+        Raises:
+            RolloutError: A `tepo serve` did not acknowledge within the time limit.
+        """
         turn = await asyncio.to_thread(self._rendezvous.take_turn, self._run, self._starts())
         deadline = time.monotonic() + self._seconds
         while missing := [k for k, said in (await asyncio.to_thread(self._rendezvous.answers)).items() if said != turn.token]:
@@ -38,5 +52,5 @@ class Standstill:
             await asyncio.sleep(POLL_SECONDS)
 
     def end(self) -> None:
-        """Servers may be started again. Does nothing where it is not this run's turn."""
+        """Release the lease, so that servers may be started again. Does nothing if the lease is not this run's."""
         self._rendezvous.end_turn(self._run)
