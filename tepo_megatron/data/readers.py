@@ -101,7 +101,7 @@ class JsonLines:
 
 
 def files_of(path: str) -> list[Path]:
-    """Return the file itself, or the sorted files that match the pattern (`*`, `?`, `[...]`, `**`). Raise DataError for none."""
+    """Return the file, or the sorted files that match the pattern (`*`, `?`, `[...]`, `**`). Raise DataError for no match."""
     if Path(path).exists():
         return [Path(path)]
     found = sorted(map(Path, glob.glob(path, recursive=True)))
@@ -163,7 +163,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _parse(line: bytes, first: bool) -> Row:
-    """Return the JSON object of a line. Raise DataError otherwise; for the first line of a file, suggest how to split an array."""
+    """Return the JSON object of a line. Raise DataError otherwise; for a file's first line, say how to split an array."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:  # malformed JSON, bytes that are not UTF-8, or nesting without end
