@@ -43,7 +43,7 @@ class OverlongShaping:
         return min(0.0, -excess / self.buffer_tokens * self.penalty)
 
     def shape(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return the graded rollouts in order with a shaped `reward`. `score`, which filters and accuracies use, is unchanged."""
+        """Return the graded rollouts in order with a shaped `reward`. The `score` of filters and accuracies is unchanged."""
         return [dataclasses.replace(r, reward=r.reward + self.term(_tokens_since_prompt(r))) for r in rollouts]
 
 
