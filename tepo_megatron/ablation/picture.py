@@ -119,7 +119,7 @@ def _total(outcome: Outcome, keys: Sequence[str]) -> np.ndarray:
 
 
 def _curves(axis: Any, keys: Sequence[str], outcomes: Mapping[str, Mapping[int, Outcome]], looks: Mapping[str, Look]) -> None:
-    """Draw a line per seed and, with several seeds, their mean. Each run's lines are thinner, so that coinciding ones all show."""
+    """Draw a line per seed and, with several seeds, their mean. Each run is drawn thinner, so that equal curves all show."""
     widths = np.linspace(1.4 + 0.7 * min(4, len(outcomes) - 1), 1.4, len(outcomes))
     for width, (name, by_seed) in zip(widths, outcomes.items(), strict=True):
         look = looks[name]

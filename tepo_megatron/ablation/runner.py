@@ -101,7 +101,7 @@ def _same_config(cfg: Config) -> bool:
 
 @contextlib.contextmanager
 def _handlers_restored() -> Iterator[None]:
-    """Restore the signal handlers on exit: the launcher's agent leaves handlers whose exception only the launcher understands."""
+    """Restore the signal handlers on exit: the launcher's agent leaves handlers whose exception only the launcher handles."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
