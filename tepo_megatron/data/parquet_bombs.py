@@ -50,8 +50,8 @@ def refuse_bombs(path: Path, metadata: Any, schema: Any) -> None:
 def huge_dictionaries(path: Path) -> set[str]:
     """Return the text columns that must be read as dictionaries, so that each distinct value takes memory only once.
 
-    These are the columns whose longest dictionary value, repeated in every row of a batch, would exceed 64 MiB. A column chunk
-    has one dictionary, which is known from its first batch.
+    These are the columns whose longest dictionary value, repeated in every row of a batch, would exceed 64 MiB, or whose
+    dictionary is empty in the first batch. A column chunk has one dictionary, which its first batch shows.
     """
     import pyarrow.parquet
 

@@ -80,7 +80,7 @@ def detect(row: Row, prompt_key: str | None, answer_key: str | None) -> Schema |
             prompt_key or answer_key or not _ends_with_answer(row, schema.prompt_key)
         ):
             continue
-        # verl's prompt is a chat; a row with a string prompt and a solution next to verl's keys has the open-r1 schema
+        # verl's prompt is a chat; a string prompt with a solution next to verl's keys is open-r1's version of a verl dataset
         if schema.name == "verl" and not isinstance(row.get("prompt"), list) and "solution" in row:
             continue
         if has(row, keys.prompt_key) and has(row, keys.answer_key):

@@ -90,7 +90,7 @@ class Unique:
     def take_contradicted(self) -> list[list[tuple[int, str]]]:
         """Return, for each prompt with several answers, its rows as (place, answer), and remove these prompts from `items`.
 
-        Copies of the first row are not listed.
+        Rows that were counted as duplicates are not listed.
         """
         found = []
         for key, others in self._others.items():

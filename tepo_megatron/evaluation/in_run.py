@@ -90,9 +90,9 @@ class Evaluations:
             self._benchmarks.forget(after)
 
     def finish(self, step: int) -> tuple[dict[str, Any], list[str]]:
-        """Write the scores on held-out problems of the first evaluation (step 0) and of `step`, the last step of the run.
+        """Write the held-out scores of step 0 and of `step`, the last step of the run, and compare the benchmarks of the two steps.
 
-        Returns (entries for the summary, lines for the log).
+        What was not measured at both steps is not written. Returns (entries for the summary, lines for the log).
         """
         before, after = self._by_step.get(0), self._by_step.get(step)
         told = []

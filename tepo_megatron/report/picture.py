@@ -41,7 +41,7 @@ def draw(curves: Curves, cfg: Config, summary: Summary | None) -> Figure:
     Args:
         curves: Records of the run.
         cfg: Config of the run.
-        summary: Summary; None while the run is under way.
+        summary: Summary; None while the run has not ended.
     """
     figure = Figure(figsize=_INCHES)
     grid = figure.add_gridspec(

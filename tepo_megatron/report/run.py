@@ -68,7 +68,7 @@ def facts(curves: Curves, cfg: Config, summary: Summary | None) -> tuple[str, ..
     Args:
         curves: Records of the run.
         cfg: Config of the run.
-        summary: Summary; None while the run is under way.
+        summary: Summary; None while the run has not ended.
     """
     sizes = {name: getattr(cfg.parallel, name) for name in ("dp", "tp", "pp", "vpp", "cp", "ep")}
     layout = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1 rank"
@@ -89,7 +89,7 @@ def duration(seconds: float) -> str:
 
 
 def _read_summary(path: Path) -> Summary | None:
-    """Return the summary; None while the run is under way. Raises DataError for a malformed file."""
+    """Return the summary; None while the run has not ended. Raises DataError for a malformed file."""
     if not path.exists():
         return None
     try:

@@ -51,6 +51,9 @@ class GradingPool:
             limits: Limits of the workers.
             command: Grader of `grading/worker.py` and its arguments.
             mend: What the error message tells the user to check if a worker does not start.
+
+        Raises:
+            RewardError: The system cannot create a process.
         """
         self._limits, self._command, self._mend = limits, command, mend
         self._workers = [self._start() for _ in range(limits.workers)]
