@@ -1,7 +1,4 @@
-"""The panels of the picture. Each function draws one cell of the grid; quantities that no step measured are left out.
-
-`figure` and `cell` are the figure and its grid cell to draw into, `curves` the records of the run.
-"""
+"""The panels of the picture. Each function draws one cell of the grid; quantities that no step measured are left out."""
 
 from __future__ import annotations
 
@@ -93,7 +90,7 @@ def entropy(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def ratio(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Draw the sequence's mean importance ratio.
+    """Draw the importance ratio w, the geometric mean of a sequence's token ratios: median, 1st and 99th percentile.
 
     Args:
         figure: Figure to draw into.
