@@ -90,7 +90,7 @@ class Evaluations:
             self._benchmarks.forget(after)
 
     def finish(self, step: int) -> tuple[dict[str, Any], list[str]]:
-        """Write the held-out scores of step 0 and of `step`, the last step of the run, and compare the benchmarks of both steps.
+        """Write the held-out scores of step 0 and of `step`, the last step of the run, and compare both steps' benchmarks.
 
         What was not measured at both steps is not written. Returns (entries for the summary, lines for the log).
         """
