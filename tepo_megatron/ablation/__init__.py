@@ -1,4 +1,4 @@
-"""`tepo ablate`: chosen objectives with several seeds from one base model, compared with the noise shown."""
+"""`tepo ablate`: train several objectives with several seeds from one base model, and compare them with their noise."""
 
 from tepo_megatron.ablation.runner import ablate
 

@@ -1,4 +1,4 @@
-"""`ablation.png`: learning curves of all runs on the left, what they came to, with its noise, on the right."""
+"""Draw `ablation.png`: learning curves of all runs on the left, final accuracies with their noise on the right."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tepo_megatron.report import save_picture
 from tepo_megatron.report.drawing import BLUE, GREEN, GREY, INK, MUTED, ORANGE, PERCENT, PURPLE, RED, STYLE, from_zero
 
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED)
-DASHES = ("-", "--", ":", "-.")  # once the colours are used up
-# title, keys in metrics.jsonl (added up), whether it is a share
+DASHES = ("-", "--", ":", "-.")  # used after the colours run out
+# title, keys in metrics.jsonl (summed), whether the quantity is a share
 ALWAYS = (
     ("Accuracy of the rollouts", ("accuracy/mean",), True),
     ("Entropy, nats per token", ("actor/entropy",), False),
@@ -40,20 +40,32 @@ BARS = "Bars: 95 % intervals over problems; what other seeds would change is not
 
 @dataclass(frozen=True)
 class Look:
-    """How a run is drawn everywhere."""
+    """Colour and dash pattern of a run in all panels."""
 
     color: str
     dash: str
 
 
 def write_picture(plan: Plan, table: Sequence[Row], outcomes: Mapping[str, Mapping[int, Outcome]]) -> Path:
-    """Draw the runs that ended well into the ablation's folder; returns the picture's path."""
+    """Draw the runs that ended without error into the ablation's folder; return the picture's path.
+
+    Args:
+        plan: Plan of the ablation.
+        table: One row per run.
+        outcomes: Outcomes by run and seed, without failed ones.
+    """
     with matplotlib.rc_context(STYLE):
         return save_picture(draw(plan, table, outcomes), plan.folder / "ablation.png")
 
 
 def draw(plan: Plan, table: Sequence[Row], outcomes: Mapping[str, Mapping[int, Outcome]]) -> Figure:
-    """The whole figure. Some run must have ended well; those without any seed are left out."""
+    """Return the whole figure. Runs of which every seed failed are left out; at least one run must be left.
+
+    Args:
+        plan: Plan of the ablation.
+        table: One row per run.
+        outcomes: Outcomes by run and seed, without failed ones.
+    """
     shown = [row for row in table if row.after is not None]
     looks = _looks(plan, shown)
     extra = [panel for panel in WHERE_THERE_IS_ONE if any(_has(panel[1], outcomes[row.name]) for row in shown)]
@@ -91,14 +103,14 @@ def draw(plan: Plan, table: Sequence[Row], outcomes: Mapping[str, Mapping[int, O
 
 
 def _looks(plan: Plan, shown: Sequence[Row]) -> dict[str, Look]:
-    """The baseline in ink, the others in colours."""
+    """Give the baseline the colour of the text, and the others the palette's colours."""
     others = [row.name for row in shown if row.name != plan.baseline]
     looks = {name: Look(COLORS[i % len(COLORS)], DASHES[i // len(COLORS) % len(DASHES)]) for i, name in enumerate(others)}
     return looks | {plan.baseline: Look(INK, "-")}
 
 
 def _has(keys: Sequence[str], outcomes: Mapping[int, Outcome]) -> bool:
-    """Whether the quantity occurs in a run at all: some step has a value other than 0."""
+    """Return whether the quantity occurs in a run: some step has a value other than 0."""
     return any(bool(np.nansum(_total(outcome, keys))) for outcome in outcomes.values())
 
 
@@ -107,7 +119,7 @@ def _total(outcome: Outcome, keys: Sequence[str]) -> np.ndarray:
 
 
 def _curves(axis: Any, keys: Sequence[str], outcomes: Mapping[str, Mapping[int, Outcome]], looks: Mapping[str, Look]) -> None:
-    """A line per seed and, where there are several, their mean; ever thinner, so that all show where they coincide."""
+    """Draw a line per seed and, with several seeds, their mean. Each run is drawn thinner, so that equal curves all show."""
     widths = np.linspace(1.4 + 0.7 * min(4, len(outcomes) - 1), 1.4, len(outcomes))
     for width, (name, by_seed) in zip(widths, outcomes.items(), strict=True):
         look = looks[name]
@@ -119,7 +131,7 @@ def _curves(axis: Any, keys: Sequence[str], outcomes: Mapping[str, Mapping[int, 
 
 
 def _dots(axis: Any, lines: Sequence[tuple[Row, Estimate | None, str]], looks: Mapping[str, Look]) -> None:
-    """A line per run, the first on top: name and remark over its mean with the interval; its seeds below."""
+    """Draw a row per run, the first on top: name and remark above its mean with the interval, the means of its seeds below."""
     for place, (row, estimate, remark) in enumerate(lines):
         color = looks[row.name].color
         box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
@@ -152,7 +164,7 @@ def _difference_in_words(plan: Plan, row: Row) -> str:
 
 
 def _heading(figure: Figure, plan: Plan, shown: Sequence[Row], looks: Mapping[str, Look]) -> None:
-    """Name, circumstances and the colours above; how to read it below."""
+    """Write name, circumstances and the key of colours at the top, and how to read the figure at the bottom."""
     height = figure.get_figheight()
     cfg = plan.any_config
     seeds = f"{len(plan.seeds)} seed" + ("s" if len(plan.seeds) > 1 else "")

@@ -1,4 +1,4 @@
-"""The file of an ablation, and the training runs that it means."""
+"""Read the file of an ablation and derive its training runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SET_BY_THE_RUNNER = {"name": "`runs` and `seeds`", "seed": "`seeds`", "output": 
 
 
 def _named(runs: Any) -> Any:
-    """[a, b] and {a: null} stand for {a: {objective: {name: a}}}: the objective of that name."""
+    """Expand the short forms: [a, b] and {a: null} mean {a: {objective: {name: a}}}, the objective of that name."""
     if isinstance(runs, list):
         if len(set(map(str, runs))) < len(runs):
             raise ValueError("a name is listed twice")
@@ -31,15 +31,20 @@ def _named(runs: Any) -> Any:
 
 @config
 class AblationFile:
-    """What `tepo ablate` reads.
+    """Contents of the file that `tepo ablate` reads. Results go to output/name/.
 
-    base: a training config, relative to this file; overrides: merged into every run; runs: name -> keys of that run alone (a
-    list of objectives is short for runs of these names); seeds: each run is made once with each; baseline: the run that the
-    others are compared with (None: the first); output/name/: where everything goes; overwrite: finished runs of another config
-    that are there are replaced.
+    An `objective` section that names a method replaces the section before it, whose keys belong to another method. All other
+    sections are merged as `config_layers` says.
 
-    An `objective` section that names a method replaces the one before it, whose parts belong to another method; everything else
-    is merged as `config_layers` says.
+    Attributes:
+        name: Name of the ablation, a plain folder name.
+        base: Training config, relative to this file.
+        runs: Name -> keys of that run alone. A list of objectives is short for runs of these names.
+        seeds: Seeds; each run is trained once with each.
+        baseline: Run that the others are compared with. None: the first run.
+        overrides: Keys merged into every run.
+        output: Folder for results.
+        overwrite: Replace finished runs that were made with another config.
     """
 
     name: str
@@ -65,9 +70,16 @@ class AblationFile:
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of an ablation, in their order: seed after seed of the first run, then of the next.
+    """The runs of an ablation in the order of training: all seeds of the first run, then of the next.
 
-    runs: name -> seed -> the whole training config; own: name -> the keys that set this run apart, as the file has them.
+    Attributes:
+        name: Name of the ablation.
+        folder: Folder for the results.
+        baseline: Run that the others are compared with.
+        seeds: Seeds of every run.
+        runs: Name -> seed -> complete training config.
+        own: Name -> keys that only this run sets, as in the file.
+        overwrite: Replace finished runs that were made with another config.
     """
 
     name: str
@@ -80,15 +92,22 @@ class Plan:
 
     @property
     def any_config(self) -> Config:
-        """For what all runs have in common: model and evaluation."""
+        """One of the configs, for settings that all runs share (model and evaluation)."""
         return self.runs[self.baseline][self.seeds[0]]
 
 
 def read_plan(path: str | Path, words: list[str], check: Callable[[Config], None]) -> Plan:
-    """The plan of an ablation's file, changed by `--key value` words, with every run checked.
+    """Read an ablation's file, apply `--key value` words, and check every run.
 
-    A key of the file itself (`--seeds [0]`) changes the file, any other (`--training.steps 3`) reaches every run.
-    check: raises a TepoError for a config that cannot run. Raises ConfigError naming file, run and key.
+    A key of the file itself (`--seeds [0]`) changes the file; any other key (`--training.steps 3`) is set in every run.
+
+    Args:
+        path: File of the ablation.
+        words: Command-line words.
+        check: Raises a TepoError for a config that cannot run.
+
+    Raises:
+        ConfigError: The file or a run is invalid. The message names file, run and key.
     """
     tree = read_yaml(path)
     for_every_run: list[tuple[str, Any]] = []
@@ -122,12 +141,12 @@ def read_plan(path: str | Path, words: list[str], check: Callable[[Config], None
 
 
 def _config(file: AblationFile, path: str | Path, run: str, seed: int, words: list[tuple[str, Any]]) -> Config:
-    """The whole config of one run. Raises ConfigError naming what set the key."""
+    """Return the complete config of one run. Raises ConfigError that names the source of the faulty key."""
     layers = read_layers(Path(path).parent / file.base)
     for values in (file.overrides, file.runs[run]):
         objective = values.get("objective")
         if isinstance(objective, dict) and "name" in objective:
-            layers.add({"objective": None}, f"{path}: runs.{run}")  # the base's parts are of the base's method
+            layers.add({"objective": None}, f"{path}: runs.{run}")  # the base's keys belong to its own method
     layers.add(file.overrides, f"{path}: overrides")
     layers.add(file.runs[run], f"{path}: runs.{run}")
     for key, value in words:
@@ -135,15 +154,16 @@ def _config(file: AblationFile, path: str | Path, run: str, seed: int, words: li
         set_key(word, key, value)
         layers.add(word, "command line")
     folder = {"name": f"{run}-seed{seed}", "output": str(Path(file.output) / file.name)}
-    # overwrite: a run that was cut off starts anew; one that is finished is never started
+    # overwrite: an interrupted run starts over; a finished run is never started again
     layers.add(folder | {"seed": seed, "overwrite": True}, f"{path}: runs.{run}")
     return validate_as(Config, layers.tree, f"{path}: runs.{run}", layers)
 
 
 def _check_comparable(plan: Plan, path: str | Path) -> None:
-    """The comparison is made problem by problem, from one base model. Raises ConfigError."""
+    """Raise ConfigError unless all runs share base model and evaluation: the comparison is made problem by problem."""
 
     def common(cfg: Config) -> dict[str, Any]:
+        """Return the settings that all runs must share."""
         data = {f"data.{field.name}": getattr(cfg.data, field.name) for field in dataclasses.fields(cfg.data)}
         of_training = ("data.train", "data.shuffle")
         keys = {"model.path": cfg.model.path, "evaluation": cfg.evaluation}

@@ -1,4 +1,4 @@
-"""What the runs of an ablation have left, as one row of figures per run."""
+"""Read what the runs of an ablation left, and summarize it in one row of figures per run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from tepo_megatron.sinks import read_metrics
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run that has ended well. curves: by step; scores: of the held-out problems, before and after."""
+    """A run that ended without error.
+
+    Attributes:
+        curves: Metrics by step.
+        scores: Scores of the held-out problems, before and after the run.
+    """
 
     curves: Curves
     scores: Scores
@@ -25,10 +30,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """One run over all its seeds. What no seed can tell is None; what a seed died of is in `errors`.
+    """One run over all its seeds. A figure is None if it is missing for a seed that it needs, or if no seed succeeded.
 
-    before, after: accuracy; steps_to_best, entropy_at_end: means over seeds (see `statistics`), entropy in nats per token;
-    difference: of `after` to the baseline's, paired; None for the baseline itself.
+    Attributes:
+        name: Name of the run.
+        problems: Number of held-out problems.
+        before: Accuracy before the run.
+        after: Accuracy after the run.
+        steps_to_best: Mean over seeds of `steps_to_share_of_best`.
+        entropy_at_end: Mean over seeds of the entropy at the end, in nats per token.
+        difference: Paired difference of `after` to the baseline's; None for the baseline itself.
+        errors: Seed -> error of a failed run.
     """
 
     name: str
@@ -42,12 +54,21 @@ class Row:
 
 
 def read_outcome(run_dir: Path) -> Outcome:
-    """Of a finished run. Raises DataError naming the file."""
+    """Read a finished run. Raises DataError that names the file."""
     return Outcome(Curves(read_metrics(run_dir)), read_evaluation(run_dir))
 
 
 def rows(outcomes: Mapping[str, Mapping[int, Outcome]], errors: Mapping[str, Mapping[int, str]], baseline: str) -> list[Row]:
-    """A row per run. Raises DataError where two runs were evaluated on different problems."""
+    """Return one row per run.
+
+    Args:
+        outcomes: Outcomes by run and seed, without failed ones.
+        errors: Error messages by run and seed.
+        baseline: Name of the baseline.
+
+    Raises:
+        DataError: Two runs were evaluated on different problems.
+    """
     reference = _after(outcomes[baseline])
     try:
         return [
@@ -79,6 +100,6 @@ def _after(outcomes: Mapping[int, Outcome]) -> dict[int, Mapping[int, float]]:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None where a seed has none: a mean over the others would be of something else."""
+    """Return the mean over seeds; None if a seed lacks the value, since a mean over the others would not be comparable."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known and len(known) == len(values) else None

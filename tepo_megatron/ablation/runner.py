@@ -1,4 +1,4 @@
-"""Make the runs of an ablation one after the other, those that are not there yet, and write what they say."""
+"""Train the missing runs of an ablation one after the other, and write the results."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ from tepo_megatron.escaping import escaped
 
 
 def ablate(path: str | Path, words: list[str], check: Callable[[Config], None], train: Callable[[Config], None]) -> int:
-    """`tepo ablate FILE [--key value ...]`; returns the exit status, 1 where a run failed.
+    """Run `tepo ablate FILE [--key value ...]`; return the exit status, 1 if a run failed.
 
-    check: refuses a config that cannot run; train: makes one run as `tepo train` does. Both raise a TepoError. Everything is
-    checked before the first run starts. A finished run is kept, taken for granted that code, model and data are those of
-    today; KeyboardInterrupt ends the one under way.
+    Everything is checked before the first run starts. A finished run is kept, on the assumption that code, model and data have
+    not changed. KeyboardInterrupt ends the current run and the command.
+
+    Args:
+        path: File of the ablation.
+        words: Command-line words.
+        check: Raises a TepoError for a config that cannot run.
+        train: Trains one run as `tepo train` does; raises a TepoError if it fails.
     """
     plan = read_plan(path, words, check)
     finished = finished_runs(plan)
@@ -49,7 +54,7 @@ def ablate(path: str | Path, words: list[str], check: Callable[[Config], None], 
 
 
 def finished_runs(plan: Plan) -> set[tuple[str, int]]:
-    """(run, seed) of those that have a summary and were made with the very config of the plan.
+    """Return (run, seed) of the runs that have a summary and the same config as in the plan.
 
     Raises ConfigError for a finished run of another config, unless the plan may overwrite it.
     """
@@ -69,7 +74,13 @@ def finished_runs(plan: Plan) -> set[tuple[str, int]]:
 
 
 def write_results(plan: Plan, outcomes: dict[str, dict[int, Outcome]], errors: dict[str, dict[int, str]]) -> None:
-    """Print the table; write it as ablation.md and ablation.json, and the picture as ablation.png."""
+    """Print the table; write it as ablation.md and ablation.json, and the picture as ablation.png.
+
+    Args:
+        plan: Plan of the ablation.
+        outcomes: Outcomes by run and seed, without failed ones.
+        errors: Error messages by run and seed.
+    """
     table = rows(outcomes, errors, plan.baseline)
     plan.folder.mkdir(parents=True, exist_ok=True)
     (plan.folder / "ablation.md").write_text(to_markdown(plan, table))
@@ -90,7 +101,7 @@ def _same_config(cfg: Config) -> bool:
 
 @contextlib.contextmanager
 def _handlers_restored() -> Iterator[None]:
-    """The launcher's agent leaves handlers behind, whose exception only the launcher understands."""
+    """Restore the signal handlers on exit: the launcher's agent leaves handlers whose exception only the launcher handles."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -1,4 +1,4 @@
-"""What an ablation says of the course of a run. Pure functions of curves; of accuracies see `evaluation/statistics.py`."""
+"""Statistics of a run's learning curve, as pure functions. Those of accuracies are in `evaluation/statistics.py`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SHARE_OF_BEST = 0.9
 
 
 def steps_to_share_of_best(values: Sequence[float]) -> int | None:
-    """The first step (from 1) at which the mean of the last WINDOW values reaches SHARE_OF_BEST of its own maximum.
+    """Return the first step (from 1) at which the mean of the last WINDOW values reaches SHARE_OF_BEST of its own maximum.
 
-    values: one per step, of a single run. None for fewer than WINDOW steps, where a value is missing (NaN), or where the mean
-    never leaves 0.
+    None for fewer than WINDOW steps, if a value is missing (NaN), or if the mean never exceeds 0. `values` has one value per
+    step of a single run.
     """
     if any(math.isnan(value) for value in values):
         return None
@@ -26,6 +26,6 @@ def steps_to_share_of_best(values: Sequence[float]) -> int | None:
 
 
 def mean_of_last(values: Sequence[float]) -> float | None:
-    """Mean of the last WINDOW values that are not NaN; None where all of these are."""
+    """Return the mean of those of the last WINDOW values that are not NaN; None if all of them are."""
     known = [value for value in values[-WINDOW:] if not math.isnan(value)]
     return statistics.fmean(known) if known else None

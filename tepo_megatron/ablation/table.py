@@ -1,4 +1,4 @@
-"""An ablation's rows as a table: in the terminal, in Markdown, as JSON. One set of cells and one set of notes for all."""
+"""Format an ablation's rows as a table, for the terminal, in Markdown and as JSON, from one set of cells and notes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tepo_megatron.escaping import escaped
 from tepo_megatron.evaluation.statistics import NORMAL_95, Estimate
 
 NOTHING = "–"  # noqa: RUF001
-FILE_WIDTH = 170  # characters, where the output is no terminal
+FILE_WIDTH = 170  # width in characters if the output is no terminal
 
 
 def headings(plan: Plan) -> list[str]:
-    """One per cell."""
+    """Return the column headings."""
     return [
         "run", "accuracy, % ± SE", "by seed", f"steps to {SHARE_OF_BEST:.0%} of own best", "entropy at end, nats",
         f"points over {plan.baseline} [95 %]", "by seed", "",
@@ -29,7 +29,12 @@ def headings(plan: Plan) -> list[str]:
 
 
 def cells(plan: Plan, row: Row) -> list[str]:
-    """What the table says of a run."""
+    """Return the cells of one run.
+
+    Args:
+        plan: Plan of the ablation.
+        row: Row of the run.
+    """
     return [
         row.name,
         NOTHING if row.after is None else with_error(row.after),
@@ -43,7 +48,12 @@ def cells(plan: Plan, row: Row) -> list[str]:
 
 
 def verdict(plan: Plan, row: Row) -> str:
-    """What may be said of the difference to the baseline, and no more."""
+    """Return the strongest statement that the figures support about the difference to the baseline.
+
+    Args:
+        plan: Plan of the ablation.
+        row: Row of the run.
+    """
     if row.name == plan.baseline:
         return "baseline"
     if row.difference is None:
@@ -56,7 +66,12 @@ def verdict(plan: Plan, row: Row) -> str:
 
 
 def notes(plan: Plan, table: Sequence[Row]) -> list[str]:
-    """How every figure is defined, and what it does not hold. One sentence or two each."""
+    """Return sentences that define every figure and say what it does not include.
+
+    Args:
+        plan: Plan of the ablation.
+        table: One row per run.
+    """
     cfg, seeds = plan.any_config, ", ".join(map(str, plan.seeds))
     before = next((row.before for row in table if row.before is not None), None)
     problems = next((row.problems for row in table if row.problems), 0)
@@ -86,7 +101,12 @@ def notes(plan: Plan, table: Sequence[Row]) -> list[str]:
 
 
 def print_table(plan: Plan, table: Sequence[Row]) -> None:
-    """To the terminal."""
+    """Print the table and its notes to the terminal.
+
+    Args:
+        plan: Plan of the ablation.
+        table: One row per run.
+    """
     console = Console()
     if not console.is_terminal:
         console = Console(width=FILE_WIDTH)
@@ -101,7 +121,12 @@ def print_table(plan: Plan, table: Sequence[Row]) -> None:
 
 
 def to_markdown(plan: Plan, table: Sequence[Row]) -> str:
-    """The same, with the picture."""
+    """Return the table and its notes in Markdown, with a reference to the picture.
+
+    Args:
+        plan: Plan of the ablation.
+        table: One row per run.
+    """
 
     def line(texts: Sequence[str]) -> str:
         return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
@@ -113,7 +138,12 @@ def to_markdown(plan: Plan, table: Sequence[Row]) -> str:
 
 
 def to_json(plan: Plan, table: Sequence[Row]) -> dict[str, Any]:
-    """Every figure, unrounded. Accuracies and differences are shares, not percent."""
+    """Return every figure, unrounded, as plain JSON. Accuracies and differences are shares, not percent.
+
+    Args:
+        plan: Plan of the ablation.
+        table: One row per run.
+    """
     return {
         "name": plan.name,
         "baseline": plan.baseline,
@@ -131,7 +161,7 @@ def _record(plan: Plan, row: Row) -> Mapping[str, Any]:
 
 
 def _keys(tree: Mapping[str, Any]) -> str:
-    """{a: {b: 1}} as "a.b=1"."""
+    """Return nested settings as text: {a: {b: 1}} as "a.b=1"."""
     flat = []
     for key, value in tree.items():
         flat += [f"{key}.{rest}" for rest in _keys(value).split(" ")] if isinstance(value, dict) else [f"{key}={value}"]
@@ -139,13 +169,13 @@ def _keys(tree: Mapping[str, Any]) -> str:
 
 
 def with_error(estimate: Estimate) -> str:
-    """Percent ± standard error."""
+    """Return a mean in percent ± its standard error."""
     error = "" if estimate.standard_error is None else f" ± {100 * estimate.standard_error:.1f}"
     return f"{100 * estimate.mean:.1f}{error}"
 
 
 def with_interval(estimate: Estimate) -> str:
-    """Percentage points with their 95 % interval."""
+    """Return a difference in percentage points with its 95 % interval."""
     interval = estimate.interval
     bounds = "" if interval is None else f" [{100 * interval[0]:+z.1f}, {100 * interval[1]:+z.1f}]"
     return f"{100 * estimate.mean:+z.1f}{bounds}"
@@ -157,5 +187,5 @@ def _span(estimate: Estimate, sign: str) -> str:
 
 
 def _last_line(text: str) -> str:
-    """Of a traceback, what was raised."""
+    """Return the last line of a traceback, which says what was raised."""
     return text.strip().splitlines()[-1].strip()

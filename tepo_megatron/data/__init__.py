@@ -1,4 +1,4 @@
-"""Datasets: prompts in the schemas that users have, the stream that feeds the rollouts, the tokenizer."""
+"""Datasets: read prompts from the common row schemas, stream them to the rollouts, and load the tokenizer."""
 
 from tepo_megatron.data.mixture import Data, load_data
 from tepo_megatron.data.prompts import Loaded, load_prompts

@@ -1,4 +1,4 @@
-"""The rows of parquet files and of Hugging Face's datasets, by way of Arrow's batches."""
+"""Read the rows of parquet files and of Hugging Face datasets through Arrow record batches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ _BATCH_ROWS = 4096
 
 
 class ArrowRows:
-    """Rows of record batches, file after file.
-
-    names, open_: what errors call each file, and how its batches are read. No row is known at a glance to be a copy.
-    """
+    """A `Reader` over Arrow record batches, one file after the other. It never skips copied rows, so `repeats` stays 0."""
 
     def __init__(self, names: list[Path], open_: Callable[[Path], Iterable[Any]]) -> None:
+        """Store what to read; nothing is opened yet.
+
+        Args:
+            names: Name of each file as error messages print it.
+            open_: Returns the record batches of a file, given its name.
+        """
         self.read = self.repeats = 0
         self._names, self._open = names, open_
         self._starts = [0]
@@ -28,6 +31,12 @@ class ArrowRows:
         self._batch_start = 0
 
     def rows(self, keys: Collection[str], passing_repeats: bool) -> Iterator[tuple[int, Row | DataError]]:
+        """Yield (place, row) of every row; see `Reader.rows`.
+
+        Args:
+            keys: Dotted keys to read. Only the columns that these name are converted to Python values.
+            passing_repeats: Ignored.
+        """
         self.read, self._starts, self._batch_start = 0, [], 0
         for name in self._names:
             self._starts.append(self.read)
@@ -39,15 +48,22 @@ class ArrowRows:
                     yield self.read - 1, row
 
     def whole(self, place: int) -> Row:
+        """Return all columns of the row that `rows` yielded last; `place` must be its place."""
         (row,) = self._batch.slice(place - self._batch_start, 1).to_pylist()
         return dict(row)
 
     def where(self, place: int) -> str:
+        """Return "FILE: row N" of a row, N counted from 1 in its file."""
         return readers.where(self._names, self._starts, place, ": row ")
 
 
 def parquet(files: list[Path]) -> ArrowRows:
-    """Of parquet files. Raises DataError where pyarrow is not installed; the batches do for files that it cannot read."""
+    """Return a reader of parquet files. Files are opened when the rows are read.
+
+    Raises:
+        DataError: pyarrow is not installed. Reading the rows raises it for a file that pyarrow cannot read or that is refused
+            as a decompression bomb (`parquet_bombs`).
+    """
     try:
         import pyarrow
         import pyarrow.parquet
@@ -74,9 +90,15 @@ def parquet(files: list[Path]) -> ArrowRows:
 
 
 def hugging_face(source: str) -> ArrowRows:
-    """Of ORG/NAME[:CONFIG][:SPLIT], or of a folder laid out like one; it is downloaded where it is not in the cache.
+    """Return a reader of a Hugging Face dataset. The `datasets` library downloads the dataset unless it is in the cache.
 
-    SPLIT: `train` where there is one, else the only one. Raises DataError with what the library says and the mend.
+    Args:
+        source: ORG/NAME[:CONFIG][:SPLIT], or a folder laid out like such a dataset. Without SPLIT: `train` if the dataset has
+            that split, otherwise its only split.
+
+    Raises:
+        DataError: The `datasets` package is missing, the split is ambiguous or unknown, or the library fails. The message says
+            what the library reported and how to fix it.
     """
     name, _, rest = source.partition(":")
     config, _, split = rest.rpartition(":")
@@ -95,7 +117,7 @@ def hugging_face(source: str) -> ArrowRows:
         table = datasets.load_dataset(name, config or None, split=chosen).with_format("arrow")
     except DataError:
         raise
-    except Exception as e:  # the library raises what its many back ends raise
+    except Exception as e:  # the library passes on whatever its many back ends raise
         words = " ".join(str(e).split())[:300]
         raise DataError(
             f"{source}: no such file, and as a dataset of Hugging Face, which is ORG/NAME[:CONFIG][:SPLIT], it cannot be "

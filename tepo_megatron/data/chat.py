@@ -1,4 +1,4 @@
-"""Prompts as tokens: the tokenizer's chat template, or strings as they stand."""
+"""Turn prompts into token ids, by the tokenizer's chat template or, for plain strings, directly."""
 
 from __future__ import annotations
 
@@ -15,20 +15,32 @@ if TYPE_CHECKING:
 
 
 class Encoder:
-    """Tokenizes prompts as `data.as_chat`, `system_prompt`, `instruction` and `template_kwargs` say.
+    """Tokenizes prompts by `data.as_chat`, `data.system_prompt`, `data.instruction` and `data.template_kwargs`.
 
-    A string is tokenized as it stands, without special tokens; a chat by the template, with the prompt for generation. Raises
-    ConfigError for a key of `template_kwargs` that the chat template never mentions: it would do nothing.
+    A string is tokenized unchanged and without special tokens. A chat is rendered by the chat template, with the generation
+    prompt appended.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> None:
+        """Check the configuration against the chat template.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            cfg: The data configuration.
+
+        Raises:
+            ConfigError: The chat template never mentions a key of `template_kwargs`, which would then have no effect.
+        """
         self._tokenizer, self._cfg = tokenizer, cfg
         for name in cfg.template_kwargs if tokenizer.chat_template is not None else ():
             if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()):
                 raise ConfigError(f"data.template_kwargs.{name}: the chat template of the tokenizer has no {name}; remove it")
 
     def encode(self, prompts: Sequence[str | Messages]) -> list[tuple[int, ...] | DataError]:
-        """The tokens of each prompt, or what is wrong with it. Raises ConfigError for strings that are asked to be chats."""
+        """Return the token ids of each prompt, or a DataError (returned, not raised) that says why it has none.
+
+        Raises ConfigError if `system_prompt` or `template_kwargs` is set and a prompt is a string without `data.as_chat`.
+        """
         laid_out = [self._laid_out(prompt) for prompt in prompts]
         results: list[tuple[int, ...] | DataError] = [DataError("the tokenizer was not asked")] * len(prompts)
         for chats in (False, True):
@@ -38,7 +50,7 @@ class Encoder:
         return results
 
     def _laid_out(self, prompt: str | Messages) -> str | Messages:
-        """With instruction and system prompt."""
+        """Return the prompt with the instruction appended and the system prompt inserted; a chat unless it stays a string."""
         cfg = self._cfg
         ending = "" if cfg.instruction is None else f"\n\n{cfg.instruction}"
         if isinstance(prompt, str):
@@ -57,7 +69,7 @@ class Encoder:
         return prompt
 
     def _tokens(self, prompts: list[Any], chats: bool) -> list[tuple[int, ...] | DataError]:
-        """All at once; one by one where that fails, to tell which."""
+        """Tokenize all prompts in one call. If that fails, tokenize them one by one to find the prompts at fault."""
         if not prompts:
             return []
         if chats and self._tokenizer.chat_template is None:
@@ -66,13 +78,14 @@ class Encoder:
             ] * len(prompts)
         try:
             ids = self._ask(prompts, chats)
-        except Exception as e:  # templates raise what their authors like; lone surrogates are a TypeError
+        except Exception as e:  # a template may raise any exception; a lone surrogate raises TypeError
             if len(prompts) == 1:
                 return [DataError(f"is refused by the tokenizer ({' '.join(str(e).split())}); mend the prompt")]
             return [self._tokens([prompt], chats)[0] for prompt in prompts]
         return [tuple(row) if row else DataError("has no tokens; fill it in or remove the row") for row in ids]
 
     def _ask(self, prompts: list[Any], chats: bool) -> list[list[int]]:
+        """Call the tokenizer, or its chat template for chats, on all prompts at once."""
         tokenizer = self._tokenizer
         if not chats:
             return list(tokenizer(prompts, add_special_tokens=False).input_ids)

@@ -1,4 +1,4 @@
-"""All that a run reads: the sets that are mixed, and what it is evaluated on."""
+"""Load all prompts that a run reads: the training sets of the mixture and the held-out set."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from tepo_megatron.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-GOLDS_SECONDS = 30.0  # for trying the answers of one set on the grader, where that decides nothing
+GOLDS_SECONDS = 30.0  # time limit for trying one set's answers on the grader when the result is only reported
 
 
 @dataclass(frozen=True)
 class Data:
-    """train: the sets with their weights; eval: the held-out problems, none without `data.eval`; told: lines for the log."""
+    """The prompts of a run.
+
+    Attributes:
+        train: (prompts, sampling weight) of each training set.
+        eval: Held-out problems; empty without `data.eval`.
+        told: Lines for the log about what was read and dropped.
+    """
 
     train: list[tuple[list[Prompt], float]]
     eval: list[Prompt]
@@ -28,14 +34,27 @@ class Data:
 
     @property
     def count(self) -> int:
-        """Prompts to train on."""
+        """Number of prompts to train on, over all sets."""
         return sum(len(prompts) for prompts, _ in self.train)
 
 
 def load_data(cfg: DataConfig, reward: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
-    """Read all that `cfg` names. A prompt of several sets is one of the first of them. Raises DataError and ConfigError."""
+    """Read all sets that `cfg` names. A prompt that several training sets have is kept in the first of them only.
+
+    Prompts of `data.eval` that are also in `data.train` are kept in both and reported in a warning line.
+
+    Args:
+        cfg: The data configuration.
+        reward: The reward configuration, which decides how gold answers are tried on the grader.
+        tokenizer: The model's tokenizer.
+
+    Raises:
+        DataError: A set cannot be read or used.
+        ConfigError: Settings do not fit the prompts or the chat template.
+    """
 
     def try_golds(golds: Sequence[str]) -> tuple[dict[str, str], int]:
+        """Try gold answers on the grader, without a time limit where the result decides what is kept."""
         return unreadable_golds(golds, reward, GOLDS_SECONDS if cfg.check_answers == "tell" else math.inf)
 
     told: list[str] = []

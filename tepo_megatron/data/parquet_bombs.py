@@ -1,8 +1,9 @@
-"""Refuse parquet files that are small on the disk and huge in memory, before they are in memory.
+"""Refuse parquet files that are small on disk and huge in memory, before they are decoded.
 
-The rows of a batch are in memory at once, and so is what a column of a row group takes before it is decoded. A small file may
-hold a huge value, one value for a million rows (dictionaries), values that each repeat the beginning of the one before
-(DELTA_BYTE_ARRAY), or a list of a billion equal elements. Honest text is packed to a tenth, at most a hundredth.
+All rows of a batch are in memory at once, and so are the encoded bytes of a column of a row group. A small file may expand
+to a huge one: one huge value, one value for a million rows (dictionary encoding), values that each repeat the prefix of the
+value before (DELTA_BYTE_ARRAY), or a list of a billion equal elements. Ordinary text is compressed to a tenth of its size, at
+most to a hundredth.
 """
 
 from __future__ import annotations
@@ -17,25 +18,27 @@ BATCH_ROWS = 256
 _MIB = 2**20
 _COLUMN_BYTES = 4 * 2**30
 _BOMB_BYTES, _BOMB_RATIO = 64 * _MIB, 500
-_ELEMENT_BYTES = 4  # of a list: the least that one takes in memory
-# Decoded values may take so many times what is stored of them: their dictionary, or the whole column with its prefixes.
+_ELEMENT_BYTES = 4  # the least memory that a list element takes
+# Decoded values may take this many times their stored bytes: those of the dictionary, or of the whole column with prefixes.
 _OF_DICTIONARY, _OF_COLUMN = 2, 16
 _DICTIONARIES, _PREFIXES = {"PLAIN_DICTIONARY", "RLE_DICTIONARY"}, "DELTA_BYTE_ARRAY"
 
 
 def refuse_bombs(path: Path, metadata: Any, schema: Any) -> None:
-    """Raise DataError for a column that takes too much memory, or far more than it takes in the file.
+    """Raise DataError for a column chunk that takes too much memory, or far more memory than bytes in the file.
+
+    The limits are 4 GiB, and 64 MiB together with 500 times the compressed size.
 
     Args:
-        path: of the file.
-        metadata: its `pyarrow.parquet.FileMetaData`.
-        schema: its `pyarrow.parquet.ParquetSchema`.
+        path: Path of the file, for the message.
+        metadata: The file's `pyarrow.parquet.FileMetaData`.
+        schema: The file's `pyarrow.parquet.ParquetSchema`.
     """
     for group in range(metadata.num_row_groups):
         for column in range(metadata.num_columns):
             chunk = metadata.row_group(group).column(column)
             packed, unpacked = chunk.total_compressed_size, chunk.total_uncompressed_size
-            if schema.column(column).max_repetition_level:  # of a list, one row may hold all elements
+            if schema.column(column).max_repetition_level:  # a list column: one row may hold all elements
                 unpacked = max(unpacked, _ELEMENT_BYTES * chunk.num_values)
             if unpacked > _COLUMN_BYTES or (unpacked > _BOMB_BYTES and unpacked > _BOMB_RATIO * packed):
                 raise DataError(
@@ -45,10 +48,10 @@ def refuse_bombs(path: Path, metadata: Any, schema: Any) -> None:
 
 
 def huge_dictionaries(path: Path) -> set[str]:
-    """Return the columns of texts that must stay in their dictionaries while they are read, so that each value takes memory
-    once: a batch of their greatest value would be too large.
+    """Return the text columns that must be read as dictionaries, so that each distinct value takes memory only once.
 
-    A column chunk has one dictionary, which its first batch shows.
+    These are the columns whose longest dictionary value, repeated in every row of a batch, would exceed 64 MiB, or whose
+    dictionary is empty in the first batch. A column chunk has one dictionary, which its first batch shows.
     """
     import pyarrow.parquet
 
@@ -58,7 +61,7 @@ def huge_dictionaries(path: Path) -> set[str]:
     for group in range(metadata.num_row_groups):
         chunks = [metadata.row_group(group).column(column) for column in range(metadata.num_columns)]
         names = [c.path_in_schema for c in chunks if c.physical_type == "BYTE_ARRAY" and set(c.encodings) & _DICTIONARIES]
-        # of no column that may hold prefixes too, which pyarrow does not read into dictionaries
+        # leave out columns that may also be prefix-encoded: pyarrow does not read those into dictionaries
         names = [c.path_in_schema for c in chunks if c.path_in_schema in names and _PREFIXES not in c.encodings]
         if not names:
             continue
@@ -72,15 +75,15 @@ def huge_dictionaries(path: Path) -> set[str]:
 
 
 def careful(path: Path, group: Any, huge: set[str]) -> tuple[int, Swelling]:
-    """Return how many rows of a row group may be decoded at once, and what refuses those that swell all the same.
+    """Return how many rows of a row group to decode at once, and the guard that refuses batches that still expand too much.
 
     Args:
-        path: of the file.
-        group: a `pyarrow.parquet.RowGroupMetaData`.
-        huge: columns that are read as dictionaries.
+        path: Path of the file, for messages.
+        group: A `pyarrow.parquet.RowGroupMetaData`.
+        huge: Columns that are read as dictionaries, from `huge_dictionaries`.
     """
     chunks = [group.column(column) for column in range(group.num_columns)]
-    repeating = [chunk for chunk in chunks if _PREFIXES in chunk.encodings]  # a value may repeat all of the one before
+    repeating = [chunk for chunk in chunks if _PREFIXES in chunk.encodings]  # a value may repeat the whole value before it
     rows = min([BATCH_ROWS, *(_BOMB_BYTES // max(1, chunk.total_uncompressed_size) for chunk in repeating)])
     stored: dict[str, int] = {}
     for chunk in chunks:
@@ -91,29 +94,29 @@ def careful(path: Path, group: Any, huge: set[str]) -> tuple[int, Swelling]:
 
 
 class Swelling:
-    """What the batches of one row group take once their values are Python's, of what the file stores of them."""
+    """Compares the memory of one row group's decoded values with the bytes that the file stores of them."""
 
     def __init__(self, path: Path, stored: Mapping[str, int]) -> None:
-        """Begin a row group: nothing of it is decoded yet.
+        """Begin a row group of which nothing is decoded yet.
 
         Args:
-            path: of the file.
-            stored: the columns that may swell, and their bytes in the file once they are unpacked.
+            path: Path of the file, for messages.
+            stored: Columns that may expand, each with its uncompressed bytes in the file.
         """
         self._path, self._rows, self._stored = path, 0, stored
         self._decoded = dict.fromkeys(stored, 0)
 
     def refuse(self, batch: Any) -> None:
-        """Raise DataError for a column whose values take far more memory than what they are made of.
+        """Raise DataError for a column whose decoded values take far more memory than their stored bytes.
 
-        batch: the next `pyarrow.RecordBatch` of the row group.
+        Call it once for each `pyarrow.RecordBatch` of the row group, in order: decoded bytes are summed over batches.
         """
         for name, stored in self._stored.items():
             held, decoded = _sizes(batch.column(name))
             self._decoded[name] += decoded
             if decoded > max(_BOMB_BYTES, _OF_DICTIONARY * held):
                 self._raise(name, batch.num_rows, decoded, held)
-            if self._decoded[name] > max(_BOMB_BYTES, _OF_COLUMN * stored) and decoded == held:  # without a dictionary
+            if self._decoded[name] > max(_BOMB_BYTES, _OF_COLUMN * stored) and decoded == held:  # not dictionary-encoded
                 self._raise(name, self._rows + batch.num_rows, self._decoded[name], stored)
         self._rows += batch.num_rows
 
@@ -125,7 +128,7 @@ class Swelling:
 
 
 def _sizes(array: Any) -> tuple[int, int]:
-    """Return the bytes of an array's values as they are held, and once each is a value of its own."""
+    """Return the bytes of an array's values as stored (dictionary values once), and with every value expanded."""
     import pyarrow
     import pyarrow.compute as compute
 
@@ -144,7 +147,7 @@ def _sizes(array: Any) -> tuple[int, int]:
 
 
 def _column(batch: Any, path: str) -> Any:
-    """Return the texts of a leaf column, without the lists and structs around it. path: as `path_in_schema` has it."""
+    """Return the texts of a leaf column, named by its `path_in_schema`, without the lists and structs around it."""
     import pyarrow
 
     name, *inner = path.split(".")
@@ -152,7 +155,7 @@ def _column(batch: Any, path: str) -> Any:
     while not pyarrow.types.is_dictionary(array.type):
         if pyarrow.types.is_struct(array.type):
             while inner and array.type.get_field_index(inner[0]) < 0:
-                inner.pop(0)  # what the schema calls the levels of a list
+                inner.pop(0)  # the schema's names for list levels, which the Arrow type does not have
             array = array.flatten()[array.type.get_field_index(inner.pop(0))]
         else:
             array = array.flatten()
@@ -160,7 +163,7 @@ def _column(batch: Any, path: str) -> Any:
 
 
 def _longest(array: Any) -> int:
-    """Return the bytes of the longest value in a dictionary array's dictionary; 0 where it has none."""
+    """Return the bytes of the longest value in the dictionary of a dictionary array; 0 if the dictionary is empty."""
     import pyarrow.compute as compute
 
     return compute.max(compute.binary_length(array.dictionary)).as_py() or 0

@@ -1,4 +1,4 @@
-"""A dataset as prompts: read, each prompt once, sliced, its answers tried on the grader, tokenized."""
+"""Load one dataset as prompts: read rows, deduplicate, slice, try the answers on the grader, tokenize."""
 
 from __future__ import annotations
 
@@ -19,15 +19,21 @@ from tepo_megatron.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# golds -> ({gold that the grader cannot read: `MathReward`'s status}, how many were not tried)
+# gold answers -> ({gold answer that the grader cannot read: `MathTerm`'s status}, number of answers not tried)
 TryGolds = Callable[[Sequence[str]], tuple[dict[str, str], int]]
-FIRST_ID = 2**32  # ids of a set start at its number times this
-_CHUNK = 1024  # prompts that are tokenized at once
+FIRST_ID = 2**32  # prompt ids of set n start at n times this
+_CHUNK = 1024  # prompts per tokenizer call
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A set's prompts in its order, what became of its rows, and the answer and place of each prompt by its digest."""
+    """The prompts of one set.
+
+    Attributes:
+        prompts: Prompts in the order of the dataset.
+        report: Counts of the rows that were read and dropped.
+        seen: (gold answer, file and row) of each prompt, by its digest (`key_of`).
+    """
 
     prompts: list[Prompt]
     report: Report
@@ -43,13 +49,21 @@ def load_prompts(
     number: int = 0,
     earlier: Mapping[bytes, tuple[str, str]] | None = None,
 ) -> Loaded:
-    """The prompts of one set. cfg: what the sets share (its `train`, `eval` and keys are not looked at).
+    """Load the prompts of one set.
 
-    try_golds: what `cfg.check_answers` asks; number: of the set, counted from 0; earlier: `Loaded.seen` of the sets before.
-    `Prompt.id` is `number * FIRST_ID` and the row's place counted from 0, a line of JSON lines (so it is stable when limits
-    change); `Prompt.meta` holds the rest of the row.
+    `Prompt.id` is `number * FIRST_ID` plus the row's place counted from 0 over all files (blank lines count), so ids do not
+    change when limits do. `Prompt.meta` holds the other columns of the row.
 
-    Raises DataError with file, row (counted from 1) and mend for what cannot be read or used, and where no prompt is left.
+    Args:
+        source: The set: its path with slice, and its own keys.
+        cfg: Settings that all sets share. Its `train`, `eval` and keys are not used.
+        tokenizer: The model's tokenizer.
+        try_golds: Tries answers on the grader, used unless `cfg.check_answers` is "off". None: answers are not tried.
+        number: Index of the set, from 0.
+        earlier: `Loaded.seen` of the sets before it, whose prompts are left out if `cfg.deduplicate`.
+
+    Raises:
+        DataError: A row cannot be read or used (the message has file, row counted from 1, and the fix), or no prompt is left.
     """
     place = Source.of(source.path)
     reader = place.reader()
@@ -73,7 +87,7 @@ def load_prompts(
 
 
 def _schema(reader: Reader, source: DataSet, faults: Faults) -> Schema:
-    """That of the first row that has one; with `skip_bad_rows` rows without are passed over."""
+    """Return the schema of the first row that fits one. With `skip_bad_rows`, rows before it that fit none are passed over."""
     row: Row | DataError | None = None
     at = 0
     for at, row in reader.rows((), passing_repeats=False):
@@ -97,7 +111,7 @@ def _schema(reader: Reader, source: DataSet, faults: Faults) -> Schema:
 
 
 def _items(reader: Reader, schema: Schema, faults: Faults, unique: Unique | None) -> Iterator[Item]:
-    """The rows of the dataset; with `unique`, those whose prompt is new to it."""
+    """Yield the rows of the dataset as items. With `unique`, yield only rows whose prompt was not seen before."""
     first = ""
     used = {schema.prompt_key, schema.answer_key}
     columns = sorted(used | {key.partition(".")[0] for key in used})
@@ -122,7 +136,7 @@ def _items(reader: Reader, schema: Schema, faults: Faults, unique: Unique | None
 
 
 def _missing(row: Row, error: MissingKeyError, schema: Schema, first: str) -> str:
-    """What to say of a row without a key: it may be one of another schema."""
+    """Return the message for a row that lacks a key, and say so if the row has another schema."""
     found = ", ".join(map(repr, row)) or "none"
     text = f"key {error.key!r} is missing (found: {found}); add it or set {error.option}"
     other = detect(row, None, None)
@@ -132,7 +146,7 @@ def _missing(row: Row, error: MissingKeyError, schema: Schema, first: str) -> st
 
 
 def _unique(reader: Reader, schema: Schema, cfg: DataConfig, report: Report) -> list[Item]:
-    """Each prompt once; those that have several answers are an error, or left out with all their rows."""
+    """Return each prompt once. A prompt with several answers is an error, or with `skip_bad_rows` dropped with all its rows."""
     unique = Unique()
     for item in _items(reader, schema, report.faults, unique):
         unique.items[item.key] = item
@@ -150,7 +164,7 @@ def _unique(reader: Reader, schema: Schema, cfg: DataConfig, report: Report) -> 
 
 
 def _without_earlier(items: list[Item], reader: Reader, earlier: Mapping[bytes, tuple[str, str]], report: Report) -> list[Item]:
-    """Those that no earlier set has."""
+    """Return the items whose prompts no earlier set has. A prompt with another answer than there is a fault."""
     kept = []
     for item in items:
         answer, where = earlier.get(item.key, (item.answer, ""))
@@ -166,9 +180,9 @@ def _without_earlier(items: list[Item], reader: Reader, earlier: Mapping[bytes, 
 
 
 def _tried(items: list[Item], reader: Reader, cfg: DataConfig, try_golds: TryGolds, report: Report) -> list[Item]:
-    """The items, in the report those whose answer the grader cannot read; without them where they are to be dropped.
+    """Report the items whose answers the grader cannot read; drop them or raise DataError if `cfg.check_answers` says so.
 
-    What was not settled in time says something of the machine too: it is told, and dropped or refused never.
+    An answer that timed out or killed its worker may be the machine's fault: it is reported, but never dropped or refused.
     """
     bad, report.untried = try_golds([item.answer for item in items])
     unsettled = {gold for gold, status in bad.items() if status in ("timeout", "died")}
@@ -197,7 +211,7 @@ def _tokenized(
     first_id: int,
     report: Report,
 ) -> Iterator[Prompt]:
-    """The prompts that are not too long. Raises DataError where all of them are."""
+    """Yield the prompts of at most `data.max_prompt_tokens` tokens. Raise DataError if all of them are longer."""
     encoder = Encoder(tokenizer, cfg)
     shortest: int | None = None
     fits = False
@@ -220,7 +234,9 @@ def _tokenized(
 
 
 def _asks_for_a_line(prompt: str | Messages, instruction: str) -> bool:
-    """As DAPO-Math-17k does: "The last line of your response should be of the form Answer: $Answer"."""
+    """Return whether the prompt asks for a last line "Answer: $..." and no box, like DAPO-Math-17k:
+    "The last line of your response should be of the form Answer: $Answer".
+    """
     text = (prompt if isinstance(prompt, str) else prompt[-1]["content"]) + instruction
     return "Answer: $" in text and "boxed" not in text
 

@@ -1,4 +1,4 @@
-"""The rows of JSON-lines files, and what every kind of dataset offers its reader."""
+"""Read the rows of JSON-lines files, and define the `Reader` interface that every kind of dataset implements."""
 
 from __future__ import annotations
 
@@ -18,42 +18,56 @@ Row = dict[str, Any]
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _GZIP = b"\x1f\x8b"
 PARQUET = b"PAR1"
-LINE_BYTES = 256 * 2**20  # a gzipped file of a megabyte can hold a line of a gigabyte
+LINE_BYTES = 256 * 2**20  # a limit, since a gzipped file of a megabyte can hold a line of a gigabyte
 
 
 class Reader(Protocol):
-    """The rows of a dataset. read: how many rows `rows` went through so far; repeats: how many of them it passed over."""
+    """Rows of a dataset, which `rows` may go through several times.
+
+    Attributes:
+        read: Number of rows that the current or last pass of `rows` has gone through.
+        repeats: Number of these that it skipped as copies.
+    """
 
     read: int
     repeats: int
 
     def rows(self, keys: Collection[str], passing_repeats: bool) -> Iterator[tuple[int, Row | DataError]]:
-        """(place, row) in order, the row with at least what the keys name, where it has that.
+        """Yield (place, row) in order; a row that cannot be read is yielded as its DataError.
 
-        place: unique, ascending, counted from 0 over all files; a row that cannot be read is its error. passing_repeats: a row
-        that is known at a glance to be the copy of an earlier one may be left out.
+        `place` is unique, ascending and counted from 0 over all files.
+
+        Args:
+            keys: Dotted keys. A row holds at least the columns that these name, as far as it has them.
+            passing_repeats: Rows that are recognized as byte-identical copies of an earlier row may be skipped.
         """
         ...
 
     def whole(self, place: int) -> Row:
-        """All of the row that `rows` yielded last."""
+        """Return all columns of the row that `rows` yielded last; `place` must be its place."""
         ...
 
     def where(self, place: int) -> str:
-        """How errors call the row."""
+        """Return how error messages name the row: its file, and its number counted from 1."""
         ...
 
 
 class JsonLines:
-    """Files of one JSON object per line, UTF-8, gzipped or not; blank lines are passed over, and counted as places."""
+    """Reads files of one JSON object per line, UTF-8, gzipped or not. Blank lines are skipped but count as places."""
 
     def __init__(self, files: list[Path]) -> None:
         self.read = self.repeats = 0
         self._files = files
-        self._starts = [0]  # place of each file's first line, once it is known
+        self._starts = [0]  # place of each file's first line, for the files read so far
         self._last: Row = {}
 
     def rows(self, keys: Collection[str], passing_repeats: bool) -> Iterator[tuple[int, Row | DataError]]:
+        """Yield (place, row); see `Reader.rows`.
+
+        Args:
+            keys: Ignored: every row is parsed whole.
+            passing_repeats: Skip lines that are byte-identical to an earlier valid line, and count them in `repeats`.
+        """
         self.read, self.repeats, self._starts = 0, 0, []
         known: set[bytes] = set()
         lines = 0
@@ -78,14 +92,16 @@ class JsonLines:
                 yield place, row
 
     def whole(self, place: int) -> Row:
+        """Return the row that `rows` yielded last; `place` is ignored."""
         return self._last
 
     def where(self, place: int) -> str:
+        """Return "FILE:LINE", the line counted from 1."""
         return where(self._files, self._starts, place, ":")
 
 
 def files_of(path: str) -> list[Path]:
-    """The file, or those that `*`, `?` and `[...]` stand for, sorted. Raises DataError where there is none."""
+    """Return the file, or the sorted files that match the pattern (`*`, `?`, `[...]`, `**`). Raise DataError for no match."""
     if Path(path).exists():
         return [Path(path)]
     found = sorted(map(Path, glob.glob(path, recursive=True)))
@@ -98,7 +114,7 @@ def files_of(path: str) -> list[Path]:
 
 
 def first_bytes(path: Path) -> bytes:
-    """Enough of the file to know its format. Raises DataError."""
+    """Return the first 4 bytes of the file, which tell its format. Raise DataError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(4)
@@ -107,13 +123,25 @@ def first_bytes(path: Path) -> bytes:
 
 
 def where(names: list[Path], starts: list[int], place: int, between: str) -> str:
-    """The file and the row counted from 1."""
+    """Return the file and row of a place, for messages.
+
+    Args:
+        names: Names of the files, in order.
+        starts: Place of each file's first row, ascending.
+        place: Place of the row, counted from 0 over all files.
+        between: Text between the file's name and the row's number, which is counted from 1.
+    """
     at = bisect.bisect_right(starts, place) - 1
     return f"{names[at]}{between}{place - starts[at] + 1}"
 
 
 def unreadable(path: Path, error: Exception) -> DataError:
-    """What the system, or gzip, said of a file."""
+    """Return the DataError for a file that cannot be read.
+
+    Args:
+        path: Path of the file.
+        error: Exception of the system or of gzip.
+    """
     said = getattr(error, "strerror", None) or error
     return DataError(f"{path}: cannot read the dataset ({said}); give the path of a JSON-lines or parquet file")
 
@@ -135,7 +163,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _parse(line: bytes, first: bool) -> Row:
-    """Raises DataError. first: of its file, where an array may start."""
+    """Return the JSON object of a line. Raise DataError otherwise; for a file's first line, say how to split an array."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:  # malformed JSON, bytes that are not UTF-8, or nesting without end
@@ -147,7 +175,7 @@ def _parse(line: bytes, first: bool) -> Row:
 
 
 def kind(value: Any) -> str:
-    """What JSON calls the value's type, with a short look at it."""
+    """Return a description of a value for messages: the JSON name of its type, and its first 60 characters."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     text = json.dumps(value, default=repr)
     default = "a number" if isinstance(value, (int, float)) else type(value).__name__

@@ -1,4 +1,4 @@
-"""What became of a dataset's rows, for the log of the run."""
+"""Counts of what became of a dataset's rows, for the log of the run."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ from dataclasses import dataclass, field
 
 from tepo_megatron.errors import DataError
 
-_TOLD = 10  # rows of a kind that are named
+_TOLD = 10  # most rows that one message names
 
 
 @dataclass
 class Faults:
-    """Rows that cannot be used: the first is an error, or all are counted."""
+    """Rows that cannot be used. Without `skip` the first one is an error; with it they are counted."""
 
     skip: bool
     count: int = 0
     first: list[str] = field(default_factory=list)
 
     def add(self, fault: str, rows: int = 1) -> None:
-        """Raises DataError unless `skip`."""
+        """Count rows that cannot be used.
+
+        Args:
+            fault: Description of the fault, with file and row.
+            rows: Number of rows with this fault.
+
+        Raises:
+            DataError: `skip` is False.
+        """
         if not self.skip:
             raise DataError(f"{fault} (data.skip_bad_rows=true leaves such rows out, and counts them)")
         self.count += rows
@@ -28,9 +36,20 @@ class Faults:
 
 @dataclass
 class Report:
-    """rows: all that were read; duplicates: of the same prompt and answer; elsewhere: of an earlier set; outside: of the slice;
-    unreadable: what the grader cannot read, dropped or not; unsettled: what it did not settle in time; untried: answers for
-    which there was no time; unboxed: prompts that ask for a last line "Answer: ..." and not for a box; too_long: dropped.
+    """Counts of one dataset's rows.
+
+    Attributes:
+        rows: Rows that were read.
+        duplicates: Rows dropped because an earlier row has the same prompt and answer.
+        elsewhere: Prompts dropped because an earlier set has them.
+        outside: Prompts outside the slice.
+        unreadable: Answers that the grader cannot read, each with file and row, whether dropped or not.
+        dropped_unreadable: The prompts of `unreadable` were dropped.
+        unsettled: Answers for which the grader timed out or died.
+        untried: Number of answers that were not tried for lack of time.
+        unboxed: Number of prompts that ask for a last line "Answer: ..." and not for a box.
+        too_long: Prompts dropped because they exceed `data.max_prompt_tokens`.
+        prompts: Prompts that are left.
     """
 
     source: str
@@ -49,7 +68,7 @@ class Report:
     prompts: int = 0
 
     def __str__(self) -> str:
-        """One line."""
+        """Return the counts in one line."""
         counts = (
             (self.duplicates, "duplicates"),
             (self.faults.count, "bad rows"),
@@ -62,7 +81,7 @@ class Report:
         return f"{self.source}: {self.schema}, {self.rows} rows, {self.prompts} prompts; dropped: {dropped}"
 
     def details(self) -> list[str]:
-        """Further lines, on what there is to mend."""
+        """Return further lines: dropped rows and what to fix."""
         lines = [f"{self.source}: left out: {fault}" for fault in self.faults.first]
         if self.unreadable:
             lines.append(f"{self.source}: {len(self.unreadable)} answers that the grader cannot read: {some(self.unreadable)}")
@@ -79,6 +98,6 @@ class Report:
 
 
 def some(things: list[str]) -> str:
-    """The first of them, and how many more there are."""
+    """Return the first ten things in one string, and how many more there are."""
     more = f", and {len(things) - _TOLD} more" if len(things) > _TOLD else ""
     return ", ".join(things[:_TOLD]) + more

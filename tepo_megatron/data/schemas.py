@@ -1,4 +1,4 @@
-"""Where prompt and answer stand in a row: the schemas that are known, and how one is recognized."""
+"""Known row schemas: the columns of prompt and gold answer, and how a row's schema is detected."""
 
 from __future__ import annotations
 
@@ -16,31 +16,41 @@ Messages = list[dict[str, Any]]
 
 
 class MissingKeyError(DataError):
-    """A row lacks `key`, which `option` names."""
+    """A row lacks `key`, which the config option `option` sets."""
 
     def __init__(self, key: str, option: str) -> None:
+        """Build the message.
+
+        Args:
+            key: Missing key.
+            option: Config option that names the key, such as `data.prompt_key`.
+        """
         super().__init__(f"key {key!r} is missing; add it or set {option}")
         self.key, self.option = key, option
 
 
 _PROMPTS = ("prompt", "problem", "question", "input", "messages")
 _ANSWERS = ("answer", "expected_answer", "final_answer", "ground_truth", "solution", "label", "output")
-_HASHES = re.compile(r"\n#### *([^\n]+?)\s*$")  # how GSM8K's worked solutions end
+_HASHES = re.compile(r"\n#### *([^\n]+?)\s*$")  # GSM8K's worked solutions end like this
 
 
 @dataclass(frozen=True)
 class Schema:
-    """Dotted keys lead into objects. The same key twice: the last message is the assistant's, with the answer."""
+    """Names the keys of prompt and gold answer. Dotted keys lead into nested objects.
+
+    If both keys are the same, they name a chat whose last message, the assistant's, is the answer.
+    """
 
     name: str
     prompt_key: str
     answer_key: str
 
     def __str__(self) -> str:
+        """Return the name and both keys."""
         return f"{self.name} ({self.prompt_key}, {self.answer_key})"
 
 
-# in this order: a row may fit several
+# the first match counts: a row may fit several
 SCHEMAS = (
     Schema("own", "prompt", "answer"),
     Schema("verl", "prompt", "reward_model.ground_truth"),
@@ -53,7 +63,13 @@ SCHEMAS = (
 
 
 def detect(row: Row, prompt_key: str | None, answer_key: str | None) -> Schema | None:
-    """The schema of a row, with the keys that are given; None where none fits."""
+    """Return the schema of a row, or None if none fits.
+
+    Args:
+        row: All columns of the row.
+        prompt_key: Prompt key that the config gives, or None.
+        answer_key: Answer key that the config gives, or None. With both given the row is not looked at.
+    """
     if prompt_key is not None and answer_key is not None:
         return next((s for s in SCHEMAS if (s.prompt_key, s.answer_key) == (prompt_key, answer_key)), None) or Schema(
             "keys", prompt_key, answer_key
@@ -64,7 +80,7 @@ def detect(row: Row, prompt_key: str | None, answer_key: str | None) -> Schema |
             prompt_key or answer_key or not _ends_with_answer(row, schema.prompt_key)
         ):
             continue
-        # of verl's rows the prompt is a chat; where it is a string and there is a solution, open-r1 has made it of one
+        # verl's prompt is a chat; a string prompt with a solution next to verl's keys is open-r1's version of a verl dataset
         if schema.name == "verl" and not isinstance(row.get("prompt"), list) and "solution" in row:
             continue
         if has(row, keys.prompt_key) and has(row, keys.answer_key):
@@ -78,12 +94,17 @@ def _ends_with_answer(row: Row, key: str) -> bool:
 
 
 def has(row: Row, key: str) -> bool:
-    """Whether the row holds something there."""
+    """Return whether the row has this key.
+
+    Args:
+        row: Columns of the row.
+        key: Dotted key.
+    """
     return _reach(row, key)[1]
 
 
 def _reach(row: Mapping[str, Any], key: str) -> tuple[Any, bool]:
-    """(what stands there, whether it does)."""
+    """Return (the value at a dotted key, whether the row has the key)."""
     if key in row:
         return row[key], True
     head, dot, rest = key.partition(".")
@@ -92,7 +113,16 @@ def _reach(row: Mapping[str, Any], key: str) -> tuple[Any, bool]:
 
 
 def take(row: Row, schema: Schema) -> tuple[str | Messages, str]:
-    """(prompt, gold answer) of a row. Raises DataError with the key and the mend, not where it is."""
+    """Return (prompt, gold answer) of a row.
+
+    Args:
+        row: Columns of the row, at least those of the schema's keys.
+        schema: Schema of the dataset.
+
+    Raises:
+        MissingKeyError: The row lacks one of the two keys.
+        DataError: A value cannot be used. The message has the key and the fix, but not the place of the row.
+    """
     for key, option in ((schema.prompt_key, "data.prompt_key"), (schema.answer_key, "data.answer_key")):
         if not has(row, key):
             raise MissingKeyError(key, option)
@@ -110,8 +140,17 @@ def take(row: Row, schema: Schema) -> tuple[str | Messages, str]:
 
 
 def gold(value: Any, key: str) -> str:
-    r"""The answer as a string: a number's digits, the only entry of a list, of a worked solution its last `\boxed{}` or what
-    follows `####`. Raises DataError.
+    r"""Return the gold answer as a string.
+
+    A number gives its digits, a list its only entry, a worked solution the content of its last `\boxed{}` or the text after a
+    final `####` (GSM8K).
+
+    Args:
+        value: Value of the answer column, or the content of the assistant's message.
+        key: Its key, for messages.
+
+    Raises:
+        DataError: The value is none of these, or blank.
     """
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
@@ -130,16 +169,17 @@ def gold(value: Any, key: str) -> str:
 
 
 def _prompt(value: Any, key: str) -> str | Messages:
+    """Return a prompt column's value as a string or chat. Raise DataError if it is neither."""
     if isinstance(value, str):
         return value
     if is_chat(value):
-        # columns hold null for what other messages have
+        # parquet columns hold null for the keys that only other messages have
         return [{k: v for k, v in message.items() if v is not None} for message in value]
     raise DataError(f"{key!r} must be a string or a list of messages with string 'role' and 'content', not {kind(value)}")
 
 
 def is_chat(value: Any) -> bool:
-    """Whether it is a list of messages that a template could know."""
+    """Return whether the value is a non-empty list of messages, each with a string `role` and `content`."""
     return (
         isinstance(value, list)
         and bool(value)

@@ -1,4 +1,4 @@
-"""What `data.train` and `data.eval` name: a file, several, or a dataset of Hugging Face; and a slice of it."""
+"""Resolve the datasets that `data.train` and `data.eval` name: files or a Hugging Face dataset, and a slice of the rows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from tepo_megatron.data.readers import PARQUET, JsonLines, Reader, files_of, fir
 from tepo_megatron.errors import DataError
 
 T = TypeVar("T")
-# ORG/NAME[:CONFIG][:SPLIT]; what ends like a file is one
+# ORG/NAME[:CONFIG][:SPLIT]; a name with a file's extension is a file
 _HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+){0,2}")
 _FILE = re.compile(r"\.(jsonl?|ndjson|parquet|csv|txt|gz)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Source:
-    """path: without the slice; start, stop: as they were written ("10%", "500", "" for none)."""
+    """A dataset and a slice of its rows.
+
+    Attributes:
+        path: Path, glob pattern or Hugging Face name, without the slice.
+        start: First row as written in the config: a percentage ("10%"), a row ("500"), or "" for none.
+        stop: End of the slice (exclusive), written likewise.
+    """
 
     path: str
     start: str = ""
@@ -29,17 +35,17 @@ class Source:
 
     @classmethod
     def of(cls, text: str) -> Source:
-        """From what a config says."""
+        """Parse the text of a config."""
         match = SLICE.fullmatch(text)
         return cls(text) if match is None else cls(match["source"], match["start"] or "", match["stop"] or "")
 
     def slice(self, rows: Sequence[T]) -> list[T]:
-        """The rows that the slice keeps."""
+        """Return the rows inside the slice. Percentages are of `len(rows)`, rounded down."""
         start = _place(self.start, len(rows)) if self.start else 0
         return list(rows[start : _place(self.stop, len(rows)) if self.stop else None])
 
     def reader(self) -> Reader:
-        """Its rows. Raises DataError for what is not there, and for files of two kinds."""
+        """Return the reader for the rows. Raise DataError if nothing is there, or if JSON-lines and parquet files are mixed."""
         path = Path(self.path)
         if not path.exists() and _HUB.fullmatch(self.path) and not _FILE.search(self.path):
             return arrow.hugging_face(self.path)
@@ -53,4 +59,5 @@ class Source:
 
 
 def _place(bound: str, count: int) -> int:
+    """Return a bound of the slice as a row index; `count` is the number of rows."""
     return count * int(bound[:-1]) // 100 if bound.endswith("%") else int(bound)

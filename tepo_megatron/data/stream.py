@@ -1,4 +1,4 @@
-"""An endless, resumable stream of prompts, of one set or of several by weight."""
+"""An endless, resumable stream of prompts from one training set, or from several by weight."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ from tepo_megatron.types import Prompt
 
 
 class _Walk:
-    """Goes through one set epoch after epoch. The order is that of a hash of (seed, epoch, prompt id), if `shuffle`."""
+    """Goes through one set epoch after epoch. With `shuffle`, the order is that of a hash of (seed, epoch, prompt id)."""
 
     def __init__(self, prompts: Sequence[Prompt], weight: float, seed: int, shuffle: bool) -> None:
         self.prompts, self.weight = list(prompts), weight
         self._seed, self._shuffle = seed, shuffle
-        self.drawn = 0  # since the start of the run
+        self.drawn = 0  # prompts drawn since the start of the run
         self.enter(epoch=0, position=0)
 
     def enter(self, epoch: int, position: int) -> None:
+        """Start an epoch.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            position: Index into the order of the epoch.
+        """
         self.epoch, self.position = epoch, position
         order = list(range(len(self.prompts)))
         if self._shuffle:
@@ -27,7 +33,7 @@ class _Walk:
         self._order = order
 
     def next(self, held: Collection[int]) -> Prompt:
-        """The next prompt that is not in `held`, of which there must be one."""
+        """Return the next prompt whose id is not in `held`. There must be one."""
         while True:
             if self.position == len(self._order):
                 self.enter(self.epoch + 1, position=0)
@@ -39,19 +45,39 @@ class _Walk:
 
 
 class PromptStream:
-    """Goes through `prompts` epoch after epoch, each in an order of its own if `shuffle`.
+    """Streams prompts epoch after epoch. With `shuffle`, each epoch has its own order.
 
-    Of several sets (`PromptStream.mixed`) each has epochs of its own, and the next prompt is of the set that lags most behind
-    its share: after n prompts each set has given its share of n to within one, as far as a batch, which holds no prompt twice,
-    lets it. The order is the same on every machine and Python version, with nothing to store but epochs and positions.
+    With several sets (`PromptStream.mixed`), each set has its own epochs, and the next prompt comes from the set that is
+    furthest behind its share. After n prompts each set has given its share of n to within one, unless the rule that a batch
+    holds no prompt twice prevents it. The order is the same on every machine and Python version; only epochs and positions have
+    to be stored.
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
+        """Stream one set.
+
+        Args:
+            prompts: Prompts of the set, with unique ids.
+            seed: Seed of the order.
+            shuffle: Shuffle each epoch; otherwise keep the given order.
+
+        Raises:
+            DataError: There are no prompts, or two have the same id.
+        """
         self._set_up([(prompts, 1.0)], seed, shuffle)
 
     @classmethod
     def mixed(cls, sets: Sequence[tuple[Sequence[Prompt], float]], seed: int, shuffle: bool) -> PromptStream:
-        """Of (prompts, weight) of each set; ids are unique over all of them."""
+        """Return a stream of several sets.
+
+        Args:
+            sets: (prompts, weight) of each set. Ids are unique over all sets.
+            seed: Seed of the order.
+            shuffle: Shuffle each epoch of each set.
+
+        Raises:
+            DataError: A set is empty, or two prompts have the same id.
+        """
         stream = cls.__new__(cls)
         stream._set_up(sets, seed, shuffle)
         return stream
@@ -68,10 +94,17 @@ class PromptStream:
         self._returned: list[Prompt] = []
 
     def take(self, n: int, excluding: Collection[int] = ()) -> list[Prompt]:
-        """The next n prompts, all different and none with an id in `excluding` (those that the step already holds).
+        """Return the next n prompts, all different; prompts that were given back come first.
 
-        A batch that runs over the end of an epoch passes over the prompts it already has: responses are grouped by
-        prompt, so one prompt twice in a batch would be one group. Raises DataError if there are not n such prompts.
+        A batch that runs over the end of an epoch skips the prompts it already has: responses are grouped by prompt, so a
+        prompt that came twice would form one group.
+
+        Args:
+            n: Number of prompts.
+            excluding: Ids that must not be returned (prompts that the step already holds).
+
+        Raises:
+            DataError: There are fewer than n such prompts.
         """
         held = set(excluding)
         left = [sum(prompt.id not in held for prompt in walk.prompts) for walk in self._walks]
@@ -95,19 +128,31 @@ class PromptStream:
         return taken
 
     def take_shard(self, n: int, rank: int, ranks: int) -> list[Prompt]:
-        """What `rank` of `ranks` has of the next n prompts: every ranks-th, from the rank-th on.
+        """Return one rank's part of the next n prompts: number `rank`, and every `ranks`-th after it.
 
-        All ranks call it alike, so that their streams, and the states of them, stay the same: a run can go on with any other
-        number of ranks. Raises DataError as `take`.
+        No communication. All ranks must call it alike, so that their streams and states stay equal; a run can then resume with
+        another number of ranks.
+
+        Args:
+            n: Number of prompts of all ranks together.
+            rank: Index of this rank.
+            ranks: Number of ranks.
+
+        Raises:
+            DataError: As `take`.
         """
         return self.take(n)[rank::ranks]
 
     def give_back(self, prompts: Sequence[Prompt]) -> None:
-        """These were taken and not used: the next to be taken."""
+        """Return prompts that were taken and not used; `take` hands them out first, in this order."""
         self._returned = [*prompts, *self._returned]
 
     def state_dict(self, returned: Sequence[Prompt] = ()) -> dict[str, Any]:
-        """All that a checkpoint needs to go on exactly here; plain JSON values. returned: as if these had been given back."""
+        """Return the state that a checkpoint needs to continue exactly here, as plain JSON values.
+
+        Args:
+            returned: Prompts to store as if they had been given back.
+        """
         first, *others = self._walks
         state = {
             "epoch": first.epoch,
@@ -118,13 +163,13 @@ class PromptStream:
             "count": len(self._prompts),
             "fingerprint": self._fingerprint,
         }
-        if others:  # of one set, as ever
+        if others:  # the state of a single set keeps its original format
             state["weights"] = [walk.weight for walk in self._walks]
             state["sets"] = [[walk.epoch, walk.position, walk.drawn] for walk in self._walks]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises DataError if it belongs to other prompts or another order."""
+        """Continue where `state` was saved. Raise DataError if it belongs to other prompts, weights, or another order."""
         here = self.state_dict()
         for key, mend in (
             ("count", "resume with the same data.train and data.max_prompt_tokens"),
@@ -143,10 +188,10 @@ class PromptStream:
             walk.enter(epoch, position)
             walk.drawn = drawn
         by_id = {prompt.id: prompt for prompt in self._prompts}
-        self._returned = [by_id[i] for i in state.get("returned", [])]  # earlier checkpoints knew of none
+        self._returned = [by_id[i] for i in state.get("returned", [])]  # old checkpoints lack the key
 
     def _behind(self, able: Sequence[int]) -> int:
-        """The one of the sets `able` that lags most behind its share of all that was drawn; the first of equals."""
+        """Return the set of `able` that is furthest behind its share of all prompts drawn; the first one on a tie."""
         if len(able) == 1:
             return able[0]
         drawn = 1 + sum(walk.drawn for walk in self._walks)
@@ -154,6 +199,7 @@ class PromptStream:
         return max(able, key=lambda i: (drawn * self._walks[i].weight / weight - self._walks[i].drawn, -i))
 
     def _set_of(self, prompt: Prompt) -> int:
+        """Return the index of the set that has this prompt."""
         return next(i for i, walk in enumerate(self._walks) if any(p.id == prompt.id for p in walk.prompts))
 
 
@@ -162,7 +208,7 @@ def _digest(text: str) -> str:
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Of ids, tokens and answers, in order."""
+    """Return a digest of ids, tokens and answers, in order."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         digest.update(repr((prompt.id, prompt.token_ids, prompt.answer)).encode(errors="surrogatepass"))

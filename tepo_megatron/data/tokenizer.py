@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face model directory."""
+"""Load the tokenizer of a Hugging Face model directory, and determine the stop tokens."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tepo_megatron.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# any one of them holds the vocabulary: fast tokenizers, SentencePiece, byte-level BPE
+# each of these files can hold the vocabulary: fast tokenizers, SentencePiece, byte-level BPE
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(model_path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies in `model_path`; nothing is downloaded.
+    """Return the tokenizer in the directory `model_path`. Nothing is downloaded.
 
-    Raises CheckpointError naming the directory, the missing or unreadable file and the mend.
+    Raises CheckpointError that names the directory, the missing or unreadable file, and the fix.
     """
-    from transformers import AutoTokenizer  # seconds, which only the rank that has the prompts needs to spend
+    from transformers import AutoTokenizer  # imported late: it takes seconds, and only the rank that has the prompts needs it
 
     directory = Path(model_path)
     if not directory.is_dir():
@@ -36,17 +36,25 @@ def load_tokenizer(model_path: str | Path) -> PreTrainedTokenizerBase:
         )
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as e:  # transformers raises whatever its parsers raise, a bare Exception among them
+    except Exception as e:  # transformers passes on whatever its parsers raise, even a bare Exception
         raise CheckpointError(
             f"{directory}: the tokenizer files cannot be read ({type(e).__name__}: {e}); copy them anew from the base model"
         ) from e
 
 
 def stop_tokens(model_path: str | Path, tokenizer: PreTrainedTokenizerBase, further: Sequence[int] = ()) -> tuple[int, ...]:
-    """The tokens that end a response: the model's end-of-sequence tokens (config.json), the tokenizer's, and `further`.
+    """Return the sorted ids of the tokens that end a response.
 
-    generation_config.json has no say: it is the model author's advice for chatting. Raises ConfigError for a `further` one that
-    is no token of the model.
+    These are the model's end-of-sequence tokens (config.json), the tokenizer's, and `further`. generation_config.json is
+    ignored: it is the model author's advice for chatting.
+
+    Args:
+        model_path: Hugging Face model directory.
+        tokenizer: Its tokenizer.
+        further: Additional token ids (`rollout.stop_token_ids`).
+
+    Raises:
+        ConfigError: An id of `further` is outside the model's vocabulary.
     """
     config = json.loads((Path(model_path) / "config.json").read_text())
     of_model = config.get("eos_token_id")

@@ -1,4 +1,4 @@
-"""Each prompt once: what rows repeat, and where they contradict each other."""
+"""Deduplicate prompts: keep the first row of each, count copies, collect rows with contradicting answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from tepo_megatron.data.schemas import Messages
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A row of its own. place: in the dataset; key: equal for equal prompts; meta: what else the row holds."""
+    """The first row of a prompt.
+
+    Attributes:
+        place: Place of the row in the dataset, from 0.
+        key: Digest of the prompt (`key_of`), equal for equal prompts.
+        prompt: Prompt, not tokenized.
+        answer: Gold answer.
+        meta: Other columns of the row.
+    """
 
     place: int
     key: bytes
@@ -24,7 +32,7 @@ class Item:
 
 
 def key_of(prompt: str | Messages) -> bytes:
-    """A digest of 128 bits: the prompt need not be kept to know it again."""
+    """Return a 128-bit digest of the prompt, so that the prompt need not be kept to be recognized."""
     if isinstance(prompt, str):
         text = "s" + prompt
     elif all(message.keys() == {"role", "content"} for message in prompt):
@@ -35,32 +43,39 @@ def key_of(prompt: str | Messages) -> bytes:
 
 
 def glance_at(values: list[Any]) -> bytes | None:
-    """A digest of a row's values as they stand, whatever they mean: copies have the same; None where there is none to take."""
+    """Return a digest of a row's raw values, equal for copies; None if the values cannot be serialized."""
     try:
-        data = marshal.dumps(values, 2)  # without references: those would depend on who else holds a string
+        data = marshal.dumps(values, 2)  # version 2 has no references, which would depend on who else holds a string
     except ValueError:  # a date, a decimal
         return None
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 class Unique:
-    """Takes rows one after the other and keeps the first of each prompt."""
+    """Registers rows one after the other and keeps the first of each prompt."""
 
     def __init__(self) -> None:
         self.items: dict[bytes, Item] = {}
         self.duplicates = 0
-        self._glances: set[bytes] = set()  # of values that were taken: 1.8 million rows need not be understood one by one
-        self._others: dict[bytes, list[tuple[int, str]]] = {}  # of contradicted prompts: the rows with another answer
+        self._glances: set[bytes] = set()  # of rows registered before, so that copies (1.8 million rows) need no parsing
+        self._others: dict[bytes, list[tuple[int, str]]] = {}  # rows with another answer than the first, by prompt
 
     def is_copy(self, glance: bytes | None) -> bool:
-        """Whether a row with that `glance_at` was taken before; if it was, the row is counted."""
+        """Return whether a row with this `glance_at` digest was registered before; count the row if so."""
         if glance not in self._glances:
             return False
         self.duplicates += 1
         return True
 
     def is_new(self, key: bytes, place: int, answer: str, glance: bytes | None) -> bool:
-        """Whether the prompt was never seen before; if it was, the row is counted."""
+        """Return whether the prompt was never seen before. If it was, the row is counted as a duplicate or a contradiction.
+
+        Args:
+            key: `key_of` the prompt.
+            place: Place of the row.
+            answer: Gold answer of the row.
+            glance: `glance_at` of the row, or None.
+        """
         if glance is not None:
             self._glances.add(glance)
         first = self.items.get(key)
@@ -73,7 +88,10 @@ class Unique:
         return False
 
     def take_contradicted(self) -> list[list[tuple[int, str]]]:
-        """The rows, as (place, answer), of each prompt that has several answers. All of them leave `items`."""
+        """Return, for each prompt with several answers, its rows as (place, answer), and remove these prompts from `items`.
+
+        Rows that were counted as duplicates are not listed.
+        """
         found = []
         for key, others in self._others.items():
             first = self.items.pop(key)

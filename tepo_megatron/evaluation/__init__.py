@@ -1,4 +1,4 @@
-"""Accuracy with its error."""
+"""Evaluation: accuracies on held-out problems and benchmarks, with their standard errors."""
 
 from tepo_megatron.evaluation.records import EVALUATION_FILE, Scores, read_evaluation, write_evaluation
 from tepo_megatron.evaluation.runner import Accuracy, evaluate

@@ -1,4 +1,4 @@
-"""The paper's seven benchmarks, one entry each (Section 4.1). What the paper leaves open: `docs/evaluation.md`."""
+"""The paper's seven benchmarks, one entry each (Section 4.1). `docs/evaluation.md` says what the paper leaves open."""
 
 from __future__ import annotations
 
@@ -6,15 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-# Qwen2.5-Math's wording, which the training data of examples/paper has too: the paper does not print its prompt.
+# Qwen2.5-Math's wording, which the training data of examples/paper uses too. The paper does not print its prompt.
 BOXED = "<problem>\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """title: as the paper prints it; hub: id of the dataset on Hugging Face; subset, split: of it; problems: rows that it has;
-    problem, answer: the fields of a row; grader: as `reward.type`; samples: of each problem; temperature: 0 is greedy;
-    prompt: of a user's message, `<problem>` stands for the problem.
+    """Protocol of one benchmark.
+
+    Attributes:
+        title: Name as the paper prints it.
+        hub: Dataset id on Hugging Face.
+        split: Split of the dataset.
+        problems: Number of rows of the split.
+        problem: Column of the problem text.
+        answer: Column of the gold answer.
+        subset: Configuration of the dataset, None for the default one.
+        prompt: User message; `<problem>` stands for the problem text.
+        grader: Grader, as `reward.type`.
+        samples: Samples per problem.
+        temperature: Sampling temperature; 0 is greedy.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""What the user names as a checkpoint, as a Hugging Face directory that an engine can load."""
+"""Turn the checkpoint that a user names into a Hugging Face directory that an engine can load."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ from tepo_megatron.errors import CheckpointError
 
 @contextlib.contextmanager
 def hf_model(path: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator[Path]:
-    """The model: `path` itself, the `hf` folder in it (of a run, or of a checkpoint with checkpoint.hf), or what a Megatron
-    checkpoint (a run's newest) is converted to, in a folder of `scratch` that is gone afterwards.
+    """Yield a Hugging Face directory of the model.
 
-    Raises CheckpointError naming what is missing, and as `weights.convert.exporting`.
+    This is `path` itself, the `hf` folder in it (of a run, or of a checkpoint saved with checkpoint.hf), or the result of
+    converting the Megatron checkpoint (the newest one of a run). A converted model is deleted on exit.
+
+    Args:
+        path: Hugging Face model, run, or Megatron checkpoint.
+        scratch: Existing directory in which a temporary folder for the converted model is made.
+        tell: Called with a line for the user before a conversion.
+
+    Raises:
+        CheckpointError: Something is missing, which the message names; or as `weights.convert.exporting`.
     """
     for folder in (path, path / "hf"):
         if is_model(folder):
@@ -43,12 +51,12 @@ def hf_model(path: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator
 
 
 def is_model(folder: Path) -> bool:
-    """Whether it holds a config and weights."""
+    """Return whether the folder holds a config and weights."""
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
 def _convert(checkpoint: Path, out: Path) -> None:
-    """On the CPU, whatever the machine has."""
+    """Convert the checkpoint on the CPU, even if the machine has a GPU."""
     from tepo_megatron.platform import activate
     from tepo_megatron.quiet import quiet_upstream
 

@@ -1,4 +1,4 @@
-"""`tepo evaluate`: a model on benchmarks, by an engine of its own or on servers that run."""
+"""`tepo evaluate`: evaluate a model on benchmarks, with an engine started for it or on running servers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tepo_megatron.rollout.custom import CustomRollouts, load_function
 from tepo_megatron.rollout.engine import Launch, RolloutEngine
 from tepo_megatron.rollout.engines import build_engine
 
-# nothing is trained, whatever the config is for: no ranks, and servers that keep the weights of the checkpoint
+# Nothing is trained, even if the config is for training: no ranks, and servers that keep the weights of the checkpoint.
 _SERVES_ALONE = (
     *(f"--parallel.{axis}=1" for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")),
     *("--parallel.sequence_parallel=false", "--rollout.only=true", "--rollout.colocate=false", "--rollout.replay=null"),
@@ -38,9 +38,15 @@ EngineFactory = Callable[[Config, Launch, Path], RolloutEngine]
 
 @dataclass(frozen=True)
 class Request:
-    """What the command is asked. checkpoint: see `checkpoint.hf_model`; config: a YAML file of settings, or None; words:
-    settings over it; out: the folder to write, None for one of `evaluations/`; against: the folder of another evaluation;
-    published: as `published.rows_of`.
+    """Arguments of `tepo evaluate`.
+
+    Attributes:
+        checkpoint: Model to evaluate; see `checkpoint.hf_model`.
+        config: YAML file of settings, or None.
+        words: Command-line settings (`--key value`), which override those of the file.
+        out: Folder to write; None for a folder in `evaluations/` named after the checkpoint.
+        against: Folder of another evaluation to compare with, or None.
+        published: Rows of the paper to print; see `published.rows_of`.
     """
 
     checkpoint: Path
@@ -52,7 +58,7 @@ class Request:
 
 
 def settings(request: Request) -> Config:
-    """The config of an evaluation: all seven benchmarks where it names none. Raises ConfigError."""
+    """Return the config of an evaluation, with all seven benchmarks if it names none. Raises ConfigError."""
     if request.config is None:
         layers = Layers()
         needed = {"name": "evaluation", "model": {"path": str(request.checkpoint)}, "data": {"train": "nothing"}}
@@ -66,8 +72,15 @@ def settings(request: Request) -> Config:
 
 
 def run(request: Request, tell: Callable[[str], None], make_engine: EngineFactory | None = None) -> Path:
-    """Evaluate, print the tables, write the folder; returns it. tell: what the user should know meanwhile; make_engine: instead
-    of the engine that the config names. Raises a TepoError.
+    """Evaluate, print the tables and write the folder; return the folder.
+
+    Args:
+        request: Arguments of the command.
+        tell: Called with progress lines for the user.
+        make_engine: Builds the engine; None for the engine that the config names.
+
+    Raises:
+        TepoError: The settings, the checkpoint, the data, the engine or the grader fail.
     """
     cfg = settings(request)
     out = request.out or Path("evaluations") / "-".join(request.checkpoint.resolve().parts[-2:]).strip("/-")
@@ -132,7 +145,7 @@ def _evaluate(
 
 
 def launch_of(cfg: Config) -> Launch:
-    """What the servers of an evaluation are started with."""
+    """Return what the servers of an evaluation are started with."""
     return Launch(
         model_path=Path(cfg.model.path),
         max_model_len=cfg.data.max_prompt_tokens + cfg.evaluation.benchmark_tokens,
@@ -143,7 +156,7 @@ def launch_of(cfg: Config) -> Launch:
 
 
 def _engine(cfg: Config, launch: Launch, log_path: Path) -> RolloutEngine:
-    """Servers that keep the weights of the checkpoint."""
+    """Build servers that keep the weights of the checkpoint."""
     return build_engine(cfg.rollout, launch, log_path)
 
 

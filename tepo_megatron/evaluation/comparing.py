@@ -1,4 +1,4 @@
-"""`tepo compare A B`: two evaluations on the same problems, paired."""
+"""`tepo compare A B`: compare two evaluations on the same problems, paired by problem."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from tepo_megatron.evaluation.tables import Grid, comparison
 
 
 def compare_folders(ours: Path, theirs: Path) -> Grid:
-    """The first minus the second, of every benchmark that both have. Raises DataError naming what cannot be compared."""
+    """Return a table of the first evaluation minus the second, for every benchmark that both have.
+
+    Args:
+        ours: Folder of the first evaluation.
+        theirs: Folder of the second evaluation, the baseline.
+
+    Raises:
+        DataError: The evaluations have no benchmark or problem in common, differ in their problems, or cannot be read.
+    """
     records = [read_record(folder)["benchmarks"] for folder in (ours, theirs)]
     names = [name for name in BENCHMARKS if all(name in record for record in records)]
     if not names:
@@ -40,13 +48,13 @@ def compare_folders(ours: Path, theirs: Path) -> Grid:
 
 
 def _samples_of(entry: dict[str, Any]) -> int:
-    """How many samples a benchmark had when it was recorded."""
+    """Return how many samples a benchmark had when it was recorded."""
     protocol = entry.get("protocol", {})
     return int(protocol.get("problems", 0)) * int(protocol.get("samples", 0))
 
 
 def _common(pair: Sequence[Sequence[Sample]], name: str) -> list[list[Sample]]:
-    """Those of the problems that both have. Raises DataError where there is none."""
+    """Return the samples of the problems that both evaluations have. Raises DataError if there are none."""
     first, second = ({sample.problem for sample in samples} for samples in pair)
     if not first & second:
         raise DataError(f"{name}: the two evaluations have no problem in common; make the damaged one again")
@@ -54,7 +62,7 @@ def _common(pair: Sequence[Sequence[Sample]], name: str) -> list[list[Sample]]:
 
 
 def _differing(names: list[str], records: list[dict]) -> list[str]:
-    """What else than the model differs, a sentence per benchmark."""
+    """Return one sentence per benchmark whose two protocols differ, naming the differing keys."""
     said = []
     for name in names:
         a, b = (record[name]["protocol"] for record in records)

@@ -1,4 +1,4 @@
-"""Benchmarks during a run, by its own servers: `evaluation/step-00000010/` in its folder, as `tepo evaluate` writes them."""
+"""Benchmarks during a run, on its own servers. They are stored in `evaluation/step-00000010/`, as `tepo evaluate` does."""
 
 from __future__ import annotations
 
@@ -18,17 +18,25 @@ from tepo_megatron.evaluation.samples import sample_benchmark
 from tepo_megatron.rewards import Reward
 from tepo_megatron.rollout.engine import RolloutEngine
 
-FOLDER = "evaluation"  # of a run
+FOLDER = "evaluation"  # in the run's folder
 _LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Benchmarks:
-    """suite: what is evaluated; run_dir: of the run; model: that it began with; seed: one for all steps, so that these are
-    compared on the same random numbers, of which the run takes none; decode, stop_token_ids: as in training.
+    """Evaluates the benchmarks at steps of a run and stores the results in the run's folder.
 
-    Which steps were evaluated is known from the disk alone: what a killed run has there is kept, what a resumed one is to
-    evaluate again is removed (`forget`).
+    The disk alone records which steps were evaluated: results of a killed run are kept, and those that a resumed run must
+    repeat are removed (`forget`).
+
+    Attributes:
+        suite: Benchmarks to evaluate.
+        run_dir: Folder of the run.
+        model: Model that the run began with.
+        seed: One seed for all steps, so that steps are compared on the same random numbers. The run's own random numbers are
+            not affected.
+        decode: Turns token ids into text, as in training.
+        stop_token_ids: Tokens that end a response, as in training.
     """
 
     suite: Sequence[Problems]
@@ -39,14 +47,26 @@ class Benchmarks:
     stop_token_ids: tuple[int, ...]
 
     def evaluate(self, step: int, engine: RolloutEngine, reward: Reward) -> Mapping[str, Result]:
-        """The results of the weights of `step`, which the engine serves. Raises RolloutError, RewardError."""
+        """Evaluate the weights of `step`, which the engine must be serving, and return the result by benchmark.
+
+        Benchmarks that the step's folder already holds are not repeated.
+
+        Args:
+            step: Training step.
+            engine: Serving engine.
+            reward: Grader.
+
+        Raises:
+            RolloutError: The engine fails.
+            RewardError: The grader fails.
+        """
         folder = EvaluationFolder(self.folder(step), {"checkpoint": self.model, "step": step, "seed": self.seed})
         for problems in folder.keep(self.suite):
             folder.add(problems, sample_benchmark(problems, engine, reward, self.decode, self.stop_token_ids, self.seed))
         return folder.results
 
     def accuracies(self, step: int) -> dict[str, float] | None:
-        """avg@k of each benchmark at a step, from the disk; None where it was not evaluated."""
+        """Return avg@k of each benchmark at a step, from the disk; None if it was not evaluated or its record is damaged."""
         if not (self.folder(step) / RECORD_FILE).exists():
             return None
         try:
@@ -57,7 +77,7 @@ class Benchmarks:
             return None
 
     def means(self) -> dict[int, float]:
-        """Step -> mean avg@k over the benchmarks, of each step at which all of them were evaluated, from the disk."""
+        """Return step -> mean avg@k over the benchmarks, from the disk, for each step at which all of them were evaluated."""
         found = {}
         names = {problems.name for problems in self.suite}
         for step in self._steps():
@@ -67,7 +87,12 @@ class Benchmarks:
         return found
 
     def compare(self, before: int, after: int) -> Path:
-        """Print and keep what changed between two steps, paired by problem; returns the file."""
+        """Print and write what changed between two steps, paired by problem; return the file.
+
+        Args:
+            before: Earlier step.
+            after: Later step.
+        """
         grid = compare_folders(self.folder(after), self.folder(before))
         grid.print()
         path = self.run_dir / FOLDER / f"step-{after:08d}-against-{before:08d}.md"
@@ -75,22 +100,22 @@ class Benchmarks:
         return path
 
     def folder(self, step: int) -> Path:
-        """Of the evaluation of a step."""
+        """Return the folder of a step's evaluation."""
         return self.run_dir / FOLDER / f"step-{step:08d}"
 
     def forget(self, after: int) -> None:
-        """Remove the evaluations of steps after that one: the run went back there, and takes them again."""
+        """Remove the evaluations of steps after `after`: the run went back there and will repeat them."""
         for step in self._steps():
             if step > after:
                 shutil.rmtree(self.folder(step))
 
     def _steps(self) -> list[int]:
-        """Those that have a folder."""
+        """Return the steps that have a folder, in order."""
         names = [path.name.removeprefix("step-") for path in (self.run_dir / FOLDER).glob("step-*") if path.is_dir()]
         return sorted(int(name) for name in names if name.isdigit())
 
 
 def in_words(results: Mapping[str, Result]) -> str:
-    """avg@k of each, in percent, and their mean."""
+    """Return avg@k of each benchmark, in percent, and their mean."""
     each = ", ".join(f"{name} {100 * r.accuracy.mean:.2f}" for name, r in results.items())
     return f"{each}; mean {100 * over_benchmarks(results):.2f} %"

@@ -21,17 +21,31 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class EvaluationFolder:
-    """One evaluation on disk, of benchmarks that are added one by one. about: what it is of (model, seed): plain JSON."""
+    """One evaluation on disk, to which benchmarks are added one by one.
+
+    Attributes:
+        path: Folder.
+        changes: By benchmark, what differs from the paper's protocol.
+        results: By benchmark, the result.
+    """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        """Open the folder; nothing is written yet.
+
+        Args:
+            path: Folder, which need not exist.
+            about: What is evaluated (model, seed), as plain JSON.
+        """
         self.path, self._about = path, dict(about)
         self._protocols: dict[str, Any] = {}
         self.changes: dict[str, Sequence[str]] = {}
         self.results: dict[str, Result] = {}
 
     def keep(self, suite: Sequence[Problems]) -> list[Problems]:
-        """Take over what a process that is gone has added, where its record has the same model, seed and protocol; returns what
-        is still to be done: what has been damaged is, too, and a warning says so. Before any `add`.
+        """Take over the benchmarks that an earlier process added with the same model, seed and protocol.
+
+        Call it before any `add`. Returns the benchmarks still to be evaluated. Damaged ones are among them, and a warning says
+        so.
         """
         former = self._former()
         todo = []
@@ -56,7 +70,7 @@ class EvaluationFolder:
         return todo
 
     def _former(self) -> dict[str, Any]:
-        """What another process has recorded of the same model and seed; nothing where the record is damaged."""
+        """Return what an earlier process recorded of the same model and seed; nothing if the record is damaged."""
         if not (self.path / RECORD_FILE).exists():
             return {}
         try:
@@ -68,7 +82,17 @@ class EvaluationFolder:
         return dict(record["benchmarks"]) if same else {}
 
     def add(self, problems: Problems, samples: Sequence[Sample]) -> Result:
-        """Write the samples of a benchmark, then the record with its result. Each file is as it was, or whole."""
+        """Write the samples of a benchmark, then the record with its result; return the result.
+
+        Each file is replaced atomically.
+
+        Args:
+            problems: Benchmark.
+            samples: All its graded samples.
+
+        Raises:
+            DataError: Problems have different numbers of samples.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         replace_file(samples_file(self.path, problems.name), to_lines(samples))
         self._note(problems, samples)
@@ -88,18 +112,23 @@ class EvaluationFolder:
 
 
 def protocol(problems: Problems) -> dict[str, Any]:
-    """How a benchmark is sampled and graded, where its rows come from, and how many they are: plain JSON."""
+    """Return how a benchmark is sampled and graded, the source of its rows, and their number, as plain JSON."""
     entry = dataclasses.asdict(problems.entry)
     return entry | {"max_tokens": problems.max_tokens, "source": problems.source, "problems": len(problems.prompts)}
 
 
 def samples_file(folder: Path, name: str) -> Path:
-    """Where the samples of a benchmark are."""
+    """Return the path of a benchmark's samples.
+
+    Args:
+        folder: Folder of the evaluation.
+        name: Key of the benchmark.
+    """
     return folder / f"{name}.jsonl"
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record of an evaluation. Raises DataError naming the file."""
+    """Return the record of an evaluation. Raises DataError that names the file."""
     path = folder / RECORD_FILE
     try:
         record = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""The evaluations of a run: what is measured at a step, which step is the best, and what the summary says of them."""
+"""The evaluations of a run: measure at a step, choose the best step, stop early, and summarize."""
 
 from __future__ import annotations
 
@@ -17,22 +17,37 @@ from tepo_megatron.types import Prompt, SamplingParams
 
 
 class Evaluations:
-    """Accuracies by step, on held-out problems and on benchmarks. Either may be missing."""
+    """Accuracies of a run by step, on held-out problems and on benchmarks. Either may be missing."""
 
     def __init__(self, cfg: Config, held_out: Sequence[Prompt], benchmarks: Benchmarks | None) -> None:
+        """Begin without results; a resumed run restores them with `load_state_dict`.
+
+        Args:
+            cfg: Config of the run.
+            held_out: Held-out problems (`data.eval`); empty for none.
+            benchmarks: Benchmarks, or None.
+        """
         self._cfg, self._held_out, self._benchmarks = cfg, held_out, benchmarks
-        self._by_step: dict[int, Accuracy] = {}  # on held-out problems; the first and the last are reported
-        self._benchmarked: list[int] = []  # steps
+        self._by_step: dict[int, Accuracy] = {}  # on held-out problems; the summary has the first and the last
+        self._benchmarked: list[int] = []  # steps whose benchmarks this process has evaluated
 
     def measure(self, step: int, engine: RolloutEngine, reward: Reward, sampling: SamplingParams) -> Iterator[str]:
-        """Evaluate the weights of `step`, which the engine serves, where that was not done: what came out, in words.
+        """Evaluate the weights of `step`, unless that was done, and yield the results as log lines.
 
-        sampling: as in training. Raises RolloutError, RewardError.
+        Args:
+            step: Training step.
+            engine: Engine that serves the weights of this step.
+            reward: Grader.
+            sampling: Sampling parameters of training; `evaluation.samples` and `evaluation.temperature` replace theirs.
+
+        Raises:
+            RolloutError: The engine fails.
+            RewardError: The grader fails.
         """
         cfg = self._cfg.evaluation
         if self._held_out and step not in self._by_step:
             asked = replace(sampling, samples=cfg.samples, temperature=cfg.temperature, routing=None)
-            # one seed for all evaluations: before and after are compared on the same random numbers
+            # one seed for all evaluations, so that before and after are compared on the same random numbers
             found = evaluate(engine, reward, self._held_out, asked, derive_seed(self._cfg.seed, "evaluation"))
             self._by_step[step] = found
             yield f"accuracy at step {step}: {found}, temperature {cfg.temperature:g}"
@@ -43,41 +58,41 @@ class Evaluations:
 
     @property
     def best_step(self) -> int | None:
-        """The one whose checkpoint is to stay, which the model that the run began with has not; None without `keep_best`."""
+        """Step whose checkpoint must be kept; None without `checkpoint.keep_best`. Step 0 has no checkpoint and is left out."""
         if not self._cfg.checkpoint.keep_best:
             return None
         return _best({step: accuracy for step, accuracy in self._means.items() if step > 0})
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether `evaluation.patience` evaluations came after the best one."""
+        """True if at least `evaluation.patience` evaluations came after the best one."""
         patience, best = self._cfg.evaluation.patience, _best(self._means)
         return patience is not None and best is not None and sum(step > best for step in self._means) >= patience
 
     @property
     def _means(self) -> dict[int, float]:
-        """By step: of the benchmarks, else on the held-out problems."""
+        """Mean accuracy by step: of the benchmarks if there are any, otherwise on the held-out problems."""
         if self._benchmarks is not None:
             return self._benchmarks.means()
         return {step: accuracy.mean for step, accuracy in self._by_step.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Of those on held-out problems, plain JSON; benchmarks are kept on the disk."""
+        """Return the results on held-out problems as plain JSON. Benchmark results are on the disk."""
         return {str(step): accuracy.state() for step, accuracy in self._by_step.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._by_step = {int(step): Accuracy.of(accuracy) for step, accuracy in state.items()}
 
     def forget(self, after: int) -> None:
-        """The run went back to that step: the benchmarks of later ones are taken again."""
+        """Discard the benchmarks of steps after `after`: the run went back there and will repeat them."""
         if self._benchmarks is not None:
             self._benchmarks.forget(after)
 
     def finish(self, step: int) -> tuple[dict[str, Any], list[str]]:
-        """Keep the scores before the first and after the last step that was taken, `step`.
+        """Write the held-out scores of step 0 and of `step`, the last step of the run, and compare both steps' benchmarks.
 
-        Returns what the summary holds of them, and what is to be said.
+        What was not measured at both steps is not written. Returns (entries for the summary, lines for the log).
         """
         before, after = self._by_step.get(0), self._by_step.get(step)
         told = []
@@ -101,5 +116,5 @@ class Evaluations:
 
 
 def _best(accuracies: Mapping[int, float]) -> int | None:
-    """The first step with the highest."""
+    """Return the step with the highest accuracy; the first on a tie, None for no steps."""
     return max(accuracies, key=lambda step: (accuracies[step], -step), default=None)

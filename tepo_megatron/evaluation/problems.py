@@ -1,4 +1,4 @@
-"""A benchmark's problems as prompts: from a local file, or from the Hugging Face hub."""
+"""Load a benchmark's problems as prompts, from a local file or from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -22,14 +22,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLACE = "<problem>"
-_PLAIN = DataConfig(train="benchmarks")  # no instruction and no system prompt of the training data
+_PLAIN = DataConfig(train="benchmarks")  # without the instruction and system prompt of the training data
 _NOT_INSTALLED = "the package datasets, which would fetch it, is not installed; install it"
 
 
 @dataclass(frozen=True)
 class Problems:
-    """A benchmark that is ready to be sampled. entry: its protocol, with what the config changes of it; source: where the rows
-    were read; changes: in words, what is not as in the paper's protocol.
+    """A benchmark that is ready to be sampled.
+
+    Attributes:
+        name: Key of the benchmark.
+        entry: Protocol, with the changes that the config makes to it.
+        max_tokens: Most tokens of a response.
+        source: File or dataset that the rows come from.
+        prompts: Tokenized problems; their ids are row numbers from 0.
+        changes: What differs from the paper's protocol, in words.
     """
 
     name: str
@@ -40,15 +47,23 @@ class Problems:
     changes: tuple[str, ...]
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-        """How its problems are sampled."""
+        """Return the sampling parameters of this benchmark."""
         return SamplingParams(self.entry.samples, self.entry.temperature, self.max_tokens, stop_token_ids)
 
 
 def load_benchmarks(cfg: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> list[Problems]:
-    """The benchmarks of the config, in its order.
+    """Load the benchmarks that the config names, in its order.
 
-    Raises DataError naming file, line and mend: no rows, a row that has no problem or no answer, a prompt that is longer than
-    `max_prompt_tokens` (none is dropped: the result would be of another benchmark).
+    No problem is dropped, since the result would then be that of another benchmark.
+
+    Args:
+        cfg: The evaluation configuration.
+        tokenizer: The model's tokenizer.
+        max_prompt_tokens: Most tokens of a prompt.
+
+    Raises:
+        DataError: There are no rows, a row has no problem or no answer, or a prompt is too long. The message has file, line and
+            fix.
     """
     found = []
     for name in cfg.benchmarks:
@@ -72,14 +87,14 @@ def load_benchmarks(cfg: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, m
 
 
 def check_sources(cfg: EvaluationConfig) -> None:
-    """Raise DataError for a benchmark that has no file where nothing can fetch it: what is known before anything is started."""
+    """Raise DataError for a benchmark that has no local file and cannot be downloaded. Call it before anything is started."""
     for name in cfg.benchmarks:
         if not _file(name, cfg.benchmark_folder) and importlib.util.find_spec("datasets") is None:
             raise DataError(f"evaluation.benchmarks: {name}: {_NOT_INSTALLED}, or {_mend(name)}")
 
 
 def _rows(name: str, entry: Benchmark, folder: str | None) -> tuple[str, list[tuple[int, str, Mapping[str, Any]]]]:
-    """Where the rows are, and (number from 0, where it is, row) of each."""
+    """Return where the rows come from, and (number from 0, place for messages, row) of each."""
     if file := _file(name, folder):
         return str(file), list(_read(JsonLines([file])))
     source = ":".join(part for part in (entry.hub, entry.subset, entry.split) if part)
@@ -90,7 +105,7 @@ def _rows(name: str, entry: Benchmark, folder: str | None) -> tuple[str, list[tu
 
 
 def _read(reader: Reader) -> Iterator[tuple[int, str, Row]]:
-    """(place, where it is, the row) of each."""
+    """Yield (number from 0, place for messages, row) of each row. Raises DataError for a row that cannot be read."""
     for place, row in reader.rows((), passing_repeats=False):
         if isinstance(row, DataError):
             raise row
@@ -98,7 +113,7 @@ def _read(reader: Reader) -> Iterator[tuple[int, str, Row]]:
 
 
 def _file(name: str, folder: str | None) -> Path | None:
-    """The local file of a benchmark, if there is one."""
+    """Return the local file of a benchmark, or None."""
     file = None if folder is None else Path(folder) / f"{name}.jsonl"
     return file if file is not None and file.exists() else None
 
@@ -115,6 +130,7 @@ def _prompt(
     max_prompt_tokens: int,
     where: str,
 ) -> Prompt:
+    """Return one row as a prompt, rendered by the chat template if there is one. Raises DataError for an unusable row."""
     for key in (entry.problem, entry.answer):
         if key not in row:
             found = ", ".join(map(repr, row)) or "none"
@@ -135,9 +151,9 @@ def _prompt(
 
 
 def _gold(value: Any, key: str, where: str) -> str:
-    """A gold answer as LaTeX without dollar signs: 12.0 is 12, and several answers are joined by commas.
+    """Return a gold answer as LaTeX without dollar signs: 12.0 becomes 12, and several answers are joined by commas.
 
-    A blank one is left to the grader, which counts it (`bad_gold`): one of thousands must not cost a benchmark.
+    A blank answer is left to the grader, which counts it (`bad_gold`): one among thousands must not make a benchmark unusable.
     """
     if isinstance(value, list) and value:
         return ", ".join(_gold(each, key, where) for each in value)

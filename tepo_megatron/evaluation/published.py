@@ -1,4 +1,4 @@
-"""Tables 1 and 2 of the paper, in percent: what a result is printed beside. Their averages: see examples/paper/README.md."""
+"""Tables 1 and 2 of the paper, in percent, to print next to a result. About their averages see examples/paper/README.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ METHODS = {
 }  # fmt: skip
 _NONE = "-"
 
-# model, method, the seven columns, the average as it is printed
+# model, method, the seven columns, the average as printed
 _ROWS = """
 # Table 1
 Qwen2.5-7B base 0.94 0.94 14.34 43.20 13.73 16.74 21.69 13.30
@@ -46,8 +46,14 @@ DeepSeek-R1-Distill-Qwen-7B tepo 32.70 24.58 66.41 87.80 39.55 49.92 40.80 48.60
 
 @dataclass(frozen=True)
 class Published:
-    """A row. table: "Table 1"; method: of METHODS; accuracy: by benchmark, without those that the row leaves out; average: as
-    printed.
+    """One row of the paper's tables.
+
+    Attributes:
+        table: "Table 1" or "Table 2".
+        model: Name of the base model.
+        method: Key of METHODS.
+        accuracy: Accuracy in percent by benchmark, without the columns that the row leaves out.
+        average: Average in percent, as printed.
     """
 
     table: str
@@ -58,7 +64,7 @@ class Published:
 
     @property
     def title(self) -> str:
-        """What stands before its figures."""
+        """Heading of the row."""
         return f"{self.table}: {self.model}, {METHODS[self.method]}"
 
 
@@ -79,8 +85,11 @@ MODELS = tuple(dict.fromkeys(row.model for row in PUBLISHED))
 
 
 def rows_of(which: str, path: str = "") -> list[Published]:
-    """The rows to print. which: a model of MODELS, "all", "none", or "auto": of the model whose name the path of the checkpoint
-    holds, upper and lower case alike; none where it holds no name.
+    """Return the rows to print.
+
+    Args:
+        which: A model of MODELS, "all", "none", or "auto": the model whose name the path contains, if any, ignoring case.
+        path: Path of the checkpoint, used with "auto".
     """
     if which == "auto":
         which = next((model for model in MODELS if model.lower() in path.lower()), "none")

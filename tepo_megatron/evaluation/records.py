@@ -1,4 +1,4 @@
-"""`evaluation.jsonl`: what each held-out problem scored before and after a run, for comparisons between runs."""
+"""Read and write `evaluation.jsonl`: each held-out problem's score before and after a run, for comparisons between runs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,26 @@ EVALUATION_FILE = "evaluation.jsonl"
 
 @dataclass(frozen=True)
 class Scores:
-    """Problem id (its line in the dataset, from 0) -> mean unshaped score of its samples, of the first and last evaluation."""
+    """Mean unshaped score of each problem's samples, by problem id (its line in the dataset, from 0).
+
+    Attributes:
+        before: Scores of the first evaluation.
+        after: Scores of the last evaluation.
+    """
 
     before: dict[int, float]
     after: dict[int, float]
 
 
 def write_evaluation(run_dir: Path, before: Accuracy, after: Accuracy) -> Path:
-    """One line per problem, in the order of the dataset: {"problem", "before", "after", "of": number of problems}, so that a
-    missing line shows; returns the file's path. The file is as it was, or whole.
+    """Write one line per problem, in the order of the dataset; return the file's path. The file is replaced atomically.
+
+    A line is {"problem", "before", "after", "of": number of problems}, so that a missing line can be detected.
+
+    Args:
+        run_dir: Folder of the run.
+        before: First evaluation.
+        after: Last evaluation, of the same problems.
     """
     rows = [
         {"problem": problem, "before": before.scores[problem], "after": score, "of": len(after.scores)}
@@ -38,9 +49,9 @@ def write_evaluation(run_dir: Path, before: Accuracy, after: Accuracy) -> Path:
 
 
 def read_evaluation(run_dir: Path) -> Scores:
-    """What `write_evaluation` wrote, whatever had become of some lines: what is wrong with the file is warned of.
+    """Return what `write_evaluation` wrote, as far as lines can be read; warn of the rest.
 
-    Raises DataError naming a file that cannot be read.
+    Raises DataError that names the file if it cannot be read.
     """
     scores, faults = read_scores(run_dir)
     records.report(run_dir / EVALUATION_FILE, faults)
@@ -48,7 +59,10 @@ def read_evaluation(run_dir: Path) -> Scores:
 
 
 def read_scores(run_dir: Path) -> tuple[Scores, list[str]]:
-    """The same with what is wrong with the file, a sentence each. Raises DataError naming a file that cannot be read."""
+    """Return the scores as far as lines can be read, and one sentence per fault of the file.
+
+    Raises DataError that names the file if it cannot be read.
+    """
     path = run_dir / EVALUATION_FILE
     try:
         rows, faults = records.read_rows(path, "problem", _row)
@@ -66,7 +80,7 @@ def read_scores(run_dir: Path) -> tuple[Scores, list[str]]:
 
 
 def _row(row: dict[str, Any]) -> tuple[int, float, float, int | None]:
-    """Raises ValueError, TypeError, KeyError, OverflowError."""
+    """Return (problem, before, after, of). Raises ValueError, TypeError, KeyError or OverflowError for an invalid row."""
     problem, before, after, of = row["problem"], float(row["before"]), float(row["after"]), row.get("of")
     if type(problem) is not int or type(of) not in (int, type(None)):
         raise ValueError("not the scores of a problem")

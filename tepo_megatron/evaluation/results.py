@@ -1,4 +1,4 @@
-"""What the samples of benchmarks say: figures of one, of all, and of two runs on the same problems."""
+"""Compute results from the samples of benchmarks: of one benchmark, over all, and of two runs on the same problems."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ from tepo_megatron.evaluation.statistics import Difference, Share, difference, m
 
 @dataclass(frozen=True)
 class Result:
-    """Of one benchmark. samples: k, of each problem; accuracy: avg@k; pass_at: unbiased pass@i for powers of two i up to k, and
-    for k; majority: maj@k, where right answers are one answer however they are written, and wrong ones differ as their texts
-    do; truncated: share of responses that were cut off at the limit; tokens: mean length of a response; unreadable: problems
-    whose gold answer math-verify cannot read, so that only its very text is right.
+    """Result of one benchmark.
+
+    Attributes:
+        problems: Number of problems.
+        samples: Samples per problem, k.
+        accuracy: avg@k.
+        pass_at: Unbiased pass@i, for powers of two up to k, and for k.
+        majority: maj@k. Right answers count as one answer, however they are written; wrong answers differ as their texts do.
+        truncated: Share of responses cut off at the length limit.
+        tokens: Mean length of a response in tokens.
+        unreadable: Number of problems whose gold answer math-verify cannot read; only its exact text counts as right.
     """
 
     problems: int
@@ -31,8 +38,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of two runs on one benchmark. gained, lost: problems that most samples of the second solve and not of the first, and the
-    other way round; half of the samples is no majority.
+    """Comparison of two runs on one benchmark.
+
+    Attributes:
+        ours: Mean score of the first run, in [0, 1].
+        theirs: Mean score of the second run.
+        difference: First minus second, paired by problem.
+        gained: Problems of which most samples are right in the first run, but not in the second. Half of the samples is not
+            most.
+        lost: The reverse.
     """
 
     ours: float
@@ -43,7 +57,7 @@ class Comparison:
 
 
 def result(samples: Sequence[Sample]) -> Result:
-    """Raises DataError where problems have different numbers of samples."""
+    """Return the result of a benchmark from all its samples. Raises DataError if problems have different numbers of samples."""
     groups = by_problem(samples)
     k = len(next(iter(groups.values())))
     right = {problem: [sample.score > 0 for sample in group] for problem, group in groups.items()}
@@ -61,7 +75,7 @@ def result(samples: Sequence[Sample]) -> Result:
 
 
 def by_problem(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
-    """The samples of each problem. Raises DataError where their numbers differ."""
+    """Return the samples of each problem. Raises DataError if problems have different numbers of samples."""
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.problem, []).append(sample)
@@ -72,12 +86,21 @@ def by_problem(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
 
 
 def scores(samples: Sequence[Sample]) -> dict[int, float]:
-    """Problem -> the mean score of its samples."""
+    """Return problem -> mean score of its samples."""
     return {problem: statistics.fmean(s.score for s in group) for problem, group in by_problem(samples).items()}
 
 
 def compare(ours: Sequence[Sample], theirs: Sequence[Sample], name: str) -> Comparison:
-    """The first minus the second, problem by problem. Raises DataError where these are not the same problems."""
+    """Return the first run minus the second, problem by problem.
+
+    Args:
+        ours: Samples of the first run.
+        theirs: Samples of the second run.
+        name: Key of the benchmark, for messages.
+
+    Raises:
+        DataError: The two runs do not have the same problems and gold answers.
+    """
     a, b = scores(ours), scores(theirs)
     golds_a, golds_b = ({s.problem: s.gold for s in samples} for samples in (ours, theirs))
     if golds_a != golds_b:
@@ -97,18 +120,18 @@ def compare(ours: Sequence[Sample], theirs: Sequence[Sample], name: str) -> Comp
 
 
 def over_samples(results: Mapping[str, Result]) -> float:
-    """The mean over all samples of all benchmarks, by which the paper's averages are best explained (examples/paper)."""
+    """Return the mean over all samples of all benchmarks, which explains the paper's averages best (examples/paper)."""
     counts = {name: r.problems * r.samples for name, r in results.items()}
     return sum(counts[name] * r.accuracy.mean for name, r in results.items()) / sum(counts.values())
 
 
 def over_benchmarks(results: Mapping[str, Result]) -> float:
-    """The mean over benchmarks, each counting as much as another."""
+    """Return the mean over benchmarks, with equal weights."""
     return statistics.fmean(r.accuracy.mean for r in results.values())
 
 
 def _vote(sample: Sample) -> str | None:
-    """The answer without spaces. Right ones are all votes for the gold answer, however they are written."""
+    """Return the sample's vote for maj@k: the same for all right answers, else the answer without spaces; None for none."""
     if sample.score > 0:
         return f"right: {sample.gold}"
     return None if not sample.answer else "".join(sample.answer.split())

@@ -16,8 +16,14 @@ from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 @dataclass(frozen=True)
 class Accuracy:
-    """mean: of the problems' means, in [0, 1]; standard_error: clustered by problem, None for one; samples: per problem;
-    scores: problem id -> mean score of its samples.
+    """Accuracy on held-out problems.
+
+    Attributes:
+        mean: Mean over problems of their mean scores, in [0, 1].
+        standard_error: Standard error of `mean`, clustered by problem; None for a single problem.
+        problems: Number of problems.
+        samples: Samples per problem.
+        scores: Problem id -> mean score of its samples.
     """
 
     mean: float
@@ -27,12 +33,12 @@ class Accuracy:
     scores: Mapping[int, float]
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON, from which `of` makes it again."""
+        """Return the accuracy as plain JSON, which `of` reads."""
         return {**vars(self), "scores": [[problem, score] for problem, score in self.scores.items()]}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Accuracy:
-        """From `state`."""
+        """Restore an accuracy from what `state` returned."""
         return cls(**{**state, "scores": dict(state["scores"])})
 
     def __str__(self) -> str:
@@ -41,14 +47,27 @@ class Accuracy:
 
 
 def evaluate(engine: RolloutEngine, reward: Reward, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> Accuracy:
-    """Mean unshaped score of `sampling.samples` answers to each prompt."""
+    """Sample answers, grade them and return the mean unshaped score.
+
+    Args:
+        engine: Serving engine.
+        reward: Grader.
+        prompts: Held-out problems.
+        sampling: Sampling parameters; `sampling.samples` answers are drawn per prompt.
+        seed: Seed of the sampling.
+
+    Raises:
+        RolloutError: The engine fails.
+        RewardError: The grader fails.
+    """
     return accuracy(reward.score(engine.generate(prompts, sampling, seed)))
 
 
 def accuracy(rollouts: Sequence[Rollout]) -> Accuracy:
-    """Samples of one problem are not independent of each other: the error is that of the mean over problems.
+    """Return the accuracy of graded rollouts, which must be grouped by prompt, with equally many each.
 
-    With one sample each this is sqrt(p (1 - p) / (n - 1)).
+    Samples of one problem are not independent, so the standard error is that of the mean over problems. With one sample each
+    this is sqrt(p (1 - p) / (n - 1)).
     """
     groups = itertools.groupby(rollouts, key=lambda r: r.prompt_id)
     scores = {problem: statistics.fmean(r.score for r in group) for problem, group in groups}

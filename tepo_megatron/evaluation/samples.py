@@ -1,4 +1,4 @@
-"""Every sample of a benchmark, graded, as one line of JSON: what results are computed from, now and later."""
+"""Every graded sample of a benchmark, one line of JSON each. Results are computed from these lines, now and later."""
 
 from __future__ import annotations
 
@@ -20,8 +20,18 @@ from tepo_megatron.seeding import derive_seed
 
 @dataclass(frozen=True)
 class Sample:
-    """problem: the row of the dataset, from 0; sample: of that problem, from 0; score: 1 or 0; status: why (`rewards/math.py`);
-    answer: what stands in the last box, None without one; tokens: of the response; stop: "stop", or "length" where it was cut.
+    """One graded sample.
+
+    Attributes:
+        problem: Row of the dataset, from 0.
+        sample: Index among the problem's samples, from 0.
+        score: 1 or 0.
+        status: Reason for the score (`rewards/math.py`).
+        answer: Content of the last box, None without one.
+        gold: Gold answer.
+        tokens: Length of the response in tokens.
+        stop: "stop", or "length" if the response was cut off.
+        text: Response.
     """
 
     problem: int
@@ -43,8 +53,21 @@ def sample_benchmark(
     stop_token_ids: tuple[int, ...],
     seed: int,
 ) -> list[Sample]:
-    """Graded samples of all problems, in their order. They depend on (weights, protocol, seed) alone, and nothing else hangs on
-    the random numbers that they take. Raises RolloutError, RewardError.
+    """Sample all problems of a benchmark and grade the responses; return the samples in the order of the problems.
+
+    They depend only on (weights, protocol, seed), and the random numbers that they use affect nothing else.
+
+    Args:
+        problems: Benchmark.
+        engine: Serving engine.
+        reward: Grader.
+        decode: Turns token ids into text, leaving out special tokens.
+        stop_token_ids: Tokens that end a response.
+        seed: Seed, from which that of the benchmark is derived.
+
+    Raises:
+        RolloutError: The engine fails.
+        RewardError: The grader fails.
     """
     sampling = problems.sampling(stop_token_ids)
     rollouts = engine.generate(problems.prompts, sampling, derive_seed(seed, "benchmark", problems.name))
@@ -68,17 +91,18 @@ def sample_benchmark(
 
 
 def to_lines(samples: Iterable[Sample]) -> bytes:
-    """JSON lines."""
+    """Return the samples as JSON lines."""
     return "".join(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n" for sample in samples).encode(
         errors="surrogatepass"
     )
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """What `to_lines` made, every sample once. What is wrong with the file is warned of. A problem that lost some of its
-    samples is left out, so that every mean stays one over equally many.
+    """Return the samples that `to_lines` wrote, each once, and warn of faults of the file.
 
-    Raises DataError naming a file that cannot be read, or holds no sample.
+    A problem that lost some of its samples is left out, so that every mean is over equally many samples.
+
+    Raises DataError that names the file if it cannot be read or holds no sample.
     """
     samples, faults = load_samples(path)
     counts: dict[int, int] = {}
@@ -93,7 +117,7 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def load_samples(path: Path) -> tuple[list[Sample], list[str]]:
-    """Every sample that can be read, once, and what is wrong with the file, a sentence each. Raises as `read_samples`."""
+    """Return every readable sample once, and one sentence per fault of the file. Raises as `read_samples`."""
     try:
         found, faults = records.read_rows(path, "problem", _sample)
     except OSError as e:
@@ -108,6 +132,7 @@ def load_samples(path: Path) -> tuple[list[Sample], list[str]]:
 
 
 def _sample(row: Any) -> Sample:
+    """Return the sample in a JSON object. Raises ValueError or TypeError for an invalid one."""
     sample = Sample(**row)
     if type(sample.problem) is not int or type(sample.sample) is not int or type(sample.tokens) is not int:
         raise ValueError("its problem, sample or tokens is no integer")

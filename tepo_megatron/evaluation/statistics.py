@@ -1,8 +1,9 @@
-"""What an evaluation says, and how sure that is. Pure functions of scores.
+"""Statistics of evaluations: means, standard errors, intervals and tests. Pure functions of scores.
 
-Problems are the unit of chance: the samples of a problem, and its scores under several seeds, are averaged first, and every
-error is that over problems. What other samples of the same problems would change is part of it; what another training seed
-would change is NOT, and with few seeds nothing honest can be computed for that: each seed's number is shown beside the mean.
+Problems are the unit of sampling: the samples of a problem, and its scores under several seeds, are averaged first, and every
+error is over problems. It includes what other samples of the same problems would change. It does NOT include what another
+training seed would change: with few seeds nothing honest can be computed for that, so each seed's number is shown next to the
+mean.
 """
 
 from __future__ import annotations
@@ -17,15 +18,21 @@ import numpy as np
 
 NORMAL = statistics.NormalDist()
 NORMAL_95 = NORMAL.inv_cdf(0.975)  # 1.96: half of a 95 % interval, in standard errors
-RESAMPLES = 2000  # of a bootstrap
-_AT_ONCE = 2**20  # counts of resampled problems held in memory
+RESAMPLES = 2000  # resampled means of a bootstrap
+_AT_ONCE = 2**20  # resampled problem counts held in memory at once
 
 Scores = Mapping[int, float]  # problem id -> mean score of its samples, in [0, 1]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over problems. standard_error: over problems, None for a single one; by_seed: the same mean for each seed."""
+    """A mean over problems.
+
+    Attributes:
+        mean: Mean over problems and seeds.
+        standard_error: Standard error over problems; None for a single problem.
+        by_seed: The same mean for each seed alone.
+    """
 
     mean: float
     standard_error: float | None
@@ -33,7 +40,7 @@ class Estimate:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 %, by the normal approximation; None without a standard error."""
+        """95 % interval by the normal approximation; None without a standard error."""
         if self.standard_error is None:
             return None
         half = NORMAL_95 * self.standard_error
@@ -41,18 +48,21 @@ class Estimate:
 
     @property
     def covers_zero(self) -> bool:
-        """Whether 0 lies in the interval; an unknown interval covers everything."""
+        """True if 0 lies in the interval. An unknown interval covers everything."""
         return self.interval is None or self.interval[0] <= 0 <= self.interval[1]
 
     @property
     def seeds_agree_in_sign(self) -> bool:
-        """Whether every seed alone points the same way (a seed at 0 points nowhere)."""
+        """True if the means of all seeds have the same sign. A mean of 0 has none."""
         signs = {math.copysign(1, value) if value else 0 for value in self.by_seed.values()}
         return len(signs) == 1 and 0 not in signs
 
 
 def over_problems(by_seed: Mapping[int, Scores]) -> Estimate:
-    """Mean over seeds and problems of one run's scores. Raises ValueError where the seeds have different problems, or none."""
+    """Return the mean over seeds and problems of one run's scores.
+
+    Raises ValueError if the seeds have different problems, or if there are no seeds or problems.
+    """
     problems = {frozenset(scores) for scores in by_seed.values()}
     if len(problems) != 1 or not all(problems):
         raise ValueError("the seeds were not evaluated on the same problems")
@@ -62,9 +72,14 @@ def over_problems(by_seed: Mapping[int, Scores]) -> Estimate:
 
 
 def paired_difference(run: Mapping[int, Scores], baseline: Mapping[int, Scores]) -> Estimate | None:
-    """run - baseline, problem by problem, over the seeds that both have (None without any).
+    """Return run - baseline, problem by problem, over the seeds that both have; None if they share none.
 
-    Raises ValueError where the two have different problems.
+    Args:
+        run: Scores by seed.
+        baseline: Scores by seed, of the same problems.
+
+    Raises:
+        ValueError: The two have different problems.
     """
     common = [seed for seed in run if seed in baseline]
     if not common:
@@ -75,7 +90,7 @@ def paired_difference(run: Mapping[int, Scores], baseline: Mapping[int, Scores])
 
 
 def standard_error(values: Collection[float]) -> float | None:
-    """Of their mean, as independent draws (ddof 1); None for fewer than two."""
+    """Return the standard error of the mean of independent values (ddof 1); None for fewer than two."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
@@ -84,8 +99,13 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Share:
-    """A mean of scores in [0, 1]. standard_error: clustered by problem; interval: 95 %, `score_interval`; bootstrap: 95 %,
-    `bootstrap_interval`; all None for a single problem.
+    """A mean of scores in [0, 1]. All but the mean are None for a single problem.
+
+    Attributes:
+        mean: Mean over problems.
+        standard_error: Standard error, clustered by problem.
+        interval: 95 % interval of `score_interval`.
+        bootstrap: 95 % interval of `bootstrap_interval`.
     """
 
     mean: float
@@ -96,9 +116,16 @@ class Share:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two runs on the same problems, paired. mean: of the problems' differences; interval: 95 %, Student's t; bootstrap: as
-    in `Share`; errors are None for a single problem. better, worse: how many problems score higher and lower than with the
-    baseline; sign_test: see there.
+    """Paired difference of two runs on the same problems. The error and intervals are None for a single problem.
+
+    Attributes:
+        mean: Mean over problems of their differences.
+        standard_error: Standard error over problems.
+        interval: 95 % interval by Student's t, clipped to [-1, 1].
+        bootstrap: 95 % interval of `bootstrap_interval`.
+        better: Number of problems that score higher than with the baseline.
+        worse: Number of problems that score lower.
+        sign_test: p-value of `sign_test`.
     """
 
     mean: float
@@ -111,7 +138,15 @@ class Difference:
 
 
 def share(means: Sequence[float], samples: int) -> Share:
-    """means: each problem's, of `samples` samples. Raises ValueError for none."""
+    """Return the mean over problems with its errors.
+
+    Args:
+        means: Mean score of each problem.
+        samples: Samples per problem.
+
+    Raises:
+        ValueError: There are no problems.
+    """
     mean, error = statistics.fmean(means), standard_error(means)
     if error is None:
         return Share(mean, None, None, None)
@@ -119,7 +154,15 @@ def share(means: Sequence[float], samples: int) -> Share:
 
 
 def difference(means: Sequence[float], baseline: Sequence[float]) -> Difference:
-    """means - baseline, problem by problem. Raises ValueError for lists of different length, or none."""
+    """Return means - baseline, problem by problem.
+
+    Args:
+        means: Mean score of each problem.
+        baseline: Mean score of each problem with the baseline, in the same order.
+
+    Raises:
+        ValueError: The lists have different lengths or are empty.
+    """
     changes = [a - b for a, b in zip(means, baseline, strict=True)]
     mean, error = statistics.fmean(changes), standard_error(changes)
     better, worse = sum(c > 0 for c in changes), sum(c < 0 for c in changes)
@@ -131,11 +174,18 @@ def difference(means: Sequence[float], baseline: Sequence[float]) -> Difference:
 
 
 def score_interval(mean: float, error: float, problems: int, samples: int) -> Interval:
-    """95 % of a mean of scores in [0, 1] whose standard error is clustered by problem.
+    """Return the 95 % interval of a mean of scores in [0, 1] whose standard error is clustered by problem.
 
-    Wilson's interval, with Student's quantile of problems - 1 degrees of freedom, for as many independent right-or-wrong
-    answers as would have that error: between problems - 1 (the samples of a problem all agree, or nothing varies) and
-    problems * samples. Unlike mean +- 2 errors it stays in [0, 1], and is no point where all answers are right or all wrong.
+    This is Wilson's interval, with Student's quantile of problems - 1 degrees of freedom, for the number of independent
+    right-or-wrong answers that would have this error. The number lies between problems - 1 (the samples of a problem all agree,
+    or nothing varies) and problems * samples. Unlike mean +- 2 errors, the interval stays in [0, 1], and does not shrink to a
+    point if all answers are right or all wrong.
+
+    Args:
+        mean: Mean over problems.
+        error: Standard error over problems.
+        problems: Number of problems, at least 2.
+        samples: Samples per problem.
     """
     spread = mean * (1 - mean)
     answers = float(problems - 1) if spread <= 0 else spread / max(error**2, spread / (problems * samples))
@@ -146,10 +196,16 @@ def score_interval(mean: float, error: float, problems: int, samples: int) -> In
 
 
 def bootstrap_interval(values: Sequence[float], resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-    """95 % of the mean of one value per problem: quantiles of the means of `resamples` draws of whole problems.
+    """Return the 95 % interval of the mean of one value per problem, by resampling whole problems.
 
-    The quantiles lie further out than 2.5 % as Student's t does from the normal distribution, and by the factor n / (n - 1) of
-    the variance: without that it is too narrow for few problems (Hesterberg, arXiv 1411.5279, expanded percentile).
+    The quantiles of the resampled means lie further out than 2.5 %, as Student's t does from the normal distribution, and by
+    the factor n / (n - 1) of the variance. Without this the interval is too narrow for few problems (Hesterberg, arXiv
+    1411.5279, expanded percentile).
+
+    Args:
+        values: One value per problem, at least 2.
+        resamples: Number of resampled means.
+        seed: Seed of the resampling.
     """
     x, n = np.asarray(values, dtype=np.float64), len(values)
     rng = np.random.default_rng(seed)
@@ -163,8 +219,10 @@ def bootstrap_interval(values: Sequence[float], resamples: int = RESAMPLES, seed
 
 @functools.cache
 def student_95(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t: half of a 95 % interval, in standard errors. By bisection; for over 1000 degrees of
-    freedom the first two terms of its expansion around the normal one (error below 1e-7).
+    """Return the 97.5 % quantile of Student's t: half of a 95 % interval, in standard errors.
+
+    It is found by bisection; above 1000 degrees of freedom by the first two correction terms of the expansion around the normal
+    quantile (error below 1e-7).
     """
     if freedom > 1000:
         z = NORMAL_95
@@ -177,7 +235,7 @@ def student_95(freedom: int) -> float:
 
 
 def _within(t: float, freedom: int) -> float:
-    """The chance of |T| <= t, for whole degrees of freedom a finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    """Return the probability of |T| <= t, a finite sum for whole degrees of freedom (Abramowitz and Stegun 26.7.3, 26.7.4)."""
     angle = math.atan(t / math.sqrt(freedom))
     sine, cosine, odd = math.sin(angle), math.cos(angle), freedom % 2
     total, term = 0.0, cosine if odd else 1.0
@@ -188,18 +246,31 @@ def _within(t: float, freedom: int) -> float:
 
 
 def sign_test(better: int, worse: int) -> float:
-    """Two-sided p-value of the exact binomial test: the chance of a split as uneven, or more, where both are as likely.
+    """Return the two-sided p-value of the exact sign test.
 
-    Of single right-or-wrong answers this is McNemar's exact test.
+    It is the probability of a split at least as uneven if both directions are equally likely. For single right-or-wrong answers
+    this is McNemar's exact test.
+
+    Args:
+        better: Number of problems that score higher.
+        worse: Number of problems that score lower.
     """
     n, fewer = better + worse, min(better, worse)
     return min(1.0, 2 * sum(math.comb(n, i) for i in range(fewer + 1)) / 2**n)
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that of k samples, drawn from these without replacement, at least one is right: 1 - C(n - c, k) / C(n, k).
+    """Return the probability that at least one of k samples, drawn without replacement, is right: 1 - C(n - c, k) / C(n, k).
 
-    The unbiased estimate of arXiv 2107.03374. Raises ValueError unless right <= samples and 1 <= k <= samples.
+    This is the unbiased estimate of arXiv 2107.03374.
+
+    Args:
+        samples: Number of samples, n.
+        right: Number of right samples, c.
+        k: Number of draws.
+
+    Raises:
+        ValueError: Not 0 <= right <= samples, or not 1 <= k <= samples.
     """
     if not (0 <= right <= samples and 1 <= k <= samples):
         raise ValueError(f"pass@{k} of {right} right among {samples} samples")
@@ -207,9 +278,11 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
-    """1 if the most frequent answer is right, else 0; of several as frequent, the share that is right. None does not vote.
+    """Return 1 if the most frequent answer is right, otherwise 0; if several tie, the share of them that is right.
 
-    right: of each answer; equal answers are equally right.
+    Args:
+        answers: Answer of each sample; None does not vote.
+        right: Whether each answer is right. Equal answers must be equally right.
     """
     votes: dict[str, list[bool]] = {}
     for answer, verdict in zip(answers, right, strict=True):

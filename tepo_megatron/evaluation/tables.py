@@ -1,4 +1,4 @@
-"""Results as tables: in the terminal and in Markdown, from one set of cells."""
+"""Results as tables, for the terminal and in Markdown, from one set of cells."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ from tepo_megatron.evaluation.results import Comparison, Result, over_benchmarks
 from tepo_megatron.evaluation.statistics import Interval
 
 NOTHING = "–"  # noqa: RUF001
-FILE_WIDTH = 150  # characters, where the output is no terminal
+FILE_WIDTH = 150  # width in characters if the output is no terminal
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table: the first column is of names, the others of figures. notes: below it."""
+    """A table.
+
+    Attributes:
+        title: Heading.
+        headings: Column headings. The first column has names, the others figures.
+        rows: Cells of each row.
+        notes: Sentences below the table.
+    """
 
     title: str
     headings: Sequence[str]
@@ -29,7 +36,7 @@ class Grid:
     notes: Sequence[str] = ()
 
     def print(self) -> None:
-        """To the terminal."""
+        """Print the table to the terminal."""
         console = Console()
         if not console.is_terminal:
             console = Console(width=FILE_WIDTH)
@@ -43,7 +50,7 @@ class Grid:
             console.print(escaped(note), markup=False, highlight=False, style="dim")
 
     def markdown(self) -> str:
-        """The same."""
+        """Return the table in Markdown."""
 
         def line(texts: Sequence[str]) -> str:
             return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
@@ -54,7 +61,13 @@ class Grid:
 
 
 def figures(title: str, results: Mapping[str, Result], changes: Mapping[str, Sequence[str]]) -> Grid:
-    """What was measured. changes: benchmark -> what of the paper's protocol was changed."""
+    """Return the table of measured results.
+
+    Args:
+        title: Heading.
+        results: Results by benchmark.
+        changes: By benchmark, what differs from the paper's protocol.
+    """
     notes = [
         "avg@k: share of right samples ± standard error, clustered by problem. 95 %: Wilson's interval for as many independent "
         "answers as have that error, and the bootstrap over problems. What another training seed would change is in neither.",
@@ -90,7 +103,13 @@ def _row(name: str, r: Result) -> list[str]:
 
 
 def beside_the_paper(title: str, results: Mapping[str, Result], published: Sequence[Published]) -> Grid:
-    """avg@k in the paper's columns, above its rows."""
+    """Return a table of avg@k in the paper's columns, above rows of the paper.
+
+    Args:
+        title: Name of the first row.
+        results: Results by benchmark.
+        published: Rows of the paper to print; may be empty.
+    """
     names = [name for name in COLUMNS if name in results]
     ours = [f"{100 * results[name].accuracy.mean:.2f}" for name in names]
     both = [f"{100 * over_benchmarks(results):.2f}", f"{100 * over_samples(results):.2f}"]
@@ -114,7 +133,13 @@ def beside_the_paper(title: str, results: Mapping[str, Result], published: Seque
 
 
 def comparison(ours: str, theirs: str, compared: Mapping[str, Comparison]) -> Grid:
-    """Of two runs, paired by problem."""
+    """Return the table of two runs, paired by problem.
+
+    Args:
+        ours: Name of the first run.
+        theirs: Name of the second run.
+        compared: Comparisons by benchmark.
+    """
     rows = []
     for name, c in compared.items():
         d = c.difference
@@ -150,7 +175,12 @@ def _rows(problems: Sequence[int], most: int = 20) -> str:
 
 
 def interval(bounds: Interval | None, sign: str = "") -> str:
-    """In percent; a dash for none."""
+    """Return an interval in percent, or a dash for None.
+
+    Args:
+        bounds: Interval of shares, or None.
+        sign: "+" writes the sign of positive numbers too.
+    """
     if bounds is None:
         return NOTHING
     return f"[{100 * bounds[0]:{sign}z.2f}, {100 * bounds[1]:{sign}z.2f}]"

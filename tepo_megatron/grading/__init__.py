@@ -1,1 +1,1 @@
-"""What runs inside a grading worker. Imports neither PyTorch nor pydantic: a worker starts in a fraction of a second."""
+"""Code of the grading workers. It imports neither PyTorch nor pydantic, so that a worker starts in a fraction of a second."""

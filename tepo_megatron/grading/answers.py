@@ -1,9 +1,9 @@
-r"""Answers as strings: one spelling for what is written in several ways, and what strings alone can settle.
+"""Answers as strings: normalize answers to one spelling, and settle what strings alone can settle.
 
-Everything here is linear in the text, or nearly: it runs in the trainer's process on whatever a model wrote.
+All functions are linear, or nearly so, in the length of the text: they run in the trainer's process on whatever a model wrote.
 """
 
-# ruff: noqa: RUF001  (signs that look like others are what this file is about)
+# ruff: noqa: RUF001  (this file is about signs that look like others)
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SYMBOLS = {
     "$": "", r"\displaystyle": "", r"\,": " ", r"\;": " ", r"\:": " ", r"\!": "", r"\ ": " ", r"\qquad": " ", r"\quad": " ",
     "~": " ", r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac",
 }  # fmt: skip
-_SYMBOL = re.compile(r"\\\\|" + "|".join(re.escape(s) + r"(?![a-zA-Z])" * s[-1].isalpha() for s in _SYMBOLS))  # `\\` is a row
+_SYMBOL = re.compile(r"\\\\|" + "|".join(re.escape(s) + r"(?![a-zA-Z])" * s[-1].isalpha() for s in _SYMBOLS))  # `\\` ends a row
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
 _PREFIX = re.compile(r"^(?:\\text\s*\{\s*)?(?:so |thus )?(?:the |my )?(?:final )?answer\s*(?:is|:)\s*:?\s*(?P<brace>\}?)", re.I)
@@ -50,7 +50,10 @@ _OR = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*or\s*\}|\\lor\b|\\vee\b|\bor\b"
 
 
 def canonical(answer: str) -> str:
-    r"""One spelling: LaTeX for Unicode signs, no dollars and spacing commands, thousands joined, `0.\overline{3}` a fraction.
+    r"""Return the answer in one spelling.
+
+    Unicode signs become LaTeX, dollars and spacing commands are removed, groups of thousands are joined, and `0.\overline{3}`
+    becomes a fraction.
 
     >>> canonical("$1\\,000$."), canonical("¾"), canonical("2 1/3"), canonical("x²")
     ('1000', '\\frac{3}{4}', '(2+\\frac{1}{3})', 'x^{2}')
@@ -79,7 +82,7 @@ def canonical(answer: str) -> str:
 
 
 def integer(text: str) -> str | None:
-    """The digits of an integer, without leading zeros and separators of thousands; None for anything else.
+    """Return the digits of an integer, without leading zeros and thousands separators; None for anything else.
 
     >>> integer("-007"), integer("1,000"), integer("-0"), integer("7.0")
     ('-7', '1000', '0', None)
@@ -92,7 +95,7 @@ def integer(text: str) -> str | None:
 
 
 def words(text: str) -> str | None:
-    r"""The words of an answer that is words, in lower case; None for a formula; see `choice` for single letters.
+    r"""Return the words of an answer that consists of words, in lower case; None for a formula. `choice` is for single letters.
 
     >>> words(r"\text{ No  solution}"), words("Monday"), words("(B)"), words("xy"), words("2 apples")
     ('no solution', 'monday', None, None, None)
@@ -107,13 +110,13 @@ def words(text: str) -> str | None:
 
 
 def choice(text: str) -> str | None:
-    r"""The capital letter of an answer that is one: `B`, `(B)`, `\text{(B)}`; None for anything else."""
+    r"""Return the capital letter of an answer that is one: `B`, `(B)`, `\text{(B)}`; None for anything else."""
     found = _WRAPPED.sub(r"\1", text).strip(".() ")
     return found if len(found) == 1 and "A" <= found <= "Z" else None
 
 
 def unit(text: str) -> str | None:
-    r"""The unit that a number is given in, where it is a well-known one: `5\text{ centimeters}` -> cm."""
+    r"""Return the unit after a number if it is a known one: `5\text{ centimeters}` -> cm; None otherwise."""
     found = _UNIT.search(text)
     if found is None:
         return None
@@ -122,22 +125,22 @@ def unit(text: str) -> str | None:
 
 
 def is_percentage(text: str) -> bool:
-    """Whether it ends in a percent sign, or in the word."""
+    """Return whether the text ends in a percent sign or the word "percent"."""
     return text.endswith("%") or bool(re.search(r"\d\s*\\text\s*\{\s*percent\s*\}$|\d percent$", text))
 
 
 def without_percent(text: str) -> str:
-    """The number before the sign."""
+    """Return the number before the percent sign or word."""
     return re.sub(r"\s*(?:\\?%|\\text\s*\{\s*percent\s*\}|percent)$", "", text)
 
 
 def is_sum_in_words(text: str) -> bool:
-    """Whether a calculation told in words stands before an equals sign: "six times 7 = 42" is no answer."""
+    """Return whether a calculation in words precedes an equals sign: "six times 7 = 42" is no answer."""
     return bool(_SUM_IN_WORDS.search(_WRAPPED.sub(r" \1 ", text)))
 
 
 def as_interval(text: str) -> str | None:
-    r"""The interval, or union of intervals, that inequalities of one variable describe; None for anything else.
+    r"""Return the interval, or union of intervals, that inequalities of one variable describe; None for anything else.
 
     >>> as_interval(r"0 \le x < 1"), as_interval(r"x<0 \text{ or } x>1"), as_interval("x<y<z<1")
     ('[0,1)', '(-\\infty,0)\\cup(1,\\infty)', None)
@@ -172,7 +175,7 @@ def _is_closed(sign: str) -> bool:
 
 
 def _vulgar_fraction(character: str) -> str:
-    r"""¾ -> \frac{3}{4}; any other character as it is."""
+    r"""Return ¾ as \frac{3}{4}; any other character unchanged."""
     above, slash, below = unicodedata.normalize("NFKC", character).partition("⁄") if character > "~" else (character, "", "")
     return rf"\frac{{{above}}}{{{below}}}" if slash and above and below else character
 

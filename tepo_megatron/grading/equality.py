@@ -1,6 +1,7 @@
-r"""Whether two answers are equal: math-verify, with what it takes for equal and should not, and the other way round.
+"""Decide whether two answers are equal, with math-verify and repairs for its false positives and false negatives.
 
-Each repair names the fault of math-verify 0.9.0 that it is for; docs/rewards.md has the list, tests/grading_pairs.py the cases.
+Each repair names the fault of math-verify 0.9.0 that it corrects; docs/rewards.md has the list, tests/grading_pairs.py the
+cases.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from tepo_megatron.grading.answers import (
 )
 
 _GOLDS_KEPT = 4096
-_TINY = 1e-5  # below it, math-verify's absolute comparisons (6 decimals, 15 digits) take different numbers for equal
+_TINY = 1e-5  # below this, math-verify's absolute comparisons (6 decimals, 15 digits) call different numbers equal
 _RELATIVE = 1e-6
 
 
 def load_grader() -> Callable[[str, str], str]:
-    """The function (gold, answer) -> status. Imports math-verify, hence after the limits of memory are set."""
+    """Return the function (gold, answer) -> status. It imports math-verify, so call it after memory limits are set."""
     from math_verify import LatexExtractionConfig, parse, verify
     from sympy.sets.sets import Set
 
     targets = [LatexExtractionConfig(boxed_match_priority=0)]  # 0: "the answer is 42" never overrides the box
 
     def parse_boxed(content: str) -> list[Any]:
-        # no time limit here and in verify: theirs is one per call, the worker's alarm is for all of them
+        # no time limit here or in verify: theirs covers single calls, the worker's alarm covers all of them
         return parse(
             f"\\boxed{{{content}}}",
             extraction_config=targets,
@@ -41,7 +42,7 @@ def load_grader() -> Callable[[str, str], str]:
             parsing_timeout=None,
         )
 
-    parse_gold = lru_cache(maxsize=_GOLDS_KEPT)(parse_boxed)  # one gold meets a whole group of answers
+    parse_gold = lru_cache(maxsize=_GOLDS_KEPT)(parse_boxed)  # one gold answer is compared with a whole group of answers
 
     def equal(gold: list[Any], answer: list[Any]) -> bool:
         return bool(verify(gold, answer, timeout_seconds=None)) and not _differ(gold, answer)
@@ -49,7 +50,7 @@ def load_grader() -> Callable[[str, str], str]:
     def grade(gold: str, answer: str) -> str:
         gold, answer = canonical(gold), canonical(answer)
         if (spoken := words(gold)) is not None:
-            # letters that math-verify would multiply: "even" is no product
+            # math-verify would multiply the letters of words, but "even" is no product
             return "equal" if spoken == words(answer) else "wrong"
         if (letter := choice(gold)) is not None and choice(answer) is not None:
             return "equal" if letter == choice(answer) else "wrong"
@@ -59,7 +60,7 @@ def load_grader() -> Callable[[str, str], str]:
         if is_sum_in_words(answer) and not is_sum_in_words(gold):
             return "unparsed"
         if any(isinstance(x, Set) for x in parsed_gold):
-            # math-verify compares an inequality with a set on request, but solves it first, which takes long
+            # math-verify can compare an inequality with a set, but solves it first, which takes long
             answer = as_interval(answer) or answer
         parsed_answer = parse_boxed(answer)
         if not parsed_answer:
@@ -69,7 +70,7 @@ def load_grader() -> Callable[[str, str], str]:
         if equal(parsed_gold, parsed_answer):
             return "equal"
         if is_percentage(gold) != is_percentage(answer):
-            # 12.5% and 12.5: math-verify drops the sign of whole numbers only
+            # 12.5% and 12.5 count as equal, but math-verify drops the percent sign of whole numbers only
             bare = [parse_boxed(without_percent(text)) for text in (gold, answer)]
             return "equal" if all(bare) and equal(*bare) else "wrong"
         return "wrong"
@@ -78,7 +79,7 @@ def load_grader() -> Callable[[str, str], str]:
 
 
 def _differ(gold: list[Any], answer: list[Any]) -> bool:
-    """Whether two numbers that math-verify takes for equal are so small that its comparison says nothing, and differ."""
+    """Return whether two numbers that math-verify calls equal do differ, because both are below its absolute precision."""
     numbers = [[x for x in parsed if getattr(x, "is_number", False)] for parsed in (gold, answer)]
     if not all(numbers):
         return False

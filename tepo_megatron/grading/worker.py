@@ -1,6 +1,6 @@
-"""What runs inside a grading worker: `python worker.py SOFT_SECONDS MEMORY_MIB PARENT_PID GRADER [ARGUMENT ...]`.
+"""Main program of a grading worker: `python worker.py SOFT_SECONDS MEMORY_MIB PARENT_PID GRADER [ARGUMENT ...]`.
 
-Reads one JSON line `[serial, text, ...]` at a time from stdin and writes one JSON line `[serial, status, value, detail]` to
+It reads one JSON line `[serial, text, ...]` at a time from stdin and writes one JSON line `[serial, status, value, detail]` to
 stdout, after a first line `"ready"`. It is run as a file, so that it starts in a fraction of a second and holds neither PyTorch
 nor a GPU context (unless a user's own function loads them).
 """
@@ -28,21 +28,24 @@ Grader = Callable[..., Graded]
 
 
 class OutOfTimeError(BaseException):
-    """The soft alarm. Not an Exception, since math-verify and SymPy swallow those."""
+    """Raised by the soft alarm. It is not an Exception, since math-verify and SymPy swallow those."""
 
 
 def limit_resources(memory_mib: int) -> None:
-    """Cap the address space (beyond it: MemoryError, hence an unparsed or wrong answer) and write no core files."""
+    """Cap the address space at `memory_mib` MiB and disable core files.
+
+    Beyond the cap there is a MemoryError, hence an unparsed or wrong answer.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (memory_mib * 2**20, memory_mib * 2**20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def equality() -> Grader:
-    """(gold, answer) -> equal, wrong, unparsed or bad_gold. Exits unless it works."""
+    """Return the grader (gold, answer) -> equal, wrong, unparsed or bad_gold. Exits the process if a self-test fails."""
     from tepo_megatron.grading.equality import load_grader
 
     grade = load_grader()
-    # also builds the tables of the LaTeX parser; with too little memory every answer would silently be a bad one
+    # this also builds the tables of the LaTeX parser; with too little memory every answer would silently be graded wrong
     if (verdict := grade("1/2", "0.5")) != "equal":
         raise SystemExit(f"self-test: 0.5 for 1/2 is graded {verdict!r}")
 
@@ -54,7 +57,7 @@ def equality() -> Grader:
 
 
 def pattern(expression: str) -> Grader:
-    """(text,) -> matched or unmatched; the whole text, in which `.` is a line break, too."""
+    """Return the grader (text,) -> matched or unmatched. The whole text must match; `.` matches line breaks too."""
     compiled = re.compile(expression, re.DOTALL)
 
     def graded(text: str) -> Graded:
@@ -64,7 +67,7 @@ def pattern(expression: str) -> Grader:
 
 
 def custom(spec: str) -> Grader:
-    """(prompt, response, answer) -> what the user's function finds: graded, or failed with what went wrong and where."""
+    """Return the grader (prompt, response, answer) -> graded with the user function's value, or failed with the error."""
     from tepo_megatron.user_file import load, told
 
     found = load(spec, "function")
@@ -86,10 +89,14 @@ GRADERS: dict[str, Callable[..., Grader]] = {"equality": equality, "pattern": pa
 
 
 def grade_in_time(grade: Callable[[], Graded], seconds: float) -> Graded:
-    """`grade()`, or "timeout" after `seconds` of processor time: on a busy machine a right answer must not turn wrong.
+    """Return `grade()`, or "timeout" after `seconds` of processor time.
 
-    The alarm repeats: a bare `except:` or a destructor may swallow one. It cannot end a single long C call (a power of
-    huge integers); the parent's hard deadline does.
+    Wall time would turn right answers wrong on a busy machine. The alarm repeats, since a bare `except:` or a destructor may
+    swallow one. It cannot interrupt a single long C call (a power of huge integers); the parent's hard deadline does.
+
+    Args:
+        grade: Grades one request.
+        seconds: Limit in seconds of processor time.
     """
 
     def ring(signum: int, frame: FrameType | None) -> None:
@@ -103,18 +110,27 @@ def grade_in_time(grade: Callable[[], Graded], seconds: float) -> Graded:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
     except OutOfTimeError:
-        signal.setitimer(signal.ITIMER_PROF, 0)  # again: it may have rung before the line in `finally`
+        signal.setitimer(signal.ITIMER_PROF, 0)  # again, since the alarm may have come before the line in `finally`
         return "timeout", 0.0, ""
 
 
 def main(soft_seconds: float, memory_mib: int, parent_pid: int, grader: str, *arguments: str) -> None:
-    """Serve until stdin ends."""
-    # a closed stdin says that it ended, too, but only after the current answer, and only if no fork holds the other end
+    """Serve requests until stdin ends.
+
+    Args:
+        soft_seconds: Processor time per request.
+        memory_mib: Limit of the address space, in MiB.
+        parent_pid: Process whose end ends this one.
+        grader: Key of GRADERS.
+        arguments: Arguments of that grader.
+    """
+    # A closed stdin also tells that the parent ended, but only after the current answer, and only if no fork of the parent
+    # holds the pipe's other end.
     die_with_parent(parent_pid, signal.SIGKILL)
     limit_resources(memory_mib)
     logging.disable(logging.CRITICAL)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints must not pass for a reply
+    os.dup2(2, 1)  # the output of a library must not be taken for a reply
     grade = GRADERS[grader](*arguments)
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)

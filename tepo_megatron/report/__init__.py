@@ -1,4 +1,4 @@
-"""`tepo report`: a run as one page, `report.html`, and as one picture, `report.png`; several runs as one comparison."""
+"""`tepo report`: show a run as a page, `report.html`, and as a picture, `report.png`; compare several runs on one page."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ __all__ = [
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write the page and then the picture of the run in `run_dir` (config.yaml, metrics.jsonl and whatever else it has left so
-    far) into it; returns the page's path.
+    """Write the page and then the picture of a run into its folder; return the page's path.
 
-    Both replace older ones in one step. Raises DataError when no step has been recorded or a file is malformed, ConfigError
-    when config.yaml is or the page cannot be written.
+    `run_dir` must hold config.yaml and metrics.jsonl; other records of the run are shown if present. Both files are replaced
+    atomically.
+
+    Raises:
+        DataError: No step has been recorded, or a file is malformed.
+        ConfigError: config.yaml is malformed, or the page cannot be written.
     """
     run = read_run(run_dir)
     page = write_page(run_dir / "report.html", render([run]))
@@ -40,9 +43,15 @@ def write_report(run_dir: Path) -> Path:
 
 
 def write_comparison(run_dirs: Sequence[Path], page: Path) -> Path:
-    """Write the comparison of several runs, with each of them below, as `page`; returns it.
+    """Write a page that compares several runs, with each run below; return its path.
 
-    Raises as `write_report` does, and ConfigError for a run that is named twice.
+    Args:
+        run_dirs: Folders of the runs; the first run is the baseline.
+        page: File to write.
+
+    Raises:
+        DataError: As `write_report`.
+        ConfigError: As `write_report`, or a run is named twice.
     """
     for place, run_dir in enumerate(run_dirs):
         if any(run_dir.resolve() == other.resolve() for other in run_dirs[:place]):
@@ -51,7 +60,15 @@ def write_comparison(run_dirs: Sequence[Path], page: Path) -> Path:
 
 
 def write_page(page: Path, text: str) -> Path:
-    """Replace `page` in one step; returns it. Raises ConfigError where it cannot be written."""
+    """Replace `page` atomically; return its path.
+
+    Args:
+        page: File to write.
+        text: HTML.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     try:
         replace_file(page, text.encode())
     except OSError as e:

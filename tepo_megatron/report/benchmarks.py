@@ -1,4 +1,4 @@
-"""What a run's benchmarks say: `evaluation/step-00000010/` with `evaluation.json` (results) and `NAME.jsonl` (every sample)."""
+"""Report the benchmarks of a run, from the `evaluation.json` and `NAME.jsonl` files in `evaluation/step-00000010/`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tepo_megatron.report.run import Run
 from tepo_megatron.report.samples import Group, Sample
 from tepo_megatron.report.words import of_text, shortened
 
-SHOWN = 4  # steps of the table
-MOST_CHANGED = 2  # problems of each benchmark
+SHOWN = 4  # steps in the table
+MOST_CHANGED = 2  # problems shown per benchmark
 _COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED, MUTED)
 
 Scores = Mapping[int, Mapping[str, tuple[float, float]]]  # step -> benchmark -> (accuracy, standard error)
@@ -30,7 +30,13 @@ Scores = Mapping[int, Mapping[str, tuple[float, float]]]  # step -> benchmark ->
 
 @dataclass(frozen=True)
 class Benchmarks:
-    """scores: by step, ascending; groups: samples of the problems that changed most; notes: what could not be read."""
+    """Benchmark results of a run.
+
+    Attributes:
+        scores: Accuracy and standard error by step (ascending) and benchmark.
+        groups: Samples of the problems whose scores changed most.
+        notes: Sentences on what could not be read.
+    """
 
     scores: Scores
     groups: Sequence[Group]
@@ -38,12 +44,12 @@ class Benchmarks:
 
     @property
     def names(self) -> list[str]:
-        """Of all benchmarks."""
+        """Names of all benchmarks."""
         return list(dict.fromkeys(itertools.chain.from_iterable(self.scores.values())))
 
     @property
     def steps(self) -> list[str]:
-        """Headings of a table: those of at most SHOWN steps, the first and the last ones."""
+        """Column headings of the table: the first step and the latest ones, SHOWN at most."""
         return [f"step {step}" for step in self._shown]
 
     @property
@@ -52,12 +58,12 @@ class Benchmarks:
         return steps if len(steps) <= SHOWN else [steps[0], *steps[1 - SHOWN :]]
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Below them: benchmark, then its accuracies."""
+        """Return the rows of the table: the benchmark, then its accuracy at each of `steps`."""
         return [(name, *(_written(self.scores[step].get(name)) for step in self._shown)) for name in self.names]
 
 
 def read_benchmarks(run: Run) -> Benchmarks:
-    """What is not there is left out; what cannot be read becomes a note."""
+    """Read the benchmarks of a run. Missing files are skipped, and unreadable ones become notes."""
     folders = {int(path.name.removeprefix("step-")): path for path in (run.folder / "evaluation").glob("step-[0-9]*[0-9]")}
     scores: dict[int, dict[str, tuple[float, float]]] = {}
     groups: list[Group] = []
@@ -82,14 +88,20 @@ def read_benchmarks(run: Run) -> Benchmarks:
 
 
 def over_steps(figure: Figure, cell: SubplotSpec, scores: Scores) -> None:
-    """A line for each benchmark, ± standard error."""
+    """Draw a line with standard errors for each benchmark.
+
+    Args:
+        figure: Figure to draw into.
+        cell: Cell of its grid.
+        scores: Accuracy and standard error by step and benchmark.
+    """
     axis: Any = stacked(figure, cell, "Benchmarks, avg@k", 1)[0]
     names = dict.fromkeys(itertools.chain.from_iterable(scores.values()))
     for name, color in zip(names, itertools.cycle(_COLORS), strict=False):
         steps = [step for step, found in scores.items() if name in found]
         means, errors = zip(*(scores[step][name] for step in steps), strict=True)
         axis.errorbar(steps, means, errors, color=color, marker="o", ms=4, capsize=3, lw=1.6, label=name)
-        axis.plot(steps, means, color=color, lw=0, gid=name)  # for the pointer
+        axis.plot(steps, means, color=color, lw=0, gid=name)  # read by `svg.listed`
     axis.yaxis.set_major_formatter(PERCENT)
     legend(axis)
 
@@ -99,8 +111,8 @@ def _written(score: tuple[float, float] | None) -> str:
 
 
 def _read(path: Path, notes: list[str]) -> dict[int, list[dict[str, Any]]]:
-    """Samples by problem."""
-    from tepo_megatron.evaluation.samples import load_samples  # imports torch, which a run without benchmarks needs not
+    """Return the samples of a file by problem, and add its faults to `notes`."""
+    from tepo_megatron.evaluation.samples import load_samples  # imports torch, which a run without benchmarks does not need
 
     samples, faults = load_samples(path)
     notes += [f"{path}: {fault}." for fault in faults]
@@ -111,7 +123,10 @@ def _read(path: Path, notes: list[str]) -> dict[int, list[dict[str, Any]]]:
 
 
 def _changed(name: str, by_step: Mapping[int, Mapping[int, Sequence[dict[str, Any]]]]) -> list[Group]:
-    """The problems whose mean score changed most between two steps; of each step the sample next to its mean."""
+    """Return the problems whose mean score changed most between two steps.
+
+    Each group has, for each step, the sample whose score is nearest the problem's mean at that step.
+    """
     means = [{p: statistics.fmean(r["score"] for r in rows) for p, rows in found.items()} for found in by_step.values()]
     before, after = means
     order = sorted(before.keys() & after.keys(), key=lambda p: (-abs(after[p] - before[p]), p))

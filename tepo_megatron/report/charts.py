@@ -1,4 +1,4 @@
-"""The charts of a run's page, by section: the panels of the picture, each by itself with a sentence on how to read it."""
+"""The charts of a run's page, by section: each panel of the picture alone, with a sentence on how to read it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from tepo_megatron.report.drawing import STYLE, steps_along
 from tepo_megatron.report.run import Run
 from tepo_megatron.report.svg import listed, to_svg
 
-_INCHES = (5.3, 3.1)  # text of 10 points stays readable where that is as wide as a phone
+_INCHES = (5.3, 3.1)  # text of 10 points stays readable if this is scaled to the width of a phone
 
 Panel = Callable[[Figure, SubplotSpec], None]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """svg: markup made here, to stand in a page as it is; axes: what its pointer lists (`svg.listed`)."""
+    """One chart of a page.
+
+    Attributes:
+        title: Heading.
+        caption: Sentence on how to read the chart.
+        svg: SVG markup made by this package, inserted into the page unescaped.
+        axes: Values that the page lists at the pointer (`svg.listed`).
+    """
 
     title: str
     caption: str
@@ -39,7 +46,14 @@ class Section:
 
 
 def chart(name: str, caption: str, panel: Panel, last_step: float | None) -> Chart:
-    """Draw one panel. name: unlike that of any other chart of the page; last_step: where steps end, None: no axis of steps."""
+    """Draw one panel.
+
+    Args:
+        name: Name that no other chart of the page has; it keeps the SVG ids unique.
+        caption: Sentence on how to read the chart.
+        panel: Draws the panel into a cell of a figure.
+        last_step: End of the horizontal axis in steps; None if that axis is not in steps.
+    """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=_INCHES)
         width, height = figure.get_size_inches()
@@ -55,7 +69,12 @@ def chart(name: str, caption: str, panel: Panel, last_step: float | None) -> Cha
 
 
 def sections(run: Run, prefix: str) -> list[Section]:
-    """The charts of one run. prefix: of their names, which tells the runs of a page apart."""
+    """Return the charts of one run.
+
+    Args:
+        run: Run to draw.
+        prefix: Prefix of the charts' names, different for each run of a page.
+    """
     curves, evaluations = run.curves, [] if run.summary is None else run.summary.evaluations
 
     def draw(panel: Callable[..., None], caption: str, *others: Any) -> Chart:

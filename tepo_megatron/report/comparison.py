@@ -1,4 +1,4 @@
-"""Several runs side by side: their curves in the same axes, what these come to, evaluations, and the settings that differ."""
+"""Compare several runs: curves in shared axes, final figures, evaluations, and the settings that differ."""
 
 from __future__ import annotations
 
@@ -21,14 +21,21 @@ from tepo_megatron.report.held_out import HeldOut
 from tepo_megatron.report.run import Run
 
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED)
-DASHES = ("-", "--", ":", "-.")  # once the colours are used up
+DASHES = ("-", "--", ":", "-.")  # used after the colours run out
 _FROM_ZERO = ("actor/entropy", "actor/grad_norm", "rollout/response_tokens_mean", "seconds/total", "tokens_per_second")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """headings, rows: the table of final figures; differences: of each run's evaluation to the first run's, in words;
-    settings: rows of those that are not the same in all runs.
+    """Comparison of several runs.
+
+    Attributes:
+        charts: One chart per quantity, with a curve per run.
+        headings: Column headings of the table of final figures.
+        rows: Rows of that table.
+        evaluation: Chart of the runs' last evaluations, or None.
+        differences: (run, paired difference of its evaluation to the first run's, in words).
+        settings: Rows (key, value in each run) of the settings that are not the same in all runs.
     """
 
     charts: Sequence[Chart]
@@ -40,18 +47,23 @@ class Comparison:
 
 
 def names(runs: Sequence[Run]) -> list[str]:
-    """Of the runs; their folders where two have the same."""
+    """Return the names of the runs, or their folders if two runs have the same name."""
     found = [run.cfg.name for run in runs]
     return found if len(set(found)) == len(runs) else [str(run.folder) for run in runs]
 
 
 def color(place: int) -> str:
-    """Of the run in that place."""
+    """Return the colour of the run at this index."""
     return COLORS[place % len(COLORS)]
 
 
 def compare(runs: Mapping[str, Run], evaluated: Sequence[HeldOut]) -> Comparison:
-    """runs: by name; the first is what the others are compared with. evaluated: in the same order."""
+    """Compare runs; the first is the baseline.
+
+    Args:
+        runs: Runs by name.
+        evaluated: Their evaluations, in the same order.
+    """
     charts = [
         _overlay(quantity, list(runs.values()))
         for quantity in QUANTITIES
@@ -70,15 +82,15 @@ def compare(runs: Mapping[str, Run], evaluated: Sequence[HeldOut]) -> Comparison
 
 
 def _overlay(quantity: Quantity, runs: Sequence[Run]) -> Chart:
-    """One line per run, with its name for the pointer; the page's key tells the colours."""
+    """Draw one line per run. The page's key explains the colours, and `gid` holds the run's name for the pointer."""
     called = names(runs)
 
     def panel(figure: Figure, cell: SubplotSpec) -> None:
         axis: Any = stacked(figure, cell, quantity.label[0].upper() + quantity.label[1:], 1)[0]
-        widths = np.linspace(1.2 + 0.6 * min(4, len(runs)), 1.4, len(runs))  # ever thinner: equal ones show
+        widths = np.linspace(1.2 + 0.6 * min(4, len(runs)), 1.4, len(runs))  # decreasing, so identical curves all show
         for place, run in enumerate(runs):
             values, dash = run.curves[quantity.key], DASHES[place // len(COLORS) % len(DASHES)]
-            marker = "o" if np.isfinite(values).sum() == 1 else ""  # a line of one point is none
+            marker = "o" if np.isfinite(values).sum() == 1 else ""  # a single point needs a marker to be visible
             axis.plot(
                 run.curves.steps, values, color=color(place), ls=dash, lw=widths[place], marker=marker, ms=4, gid=called[place]
             )
@@ -93,7 +105,7 @@ def _overlay(quantity: Quantity, runs: Sequence[Run]) -> Chart:
 
 
 def _figures(quantity: Quantity, runs: Sequence[Run]) -> tuple[str, ...]:
-    """A row of the table; empty where no run has the quantity."""
+    """Return a row of the table; empty if no run has the quantity."""
     if not any(quantity.key in run.curves for run in runs):
         return ()
     values = [at_end(run.curves[quantity.key]) for run in runs]
@@ -102,7 +114,7 @@ def _figures(quantity: Quantity, runs: Sequence[Run]) -> tuple[str, ...]:
 
 
 def _accuracies(runs: Mapping[str, Run]) -> Chart | None:
-    """The last evaluation of each run."""
+    """Draw the last evaluation of each run; None if no run has any."""
     found = [
         (name, run.summary.evaluations[-1][1], run.summary.evaluations[-1][2], color(place))
         for place, (name, run) in enumerate(runs.items())
@@ -115,7 +127,7 @@ def _accuracies(runs: Mapping[str, Run]) -> Chart | None:
 
 
 def _differences(called: Sequence[str], evaluated: Sequence[HeldOut]) -> list[tuple[str, str]]:
-    """Of each run to the first."""
+    """Return the difference of each run to the first one, in words."""
     said = []
     for name, one in zip(called[1:], evaluated[1:], strict=True):
         change = held_out.change(one.after, evaluated[0].after)
@@ -130,7 +142,7 @@ def _differences(called: Sequence[str], evaluated: Sequence[HeldOut]) -> list[tu
 
 
 def _settings(configs: Sequence[Config]) -> list[tuple[str, ...]]:
-    """(key, value in each run), but for `name`."""
+    """Return (key, value in each run) of the settings that differ, except `name`."""
     flat = [dict(_flat(plain(cfg))) for cfg in configs]
     keys = dict.fromkeys(itertools.chain.from_iterable(flat))
     rows = [(key, *(NOTHING if f.get(key) is None else str(f[key]) for f in flat)) for key in keys if key != "name"]
@@ -138,7 +150,7 @@ def _settings(configs: Sequence[Config]) -> list[tuple[str, ...]]:
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
-    """{a: {b: 1}} as [("a.b", 1)]."""
+    """Return nested settings by dotted key: {a: {b: 1}} as [("a.b", 1)]."""
     rows: list[tuple[str, Any]] = []
     for key, value in tree.items():
         rows += _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else [(f"{above}{key}", value)]

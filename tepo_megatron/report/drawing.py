@@ -1,4 +1,4 @@
-"""What all panels share: the records as arrays, colours and style, and the few ways in which a curve is drawn."""
+"""Shared by all panels: the records as arrays, colours and style, and ways to draw a curve."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ SMALL = FuncFormatter(lambda value, _: f"{value:.1e}" if value else "0")
 
 
 class Curves:
-    """The records of a run as arrays by name; NaN (a gap in the line) where a step has no value."""
+    """The records of a run as float64 arrays by key, one value per step; NaN (a gap in the line) at a step without a value."""
 
     def __init__(self, records: Sequence[dict[str, Value]]) -> None:
+        """Store the records, one per step, ascending."""
         self._records = records
         self.steps = self["step"]
 
@@ -54,23 +55,30 @@ class Curves:
         return np.array([math.nan if v is None else float(v) for v in values])
 
     def __contains__(self, key: str) -> bool:
-        """Whether some step has a value."""
+        """Return whether some step has a value."""
         return any(record.get(key) is not None for record in self._records)
 
     def named(self, prefix: str) -> list[str]:
-        """The keys that begin with `prefix` and have a value at some step."""
+        """Return the keys that begin with `prefix` and have a value at some step."""
         keys = dict.fromkeys(key for record in self._records for key in record if key.startswith(prefix))
         return [key for key in keys if key in self]
 
     def between(self, key: str) -> np.ndarray:
-        """What is measured at some steps only, on straight lines between them; NaN throughout when at none."""
+        """Return a quantity that only some steps measure, interpolated linearly between them; all NaN if no step has it."""
         values = self[key]
         known = np.isfinite(values)
         return np.interp(self.steps, self.steps[known], values[known]) if known.any() else values
 
 
 def stacked(figure: Figure, cell: SubplotSpec, title: str, rows: int) -> list[Any]:
-    """`rows` axes one above the other in one cell of the grid, under one title."""
+    """Return axes stacked vertically in one cell of a grid, under one title.
+
+    Args:
+        figure: Figure of the grid.
+        cell: Cell of the grid.
+        title: Title above the first axes.
+        rows: Number of axes.
+    """
     grid = cell.subgridspec(rows, 1, hspace=0.38)
     axes = [figure.add_subplot(grid[row]) for row in range(rows)]
     axes[0].set_title(title)
@@ -80,19 +88,42 @@ def stacked(figure: Figure, cell: SubplotSpec, title: str, rows: int) -> list[An
 
 
 def line(axis: Any, curves: Curves, values: np.ndarray, color: str, label: str) -> None:
-    """A line, with its points marked while they are few."""
+    """Draw a curve, and mark its points if there are at most 60.
+
+    Args:
+        axis: Axes to draw on.
+        curves: Records that give the steps.
+        values: Value per step; NaN leaves a gap.
+        color: Colour of the line.
+        label: Text of the legend.
+    """
     axis.plot(curves.steps, values, color=color, marker="o" if len(values) <= 60 else "", ms=3, label=label)
 
 
 def band(axis: Any, curves: Curves, low: np.ndarray, high: np.ndarray, color: str, label: str) -> None:
-    """The area between two curves, and its edges, whose gid is the label."""
+    """Draw the area between two curves, and its edges, whose gid is the label.
+
+    Args:
+        axis: Axes to draw on.
+        curves: Records that give the steps.
+        low: Lower edge, one value per step.
+        high: Upper edge, one value per step.
+        color: Colour of the area.
+        label: Text of the legend.
+    """
     axis.fill_between(curves.steps, low, high, color=color, alpha=0.2, lw=0, label=label)
     for edge in (low, high):
         axis.plot(curves.steps, edge, color=color, alpha=0.35, lw=0.7, gid=label)
 
 
 def stack(axis: Any, curves: Curves, layers: Sequence[tuple[str, np.ndarray, str]]) -> None:
-    """One block per step for each (label, height, colour), on the one before."""
+    """Draw stacked bars, one per step.
+
+    Args:
+        axis: Axes to draw on.
+        curves: Records that give the steps.
+        layers: (label, height per step, colour) of each layer, from the bottom up.
+    """
     middles = (curves.steps[:-1] + curves.steps[1:]) / 2
     edges = np.concatenate(([curves.steps[0] - 0.5], middles, [curves.steps[-1] + 0.5]))
     bottom = np.zeros_like(curves.steps)
@@ -102,20 +133,36 @@ def stack(axis: Any, curves: Curves, layers: Sequence[tuple[str, np.ndarray, str
 
 
 def steps_along(axis: Any, last: float) -> None:
-    """The horizontal axis: whole steps, from 0 to `last`."""
+    """Set the horizontal axis to whole steps from 0 to `last`.
+
+    Args:
+        axis: Axes to change.
+        last: Last step.
+    """
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=(1, 2, 5, 10)))
     axis.set_xlim(-0.015 * last, 0.5 + 1.015 * last)
 
 
 def from_zero(axis: Any, at_least: float = 0.0) -> None:
-    """The vertical axis from 0 to a little above the data, or to `at_least`."""
+    """Let the vertical axis range from 0 to a little above the data.
+
+    Args:
+        axis: Axes to change.
+        at_least: Least upper end of the range.
+    """
     top = axis.dataLim.ymax
     top = 1.1 * top if math.isfinite(top) and top > 0 else 0.0
     axis.set_ylim(0, max(top, at_least) or 1)
 
 
 def symmetric_log(axes: Sequence[Any], linear: float, extreme: float) -> None:
-    """One scale for all `axes`: linear within +-`linear`, logarithmic beyond, up to +-`extreme`; at most two ticks a side."""
+    """Give all `axes` one scale: linear within +-`linear`, logarithmic beyond, with at most two ticks per side.
+
+    Args:
+        axes: Axes to change.
+        linear: End of the linear range, positive.
+        extreme: End of the whole range, positive.
+    """
     least, most = math.ceil(math.log10(linear) - 1e-9), math.floor(math.log10(extreme) + 1e-9)
     powers = [10.0**power for power in range(most, least - 1, -max(1, math.ceil((most - least + 1) / 2)))]
     for axis in axes:
@@ -127,7 +174,7 @@ def symmetric_log(axes: Sequence[Any], linear: float, extreme: float) -> None:
 
 
 def legend(axis: Any) -> None:
-    """One row between title and axes, where it never hides data."""
+    """Place the legend in one row between title and axes, where it never hides data."""
     axis.legend(
         loc="lower left", bbox_to_anchor=(0, 1), ncols=6, borderpad=0, borderaxespad=0.3, handlelength=1.4, columnspacing=1.3
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What curves come to: one figure per quantity, and how it is written."""
+"""Summarize curves: one figure per quantity, and how it is formatted."""
 
 from __future__ import annotations
 
@@ -9,20 +9,31 @@ import numpy as np
 
 from tepo_megatron.report.drawing import Curves
 
-WINDOW = 5  # steps that "at the end" means
+WINDOW = 5  # number of last values that "at the end" refers to
 NOTHING = "–"  # noqa: RUF001
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A curve of metrics.jsonl under a name for people. percent: it is a share."""
+    """A metric of metrics.jsonl with a readable name.
+
+    Attributes:
+        label: Readable name with unit.
+        key: Key in metrics.jsonl.
+        percent: The metric is a share, to be shown in percent.
+    """
 
     label: str
     key: str
     percent: bool = False
 
     def written(self, value: float, sign: str = "") -> str:
-        """For a cell of a table; sign: "+" for differences, which of shares are points of a hundred."""
+        """Return a value as a table cell.
+
+        Args:
+            value: Value; NaN gives a dash.
+            sign: "+" for differences. Differences of shares are in percentage points.
+        """
         if not math.isfinite(value):
             return NOTHING
         if self.percent:
@@ -51,13 +62,13 @@ QUANTITIES = (
 
 
 def at_end(values: np.ndarray) -> float:
-    """Mean of the last WINDOW values that are known; NaN without any."""
+    """Return the mean of the last WINDOW known values; NaN without any."""
     known = values[np.isfinite(values)][-WINDOW:]
     return float(known.mean()) if known.size else math.nan
 
 
 def table(curves: Curves) -> list[tuple[str, ...]]:
-    """A row for each quantity that the run has: label, first value, mean at the end, lowest, highest."""
+    """Return a row for each quantity that the run has: label, first value, mean at the end, lowest, highest."""
     rows = []
     for quantity in QUANTITIES:
         if quantity.key in curves:

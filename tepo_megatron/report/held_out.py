@@ -1,4 +1,4 @@
-"""What a run's evaluations say: accuracies, the paired change, and the problems that changed most."""
+"""Report a run's evaluations on held-out problems: accuracies, the paired change, and the problems that changed most."""
 
 from __future__ import annotations
 
@@ -19,12 +19,20 @@ from tepo_megatron.report.run import Run
 
 EVALUATION_FILE = "evaluation.jsonl"
 MOST = 8  # problems that are listed
-_HALF = statistics.NormalDist().inv_cdf(0.975)  # of a 95 % interval, in standard errors
+_HALF = statistics.NormalDist().inv_cdf(0.975)  # half width of a 95 % interval, in standard errors
 
 
 @dataclass(frozen=True)
 class Change:
-    """Of two scores of the same problems, in points of a hundred. interval: 95 %, over problems; None for one problem."""
+    """Paired difference of two evaluations of the same problems, in percentage points.
+
+    Attributes:
+        mean: Mean difference.
+        interval: 95 % interval over problems; None for one problem.
+        better: Number of problems that score higher.
+        worse: Number of problems that score lower.
+        same: Number of problems with equal scores.
+    """
 
     mean: float
     interval: tuple[float, float] | None
@@ -38,7 +46,7 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """What may be said of it, and no more."""
+        """Strongest statement that the interval supports."""
         if self.interval is None or self.interval[0] <= 0 <= self.interval[1]:
             return "within noise"
         return "beyond the noise of these problems"
@@ -46,7 +54,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Problem:
-    """A held-out problem and its scores; text and answer are empty where the dataset is not there any more."""
+    """A held-out problem and its scores before and after the run.
+
+    Attributes:
+        number: Row of the dataset, from 0.
+        before: Mean score of its samples before the run.
+        after: Mean score of its samples after the run.
+        text: Prompt; empty if the dataset can no longer be read.
+        answer: Gold answer; empty likewise.
+    """
 
     number: int
     before: float
@@ -57,8 +73,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Of one run. accuracies: (when, accuracy and error in words); after: problem -> score after the run, for comparisons;
-    notes: what is wrong with the file of scores.
+    """Evaluations of one run.
+
+    Attributes:
+        accuracies: (step, accuracy with standard error), in words.
+        change: Change from before to after the run; None without scores of both.
+        changed: Problems whose scores changed most.
+        after: Problem -> score after the run, for comparisons with other runs.
+        notes: Sentences on faults of the file of scores.
     """
 
     accuracies: Sequence[tuple[str, str]]
@@ -69,10 +91,15 @@ class HeldOut:
 
 
 def change(scores: Mapping[int, float], baseline: Mapping[int, float]) -> Change | None:
-    """scores - baseline, problem by problem; None where they are not of the same problems, or of none."""
+    """Return scores - baseline, problem by problem; None if they are not of the same problems, or of none.
+
+    Args:
+        scores: Problem -> score.
+        baseline: Problem -> score.
+    """
     if not scores or scores.keys() != baseline.keys():
         return None
-    from tepo_megatron.evaluation.statistics import difference  # with torch, which a run without evaluations needs not
+    from tepo_megatron.evaluation.statistics import difference  # imports torch, which a run without evaluations does not need
 
     found = difference(list(scores.values()), [baseline[problem] for problem in scores])
     interval = None if found.interval is None else (100 * found.interval[0], 100 * found.interval[1])
@@ -80,12 +107,12 @@ def change(scores: Mapping[int, float], baseline: Mapping[int, float]) -> Change
 
 
 def read_held_out(run: Run) -> HeldOut:
-    """From summary.json and evaluation.jsonl; empty where there are none. Raises DataError for a malformed one."""
+    """Read summary.json and evaluation.jsonl. Missing files give empty results. Raises DataError for a malformed one."""
     found = [] if run.summary is None else run.summary.evaluations
     accuracies = [(f"step {step}", f"{accuracy:.1%} ± {100 * error:.1f}") for step, accuracy, error in found]
     if not (run.folder / EVALUATION_FILE).exists():
         return HeldOut(accuracies, None, (), {})
-    from tepo_megatron.evaluation.records import read_scores  # imports torch, which a run without evaluations needs not
+    from tepo_megatron.evaluation.records import read_scores  # imports torch, which a run without evaluations does not need
 
     scores, faults = read_scores(run.folder)
     order = sorted(scores.after, key=lambda p: -abs(scores.after[p] - scores.before[p]))
@@ -97,10 +124,16 @@ def read_held_out(run: Run) -> HeldOut:
 
 
 def accuracies(figure: Figure, cell: SubplotSpec, found: Sequence[tuple[str, float, float, str]]) -> None:
-    """found: (label, accuracy, standard error, colour), from top to bottom with 95 % intervals."""
+    """Draw accuracies with 95 % intervals, from top to bottom.
+
+    Args:
+        figure: Figure to draw into.
+        cell: Cell of its grid.
+        found: (label, accuracy, standard error, colour) of each.
+    """
     axis: Any = stacked(figure, cell, "Accuracy on held-out problems", 1)[0]
     for place, (label, mean, error, color) in enumerate(found):
-        bars = [[min(_HALF * error, mean)], [min(_HALF * error, 1 - mean)]]  # no accuracy is beyond 0 or 1
+        bars = [[min(_HALF * error, mean)], [min(_HALF * error, 1 - mean)]]  # an accuracy lies in [0, 1]
         axis.errorbar([mean], [place], xerr=bars, fmt="D", color=color, ms=6, capsize=4, lw=1.8)
         words = {"xycoords": axis.get_yaxis_transform(), "va": "center", "color": INK}
         axis.annotate(label, (0.0, place - 0.32), **words)
@@ -113,7 +146,7 @@ def accuracies(figure: Figure, cell: SubplotSpec, found: Sequence[tuple[str, flo
 
 
 def _rows(data: DataConfig, wanted: Collection[int]) -> dict[int, tuple[str, str]]:
-    """(problem, gold answer) by row of the evaluation data, from 0; what cannot be read any more is left out."""
+    """Return (problem, gold answer) by row of the evaluation data, from 0. Rows that can no longer be read are left out."""
     rows: dict[int, tuple[str, str]] = {}
     if data.eval is None or not wanted:
         return rows
@@ -126,13 +159,13 @@ def _rows(data: DataConfig, wanted: Collection[int]) -> dict[int, tuple[str, str
                 if schema is not None:
                     prompt, answer = take(whole, schema)
                     rows[place] = _words(prompt), answer
-    except DataError:  # moved or changed since the run
+    except DataError:  # the dataset was moved or changed since the run
         return rows
     return rows
 
 
 def _words(prompt: str | Messages) -> str:
-    """A prompt's text, or its chat messages one below the other."""
+    """Return a prompt's text, or its chat messages one below the other."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)

@@ -1,4 +1,4 @@
-"""Runs as one HTML file that needs nothing beside it. Every value is escaped, and no script may run but the page's own."""
+"""Render runs as one self-contained HTML file. Every value is escaped, and only the page's own script may run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,25 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class RunView:
-    """What the page shows of one run. contents: (heading, anchor); evaluation, over_steps: None where nothing was evaluated;
-    notes: what is wrong with its records."""
+    """Contents of the page for one run.
+
+    Attributes:
+        name: Name of the run.
+        anchor: HTML anchor of the run.
+        color: CSS colour of the run.
+        facts: Circumstances of the run, in a few words each.
+        safety: Checks of the run's settings.
+        notes: Sentences on faults of its records.
+        sections: Charts by section.
+        contents: (heading, anchor) of each entry of the table of contents.
+        held_out: Evaluations on held-out problems.
+        evaluation: Chart of these, None without any.
+        benchmarks: Benchmark results.
+        over_steps: Chart of these, None without any.
+        samples: Samples to read.
+        table: Rows of the table of figures.
+        config: Config of the run as YAML.
+    """
 
     name: str
     anchor: str
@@ -47,7 +64,7 @@ class RunView:
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The page: of one run, or the comparison of several with each of them below. Raises DataError for a malformed file."""
+    """Return the page of one run, or the comparison of several with each run below. Raises DataError for a malformed file."""
     names = comparison.names(runs)
     views = [_view(run, name, place) for place, (run, name) in enumerate(zip(runs, names, strict=True))]
     several = len(runs) > 1
@@ -113,5 +130,5 @@ def _over_steps(run: Run, suite: benchmarks.Benchmarks, anchor: str) -> Chart | 
 
 
 def _hash(script: str) -> str:
-    """As a Content-Security-Policy names a script that it lets run."""
+    """Return the script's hash in the form by which a Content-Security-Policy allows it to run."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,4 +1,4 @@
-"""The panels of the picture, each a function of the cell it fills and the curves. What no step measured takes no room."""
+"""The panels of the picture. Each function draws one cell of the grid; quantities that no step measured are left out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tepo_megatron.report.drawing import (
     symmetric_log,
 )
 
-# rollout/train log-prob difference that fp32 on the CPU platform stays under when the engine serves the actor's weights
+# fp32 on the CPU platform keeps the rollout/train log-prob difference below these if the engine serves the actor's weights
 FP32_MEAN_GATE = 1e-5
 FP32_MAX_GATE = 1e-3
 
@@ -47,7 +47,14 @@ PHASES_AHEAD = (("wait", BLUE), *PHASES[2:])
 
 
 def learning(figure: Figure, cell: SubplotSpec, curves: Curves, evaluations: Sequence[tuple[float, float, float]]) -> None:
-    """evaluations: (step, accuracy, standard error) of each."""
+    """Draw reward and accuracy.
+
+    Args:
+        figure: Figure to draw into.
+        cell: Cell of its grid.
+        curves: Records of the run.
+        evaluations: (step, accuracy, standard error) of each evaluation.
+    """
     (axis,) = stacked(figure, cell, "Reward and accuracy", 1)
     reward, accuracy = curves["reward/mean"], curves["accuracy/mean"]
     if np.array_equal(reward, accuracy, equal_nan=True):
@@ -63,7 +70,13 @@ def learning(figure: Figure, cell: SubplotSpec, curves: Curves, evaluations: Seq
 
 
 def entropy(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """And, where there is a reference policy, how far it is: per token in the loss, per response in the reward."""
+    """Draw the entropy and, if there is a reference policy, the KL to it: per token in the loss, per response in the reward.
+
+    Args:
+        figure: Figure to draw into.
+        cell: Cell of its grid.
+        curves: Records of the run.
+    """
     units = {"loss/ref_kl": "nats per token", "reward/ref_kl": "nats per response"}
     measured = [key for key in units if key in curves]
     title = "Entropy and KL to the reference" if measured else "Entropy"
@@ -77,7 +90,13 @@ def entropy(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def ratio(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """The sequence's mean importance ratio."""
+    """Draw the importance ratio w, the geometric mean of a sequence's token ratios: median, 1st and 99th percentile.
+
+    Args:
+        figure: Figure to draw into.
+        cell: Cell of its grid.
+        curves: Records of the run.
+    """
     (axis,) = stacked(figure, cell, "Ratio w to the old policy", 1)
     line(axis, curves, curves["tepo/ratio_p50"], GREEN, "median")
     band(axis, curves, curves["tepo/ratio_p01"], curves["tepo/ratio_p99"], GREEN, "1st to 99th percentile")
@@ -86,7 +105,13 @@ def ratio(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def entropy_change(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """dH = H - H_old where A > 0 above, where A < 0 below, on one scale; within the grey it is rounding."""
+    """Draw dH = H - H_old on one scale, for A > 0 above and A < 0 below. Values within the grey area are rounding noise.
+
+    Args:
+        figure: Figure to draw into.
+        cell: Cell of its grid.
+        curves: Records of the run.
+    """
     axes = stacked(figure, cell, "Entropy change dH by sign of A, nats", 2)
     floor = curves.between("tepo/entropy_noise_floor")
     magnitudes = [0.0]
@@ -106,7 +131,13 @@ def entropy_change(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def token_shares(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Tokens that bear the KL penalty and, where there is a weighting, those on which that acts."""
+    """Draw the share of tokens under the KL penalty and, if there is a weighting, of those that it affects.
+
+    Args:
+        figure: Figure to draw into.
+        cell: Cell of its grid.
+        curves: Records of the run.
+    """
     weighted = "weighting/affected_share" in curves
     top, *rest = stacked(figure, cell, "KL mask and weighting" if weighted else "KL mask", 2 if weighted else 1)
     share = curves["tepo/kl_mask_share"]
@@ -123,7 +154,13 @@ def token_shares(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def constraints(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Tokens on which a bound of the ratio acts, and what the KL penalty comes to."""
+    """Draw the share of tokens whose ratio is clipped, and the KL term.
+
+    Args:
+        figure: Figure to draw into.
+        cell: Cell of its grid.
+        curves: Records of the run.
+    """
     top, bottom = stacked(figure, cell, "Clipping and KL term", 2)
     line(top, curves, curves["loss/clip_fraction_high"], RED, "tokens clipped: upper bound")
     line(top, curves, curves["loss/clip_fraction_low"], BLUE, "lower bound")
@@ -131,7 +168,7 @@ def constraints(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
     from_zero(top, at_least=1e-3)
     kl = curves["loss/kl"]
     line(bottom, curves, kl, GREEN, "KL term, nats per token")
-    if not (kl < 0).any():  # k1 alone can be negative
+    if not (kl < 0).any():  # only the k1 estimator can be negative
         from_zero(bottom, at_least=1e-6)
     bottom.yaxis.set_major_formatter(SMALL)
     legend(top)
@@ -139,7 +176,13 @@ def constraints(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def updates(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Gradient norm and response length."""
+    """Draw gradient norm and response length.
+
+    Args:
+        figure: Figure to draw into.
+        cell: Cell of its grid.
+        curves: Records of the run.
+    """
     top, bottom = stacked(figure, cell, "Gradient norm and response length", 2)
     line(top, curves, curves["actor/grad_norm"], ORANGE, "gradient norm before clipping")
     from_zero(top)
@@ -149,7 +192,13 @@ def updates(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def sampling(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """What was sampled for the groups that a step trains on, and how many responses hit the limit."""
+    """Draw how many groups were sampled and trained on, and the share of responses that hit the length limit.
+
+    Args:
+        figure: Figure to draw into.
+        cell: Cell of its grid.
+        curves: Records of the run.
+    """
     top, bottom = stacked(figure, cell, "Groups and truncated responses", 2)
     if "rollout/sampled_groups" in curves:
         line(top, curves, curves["rollout/sampled_groups"], MUTED, "groups sampled")
@@ -163,12 +212,19 @@ def sampling(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def mismatch(figure: Figure, cell: SubplotSpec, curves: Curves, gated: bool) -> None:
-    """Engine against actor, with the limits of fp32 where `gated`, and the weight that corrects for it where there is one."""
+    """Draw the log-prob difference between engine and actor and, if present, the weight that corrects for it.
+
+    Args:
+        figure: Figure to draw into.
+        cell: Cell of its grid.
+        curves: Records of the run.
+        gated: Draw the limits of fp32.
+    """
     corrected = "correction/weight_mean" in curves
     axis, *rest = stacked(figure, cell, "Rollout/train log-prob difference, nats", 2 if corrected else 1)
     for name, color, gate in (("max", ORANGE, FP32_MAX_GATE), ("mean", BLUE, FP32_MEAN_GATE)):
         values = curves[f"rollout/logprob_diff_{name}"]
-        line(axis, curves, np.where(values > 0, values, math.nan), color, name)  # 0 has no place on a log scale
+        line(axis, curves, np.where(values > 0, values, math.nan), color, name)  # a log scale cannot show 0
         if gated:
             axis.axhline(gate, color=color, lw=1.2, ls="--", label=f"limit {gate:g}")
     axis.set_yscale("log")
@@ -180,8 +236,13 @@ def mismatch(figure: Figure, cell: SubplotSpec, curves: Curves, gated: bool) -> 
 
 
 def seconds(figure: Figure, cell: SubplotSpec, curves: Curves, ahead: bool) -> None:
-    """What training spent each step on. ahead: rollouts are sampled beside it; what it waited for them is in the stack, and a
-    line says how long they took.
+    """Draw what training spent each step on.
+
+    Args:
+        figure: Figure to draw into.
+        cell: Cell of its grid.
+        curves: Records of the run.
+        ahead: Rollouts are sampled concurrently with training. The bars then hold the wait for them, and a line their duration.
     """
     axis: Any = stacked(figure, cell, "Seconds per step", 1)[0]
     layers = []
@@ -199,7 +260,13 @@ def seconds(figure: Figure, cell: SubplotSpec, curves: Curves, ahead: bool) -> N
 
 
 def throughput(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """Tokens per second of the whole step, and how evenly its work was laid out."""
+    """Draw tokens per second of the whole step, and the shares of padding and pipeline bubbles.
+
+    Args:
+        figure: Figure to draw into.
+        cell: Cell of its grid.
+        curves: Records of the run.
+    """
     top, bottom = stacked(figure, cell, "Throughput and layout", 2)
     line(top, curves, curves["tokens_per_second"], BLUE, "trained tokens per second, prompts too")
     from_zero(top)
@@ -212,7 +279,13 @@ def throughput(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def memory(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
-    """The most that any phase of a step held, for each thing that is measured."""
+    """Draw the most memory that any phase of a step held, for each kind of memory that is measured.
+
+    Args:
+        figure: Figure to draw into.
+        cell: Cell of its grid.
+        curves: Records of the run.
+    """
     (axis,) = stacked(figure, cell, "Memory, GiB, most of any phase", 1)
     keys = curves.named("memory/")
     things = sorted({key.rpartition("_")[2] for key in keys})
@@ -223,5 +296,5 @@ def memory(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
 
 
 def has_limits(cfg: Config) -> bool:
-    """Whether the rollout/train difference has the limits of fp32."""
+    """Return whether the limits of fp32 apply to the rollout/train difference."""
     return cfg.platform == "cpu" and cfg.model.precision == "fp32"

@@ -1,4 +1,4 @@
-"""`report.png`: the curves of a run as one picture."""
+"""Draw `report.png`, the curves of a run as one picture."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ _INCHES = (15, 13.9)
 
 
 def write_picture(run: Run) -> Path:
-    """Draw the run into its folder; returns the picture's path. An older one is replaced in one step."""
+    """Draw the run into its folder; return the picture's path. An older picture is replaced atomically."""
     with matplotlib.rc_context(STYLE):
         return save_picture(draw(run.curves, run.cfg, run.summary), run.folder / "report.png")
 
 
 def save_picture(figure: Figure, path: Path) -> Path:
-    """Write the figure as PNG, replacing an older one in one step; returns `path`. To be called under STYLE."""
+    """Write the figure as PNG, replacing an older file atomically; return `path`. Call it under STYLE.
+
+    Args:
+        figure: Figure to write.
+        path: File to write.
+    """
     unfinished = path.with_suffix(".png.tmp")
     figure.savefig(unfinished, format="png", dpi=130)
     os.replace(unfinished, path)
@@ -31,7 +36,13 @@ def save_picture(figure: Figure, path: Path) -> Path:
 
 
 def draw(curves: Curves, cfg: Config, summary: Summary | None) -> Figure:
-    """The whole figure: nine panels and a strip of seconds. `summary` is None while the run is under way."""
+    """Return the whole figure: nine panels and a strip with the seconds per step.
+
+    Args:
+        curves: Records of the run.
+        cfg: Config of the run.
+        summary: Summary; None while the run has not ended.
+    """
     figure = Figure(figsize=_INCHES)
     grid = figure.add_gridspec(
         4, 3, height_ratios=(1, 1, 1, 0.42), left=0.05, right=0.985, top=0.89, bottom=0.042, hspace=0.4, wspace=0.18
@@ -53,7 +64,7 @@ def draw(curves: Curves, cfg: Config, summary: Summary | None) -> Figure:
 
 
 def _heading(figure: Figure, curves: Curves, cfg: Config, summary: Summary | None) -> None:
-    """Name and circumstances on the left; the result, once there is one, on the right."""
+    """Write name and circumstances on the left; the result, once there is one, on the right."""
     if summary is not None and summary.evaluations:
         result = "  →  ".join(f"{accuracy:.1%} ± {100 * error:.1f}" for _, accuracy, error in summary.evaluations)
         figure.text(0.985, 0.965, result, fontsize=19, fontweight="bold", ha="right", color=BLUE)

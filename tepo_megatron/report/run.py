@@ -1,4 +1,4 @@
-"""What a run has left, as a report reads it."""
+"""Read the records of a run for a report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from tepo_megatron.sinks import METRICS_FILE, read_steps
 
 @dataclass(frozen=True)
 class Summary:
-    """summary.json of a finished run. evaluations: (step, accuracy, standard error), at most before and after."""
+    """Contents of summary.json of a finished run.
+
+    Attributes:
+        steps: Number of steps.
+        seconds: Duration of the run in seconds.
+        evaluations: (step, accuracy, standard error) before and after the run, as far as measured.
+    """
 
     steps: int
     seconds: float
@@ -26,9 +32,14 @@ class Summary:
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run with its config.yaml, metrics.jsonl and, once it has ended (else None), summary.json.
+    """The folder of a run with its config.yaml, metrics.jsonl and summary.json.
 
-    notes: what is wrong with its records, a sentence each.
+    Attributes:
+        folder: Folder of the run.
+        cfg: Config of the run.
+        curves: Records of its steps.
+        summary: Summary; None until the run has ended.
+        notes: Sentences on faults of its records.
     """
 
     folder: Path
@@ -39,12 +50,12 @@ class Run:
 
     @property
     def last_step(self) -> float:
-        """To which the axes reach: the last one planned, or recorded."""
+        """End of the step axes: the last step planned or recorded."""
         return max(self.cfg.training.steps, self.curves.steps[-1])
 
 
 def read_run(folder: Path) -> Run:
-    """Raises DataError when no step has been recorded or a file is malformed, ConfigError when config.yaml is."""
+    """Read a run. Raises DataError if no step was recorded or a file is malformed, ConfigError if config.yaml is malformed."""
     found = read_steps(folder)
     notes = tuple(f"{METRICS_FILE}: {fault}." for fault in found.faults)
     summary = _read_summary(folder / "summary.json")
@@ -52,7 +63,13 @@ def read_run(folder: Path) -> Run:
 
 
 def facts(curves: Curves, cfg: Config, summary: Summary | None) -> tuple[str, ...]:
-    """The circumstances of a run in a few words each."""
+    """Return the circumstances of a run in a few words each.
+
+    Args:
+        curves: Records of the run.
+        cfg: Config of the run.
+        summary: Summary; None while the run has not ended.
+    """
     sizes = {name: getattr(cfg.parallel, name) for name in ("dp", "tp", "pp", "vpp", "cp", "ep")}
     layout = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1 rank"
     progress = f"step {curves.steps[-1]:.0f} of {cfg.training.steps}"
@@ -65,14 +82,14 @@ def facts(curves: Curves, cfg: Config, summary: Summary | None) -> tuple[str, ..
 
 
 def duration(seconds: float) -> str:
-    """In hours and minutes, minutes and seconds, or seconds."""
+    """Format seconds as hours and minutes, minutes and seconds, or seconds."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _read_summary(path: Path) -> Summary | None:
-    """None while the run is under way."""
+    """Return the summary; None while the run has not ended. Raises DataError for a malformed file."""
     if not path.exists():
         return None
     try:

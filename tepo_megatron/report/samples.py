@@ -1,4 +1,4 @@
-"""Samples of a run, to be read: the best, worst and longest of the first and last recorded step, and what changed most."""
+"""Samples of a run to read: the best, worst and longest of the first and last recorded step, and what changed most."""
 
 from __future__ import annotations
 
@@ -18,12 +18,21 @@ if TYPE_CHECKING:
 
     from tepo_megatron.types import Rollout
 
-MOST_CHANGED = 3  # prompts
+MOST_CHANGED = 3  # prompts shown
 
 
 @dataclass(frozen=True)
 class Sample:
-    """title: what it is the example of; facts: in a few words each; prompt, response: to be shown."""
+    """One response to show.
+
+    Attributes:
+        title: What the response is an example of.
+        right: The answer is right.
+        facts: Facts in a few words each.
+        answer: Gold answer.
+        prompt: Prompt to show; empty if it is not shown.
+        response: Response to show.
+    """
 
     title: str
     right: bool
@@ -43,14 +52,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Samples:
-    """notes: what is missing and why, one sentence each."""
+    """Groups of samples, and one sentence for each thing that is missing and why."""
 
     groups: Sequence[Group]
     notes: Sequence[str]
 
 
 def read_samples(run: Run) -> Samples:
-    """Of the recorded rollouts of a run, or of those that it replayed. What cannot be read becomes a note."""
+    """Read samples from the rollouts that a run recorded or replayed. What cannot be read becomes a note."""
     replayed = run.cfg.rollout.replay
     folder = run.folder / "rollouts"
     if replayed is not None and not folder.is_dir():
@@ -80,7 +89,7 @@ def read_samples(run: Run) -> Samples:
 
 
 def _tokenizer(run: Run, notes: list[str]) -> PreTrainedTokenizerBase | None:
-    """The model's or, where that has moved, the exported model's."""
+    """Load the model's tokenizer or, if the model has moved, the exported model's; None with a note if both are missing."""
     from tepo_megatron.data import load_tokenizer
 
     missing = []
@@ -94,10 +103,10 @@ def _tokenizer(run: Run, notes: list[str]) -> PreTrainedTokenizerBase | None:
 
 
 def _of_step(step: int, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase | None) -> Group:
-    """Equal rewards: the shorter response is the better one."""
+    """Return the best, worst and longest rollouts of a step. Among equal rewards the shorter response is better."""
     order = sorted(rollouts, key=lambda r: (r.reward, -r.response_length))
     chosen = (("best", order[-1]), ("worst", order[0]), ("longest", max(rollouts, key=lambda r: r.response_length)))
-    titles: dict[int, list[str]] = {}  # one rollout may be the example of several
+    titles: dict[int, list[str]] = {}  # one rollout may have several titles
     for title, rollout in chosen:
         titles.setdefault(id(rollout), []).append(title)
     by_id = {id(rollout): rollout for _, rollout in chosen}
@@ -105,7 +114,7 @@ def _of_step(step: int, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokeni
 
 
 def _changed(folder: Path, steps: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(prompt id, first step, last step) of the prompts whose mean score changed most between these."""
+    """Return (prompt id, first step, last step) of the prompts whose mean score changed most between these steps."""
     from tepo_megatron.rollout import record
 
     seen: dict[int, list[tuple[int, float]]] = {}
@@ -118,7 +127,7 @@ def _changed(folder: Path, steps: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _of_prompt(prompt: int, pair: Sequence[tuple[int, Sequence[Rollout]]], tokenizer: PreTrainedTokenizerBase | None) -> Group:
-    """Of each step the sample whose score is next to its group's mean."""
+    """Return, for each step, the sample whose score is nearest its group's mean."""
     samples, means = [], []
     for step, rollouts in pair:
         mean = statistics.fmean(r.score for r in rollouts)

@@ -1,4 +1,4 @@
-"""A matplotlib figure as SVG to stand inside a page: its colours are the page's, and what lies under the pointer is listed."""
+"""Convert matplotlib figures to SVG for a page: in its colours, with the values that it lists at the pointer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.patches import StepPatch
 
 from tepo_megatron.report.drawing import BLUE, GREEN, GREY, GRID, INK, MUTED, ORANGE, PERCENT, PURPLE, RED
 
-# the page's style sheet gives each a value for light and for dark
+# the page's style sheet gives each variable a value for light and for dark mode
 VARIABLES = {
     INK: "ink",
     MUTED: "muted",
@@ -27,17 +27,22 @@ VARIABLES = {
     PURPLE: "purple",
     RED: "red",
 }
-DIGITS = 4  # of the values that are listed
+DIGITS = 4  # significant digits of listed values
 
 
 def css_color(color: Any) -> str:
-    """A colour of `drawing` as the page's variable, any other as it is."""
+    """Return a colour of `drawing` as the page's CSS variable, and any other colour as its hex code."""
     code = to_hex(color)
     return f"var(--{VARIABLES[code]})" if code in VARIABLES else code
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """One <svg> element of the width of what holds it. name: keeps its ids apart from those of the page's other figures."""
+    """Return one <svg> element that fills the width of its container.
+
+    Args:
+        figure: Figure to convert.
+        name: Name that no other figure of the page has; it keeps the ids inside the SVG unique.
+    """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -45,8 +50,8 @@ def to_svg(figure: Figure, name: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<style\b.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r"<svg\b[^>]*?(viewBox=\"[^\"]*\")[^>]*>", r'<svg \1 aria-hidden="true">', text, count=1)
-    text = re.sub(r'<g id="[^"]*"', "<g", text)  # nothing refers to a group
-    text = re.sub(r"font-family: [^;\"]*;? ?", "", text)  # the page's own
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # no reference to a group needs its id
+    text = re.sub(r"font-family: [^;\"]*;? ?", "", text)  # so that the page's font applies
     text = re.sub(r"\n\s*", "\n", text)
     for code, variable in VARIABLES.items():
         text = text.replace(code, f"var(--{variable})")
@@ -54,8 +59,11 @@ def to_svg(figure: Figure, name: str) -> str:
 
 
 def listed(figure: Figure) -> list[dict[str, Any]]:
-    """For each axes of the figure: its box in it (left, top, right, bottom, as shares), the steps at its ends, whether it is in
-    percent, and its series: label, colour, steps (x) and values (y; several where a band has edges), null for a gap.
+    """Return, for each axes of the figure, what the page needs to list values at the pointer.
+
+    `box` is its place in the figure (left, top, right, bottom, as shares), `limits` the steps at its ends, `percent` whether
+    values are shares. `series` lists its curves: label, colour, steps (x) and values (y; several rows for the edges of a band),
+    null for a gap.
     """
     return [_listed(axis) for axis in figure.axes]
 
@@ -83,6 +91,6 @@ def _listed(axis: Any) -> dict[str, Any]:
 
 
 def _plain(values: Any) -> list[float | None]:
-    """For JSON, rounded to DIGITS digits."""
+    """Return the values for JSON, rounded to DIGITS significant digits; null for NaN."""
     numbers = np.asarray(values, dtype=float).tolist()
     return [float(f"{v:.{DIGITS}g}") if math.isfinite(v) else None for v in numbers]

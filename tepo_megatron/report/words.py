@@ -1,4 +1,4 @@
-"""Token ids and foreign text as pieces that a page can show: nothing invisible, nothing endless."""
+"""Split token ids and untrusted text into pieces that a page can show: no invisible characters, no endless text."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-KEPT = 6000  # characters at each end of what is longer than twice that
-# control characters, marks that turn the direction of text around, zero-width spaces, lone surrogates; joiners are of scripts
+KEPT = 6000  # characters kept at each end of a text longer than twice that
+# Control characters, marks that change the direction of text, zero-width spaces, lone surrogates. Zero-width joiners are not
+# among them: some scripts need them.
 _INVISIBLE = re.compile(r"([\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff])")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """kind: prompt; response, which the policy chose; context, which something else wrote into it; special: a token that is no
-    text; control: the name of an invisible character; cut: what was left out.
+    """A piece of text of one kind.
+
+    Attributes:
+        kind: "prompt"; "response" (chosen by the policy); "context" (text that something else inserted into the response);
+            "special" (a token that is not text); "control" (the name of an invisible character); "cut" (how much was left out);
+            or "text".
+        text: Text to show.
     """
 
     kind: str
@@ -27,7 +33,12 @@ class Piece:
 
 
 def of_text(text: str, kind: str) -> list[Piece]:
-    """`text` with its invisible characters named."""
+    """Return `text` in pieces, with invisible characters replaced by their names.
+
+    Args:
+        text: Any text.
+        kind: Kind of the visible pieces.
+    """
     parts = _INVISIBLE.split(text)
     pieces = [Piece("control", f"U+{ord(p):04X}") if i % 2 else Piece(kind, p) for i, p in enumerate(parts)]
     return [piece for piece in pieces if piece.text]
@@ -36,7 +47,13 @@ def of_text(text: str, kind: str) -> list[Piece]:
 def of_tokens(
     token_ids: Sequence[int], response_mask: Sequence[bool], tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[list[Piece], list[Piece]]:
-    """(the prompt, what came after it) of one sequence. Without a tokenizer, the ids."""
+    """Return (prompt, what came after it) of one sequence in pieces. Without a tokenizer the pieces hold the ids.
+
+    Args:
+        token_ids: Tokens of the sequence.
+        response_mask: True at tokens that the policy chose, one per token.
+        tokenizer: The model's tokenizer, or None.
+    """
     start = list(response_mask).index(True) if any(response_mask) else len(token_ids)
     marks = [("prompt" if i < start else "response" if chosen else "context") for i, chosen in enumerate(response_mask)]
     pieces: list[list[Piece]] = [[], []]
@@ -56,7 +73,12 @@ def of_tokens(
 
 
 def shortened(pieces: Sequence[Piece], kept: int = KEPT) -> list[Piece]:
-    """The first and the last `kept` characters, and between them how many were left out."""
+    """Return the first and last `kept` characters, with a piece between them that says how many were left out.
+
+    Args:
+        pieces: Pieces to shorten; returned unchanged if they hold at most 2 * kept characters.
+        kept: Characters to keep at each end.
+    """
     length = sum(len(piece.text) for piece in pieces)
     if length <= 2 * kept:
         return list(pieces)
@@ -74,7 +96,7 @@ def _first(pieces: Iterable[Piece], room: int) -> Iterator[Piece]:
 
 
 def _is_special(token: int, tokenizer: PreTrainedTokenizerBase | None) -> bool:
-    """An added token (<|im_end|>, <think>, ...), or an id beyond the vocabulary."""
+    """Return whether the token is an added token (<|im_end|>, <think>, ...) or an id beyond the vocabulary."""
     if tokenizer is None:
         return False
     return token in tokenizer.added_tokens_decoder or token in tokenizer.all_special_ids or token >= len(tokenizer)

@@ -1,4 +1,4 @@
-"""Rewards: what grades a rollout. `_TERMS` names every kind of term; a config sums them up in `reward.terms`."""
+"""Rewards, which grade rollouts. `_TERMS` lists every kind of term; a config adds terms up in `reward.terms`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["STATUSES", "Decode", "Reward", "build_reward", "check_reward", "gold
 
 
 class Reward(Protocol):
-    """Grades rollouts; a context manager, since it may hold processes."""
+    """Grades rollouts. It is a context manager, since it may hold processes."""
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Exactly one graded rollout for each given, in order: `reward`, `score` and `status` set.
+        """Return one graded rollout for each given rollout, in order, with `reward`, `score` and `status` set.
 
-        A bad answer is a status, never an error; RewardError if the grader itself cannot work.
+        A bad answer gives a status, never an error. Raises RewardError if the grader itself cannot work.
         """
         ...
 
     def close(self) -> None:
-        """Give back what it holds. A second call does nothing."""
+        """Release processes and connections. A second call does nothing."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -38,9 +38,11 @@ class Reward(Protocol):
 
 
 def build_reward(cfg: RewardConfig, decode: Decode) -> WeightedReward:
-    """The reward that `cfg` describes. decode: token ids -> text, special tokens skipped.
+    """Return the reward that `cfg` describes, at once: workers start in the background, and the first `score` waits for them.
 
-    Returns at once: workers start in the background and are waited for by the first `score`.
+    Args:
+        cfg: The reward configuration.
+        decode: Turns token ids into text, leaving out special tokens.
     """
     with contextlib.ExitStack() as stack:
         terms = []
@@ -53,7 +55,7 @@ def build_reward(cfg: RewardConfig, decode: Decode) -> WeightedReward:
 
 
 def check_reward(cfg: RewardConfig) -> None:
-    """What can be refused before anything is started. Raises ConfigError."""
+    """Raise ConfigError for what can be refused before anything is started: a custom function or an API key that is missing."""
     from tepo_megatron.rewards.remote import key_from
 
     for entry in cfg.entries:
@@ -68,7 +70,7 @@ def _limits(cfg: RewardConfig) -> PoolLimits:
 
 
 def _http(cfg: RewardConfig, entry: Any) -> Term:
-    from tepo_megatron.rewards.remote import HttpTerm  # httpx takes a while, and every rank imports this room
+    from tepo_megatron.rewards.remote import HttpTerm  # httpx takes a while, and every rank imports this package
 
     return HttpTerm(
         entry.url,

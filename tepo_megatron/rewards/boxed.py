@@ -1,19 +1,19 @@
-"""Where the final answer stands in a response."""
+"""Find the final answer in a response."""
 
 from __future__ import annotations
 
 import re
 
-# An escaped brace is a character and opens nothing; `\\boxed`, as models that imitate quoted strings write it, is a box.
+# An escaped brace is a character and opens nothing. `\\boxed` is a box: models that imitate quoted strings write it so.
 _TOKEN = re.compile(r"(?P<box>\\{1,2}(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
 _ANSWER_LINE = re.compile(r"^[ \t#>*_-]{0,8}(?:final )?answer[*_]{0,2}[ \t]?:[ \t*_]{0,8}(\S.*)$", re.MULTILINE | re.IGNORECASE)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The stripped content of the last `\boxed{...}` or `\fbox{...}` whose brace is closed; None where there is none.
+    r"""Return the stripped content of the last closed `\boxed{...}` or `\fbox{...}`; None if there is none.
 
-    Of nested boxes the inner one counts, since it opens last; a box cut off by the length limit does not count.
-    One pass, linear in the text, whatever the text is.
+    Of nested boxes the inner one counts, since it opens last. A box that the length limit cut off does not count. One pass,
+    linear in the length of any text.
 
     >>> last_boxed(r"so \boxed{1}, no: \boxed{ \frac{1}{2} } and \boxed{3")
     '\\frac{1}{2}'
@@ -23,7 +23,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_answer(text: str) -> str | None:
-    r"""As `last_boxed`, or what stands in the last line that begins with `Answer:`, whichever comes later.
+    r"""Return the last box as `last_boxed`, or the rest of the last line that begins with `Answer:`, whichever comes later.
 
     >>> last_answer("**Answer:** $7$."), last_answer(r"Answer: \boxed{7}"), last_answer("\\boxed{8}\nFinal Answer: 7")
     ('$7$.', '7', '7')
@@ -38,8 +38,8 @@ def last_answer(text: str) -> str | None:
 
 
 def _last_box(text: str) -> tuple[int, int] | None:
-    """Where the content of the last closed box begins and ends."""
-    open_braces: list[int | None] = []  # where the content of each open box starts, None for a plain brace
+    """Return the start and end of the content of the last closed box, as indices into the text; None if there is none."""
+    open_braces: list[int | None] = []  # start of each open box's content, None for a plain brace
     last: tuple[int, int] | None = None
     for token in _TOKEN.finditer(text):
         if token["box"]:

@@ -1,4 +1,4 @@
-"""Gold answers: what of them is graded, and whether any response could be right by them."""
+"""Gold answers: extract the part that is compared, and refuse those by which no response could be right."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ _BRACE = re.compile(r"\\.|([{}])", re.DOTALL)
 
 
 def gold_answer(answer: str) -> str:
-    r"""What is compared: the last box where the gold answer holds one (a worked solution), else all of it; stripped."""
+    """Return what is compared, stripped: the last box if the gold answer holds one (a worked solution), otherwise all of it."""
     return (last_boxed(answer) or answer).strip()
 
 
 def gold_fault(answer: str, max_chars: int = MAX_CHARS) -> str | None:
-    r"""Why no response could be graded by this gold answer; None where it is usable. Cheap and pure: no parser is loaded.
+    r"""Return why no response could be graded by this gold answer; None if it is usable. Cheap and pure: no parser is loaded.
 
-    What passes may still be beyond math-verify: then its samples have the status `bad_gold`, which the metrics count.
+    An answer that passes may still be unreadable for math-verify. Its samples then have the status `bad_gold`, which the
+    metrics count.
+
+    Args:
+        answer: Gold answer of the dataset.
+        max_chars: Most characters of the compared part (`reward.max_answer_chars`).
 
     >>> gold_fault(r"\frac{1}{2}"), gold_fault(" "), gold_fault(r"\frac{1}{2")
     (None, 'it is blank', 'its braces do not match')

@@ -1,4 +1,4 @@
-"""Whether the grader can read gold answers: asked of the few whose form does not settle it, before a run starts."""
+"""Check before a run starts which gold answers the grader cannot read. Only unusual forms are tried on the grader."""
 
 from __future__ import annotations
 
@@ -21,22 +21,31 @@ _FORMS = (
     r"[A-Za-z]|\\text\{\(?[A-Z]\)?\}",
     rf"\({_INTEGER}(, ?{_INTEGER}){{1,5}}\)",
 )
-# forms that math-verify reads whatever the digits and letters are (not so words: "or" is none); trying costs 1 to 150 ms each
+# Forms that math-verify reads whatever their digits and letters are; words are not among them ("or" is unreadable).
+# Trying an answer costs 1 to 150 ms.
 _READABLE = re.compile("|".join(f"(?:{form})" for form in _FORMS))
-_CHUNK = 32  # answers between two looks at the clock
+_CHUNK = 32  # answers between two checks of the time limit
 
 
 def unreadable_golds(golds: Sequence[str], cfg: RewardConfig, seconds: float) -> tuple[dict[str, str], int]:
-    """({gold: status}, how many were not looked at) of the golds that the grader cannot read: only a response whose answer has
-    the same characters could be right. None where nothing is graded by its answer.
+    """Return ({gold: status} of the gold answers that the grader cannot read, number of answers not tried).
 
-    Status: bad_gold, too_long, timeout, died, as in `MathTerm`. Common forms are known by a pattern, without any process; the
-    others are tried in `cfg.workers` of them for `seconds` at most. Raises RewardError if those cannot start.
+    Only a response whose answer has the same characters as such a gold answer could be right. The statuses are bad_gold,
+    too_long, timeout and died, as in `MathTerm`. Common forms are recognized by a pattern, without any process. The result is
+    empty if no reward term compares answers.
+
+    Args:
+        golds: Gold answers.
+        cfg: The reward configuration; at most `cfg.workers` processes try the answers.
+        seconds: Time limit for trying, checked between chunks of 32 answers.
+
+    Raises:
+        RewardError: The worker processes cannot start.
     """
     if not any(entry.type in ("math", "answer_line") for entry in cfg.entries):
         return {}, 0
     bad: dict[str, str] = {}
-    open_: list[tuple[str, str]] = []  # as it stands, and what of it is compared
+    open_: list[tuple[str, str]] = []  # (the whole answer, the part that is compared)
     for text in dict.fromkeys(text.strip() for text in golds):
         gold = gold_answer(text)
         if gold_fault(text, cfg.max_answer_chars) is not None:

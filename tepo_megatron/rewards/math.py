@@ -1,4 +1,4 @@
-r"""Right or wrong, by the final answer: exact string match, else math-verify in worker processes."""
+"""Reward terms that grade the final answer right or wrong: by exact string match, otherwise math-verify in worker processes."""
 
 from __future__ import annotations
 
@@ -20,38 +20,45 @@ _CACHED_VERDICTS = 65536
 
 
 class MathTerm:
-    """1 for a right answer, 0 for any other; the status says why.
+    """Gives 1 for a right answer and 0 for any other. The status says why.
 
     exact     the answer is the gold answer, character for character
-    equal     both are equal
-    wrong     both parse and are not equal
-    unparsed  the answer is nothing that math-verify can read
-    no_box    no closed box (nor an `Answer:` line, where that counts)
-    too_long  the answer has more than `max_answer_chars`
+    equal     both are equal in value or in their words
+    wrong     both can be read and are not equal
+    unparsed  math-verify cannot read the answer
+    no_box    there is no closed box (nor an `Answer:` line, where that counts)
+    too_long  the answer has more than `max_answer_chars` characters
     timeout   not settled within `soft_seconds` of processor time (the worker gave up) or `hard_seconds` (it was killed)
-    died      the worker ended while at it, or said what no worker would
-    bad_gold  the gold answer is empty, longer than `max_answer_chars`, or cannot be read
+    died      the worker ended while grading, or sent an invalid reply
+    bad_gold  the gold answer is empty, longer than `max_answer_chars`, or unreadable
 
-    find: text -> the final answer in it, None for none. Verdicts are remembered by (gold, answer), least recently used out
-    first; `died` and `timeout` are not, since the fault may lie elsewhere.
+    The last 65536 verdicts by (gold, answer) are cached, least recently used evicted first. `died` and `timeout` are not
+    cached, since the cause may lie outside the answer.
     """
 
     def __init__(self, find: Callable[[str], str | None], max_answer_chars: int, limits: PoolLimits) -> None:
+        """Start the workers in the background.
+
+        Args:
+            find: Returns the final answer in a text, or None for none.
+            max_answer_chars: Most characters of an answer or gold answer.
+            limits: Limits of the worker processes.
+        """
         self._find, self._max_answer_chars = find, max_answer_chars
         self.pool = GradingPool(limits, ["equality"], "that math-verify is installed")
         self._verdicts: OrderedDict[tuple[str, str], Status] = OrderedDict()
 
     def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """See `Term.grade`. Raises RewardError as the pool does."""
+        """Return one verdict per response; see `Term.grade`. Raises RewardError as the pool does."""
         statuses = self._grade([(gold_answer(r.answer), self._find(r.text)) for r in responses])
         return [Verdict(float(status in _RIGHT), status) for status in statuses]
 
     def close(self) -> None:
-        """End the workers."""
+        """Kill the workers."""
         self.pool.close()
 
     def _grade(self, pairs: Sequence[tuple[str, str | None]]) -> list[Status]:
-        """One status for each (gold, answer); equal pairs are graded once."""
+        """Return one status for each (gold, answer) pair; equal pairs are graded once."""
         settled: dict[tuple[str, str | None], Status] = {}
         open_pairs: dict[tuple[str, str], None] = {}  # in order of appearance
         for gold, answer in dict.fromkeys(pairs):
@@ -64,12 +71,12 @@ class MathTerm:
             if outcome.status not in STATUSES:
                 raise RewardError(f"a grading worker answered {outcome.status!r}, which is no status; reinstall tepo-megatron")
             settled[pair] = cast(Status, outcome.status)
-            if outcome.status not in UNSETTLED:  # these say something of the moment, not of the answer
+            if outcome.status not in UNSETTLED:  # a timeout or death may be due to the machine
                 self._remember(pair, settled[pair])
         return [settled[pair] for pair in pairs]
 
     def _settle_here(self, gold: str, answer: str | None) -> Status | None:
-        """The status that needs no worker, if any."""
+        """Return the status if the pair can be settled without a worker, otherwise None."""
         if answer is None:
             return "no_box"
         if answer == gold and gold:

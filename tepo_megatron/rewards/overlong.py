@@ -1,4 +1,4 @@
-"""Overlong shaping: a penalty that grows as a response comes near the length limit (DAPO, arXiv 2503.14476, Eq. 13)."""
+"""Overlong shaping: a penalty that grows as a response nears the length limit (DAPO, arXiv 2503.14476, Eq. 13)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from tepo_megatron.types import Rollout
 class OverlongShaping:
     """Adds min(0, -(|y| - (max_tokens - buffer_tokens)) / buffer_tokens * penalty) to the reward of a response of |y| tokens.
 
-    So nothing up to max_tokens - buffer_tokens, then a straight line down to -penalty at max_tokens. A response that was cut
-    off at the limit is treated like one that ends there.
+    The penalty is 0 up to max_tokens - buffer_tokens tokens and falls linearly to -penalty at max_tokens. A response cut off at
+    the limit is treated like one that ends there. |y| counts all tokens after the prompt, those of tools too.
 
-    penalty: in units of the reward. DAPO has 1 beside verdicts of 1 and -1, which is 0.5 beside ours of 1 and 0.
     Raises ConfigError unless 0 < buffer_tokens < max_tokens.
+
+    Attributes:
+        max_tokens: `rollout.max_response_tokens`.
+        buffer_tokens: Tokens before the limit over which the penalty grows.
+        penalty: Penalty at the limit, in units of the reward. DAPO has 1 with verdicts of 1 and -1, which corresponds to 0.5
+            with our verdicts of 1 and 0.
     """
 
     max_tokens: int
@@ -33,15 +38,15 @@ class OverlongShaping:
             )
 
     def term(self, response_tokens: int) -> float:
-        """What the reward of a response of that many tokens changes by: at most 0."""
+        """Return the change of the reward for a response of that many tokens; at most 0."""
         excess = response_tokens - (self.max_tokens - self.buffer_tokens)
         return min(0.0, -excess / self.buffer_tokens * self.penalty)
 
     def shape(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The graded rollouts in the same order, with another `reward`; `score`, which filters and accuracies use, stays."""
+        """Return the graded rollouts in order with a shaped `reward`. The `score` of filters and accuracies is unchanged."""
         return [dataclasses.replace(r, reward=r.reward + self.term(_tokens_since_prompt(r))) for r in rollouts]
 
 
 def _tokens_since_prompt(rollout: Rollout) -> int:
-    """From the first token that the policy chose on, with those of tools in between: all of them count to max_tokens."""
+    """Count the tokens from the first that the policy chose to the end. Tokens of tools in between count towards max_tokens."""
     return rollout.token_ids_L.numel() - int(rollout.response_mask_L.int().argmax())

@@ -1,4 +1,4 @@
-"""A pool of grading workers: child processes that may hang, grow or crash without harm to the run."""
+"""A pool of grading workers: child processes that may hang, exhaust memory or crash without harm to the run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ from tepo_megatron.memory_kills import MemoryKills
 from tepo_megatron.rewards.process import START_SECONDS, Outcome, Worker, WorkerBroken
 
 _log = logging.getLogger(__name__)
-_MOST_REPORTED = 10  # of a pool's lost workers
-_START_ATTEMPTS = 3  # the kernel may have killed the first for want of memory
+_MOST_REPORTED = 10  # lost workers that one pool reports
+_START_ATTEMPTS = 3  # the kernel may have killed a starting worker for lack of memory
 
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """workers: processes; soft_seconds: of processor time that a worker gives itself for a request; hard_seconds: of wall time
-    from dispatch, then it is killed and replaced; memory_mib: its address space.
+    """Limits of the grading workers.
+
+    Attributes:
+        workers: Number of processes.
+        soft_seconds: Processor time per request, after which the worker gives up by itself.
+        hard_seconds: Wall time per request from its dispatch, after which the worker is killed and replaced.
+        memory_mib: Address space of a worker, in MiB.
     """
 
     workers: int
@@ -33,33 +38,45 @@ class PoolLimits:
 
 
 class GradingPool:
-    """Grades requests in processes, which start at once but are waited for only by `grade`.
+    """Grades requests in worker processes. They start at once, but only `grade` waits for them.
 
-    command: of `grading/worker.py`, a grader and its arguments; mend: what to check when it does not start. Not for several
-    threads at once. A worker lives no longer than the thread that started it (the one that builds the pool; later the one that
-    grades).
+    Not thread-safe. A worker lives no longer than the thread that started it: the thread that builds the pool or, for
+    replacements, the thread that grades.
     """
 
     def __init__(self, limits: PoolLimits, command: Sequence[str], mend: str) -> None:
+        """Start the workers without waiting for them.
+
+        Args:
+            limits: Limits of the workers.
+            command: Grader of `grading/worker.py` and its arguments.
+            mend: What the error message tells the user to check if a worker does not start.
+
+        Raises:
+            RewardError: The system cannot create a process.
+        """
         self._limits, self._command, self._mend = limits, command, mend
         self._workers = [self._start() for _ in range(limits.workers)]
-        self._failed_starts = 0  # in a row
+        self._failed_starts = 0  # consecutive
         self._repeat_next: list[int] = []  # requests whose workers died
-        self._repeated: set[int] = set()  # those given out a second time
+        self._repeated: set[int] = set()  # requests dispatched a second time
         self._closed = False
         self._kills, self._deaths = MemoryKills(), 0
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the workers."""
+        """Process ids of the workers."""
         return [worker.pid for worker in self._workers]
 
     def grade(self, requests: Sequence[Sequence[str]]) -> list[Outcome]:
-        """One outcome for each request, in order, whatever the texts in it do to their workers.
+        """Return one outcome for each request, in order, whatever the texts do to their workers.
 
-        A request whose worker dies is given to another one, once: somebody may have killed the first for reasons of his own.
-        Takes at most about len(requests) / workers * hard_seconds. Raises RewardError if a worker cannot start and
-        ValueError after `close`.
+        A request whose worker dies is given to another worker once, since the first may have been killed for an unrelated
+        reason. Takes at most about len(requests) / workers * hard_seconds.
+
+        Raises:
+            RewardError: A worker cannot start.
+            ValueError: The pool is closed.
         """
         if self._closed:
             raise ValueError("the grading pool is closed")
@@ -72,7 +89,7 @@ class GradingPool:
                 self._dispatch(todo, outcomes)
                 self._collect(outcomes)
         except BaseException:
-            # a reply still under way would be taken for one of the next batch
+            # a reply still in flight would be taken for one of the next batch
             self.close()
             raise
         return [outcomes[task] for task in range(len(requests))]
@@ -95,16 +112,17 @@ class GradingPool:
         self._workers[self._workers.index(worker)] = self._start()
 
     def _repeat(self, todo: deque[tuple[int, Sequence[str]]], requests: Sequence[Sequence[str]]) -> None:
+        """Put the requests whose workers died at the head of the queue."""
         todo.extendleft((task, requests[task]) for task in self._repeat_next)
         self._repeated.update(self._repeat_next)
         self._repeat_next = []
 
     def _dispatch(self, todo: deque[tuple[int, Sequence[str]]], outcomes: dict[int, Outcome]) -> None:
-        """Give each idle worker the next request."""
+        """Send each idle worker the next request."""
         for worker in [w for w in self._workers if w.idle]:
             if not todo:
                 return
-            if not worker.is_alive():  # died between two batches: that costs no request
+            if not worker.is_alive():  # it died between two batches, so no request was lost
                 self._replace(worker)
                 continue
             task, texts = todo.popleft()
@@ -114,7 +132,7 @@ class GradingPool:
                 self._settle(worker, "died", outcomes)
 
     def _collect(self, outcomes: dict[int, Outcome]) -> None:
-        """Wait until a worker replies, dies, takes more of its request, or is overdue."""
+        """Wait until a worker replies, dies, accepts more of its request, or is overdue; handle all such workers."""
         waiting = [w for w in self._workers if not w.idle]
         if not waiting:
             return
@@ -147,9 +165,9 @@ class GradingPool:
             self._settle(worker, "timeout", outcomes)
 
     def _settle(self, worker: Worker, status: Literal["timeout", "died"], outcomes: dict[int, Outcome]) -> None:
-        """Book the request, if any, of a worker that will not reply, and replace the worker.
+        """Record the outcome of a worker that will not reply, or schedule its request again, and replace the worker.
 
-        Raises RewardError where starting it again is in vain.
+        Raises RewardError if starting the worker again would be useless.
         """
         if worker.task is not None and status == "died":
             self._report(worker, again=worker.task not in self._repeated)
@@ -169,7 +187,7 @@ class GradingPool:
         self._replace(worker)
 
     def _report(self, worker: Worker, again: bool) -> None:
-        """Warn of a worker that was lost with a request; of the first ones only, since answers may do that on purpose."""
+        """Warn about a worker that was lost with a request, for the first ten only: answers may kill workers on purpose."""
         self._deaths += 1
         if self._deaths > _MOST_REPORTED:
             return

@@ -1,4 +1,4 @@
-"""Rewards from a server elsewhere: one HTTP request for each batch."""
+"""Rewards from a remote server: one HTTP request per batch."""
 
 from __future__ import annotations
 
@@ -13,30 +13,40 @@ from tepo_megatron.escaping import excerpt
 from tepo_megatron.exchange import Answer, BadAnswer, BlockingHttp, ExchangeFailed, TimedOut
 from tepo_megatron.rewards.terms import Response, Verdict
 
-ANSWER_BYTES, SAMPLE_BYTES = 2**20, 4096  # the largest answer: the first, and the second for each sample
-_PASSING = frozenset({408, 425, 429})  # errors of the request that are not the request's fault
+ANSWER_BYTES, SAMPLE_BYTES = 2**20, 4096  # the largest answer is the first, plus the second for each sample
+_PASSING = frozenset({408, 425, 429})  # client errors (4xx) that another attempt may not meet
 
 
 class HttpTerm:
-    """Posts {"samples": [{"prompt", "response", "answer"}, ...]}, expects {"rewards": [number, ...]}, one for each, in order.
+    """Grades batches on an HTTP server.
 
-    timeout_seconds: for one whole exchange, from the look-up of the name to the last byte of the answer; attempts: to get one,
-    `backoff_seconds` and then twice as long apart; key_variable: the environment variable with the key that goes along as a
-    bearer token. Status: graded. Redirects are not followed.
-
-    Whatever is no such answer is a failure, and the last one a RewardError: a sample is never graded 0 because a server was
-    away. Compressed answers, and those above ANSWER_BYTES + SAMPLE_BYTES for each sample, are none. Errors of the request (4xx
-    but for 408, 425, 429) are not tried again.
+    It posts {"samples": [{"prompt", "response", "answer"}, ...]} and expects {"rewards": [number, ...]}, one per sample, in
+    order. The status is always `graded`. Redirects are not followed. Anything but such an answer is a failure, and the last
+    failed attempt raises RewardError: a sample is never graded 0 because a server was unreachable. Compressed answers, and
+    answers above ANSWER_BYTES + SAMPLE_BYTES per sample, are failures. Client errors (4xx except 408, 425, 429) are not tried
+    again.
     """
 
     def __init__(
         self, url: str, *, timeout_seconds: float, attempts: int, backoff_seconds: float, key_variable: str | None
     ) -> None:
+        """Prepare the connection; nothing is sent yet.
+
+        Args:
+            url: URL of the server.
+            timeout_seconds: Limit for one whole exchange, from the DNS look-up to the last byte of the answer.
+            attempts: Most attempts per batch.
+            backoff_seconds: Pause after the first failed attempt; each later pause is twice as long as the one before.
+            key_variable: Environment variable with the key that is sent as a bearer token; None sends none.
+
+        Raises:
+            ConfigError: The environment variable is not set.
+        """
         self._url, self._timeout_seconds, self._attempts, self._backoff = url, timeout_seconds, attempts, backoff_seconds
         self._http = BlockingHttp(url, key_from(key_variable))
 
     def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """See `Term.grade`."""
+        """Return one verdict per response; see `Term.grade`."""
         if not responses:
             return []
         body = {"samples": [{"prompt": r.prompt, "response": r.text, "answer": r.answer} for r in responses]}
@@ -58,7 +68,7 @@ class HttpTerm:
         self._http.close()
 
     def _ask(self, payload: bytes, samples: int) -> list[float]:
-        """One request. Raises _Failure."""
+        """Send one request and return the rewards. Raises _Failure."""
         most = ANSWER_BYTES + SAMPLE_BYTES * samples
         try:
             answer = self._http.exchange("POST", self._url, seconds=self._timeout_seconds, most_bytes=most, body=payload)
@@ -76,15 +86,21 @@ class HttpTerm:
 
 
 class _Failure(Exception):
-    """What the server did instead of answering, to be put after its name; final: asking again is in vain."""
+    """An attempt that failed."""
 
     def __init__(self, what: str, *, final: bool = False) -> None:
+        """Build the message.
+
+        Args:
+            what: What the server did, to be put after its name.
+            final: Another attempt would be useless.
+        """
         super().__init__(what)
         self.final = final
 
 
 def key_from(variable: str | None) -> str | None:
-    """The key in that environment variable; None where none is named. Raises ConfigError where it is not set."""
+    """Return the key in that environment variable; None if none is named. Raises ConfigError if the variable is not set."""
     if variable is None:
         return None
     if not (key := os.environ.get(variable, "").strip()):
@@ -93,7 +109,7 @@ def key_from(variable: str | None) -> str | None:
 
 
 def _rewards(answer: Answer, samples: int) -> list[float]:
-    """Raises _Failure unless the answer is one finite number for each sample, BadAnswer."""
+    """Return the rewards in an answer. Raises _Failure unless it has one finite number per sample."""
     try:
         found = answer.json()["rewards"]
     except BadAnswer as e:

@@ -1,4 +1,4 @@
-"""Terms besides the right answer: form, length, a function of the user's own."""
+"""Reward terms other than the right answer: format, length, and a user's own function."""
 
 from __future__ import annotations
 
@@ -11,59 +11,71 @@ from tepo_megatron.rewards.terms import Response, Verdict
 
 
 class FormatTerm:
-    """1 where the whole response matches a regular expression, else 0. In worker processes: some expressions take for ever.
+    """Gives 1 if the whole response matches a regular expression, otherwise 0.
 
-    Statuses: matched, unmatched, timeout, died.
+    It runs in worker processes, since some expressions take practically forever. Statuses: matched, unmatched, timeout, died.
     """
 
     def __init__(self, pattern: str, limits: PoolLimits) -> None:
+        """Start the workers in the background.
+
+        Args:
+            pattern: Regular expression; `.` matches line breaks too.
+            limits: Limits of the worker processes.
+        """
         self.pool = GradingPool(limits, ["pattern", pattern], "the pattern of reward.terms")
 
     def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """See `Term.grade`."""
+        """Return one verdict per response; see `Term.grade`."""
         return [Verdict(outcome.value, outcome.status) for outcome in self.pool.grade([(r.text,) for r in responses])]
 
     def close(self) -> None:
-        """End the workers."""
+        """Kill the workers."""
         self.pool.close()
 
 
 class LengthTerm:
-    """1 where min_tokens <= |y| <= max_tokens; |y| / min_tokens for shorter responses, max_tokens / |y| for longer ones.
+    """Gives 1 if min_tokens <= |y| <= max_tokens, |y| / min_tokens for shorter responses, max_tokens / |y| for longer ones.
 
-    Status: measured.
+    |y| counts the tokens that the policy chose. The status is always `measured`.
     """
 
     def __init__(self, min_tokens: int, max_tokens: int) -> None:
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
 
     def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """See `Term.grade`."""
+        """Return one verdict per response; see `Term.grade`."""
         return [Verdict(self.value(r.tokens), "measured") for r in responses]
 
     def value(self, tokens: int) -> float:
-        """Of a response of so many tokens: in [0, 1]."""
+        """Return the value of a response of that many tokens, in [0, 1]."""
         if tokens < self._min_tokens:
             return tokens / self._min_tokens
         return min(1.0, self._max_tokens / max(1, tokens))
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: this term holds no resources."""
 
 
 class CustomTerm:
-    """What a function of the user's own finds: `name(prompt: str, response: str, answer: str) -> float`, in worker processes.
+    """Grades with a user's function `name(prompt: str, response: str, answer: str) -> float` in worker processes.
 
-    Statuses: graded, timeout, died; the latter two count as 0. Where it raises, or returns no finite number, grading ends with
-    a RewardError that names file and line: a fault of the function is not the sample's.
+    Statuses: graded, timeout, died; the last two count as 0. If the function raises, or returns no finite number, grading ends
+    with a RewardError that names file and line, since the function is at fault, not the sample.
     """
 
     def __init__(self, function: str, limits: PoolLimits) -> None:
+        """Start the workers in the background.
+
+        Args:
+            function: File and name of the function, as in `reward.terms`.
+            limits: Limits of the worker processes.
+        """
         self._function = function
         self.pool = GradingPool(limits, ["custom", function], f"the function {function} of reward.terms")
 
     def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """See `Term.grade`."""
+        """Return one verdict per response; see `Term.grade`. Raises RewardError if the function failed."""
         outcomes = self.pool.grade([(r.prompt, r.text, r.answer) for r in responses])
         for outcome in outcomes:
             if outcome.status == "failed":
@@ -71,12 +83,12 @@ class CustomTerm:
         return [Verdict(outcome.value, outcome.status) for outcome in outcomes]
 
     def close(self) -> None:
-        """End the workers."""
+        """Kill the workers."""
         self.pool.close()
 
 
 def check_function(spec: str) -> None:
-    """Raise ConfigError unless `spec` names a function of (prompt, response, answer). Its file is run."""
+    """Raise ConfigError unless `spec` names a function of (prompt, response, answer). This runs the function's file."""
     found, key = user_file.load(spec, "reward.terms: function"), f"reward.terms: function={spec}"
     if not callable(found.value):
         raise ConfigError(f"{key}: {found.name} is no function; write `def {found.name}(prompt, response, answer) -> float`")

@@ -1,4 +1,4 @@
-"""What grades a response, and the weighted sum of several that do."""
+"""The interface of reward terms, and the weighted sum of several terms."""
 
 from __future__ import annotations
 
@@ -15,65 +15,86 @@ UNSETTLED = frozenset({"timeout", "died"})
 
 
 class Response:
-    """A rollout as a term sees it. decode: token ids -> text without special tokens, called when a text is asked for."""
+    """A rollout as a reward term sees it."""
 
     def __init__(self, rollout: Rollout, decode: Decode) -> None:
+        """Store the rollout; texts are decoded when they are first used.
+
+        Args:
+            rollout: Sequence to grade.
+            decode: Turns token ids into text, leaving out special tokens.
+        """
         self._rollout, self._decode = rollout, decode
 
     @cached_property
     def text(self) -> str:
-        """What the policy wrote; what tools wrote in between is left out."""
+        """Text that the policy wrote; what tools wrote in between is left out."""
         return self._decode(self._rollout.response_ids)
 
     @cached_property
     def prompt(self) -> str:
-        """What stood before it."""
+        """Text before the first token that the policy chose."""
         first = int(self._rollout.response_mask_L.int().argmax())
         return self._decode(self._rollout.token_ids_L[:first].tolist())
 
     @property
     def answer(self) -> str:
-        """The gold answer."""
+        """Gold answer."""
         return self._rollout.answer
 
     @property
     def tokens(self) -> int:
-        """|y|: tokens that the policy chose."""
+        """Number of tokens that the policy chose, |y|."""
         return self._rollout.response_length
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """value: in units of the reward; status: why."""
+    """One term's grade of one response.
+
+    Attributes:
+        value: Value in units of the reward.
+        status: Reason for the value.
+    """
 
     value: float
     status: str
 
 
 class Term(Protocol):
-    """One part of a reward; it may hold processes or connections."""
+    """One part of a reward. It may hold processes or connections."""
 
     def grade(self, responses: Sequence[Response]) -> list[Verdict]:
-        """One verdict for each response, in order. A bad response is a status; RewardError if the term cannot work."""
+        """Return one verdict for each response, in order.
+
+        A bad response gives a status, never an error. Raises RewardError if the term cannot work.
+        """
         ...
 
     def close(self) -> None:
-        """Give back what it holds. A second call does nothing."""
+        """Release processes and connections. A second call does nothing."""
         ...
 
 
 class WeightedReward:
-    """See `rewards.Reward`: a weighted sum of terms.
+    """A `Reward` that is a weighted sum of terms.
 
-    The first term is the verdict: its value, unweighted, is the `score` that filters and accuracies use, its status the
-    rollout's; the others shape the `reward` only. One of them that was not settled (timeout, died) is seen in the status.
+    The first term is the verdict: its unweighted value is the `score` that filters and accuracies use, and its status is the
+    rollout's. The other terms only shape the `reward`. If any term was not settled (timeout, died), the rollout has that
+    status.
     """
 
     def __init__(self, terms: Sequence[tuple[float, Term]], decode: Decode) -> None:
+        """Store the terms.
+
+        Args:
+            terms: (weight, term) of each; the first is the verdict.
+            decode: Turns token ids into text, leaving out special tokens.
+        """
         self.terms, self._decode = tuple(terms), decode
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """See `Reward.score`."""
+        """Return one graded rollout for each given rollout; see `Reward.score`."""
         responses = [Response(rollout, self._decode) for rollout in rollouts]
         columns = [term.grade(responses) for _, term in self.terms]
         graded = []
@@ -85,7 +106,7 @@ class WeightedReward:
         return graded
 
     def close(self) -> None:
-        """See `Reward.close`."""
+        """Close all terms; see `Reward.close`."""
         for _, term in self.terms:
             term.close()
 
