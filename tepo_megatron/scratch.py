@@ -142,6 +142,20 @@ def record_segments(folder: Path, segments: Segments) -> None:
     part.replace(folder / SEGMENTS)
 
 
+def recorded_segments(folder: Path) -> Segments:
+    """Return the segments that are recorded in a folder; none where there is no record, or one that cannot be read."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+        return {str(name): int(inode) for name, inode in json.loads((folder / SEGMENTS).read_text()).items()}
+    return {}
+
+
+def list_segments() -> list[str]:
+    """Return the names of all files in /dev/shm, sorted. A semaphore or a segment that is renamed changes the list."""
+    with contextlib.suppress(OSError):
+        return sorted(os.listdir(SHARED_MEMORY))
+    return []
+
+
 def mapped_segments(pids: Iterable[int]) -> Segments:
     """Return the shared-memory files that the processes map, except those in our own private folders, which have owners.
 
@@ -170,8 +184,7 @@ def remove_segments(segments: Segments) -> None:
 
 
 def _remove(folder: Path) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # most folders have no such record
-        remove_segments({str(name): int(inode) for name, inode in json.loads((folder / SEGMENTS).read_text()).items()})
+    remove_segments(recorded_segments(folder))
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -34,32 +34,38 @@ from tepo_megatron.rollout.in_server.lifeline import GUARD_VARIABLE
 PR_SET_CHILD_SUBREAPER = 36
 OWNER_CHECK_SECONDS = 0.5
 KILLED_SECONDS = 5.0  # for the kernel to remove processes that got SIGKILL
-# A check for shared memory takes some milliseconds: check often while the server starts, seldom afterwards.
-_SEGMENT_CHECKS = ((120.0, 2.0), (float("inf"), 30.0))  # (until seconds after the start, seconds between checks)
+# A check for shared memory takes some milliseconds. It is made while the list of all segments of the machine changes, for so
+# long afterwards (a process maps a segment, and gives it its final name, after it has created it), and else seldom.
+SETTLE_SECONDS = 3.0
+CHECK_SECONDS = 30.0
 
 AT_ONCE = signal.SIGUSR1  # to the guard: the server is ill, skip the grace period. Not SIGHUP, which `nohup` ignores
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, AT_ONCE, signal.SIGCHLD}
 
 
 class Segments:
-    """Shared-memory segments that processes of the server map, or mapped at the last check.
+    """Shared-memory segments that processes of the server map, or mapped at an earlier check.
 
     Args:
-        folder: Private folder in which the segments are recorded. None: they are not recorded.
+        folder: Private folder in which the segments are recorded. What is recorded there already belongs to an earlier server,
+            whose guard was killed: it stays in the record and is removed with the rest. None: nothing is recorded.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._found: scratch.Segments = {}
-        self._started = self._checked = time.monotonic()
+        self._found = {} if folder is None else scratch.recorded_segments(folder)
+        self._listed: list[str] = []
+        self._changed = self._checked = time.monotonic()
 
     def note_if_due(self) -> None:
-        """Check for segments if the check interval has passed.
+        """Check for segments if the machine's list of segments changed lately, or if the last check is long ago.
 
         The record lets others clean up after all our processes were killed.
         """
-        now = time.monotonic()
-        if now - self._checked > next(every for until, every in _SEGMENT_CHECKS if now - self._started < until):
+        now, listed = time.monotonic(), scratch.list_segments()
+        if listed != self._listed:
+            self._listed, self._changed = listed, now
+        if now - self._changed < SETTLE_SECONDS or now - self._checked > CHECK_SECONDS:
             self.note()
 
     def note(self) -> None:

@@ -48,4 +48,17 @@ EXHIBITS = (
         new="pass",
         tests=("tests/server/test_engines.py::test_an_update_replaces_all_weights",),
     ),
+    Exhibit(
+        name="the_second_guard_forgets_the_first",
+        source="our own: trial 22 of make chaos (a guard was killed in the midst of a run)",
+        kind="races",
+        bug="The guard of a server that is started again wrote its own record of shared memory over that of the killed guard.",
+        cost="Shared memory of the first server stays until the machine is started again, and nobody knows whose it is.",
+        symbol="Segments.__init__",
+        old="{} if folder is None else scratch.recorded_segments(folder)",
+        new="{}",
+        tests=(
+            "tests/unit/rollout/test_guard.py::test_segments_of_a_killed_guard_are_recorded_at_once_and_stay_in_the_record",
+        ),
+    ),
 )

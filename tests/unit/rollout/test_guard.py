@@ -134,3 +134,51 @@ def test_nothing_is_left_whoever_is_killed(servers) -> None:
     scratch.sweep(folders[0].parent)
     assert not [folder for folder in folders if folder.exists()]
     assert not [name for name in segments if (scratch.SHARED_MEMORY / name).exists()]
+
+
+# A server that creates a segment of shared memory when it is told to, and never removes it.
+LATE = """
+import sys
+from multiprocessing import resource_tracker, shared_memory
+sys.stdin.readline()
+segment = shared_memory.SharedMemory(create=True, size=4096)
+resource_tracker.unregister(segment._name, "shared_memory")
+print(segment.name, flush=True)
+sys.stdin.readline()
+"""
+# A guard that is killed right after it looked. The last change of the machine's segments was before SETTLE_SECONDS.
+LOOKING = """
+import os, subprocess, sys, time
+from pathlib import Path
+from tepo_megatron.rollout.servers import guard
+segments = guard.Segments(Path(sys.argv[1]))
+server = subprocess.Popen([sys.executable, "-S", "-c", sys.argv[2]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+deadline = time.monotonic() + guard.SETTLE_SECONDS + 0.5
+while time.monotonic() < deadline:
+    segments.note_if_due()
+    time.sleep(0.1)
+server.stdin.write("go\\n")
+server.stdin.flush()
+print(server.stdout.readline(), end="", flush=True)
+segments.note_if_due()
+os.killpg(0, 9)
+"""
+
+
+def test_segments_of_a_killed_guard_are_recorded_at_once_and_stay_in_the_record(tmp_path: Path) -> None:
+    folder = scratch.PrivateFolder("served", tmp_path)
+    found: list[str] = []
+    try:
+        for _ in range(2):  # the second server is started in the folder of the first one
+            command = [sys.executable, "-c", LOOKING, str(folder.path), LATE]
+            looking = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, start_new_session=True)
+            assert looking.returncode == -signal.SIGKILL
+            found.append(looking.stdout.strip())
+            assert scratch.recorded_segments(folder.path).keys() == set(found)
+        assert len(set(found)) == 2 and all((scratch.SHARED_MEMORY / name).exists() for name in found)
+        folder.remove()
+        assert not any((scratch.SHARED_MEMORY / name).exists() for name in found)
+    finally:
+        folder.remove()
+        for name in found:
+            (scratch.SHARED_MEMORY / name).unlink(missing_ok=True)
