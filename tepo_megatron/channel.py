@@ -206,9 +206,7 @@ class Channel:
             raise BrokenChannel(self._failed)
 
     def _form(self, meeting: Meeting, sender: int, rank: int) -> None:
-        """Form the group and broadcast one byte in it. The connection to the store is the thread's own, so it blocks nobody
-        else.
-        """
+        """Form the group and broadcast one byte in it, over a connection to the store that only this thread uses."""
         group: Any = None
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # the current device is set per thread
@@ -313,8 +311,7 @@ def _from_sender(seconds: float) -> Any:
 
 
 def form_group(meeting: Meeting, sender: int, rank: int, device: torch.device) -> Any:
-    """Form a process group over the interface that leads to the trainer: NCCL for GPUs, else gloo, whose members are then
-    connected.
+    """Form a process group over the interface that leads to the trainer: NCCL for GPUs, else gloo, which connects all members.
 
     Args:
         meeting, sender, rank, device: As in `Channel`.

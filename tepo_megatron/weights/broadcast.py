@@ -237,8 +237,7 @@ class BroadcastSync:
         return len(there) == len(keys)
 
     def _invitation(self) -> Meeting | None:
-        """Return the spec of the current groups if they fit the recipients, or of new groups; None if there are no recipients.
-        """
+        """Return the spec of the current groups if they fit the recipients, or of new groups; None without recipients."""
         takers = self.receiver.takers if self.receiver is not None else ()
         if not takers:
             return None
