@@ -2,7 +2,7 @@
 
     python -m benchmarks.prefix [--quick] [--repetitions 3] [--cases long alone ...] [--json FILE]
 
-One process, two threads, fp32, an untrained Qwen3 of 2 layers (hidden 256, 4 heads of 32, 2 of them for keys and values, MLP
+One process, two threads, fp32, an untrained Qwen3 of 2 layers (hidden 256, 4 heads of 32, 2 key-value heads, MLP
 768, vocabulary 512), the two sides in turn. A step is `Actor.update`: packing, forward, log-probs and entropies, TEPO's loss,
 backward and Adam, in microbatches of 32,768 tokens. Both sides must give the same loss and gradient norm to 1e-5, or it raises
 AssertionError. Printed: median seconds by the clock and by CPU time, their ratios, and the number of computed tokens. Cases:
@@ -162,7 +162,7 @@ def measure(names: list[str], repetitions: int, quick: bool) -> list[dict[str, A
             def step(side: str) -> None:
                 result = actors[side].update(batch, objective)  # noqa: B023  called within this turn of the loop
                 values = {key: n / d for key, (n, d) in result.metrics.items() if d}
-                metrics.setdefault(side, values)  # noqa: B023  of the first update, when the weights are the same
+                metrics.setdefault(side, values)  # noqa: B023  keeps the first update's, when both sides have the same weights
 
             sides = {"plain": lambda _: step("plain"), "shared": lambda _: step("shared")}
             for actor in actors.values():
