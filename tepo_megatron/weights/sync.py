@@ -230,7 +230,7 @@ def check_mismatch(
         tokens: Number of tokens, all of one server (see `allowed_difference`); None: all tokens of a step, without that margin.
     """
     limit = cfg.max_logprob_diff if tokens is None else allowed_difference(tokens, cfg)
-    if not mean_logprob_diff <= limit:  # "not <=" also refuses nan
+    if not mean_logprob_diff <= limit:  # nan too
         where = "" if tokens is None else f" over {tokens} tokens{f' of {server}' if server else ''}"
         raise SyncError(
             f"mean |rollout - actor| log-prob difference is {mean_logprob_diff:.2e} nats at version {version}{where}, above "
