@@ -1,3 +1,1 @@
-"""Benchmarks of this code next to that of others. See `python -m benchmarks --help`; each file but `_*.py` can also be run
-alone.
-"""
+"""Benchmarks of this code next to that of others: `python -m benchmarks --help`. Each file but `_*.py` also runs alone."""

@@ -77,9 +77,7 @@ def checkpoint(quick: bool) -> list[Measure]:
 
 
 def sync(quick: bool) -> list[Measure]:
-    """Measure row 12: seconds to gather and transport the weights, next to a copy of their bytes, and seconds with the engine
-    loading.
-    """
+    """Measure row 12: seconds of gather and transport next to a copy of the bytes, and seconds with the engine loading."""
     from benchmarks import sync as benchmark
 
     out = []

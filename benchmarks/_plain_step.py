@@ -70,8 +70,8 @@ class PlainStep:
     def loss(
         self, logprob: Tensor, entropy: Tensor, old_logprob: Tensor, old_entropy: Tensor, advantages: Tensor, sequence: Tensor
     ) -> Tensor:
-        """Return the `tepo` loss: clipped geometric-mean ratio, and k3 if A > 0 and the entropy falls; mean over response
-        tokens.
+        """Return the `tepo` loss, a mean over response tokens: clipped geometric-mean ratio, and k3 if A > 0 and the entropy
+        falls.
 
         Args:
             logprob, entropy: Of each response token now, [N].

@@ -61,10 +61,10 @@ def with_overrides(layers: Layers, overrides: list[str], source: str) -> Config:
 
 
 def read_layers(path: str | Path) -> Layers:
-    """Read a config file, the file that its `base:` names (a path relative to the file itself), the base of that one, and so
-    on.
+    """Read a config file, the file that its `base:` names, the base of that one, and so on; return their layers.
 
-    Raises ConfigError for an unreadable file, a `base` that is not a path, and base files that form a circle.
+    A `base` is a path relative to the file that names it. Raises ConfigError for an unreadable file, a `base` that is not a
+    path, and base files that form a circle.
     """
     found: list[tuple[str, dict[str, Any]]] = []
     while True:

@@ -192,7 +192,7 @@ class MainDriver(Driver):
         self._cfg, self._source, self._prompts, self._evaluations, self._log = cfg, source, prompts, evaluations, log
         self._clock, self._seconds_before = Clock(), 0.0
         self._restarts = 0  # server restarts that are in the metrics already
-        self._positions: dict[int, dict[str, Any]] = {}  # by step, sampled ahead: prompt stream after its rollouts
+        self._positions: dict[int, dict[str, Any]] = {}  # step -> position in the prompt stream after its rollouts
         # one thread for all work: the graders that it starts are ended when it ends
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
 

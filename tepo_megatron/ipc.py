@@ -150,9 +150,7 @@ def _host_row(handle: Handle) -> Tensor:
 
 
 def _device_row(handle: Handle, device: torch.device) -> Tensor:
-    """Open a buffer on `device`, whichever GPU it lies on; the two GPUs must be the same or reach each other's memory (peer
-    access).
-    """
+    """Open a buffer that lies on the same GPU as `device` or on one whose memory it reaches (peer access)."""
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     there = seen.get(handle.gpu)
     if device.type != "cuda" or there is None or not (there == _index(device) or _reaches(_index(device), there)):

@@ -87,9 +87,7 @@ class RankProcesses:
             )  # fmt: skip
 
     def wait(self) -> dict[int, Failure]:
-        """Return {} once all ranks have ended without error; after a first failure, end the others and return all failures by
-        rank.
-        """
+        """Return {} once all ranks have ended without error. After a first failure, end the others and return all failures."""
         while True:
             statuses = [process.poll() for process in self._started]
             if any(statuses):

@@ -161,7 +161,7 @@ class Schedule:
         return lambda: self._driver.collect(step, clock)
 
     def _wait(self, working: Nothing) -> Any:
-        """Return the work's result from rank 0 on every rank. Meanwhile send the weights again if a restarted server lacks
+        """Return the work's result from rank 0 on every rank; meanwhile send the weights again if a restarted server lacks
         them.
 
         The actor only has its newest weights, so with rollouts sampled ahead the rest of them is sampled with those.

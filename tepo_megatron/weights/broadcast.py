@@ -107,7 +107,7 @@ class BroadcastSync:
         self.rounds = self._plan.count
         self.sent_bytes = 0
         senders = self._plan.senders
-        self._sender = senders.index(groups.rank) if groups.rank in senders else None  # of this rank's group
+        self._sender = senders.index(groups.rank) if groups.rank in senders else None  # index of this rank's group
         self._meeting: Meeting | None = None  # the spec of the current groups
         self._channel: Channel | None = None
         self._rows: list[Tensor] = []
@@ -296,9 +296,7 @@ class BroadcastSync:
         return self.receiver is not None or not store.check([off_key(meeting)])
 
     def _all_joined(self, meeting: Meeting, until: float) -> bool:
-        """Wait, while the invited servers all live, until their ranks are in all groups; return whether they are. Runs on rank
-        0.
-        """
+        """Wait on rank 0, while the invited servers all live, until their ranks are in all groups; return whether they are."""
         assert self._store is not None
         joined = [joined_key(meeting, rank) for ranks in self._ranks.values() for rank in ranks]
         while not self._store.check(joined):

@@ -18,9 +18,7 @@ _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
 
 class Delta:
-    """The CRC-32, at the last push, of this rank's part of each parameter that leaves through this rank's tensor-parallel
-    group.
-    """
+    """The CRC-32, at the last push, of this rank's part of each parameter in `Rounds.sent`."""
 
     def __init__(self, plan: Rounds) -> None:
         self._plan = plan

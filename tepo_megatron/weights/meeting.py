@@ -13,8 +13,7 @@ from tepo_megatron.weights.stores import make_folder
 
 
 class OwnedStore:
-    """A private folder if all participants are on this machine, otherwise a TCPStore on a port at one of this machine's
-    addresses.
+    """A private folder if all participants are on this machine, otherwise a TCPStore on one of this machine's addresses.
 
     Attributes:
         store: The store itself.

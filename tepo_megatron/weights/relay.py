@@ -1,10 +1,10 @@
-"""A store of buckets in the shared memory of several machines, for servers on all machines of the ranks without a shared file
-system.
+"""Keep a copy of the buckets in the shared memory of each machine, for servers on all machines of the ranks.
 
-Two ranks are on the same machine if they see the same shared memory. On each machine the lowest rank keeps a folder there. It
-has the same name everywhere, so that all servers are given one path. A bucket is broadcast from its sender to one recipient
-rank on every other machine, over a process group of only these ranks, so each byte enters each machine once. Senders take
-different recipients on a machine in turn (round-robin), so that several ranks write at once.
+The machines need not share a file system. Two ranks are on the same machine if they see the same shared memory. On each machine
+the lowest rank keeps a folder there. It has the same name everywhere, so that all servers are given one path. A bucket is
+broadcast from its sender to one recipient rank on every other machine, over a process group of only these ranks, so each byte
+enters each machine once. Senders take different recipients on a machine in turn (round-robin), so that several ranks write at
+once.
 """
 
 from __future__ import annotations
@@ -147,8 +147,9 @@ class Relay:
         self._written = [] if before is None else [(n, path) for n, path in self._written if n >= before]
 
     def remove(self, sources: Sequence[Source]) -> None:
-        """Delete the files on rank 0's machine. On others the rank that wrote them does, before the round after the next or at
-        the end.
+        """Delete the files on rank 0's machine.
+
+        On others the rank that wrote a file deletes it, before the round after the next or at the end.
         """
         for source in sources:
             assert isinstance(source, Path)

@@ -84,11 +84,11 @@ class Rounds:
         return [name for b in kept for name in b.hf_names]
 
     def tensors(self, i: int, only: Sequence[Binding] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, whole tensor) of this rank's bucket of round `i`, the widest dtypes first. See
-        `iterate_hf`.
+        """Yield (Hugging Face name, whole tensor) of this rank's bucket of round `i`, the widest dtypes first.
 
-        Ranks that do not send yield nothing, but must iterate: the shards are gathered over tp. With `sync.quantize` a linear
-        layer is two tensors. It is quantized whole, because a block may span two tensor-parallel ranks.
+        Ranks that do not send yield nothing, but must iterate: the shards are gathered over tp (`iterate_hf`). With
+        `sync.quantize` a linear layer is two tensors. It is quantized whole, because a block may span two tensor-parallel
+        ranks.
 
         Args:
             i: Number of the round, from 0.
@@ -138,8 +138,7 @@ class Rounds:
         said.all = [value for value, _ in told]
 
     def verify(self, receiver: Verifier | None, mine: Mapping[str, int]) -> None:
-        """Compare the served weights with the sent ones, where they are served, and raise SyncError on all ranks if they
-        differ.
+        """Compare the served weights with the sent ones; raise SyncError on all ranks if they differ.
 
         Collectives: two all-gathers over the host group.
 
@@ -192,8 +191,9 @@ def _quantized(whole: Iterator[tuple[str, Tensor]], bucket: Sequence[Binding]) -
 
 
 def cut(bindings: Sequence[Binding], arch: Architecture, size_of: Callable[[Binding], int], limit: int) -> list[list[Binding]]:
-    """Split the parameters into buckets, in order. All ranks of a tensor-parallel group, which gather a bucket together, get
-    the same ones.
+    """Split the parameters into buckets, in order.
+
+    All ranks of a tensor-parallel group, which gather a bucket together, get the same buckets.
 
     Args:
         bindings: The parameters.

@@ -71,8 +71,9 @@ class Store(Protocol):
 
 
 class Files:
-    """safetensors files in one folder, which rank 0 makes and empties. Collectives: one broadcast over the host group, at the
-    start.
+    """Stores buckets as safetensors files in one folder, which rank 0 makes and empties.
+
+    Collectives: at construction, one broadcast over the host group.
     """
 
     def __init__(self, cfg: SyncConfig, plan: Rounds, groups: Groups) -> None:
@@ -124,8 +125,9 @@ class Files:
 
 
 class Rows:
-    """Two byte buffers on the sender's device, used in turn, which servers of this machine map (`ipc.py`). They exist only
-    during an update.
+    """Stores buckets in two byte buffers on the sender's device, used in turn, which servers of this machine map (`ipc.py`).
+
+    The buffers exist only during an update.
     """
 
     def __init__(self, cfg: SyncConfig, plan: Rounds, groups: Groups) -> None:
@@ -189,9 +191,7 @@ class Staging:
         self._nbytes, self._device, self._arena = nbytes, device, HostArena(device)
 
     def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the tensors on the host, by name; they are valid until the next call. All copies are waited for once, at the
-        end.
-        """
+        """Return the tensors on the host, by name. They are valid until the next call. Waits once, for all copies."""
         row = self._arena.pieces([self._nbytes])[0]
         there: dict[str, Tensor] = {}
         end = 0
@@ -257,8 +257,9 @@ def _flush(path: Path) -> None:
 
 
 def make_folder(shared: str | None = None) -> tuple[Path, int]:
-    """Make a private folder in `shared`, by default in shared memory, and return it with its lock (see `scratch.claim`). Raises
-    ConfigError.
+    """Make a private folder in `shared`, by default in shared memory; return it with its lock (see `scratch.claim`).
+
+    Raises ConfigError if `shared` cannot be made.
     """
     root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     if shared is not None:

@@ -41,9 +41,7 @@ def run(check: Check) -> None:
 
 
 def _statistics(check: Check, line: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Compare log-probs, entropies and the gradient of logits around 0 and around 100; the padding columns have far larger
-    logits.
-    """
+    """Compare log-probs, entropies and the gradient of logits around 0 and around 100. Padding columns are far larger."""
     rows, vocab, padded, _ = EXACT[check.platform]
     worst = {"statistics": 0.0, "gradient": 0.0}
     for shift in (0.0, 100.0):

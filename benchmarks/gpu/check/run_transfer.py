@@ -1,6 +1,4 @@
-"""Part `transfer`: send all weights to another process by CUDA IPC and by shared memory, and compare every tensor's checksum
-there.
-"""
+"""Part `transfer`: send all weights to another process by CUDA IPC and by shared memory, and compare all checksums there."""
 
 from __future__ import annotations
 
