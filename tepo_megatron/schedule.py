@@ -161,10 +161,10 @@ class Schedule:
         return lambda: self._driver.collect(step, clock)
 
     def _wait(self, working: Nothing) -> Any:
-        """Return the work's result from rank 0 on every rank; meanwhile send the weights again if a restarted server lacks
-        them.
+        """Return the work's result from rank 0 on every rank; meanwhile send the weights if a restarted server lacks them.
 
-        The actor only has its newest weights, so with rollouts sampled ahead the rest of them is sampled with those.
+        The actor only has its newest weights. If rollouts are sampled ahead, the rest of them is therefore sampled with the
+        newest.
         """
         while True:
             weights_wanted, made = share(working.wait(), self._groups)
