@@ -1,1 +1,1 @@
-"""What this code costs, beside others'. `python -m benchmarks --help`; each file but `_*.py` can be run alone as well."""
+"""Benchmarks of this code next to that of others: `python -m benchmarks --help`. Each file but `_*.py` also runs alone."""

@@ -1,10 +1,10 @@
-"""All measures on a CPU, ours beside others', one after the other: prints a table and writes it.
+"""Run all CPU benchmarks, ours next to others', one after the other; print a table and write it.
 
     python -m benchmarks [--only 1,2] [--quick] [--peers DIR] [--out benchmarks/results/cpu.json]
 
-`make bench` installs the peers first. Rows that are measured replace those in the file; the others stay as they are, each with
-the commit at which it was measured. --quick is to see that it runs: small shapes, few repetitions, and nothing written unless
---out says where. Exit status 1 when a suite failed. The GPU's rows: `python -m benchmarks.gpu`.
+`make bench` installs the peers first. Measured rows replace those in the file. The others stay as they are, each with the
+commit at which it was measured. --quick only shows that the benchmarks run: small shapes, few repetitions, and nothing is
+written unless --out names a file. Exit status 1 if a suite failed. The GPU's rows: `python -m benchmarks.gpu`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OUT = ROOT / "benchmarks/results/cpu.json"
 
 
 def arguments() -> argparse.Namespace:
-    """Of the command line; --only as a set of rows."""
+    """Parse the command line; --only becomes a set of row numbers."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small shapes, few repetitions")
     parser.add_argument("--peers", type=Path, help="a folder with installed peers (requirements/bench.txt)")
     parser.add_argument("--out", type=Path, help=f"the file; without --quick {OUT.relative_to(ROOT)}")
-    parser.add_argument("--suite", choices=SUITES, help=argparse.SUPPRESS)  # in this process
+    parser.add_argument("--suite", choices=SUITES, help=argparse.SUPPRESS)  # internal: run this suite in this process
     return parser.parse_args()
 
 
@@ -45,7 +45,12 @@ def _rows(text: str) -> set[int]:
 
 
 def run_here(name: str, options: Options) -> list[Object]:
-    """The suite's measures, with where and of what they are."""
+    """Run a suite in this process; return its measures with machine, versions and commit.
+
+    Args:
+        name: A key of SUITES.
+        options: Options of all suites.
+    """
     if options.peers is not None:
         sys.path.append(str(options.peers))
     at = surroundings()
@@ -53,7 +58,12 @@ def run_here(name: str, options: Options) -> list[Object]:
 
 
 def run_apart(name: str, args: argparse.Namespace) -> list[Object] | None:
-    """The same from a process of its own; None when it failed, which it told on stderr."""
+    """Run a suite in a process of its own; return its measures, or None if it failed (its errors are on stderr).
+
+    Args:
+        name: A key of SUITES.
+        args: The command line.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "objects.json"
         words = ["--suite", name, "--out", str(out), "--only", ",".join(map(str, args.only))]
@@ -65,7 +75,7 @@ def run_apart(name: str, args: argparse.Namespace) -> list[Object] | None:
 
 
 def main() -> None:
-    """See the top of the file."""
+    """Run the suites, print the table and write the file."""
     args = arguments()
     if args.suite:
         args.out.write_text(json.dumps(run_here(args.suite, Options(args.peers, args.quick, args.only))))

@@ -1,4 +1,4 @@
-"""What the benchmarks of whole jobs find, as measures: the training step, conversion, saving, sync, overlap, shared prompts."""
+"""Turn the results of whole-job benchmarks into measures: training step, conversion, saving, sync, overlap, shared prompts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.results import OURS, ROOT, Measure, Target, load
 
 
 def step(quick: bool) -> list[Measure]:
-    """Row 7: the demo's training step beside the fastest plain form, by threads; TP2 without a target."""
+    """Measure row 7: the demo's training step next to the fastest plain form, by threads. TP2 has no target."""
     from benchmarks import step as benchmark
 
     found = benchmark.measure(quick=quick)
     out = []
-    for name, ratio in found["ratio"].items():  # "tp1 2 threads": seconds over those of the fastest plain form
+    for name, ratio in found["ratio"].items():  # key "tp1 2 threads"; value: seconds / seconds of the fastest plain form
         seconds = found["seconds"][name if name in found["seconds"] else name.replace("2 threads", "1 threads")]
         targets = (Target("ours / plain", "<=", benchmark.TARGET),) if name.startswith("tp1") else ()
         more = {"seconds": found["seconds"], "disagreement": found["disagreement"], "repetitions": found["repetitions"]}
@@ -30,20 +30,25 @@ def step(quick: bool) -> list[Measure]:
 
 
 def convert(quick: bool, repetitions: int = 3) -> list[Measure]:
-    """Row 10: seconds of import and export beside those of copying the same files, and peak memory."""
+    """Measure row 10: the speed of import and export relative to copying the same files, and their peak memory.
+
+    Args:
+        quick: Use a tiny model and one repetition, without speed targets.
+        repetitions: Runs of each kind.
+    """
     from benchmarks import convert as benchmark
 
     config = benchmark.QUICK if quick else benchmark.CONFIG
     with tempfile.TemporaryDirectory(prefix="convert-") as name:
         source = Path(name) / "hf"
         again = [sys.executable, str(ROOT / "benchmarks/convert.py"), "--make", str(source), *(["--quick"] if quick else [])]
-        subprocess.run(again, check=True)  # in a process of its own: its memory would count as a child's
+        subprocess.run(again, check=True)  # in a process of its own, so that its memory is not counted
         size = sum(path.stat().st_size for path in source.iterdir())
         runs = benchmark.measure(source, Path(name), 1 if quick else repetitions)
         bound = (benchmark.largest_group(source, config) + benchmark.TARGET_MEMORY) / 2**30
     out = []
     for job in ("import", "export"):
-        # round by round: the disk's mood changes between rounds
+        # paired by round, because the disk's speed changes between rounds
         share = statistics.median(c.seconds / r.seconds for c, r in zip(runs["copy"], runs[job], strict=True))
         what, more = f"{job} of {size / 1e9:.3g} GB", {"seconds": {k: [run.seconds for run in v] for k, v in runs.items()}}
         speed = () if quick else (Target(OURS, ">=", benchmark.TARGET_SPEED),)
@@ -54,14 +59,14 @@ def convert(quick: bool, repetitions: int = 3) -> list[Measure]:
 
 
 def checkpoint(quick: bool) -> list[Measure]:
-    """Row 11: seconds for which a save blocks training, beside plain copies of the state to host memory.
+    """Measure row 11: seconds for which a save blocks training, next to plain copies of the state to host memory.
 
-    The target is the copy into memory that is there already, which a save has too; the copy into fresh memory is reported.
+    The target is the copy into memory that is allocated already, which a save has too. The copy into fresh memory is reported.
     """
     out = []
     for model, saves in {"demo": 2}.items() if quick else {"demo": 41, "100m": 6}.items():
         found = _run("checkpoint", "--model", model, "--saves", str(saves))
-        # the first save describes the state and asks for its memory; it is reported with the others
+        # the first save describes the state and allocates memory; it is reported but not in the medians
         medians = {k: statistics.median(s[k] for s in found[1:]) for k in ("blocked", "kept", "fresh", "complete")}
         peers = {"plain copy": medians["kept"], "plain copy, fresh": medians["fresh"]}
         targets = (Target("ours / plain copy", "<=", 1.0),)
@@ -72,7 +77,7 @@ def checkpoint(quick: bool) -> list[Measure]:
 
 
 def sync(quick: bool) -> list[Measure]:
-    """Row 12: seconds to gather and carry the weights, beside a copy of their bytes; and what the engines need to load them."""
+    """Measure row 12: seconds of gather and transport next to a copy of the bytes, and seconds with the engine loading."""
     from benchmarks import sync as benchmark
 
     out = []
@@ -89,7 +94,7 @@ def sync(quick: bool) -> list[Measure]:
 
 
 def overlap(quick: bool) -> list[Measure]:
-    """Row 13: seconds of a step with rollouts one step ahead, beside the longer of its phases with the sync."""
+    """Measure row 13: seconds of a step with rollouts one step ahead, next to the longer of its phases plus the sync."""
     name = "one step ahead, a core for each"
     if quick:
         return [Measure(13, name, "s", None, why="two runs of the demo are not quick")]
@@ -106,7 +111,7 @@ PREFIX = {"medium": 3, "small": 7}  # repetitions, after a warm-up; `long` takes
 
 
 def prefix(quick: bool) -> list[Measure]:
-    """Row 14: seconds of a step whose responses share prompts, beside the same step without."""
+    """Measure row 14: seconds of a step whose responses share prompts, next to the same step without sharing."""
     out = []
     for case, repetitions in PREFIX.items():
         words = ["--quick", "--repetitions", "1"] if quick else ["--repetitions", str(repetitions)]
@@ -118,7 +123,7 @@ def prefix(quick: bool) -> list[Measure]:
 
 
 def prefix_tokens() -> list[Measure]:
-    """And the tokens that each computes, which every run of the benchmark compares with its own."""
+    """Return the tokens that each side computes; every run of the benchmark compares its own count with them."""
     from benchmarks import prefix as benchmark
 
     found = {case: benchmark.computed_tokens(benchmark.CASES[case]) for case in ("long", *PREFIX)}
@@ -129,7 +134,7 @@ def prefix_tokens() -> list[Measure]:
 
 
 def _run(benchmark: str, *words: str) -> Any:
-    """What a benchmark writes to its --json, run as a process of its own with one thread."""
+    """Run a benchmark in a process of its own with one thread; return what it wrote to its --json file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{benchmark}", *words, "--json", str(path)]

@@ -1,4 +1,4 @@
-"""How the benchmarks measure: interleaved times, memory as PyTorch's allocator sees it, bytes moved, collectives counted."""
+"""Measuring tools: interleaved times, memory as PyTorch's allocator sees it, bytes moved, collectives counted."""
 
 from __future__ import annotations
 
@@ -16,14 +16,20 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-# Tensors up to this size are taken to stay in a CPU's last-level cache between operators.
+# Tensors up to this size are assumed to stay in a CPU's last-level cache between operators.
 CACHE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds over the repetitions. wall: median; low, high: 20th and 80th percentile of it; cpu: median of the process's CPU
-    time, all threads together (on a busy machine the steadier figure with one thread; threads that spin count too).
+    """Seconds over the repetitions.
+
+    Attributes:
+        wall: Median wall-clock time.
+        low: 20th percentile of the wall-clock time.
+        high: 80th percentile of the wall-clock time.
+        cpu: Median CPU time of the process, all threads together. With one thread it is the steadier figure on a busy machine;
+            spinning threads count too.
     """
 
     wall: float
@@ -32,11 +38,16 @@ class Times:
     cpu: float
 
 
-Call = Callable[[Any], Any]  # an alternative: takes what was prepared for it
+Call = Callable[[Any], Any]  # an alternative; its argument is what `prepare` made
 
 
 def on_host(call: Call, given: Any) -> tuple[float, float]:
-    """Seconds by the clock, and CPU seconds of this process."""
+    """Return the wall-clock seconds and the CPU seconds of this process for one call.
+
+    Args:
+        call: The alternative to time.
+        given: Its argument.
+    """
     wall, cpu = time.perf_counter(), time.process_time()
     out = call(given)
     took = (time.perf_counter() - wall, time.process_time() - cpu)
@@ -50,9 +61,13 @@ def interleaved(
     repetitions: int,
     timed: Callable[[Call, Any], tuple[float, float]] = on_host,
 ) -> dict[str, Times]:
-    """Times of each alternative, all of them once in each round, each round starting with another one; one round warms up.
+    """Return the times of each alternative. Every round runs each once and starts with another one; one extra round warms up.
 
-    prepare: makes what an alternative consumes; its time does not count. timed: as `on_host`.
+    Args:
+        prepare: Makes what an alternative consumes; its time does not count.
+        alternatives: What is timed, by name.
+        repetitions: Number of timed rounds.
+        timed: Times one call, as `on_host` does.
     """
     names = list(alternatives)
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
@@ -73,7 +88,7 @@ def _summary(samples: list[tuple[float, float]]) -> Times:
 
 
 def peak_extra_bytes(run: Callable[[], Any]) -> int:
-    """Highest number of bytes that PyTorch's CPU allocator held during `run`, above the start; temporaries of operators too."""
+    """Return the peak bytes that PyTorch's CPU allocator held during `run`, above the start, with operators' temporaries."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         out = run()
     del out
@@ -87,10 +102,14 @@ def peak_extra_bytes(run: Callable[[], Any]) -> int:
 
 
 def bytes_moved(run: Callable[[], Any], cache: int = CACHE_BYTES) -> int:
-    """Bytes that the operators of `run` read from memory and write to it: the operands of each, views free.
+    """Return the bytes that the operators of `run` read from memory and write to it: their operands; views are free.
 
-    A count, not a measurement, and the same on every machine: operands whose whole storage is at most `cache` bytes are taken
-    to stay in the cache, all others never to be found there. What an operator allocates for itself is not seen.
+    It is a count, not a measurement, and the same on every machine. Operands whose whole storage is at most `cache` bytes are
+    assumed to stay in the cache, all others never to be in it. What an operator allocates internally is not seen.
+
+    Args:
+        run: What is counted.
+        cache: Size of the assumed cache in bytes.
     """
     with _Bytes(cache) as counted:
         run()
@@ -114,12 +133,12 @@ class _Bytes(TorchDispatchMode):
             for x in _tensors(given.get(argument.name)):
                 self.total += self._size(x) * ((reads and not _only_written(func, argument.name)) + writes)
         for returned, x in zip(func._schema.returns, out if isinstance(out, tuple) else (out,), strict=False):
-            if returned.alias_info is None:  # else it is one of the arguments
+            if returned.alias_info is None:  # otherwise the result is one of the arguments
                 self.total += sum(self._size(t) for t in _tensors(x))
         return out
 
     def _size(self, x: torch.Tensor) -> int:
-        """Bytes of x's elements, a broadcast dimension once; 0 for what stays in the cache."""
+        """Return the bytes of x's elements, a broadcast dimension counted once; 0 if x is assumed to stay in the cache."""
         if x.untyped_storage().nbytes() <= self.cache:
             return 0
         elements = 1
@@ -132,7 +151,7 @@ _FREE = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided
 
 
 def _only_written(func: Any, argument: str) -> bool:
-    """Whether the operator overwrites an argument without looking at it."""
+    """Return whether the operator overwrites an argument without reading it."""
     return argument == "self" and func.overloadpacket.__name__ in ("copy_", "fill_", "zero_")
 
 
@@ -142,9 +161,10 @@ def _tensors(x: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def counted_collectives() -> Iterator[Counter[str]]:
-    """Counts collectives, sends and receives inside the block, by the dispatcher's name for each.
+    """Count collectives, sends and receives inside the block, by the dispatcher's name for each.
 
-    However they are called: by torch.distributed, its functional form or Megatron-Core, in forward or in backward.
+    They are counted however they are called: by torch.distributed, its functional form or Megatron-Core, in forward or
+    backward.
     """
     counts: Counter[str] = Counter()
     with _Collectives(counts):
@@ -164,6 +184,6 @@ class _Collectives(TorchDispatchMode):
 
 
 def load() -> str:
-    """Load averages over 1 and 5 minutes, and the number of CPUs that this process may use."""
+    """Return the load averages over 1 and 5 minutes, and the number of CPUs that this process may use."""
     one, five, _ = os.getloadavg()
     return f"load {one:.1f} (1 min), {five:.1f} (5 min) on {len(os.sched_getaffinity(0))} CPUs"

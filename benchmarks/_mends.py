@@ -1,4 +1,4 @@
-"""The three costs that were avoidable (docs/performance.md), put back one at a time."""
+"""Three optimizations of the training step (docs/performance.md), each of which can be undone by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mend:
-    """before: undoes it in a process that has not loaded Megatron-Core yet; after: in a step that was built."""
+    """Undoes one optimization.
+
+    Attributes:
+        before: Undoes it in a process that has not loaded Megatron-Core yet.
+        after: Undoes it in a step that was built.
+    """
 
     before: Callable[[], None] = lambda: None
     after: Callable[[OurStep], None] = lambda step: None
@@ -31,7 +36,7 @@ def _copy_in_groups_of_one() -> None:
 
 
 def _tables_of_every_layer(step: OurStep) -> None:
-    step.actor.config.apply_rope_fusion = False  # Megatron-Core's own form
+    step.actor.config.apply_rope_fusion = False  # use Megatron-Core's own rotary embedding
 
 
 MENDS = {

@@ -1,4 +1,4 @@
-"""The demo's training step in plain PyTorch and transformers, as one would write it for one process."""
+"""The demo's training step in plain PyTorch and transformers, as one would write it for a single process."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from tepo_megatron.config import Config
 from tepo_megatron.types import Rollout
 
 FORMS = ("padded", "bucketed", "packed")
-_PADDING = 1.25  # bucketed: the longest sequence of a rectangle over the shortest, at most
+_PADDING = 1.25  # bucketed: limit of longest / shortest sequence in a rectangle
 
 
 class PlainStep:
-    """Old statistics of all sequences, then one AdamW update per minibatch of groups.
+    """Computes old statistics of all sequences, then one AdamW update per minibatch of groups.
 
-    form: how a minibatch becomes the model's input. `padded`: one rectangle (causal attention never looks at padding on its
-    right, so there is no mask); `bucketed`: several, each of sequences of like length; `packed`: one row, with a mask that
-    keeps the sequences apart.
+    Attributes:
+        form: Layout of a minibatch as the model's input. `padded`: one rectangle (causal attention never sees padding on its
+            right, so there is no mask); `bucketed`: several rectangles, each of sequences of similar length; `packed`: one row,
+            with a mask that keeps the sequences apart.
     """
 
     def __init__(self, cfg: Config, rollouts: list[Rollout], form: str) -> None:
@@ -34,7 +35,7 @@ class PlainStep:
         )
 
     def __call__(self) -> list[tuple[float, float]]:
-        """Loss and gradient norm of each update."""
+        """Run one step; return (loss, gradient norm) of each update."""
         self.steps += 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.cfg.optimizer.lr * min(1.0, self.steps / self.cfg.optimizer.warmup_steps)
@@ -69,7 +70,15 @@ class PlainStep:
     def loss(
         self, logprob: Tensor, entropy: Tensor, old_logprob: Tensor, old_entropy: Tensor, advantages: Tensor, sequence: Tensor
     ) -> Tensor:
-        """`tepo`: clipped geometric-mean ratio, and k3 where A > 0 and the entropy falls; all per response token."""
+        """Return the `tepo` loss, a mean over response tokens: clipped geometric-mean ratio, and k3 if A > 0 and the entropy
+        falls.
+
+        Args:
+            logprob, entropy: Of each response token now, [N].
+            old_logprob, old_entropy: Of each response token before the updates, [N].
+            advantages: Of each sequence.
+            sequence: Index of the sequence of each response token, [N].
+        """
         eps, beta = 0.2, self.cfg.objective.beta
         assert beta is not None
         log_ratio = logprob - old_logprob
@@ -81,7 +90,7 @@ class PlainStep:
         return -(surrogate - beta * masked * (torch.expm1(-log_ratio) + log_ratio)).mean()
 
     def statistics(self, chosen: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob, entropy (a number, no function) and sequence of each response token of the sequences `chosen`."""
+        """Return log-prob, entropy (without gradient) and sequence index of each response token of the sequences `chosen`."""
         ids = [self.rollouts[i].token_ids_L for i in chosen]
         masks = [self.rollouts[i].response_mask_L for i in chosen]
         hidden, labels = [], torch.cat([x[m] for x, m in zip(ids, masks, strict=True)])
@@ -96,11 +105,11 @@ class PlainStep:
         return logp.gather(1, labels[:, None]).squeeze(1), entropy, sequence
 
     def by_length(self, chosen: Iterable[int]) -> list[int]:
-        """The longest first."""
+        """Return the indices, the longest sequence first."""
         return sorted(chosen, key=lambda i: -self.rollouts[i].token_ids_L.numel())
 
     def _rectangles(self, ids: list[Tensor]) -> list[slice]:
-        """Runs of sequences, the longest first, that are computed together."""
+        """Return the slices of sequences, sorted longest first, that are computed together."""
         starts = [0]
         for i, x in enumerate(ids):
             if self.form == "bucketed" and ids[starts[-1]].numel() > _PADDING * x.numel():
@@ -108,13 +117,13 @@ class PlainStep:
         return [slice(a, b) for a, b in itertools.pairwise([*starts, len(ids)])]
 
     def _padded(self, ids: list[Tensor], masks: list[Tensor]) -> tuple[dict[str, Any], Tensor]:
-        """The model's inputs, and where in [B, T] labels are response tokens."""
+        """Return the model's inputs, and a mask [B, T] of the positions whose label is a response token."""
         mask = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
         is_row = torch.cat((mask[:, 1:], mask.new_zeros(len(ids), 1)), dim=1)
         return {"input_ids": torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)}, is_row
 
     def _packed(self, ids: list[Tensor], masks: list[Tensor]) -> tuple[dict[str, Any], Tensor]:
-        """The same with one row: [1, total]."""
+        """Return the same as `_padded` with all sequences in one row, [1, total]."""
         tokens, mask = torch.cat(ids), torch.cat(masks)
         lengths = torch.tensor([x.numel() for x in ids])
         sequence = torch.arange(len(ids)).repeat_interleave(lengths)

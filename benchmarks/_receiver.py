@@ -1,7 +1,7 @@
-"""A process that takes weights as a server's rank does: `python -m benchmarks._receiver MODEL [DEVICE]`.
+"""A process that receives weights as a server's rank does: `python -m benchmarks._receiver MODEL [DEVICE]`.
 
-With a device it copies each tensor there, from a file, from memory that is lent, or from a broadcast. Without one it loads
-nothing.
+With a device it copies each tensor there, from a file, from shared memory of the trainer, or from a broadcast. Without one it
+loads nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tepo_megatron.rollout.in_server.inbox import Inbox
 
 
 class Receiver:
-    """See `weights.broadcast.GroupReceiver` and `weights.sync.Receiver`: one rank, in a process of its own."""
+    """Receives weights as one rank in its own process. See `weights.broadcast.GroupReceiver` and `weights.sync.Receiver`."""
 
     def __init__(self, model: Path, device: str | None = None) -> None:
         command = [sys.executable, "-m", "benchmarks._receiver", str(model), *([device] if device else [])]
@@ -68,7 +68,7 @@ class Receiver:
 
 
 def main() -> None:
-    """Do what the lines on the standard input say."""
+    """Execute the commands on the standard input."""
     inbox, device = Inbox(), torch.device(sys.argv[2]) if len(sys.argv) > 2 else None
     if device is not None and device.type == "cuda":
         device = torch.device("cuda", 0)
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def _copy(tensors: Iterator[tuple[str, torch.Tensor]] | None, device: torch.device) -> None:
-    """Copy each tensor to the device, as an engine does that loads it."""
+    """Copy each tensor to the device, as an engine that loads it does."""
     for _, tensor in tensors or ():
         tensor.to(device, copy=True)
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What the benchmarks of the training step run: models, configs and graded rollouts, the same in every process."""
+"""Inputs of the training-step benchmarks: models, configs and graded rollouts, the same in every process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ PROMPTS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 2, 4, 64, (64, 256)  # of `10
 
 
 def write_model(case: str, folder: Path, seed: int = 0, scale: float = 4.0) -> None:
-    """An untrained model; of the demo's, matrices times `scale`, so that its distributions are far from uniform."""
+    """Write an untrained model.
+
+    Args:
+        case: One of CASES.
+        folder: Folder of the checkpoint.
+        seed: Seed of the weights.
+        scale: Factor of the matrices of the demo's model, so that its distributions are far from uniform.
+    """
     torch.manual_seed(seed)
     if case == "demo":
         model = base_model.build_model(task.build_tokenizer())
@@ -33,7 +40,14 @@ def write_model(case: str, folder: Path, seed: int = 0, scale: float = 4.0) -> N
 
 
 def config(case: str, model: Path, tp: int = 1, share_prompts: str = "auto") -> Config:
-    """demo: examples/demo.yaml with this model. 100m: two updates of one group each, otherwise alike."""
+    """Return the config: examples/demo.yaml for `demo`; two updates of one group each, otherwise alike, for `100m`.
+
+    Args:
+        case: One of CASES.
+        model: Folder of the checkpoint.
+        tp: Tensor-parallel size.
+        share_prompts: Value of training.share_prompts.
+    """
     if case == "demo":
         return load_config(
             DEMO, ["--model.path", str(model), "--parallel.tp", str(tp), "--training.share_prompts", share_prompts]
@@ -54,12 +68,20 @@ def config(case: str, model: Path, tp: int = 1, share_prompts: str = "auto") -> 
 
 
 def rollouts(case: str, cfg: Config, seed: int = 0) -> list[Rollout]:
-    """Graded, in groups of which none is all right or all wrong, so none is dropped. No engine: its log-probs are 0."""
+    """Return graded rollouts, in groups that are neither all right nor all wrong, so none is dropped.
+
+    No engine sampled them: their log-probs are 0.
+
+    Args:
+        case: One of CASES.
+        cfg: Its config.
+        seed: Seed of the texts or tokens.
+    """
     return _arithmetic(cfg, seed) if case == "demo" else _random(SHAPES[case]["vocab_size"], seed)
 
 
 def _arithmetic(cfg: Config, seed: int) -> list[Rollout]:
-    """examples/arithmetic; half of the responses are worked solutions and half are guesses, as in the middle of the demo."""
+    """Return rollouts of examples/arithmetic; half of the responses are worked solutions, half guesses, as in mid-training."""
     rng, tokenizer = random.Random(seed), task.build_tokenizer()
     out: list[Rollout] = []
     for i, problem in enumerate(task.distinct_problems(rng, cfg.rollout.prompts_per_step)):
@@ -74,7 +96,7 @@ def _arithmetic(cfg: Config, seed: int) -> list[Rollout]:
 
 
 def _random(vocabulary: int, seed: int) -> list[Rollout]:
-    """Tokens at random; every other sample is right."""
+    """Return rollouts of random tokens; every other sample is right."""
     rng = random.Random(seed)
 
     def draw(tokens: int) -> list[int]:

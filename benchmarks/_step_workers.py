@@ -1,4 +1,4 @@
-"""The sides of the benchmark of the training step, each in processes of its own that wait for their turn."""
+"""Workers of the training-step benchmark: each side runs in processes of its own, which wait for their turn."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tepo_megatron.config import Config
 from tepo_megatron.processes import die_with_parent
 from tepo_megatron.types import Rollout
 
-WORKERS = {**{f"plain {form}": 1 for form in FORMS}, "tp1": 1, "tp2": 2}  # processes of each
+WORKERS = {**{f"plain {form}": 1 for form in FORMS}, "tp1": 1, "tp2": 2}  # name -> number of processes
 STEP_SECONDS = 300.0  # a step that takes longer has failed
-Updates = list[tuple[float, float]]  # of one step: loss and gradient norm of each update
+Updates = list[tuple[float, float]]  # (loss, gradient norm) of each update of one step
 
 
 class OurStep:
@@ -44,7 +44,7 @@ class OurStep:
         self.objective = build_objective(cfg.objective)
 
     def __call__(self) -> Updates:
-        """As in `train.py`."""
+        """Run one step as `train.py` does; return (loss, gradient norm) of each update."""
         from tepo_megatron.advantages import group_advantages
         from tepo_megatron.step_log import StepLog
         from tepo_megatron.types import TrainBatch
@@ -72,7 +72,18 @@ def serve(
     without: str | None,
     share_prompts: str,
 ) -> None:
-    """A worker's process: for each number of threads that comes, one step; answers with (seconds, updates)."""
+    """Run a worker's process: for each thread count that it receives, make one step and answer with (seconds, updates).
+
+    Args:
+        name: A key of WORKERS.
+        case: One of `_step_cases.CASES`.
+        model: Folder of the checkpoint.
+        parent: Process ID; the worker ends with that process.
+        environment: Describes the world of ranks.
+        pipe: Connection to the parent.
+        without: Key of MENDS of an optimization to undo; None: undo none.
+        share_prompts: Value of training.share_prompts.
+    """
     die_with_parent(parent)
     os.environ |= environment
     disable_progress_bar()
@@ -97,13 +108,18 @@ def serve(
 
 @dataclass
 class Worker:
-    """One of WORKERS: its processes' pipes and what it has done so far."""
+    """One of WORKERS.
+
+    Attributes:
+        pipes: Connections to its processes.
+        updates: Updates of the steps so far.
+    """
 
     pipes: list[Connection]
     updates: list[Updates]
 
     def step(self, threads: int) -> float:
-        """Seconds of one step, of the slowest rank."""
+        """Make one step; return the seconds of the slowest rank."""
         for pipe in self.pipes:
             pipe.send(threads)
         answers = [self._answer(pipe) for pipe in self.pipes]
@@ -111,7 +127,7 @@ class Worker:
         return max(float(seconds) for seconds, _ in answers)
 
     def ready(self) -> None:
-        """Wait until it is built."""
+        """Wait until the step is built."""
         for pipe in self.pipes:
             self._answer(pipe)
 
@@ -122,7 +138,13 @@ class Worker:
 
 
 def world(port: int, rank: int = 0, size: int = 1) -> dict[str, str]:
-    """What torchrun would tell a rank, of a store that the caller holds."""
+    """Return the environment that torchrun would set for a rank, with a store that the caller holds.
+
+    Args:
+        port: Port of the store.
+        rank: This rank.
+        size: Number of ranks.
+    """
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -131,9 +153,17 @@ def world(port: int, rank: int = 0, size: int = 1) -> dict[str, str]:
 
 @contextmanager
 def started(name: str, case: str, model: Path, without: str | None = None, share_prompts: str = "auto") -> Iterator[Worker]:
-    """The worker in processes of its own, which end with the block; without: this one of MENDS."""
+    """Yield the worker, running in processes of its own, which end with the block.
+
+    Args:
+        name: A key of WORKERS.
+        case: One of `_step_cases.CASES`.
+        model: Folder of the checkpoint.
+        without: Key of MENDS of an optimization to undo; None: undo none.
+        share_prompts: Value of training.share_prompts.
+    """
     context, size, pipes, processes = multiprocessing.get_context("spawn"), WORKERS[name], [], []
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # no port is guessed
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: the system picks a free one
     try:
         for rank in range(size):
             ours, theirs = context.Pipe()

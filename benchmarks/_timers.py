@@ -1,4 +1,4 @@
-"""Timers around parts of a program, and PyTorch's profiler for what runs in autograd's engine."""
+"""Timers around parts of a program, and PyTorch's profiler for what runs inside autograd's engine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 Row = tuple[str, str]  # (pass, part)
-MARK = "part: "  # of the profiler's events that are ours
+MARK = "part: "  # prefix of our events in the profiler
 BACKWARD, ENGINE, ACCUMULATION, UNKNOWN = "backward", "autograd's engine", "add to main_grad", "unknown"
 
 
 class Timers:
-    """Own time and calls of each part, by the pass in which they ran; a part's own time is without that of parts inside it.
+    """Exclusive time and calls of each part, by the pass in which it ran. Time in nested parts counts for those only.
 
-    first: the pass until another one is named. profiling: parts leave marks for PyTorch's profiler too.
+    Attributes:
+        seconds: Exclusive seconds by (pass, part).
+        calls: Number of calls by (pass, part).
+        profiling: Whether parts also leave marks for PyTorch's profiler.
     """
 
     def __init__(self, first: str) -> None:
+        """Start with no parts. `first` is the pass until another one is named."""
         self.seconds: defaultdict[Row, float] = defaultdict(float)
         self.calls: Counter[Row] = Counter()
         self.profiling = False
@@ -54,7 +58,12 @@ class Timers:
 
     @contextmanager
     def inside(self, part: str, within: str | None = None) -> Iterator[None]:
-        """The block is a part; within: the pass that it and all parts inside it belong to."""
+        """Time the block as a part.
+
+        Args:
+            part: Name of the part.
+            within: Pass that the part and all parts inside it belong to; None: the current one.
+        """
         before, self._pass = self._pass, within or self._pass
         self.start(part)
         try:
@@ -64,7 +73,14 @@ class Timers:
             self._pass = before
 
     def wrap(self, owner: Any, name: str, part: str, within: str | None = None) -> None:
-        """Time every call of `owner.name`."""
+        """Time every call of `owner.name`.
+
+        Args:
+            owner: Object, class or module.
+            name: Attribute that is replaced.
+            part: Name of the part.
+            within: As in `inside`.
+        """
         original = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -74,16 +90,25 @@ class Timers:
         setattr(owner, name, timed)
 
     def module(self, module: torch.nn.Module, part: str) -> None:
-        """Time every forward of the module."""
+        """Time every forward of the module.
+
+        Args:
+            module: Gets forward hooks.
+            part: Name of the part.
+        """
         module.register_forward_pre_hook(lambda *_: self.start(part))
         module.register_forward_hook(self.stop)
 
 
 def shares_of_backward(run: Callable[[], Any], timers: Timers) -> dict[str, float]:
-    """Of the part BACKWARD in `run`, how much the operators of each part's backward take; adds up to 1.
+    """Return the shares of the part BACKWARD in `run` that the operators of each part's backward take; they add up to 1.
 
-    An operator and its backward share a sequence number: the part is the one in which the operator ran. ENGINE is the rest:
-    what autograd itself takes, and hooks.
+    An operator and its backward share a sequence number; it belongs to the part in which the operator ran. ENGINE is the rest:
+    autograd itself, and hooks.
+
+    Args:
+        run: Is run once, under the profiler.
+        timers: The timers that wrap its parts.
     """
     timers.profiling = True
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:

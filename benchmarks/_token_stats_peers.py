@@ -1,4 +1,4 @@
-"""The alternatives that `benchmarks/token_stats.py` measures: ours, and each peer's own code called as its trainer calls it.
+"""The alternatives that `benchmarks/token_stats.py` measures: ours, and each peer's own code, called as its trainer calls it.
 
 Every alternative takes logits [R, V] and labels [R] and returns (log-prob [R], entropy [R]), both differentiable.
 """
@@ -25,13 +25,17 @@ def ours(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def plain_formula(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """log_softmax in fp32, a gather and a sum, by autograd."""
+    """Compute the statistics with log_softmax in fp32, a gather and a sum, by autograd.
+
+    Args:
+        logits, labels: [R, V] and [R].
+    """
     logp = torch.log_softmax(logits.float(), dim=-1)
     return logp.gather(1, labels[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
 
 def trl() -> Statistics:
-    """TRL's GRPO trainer: [batch, tokens, V] in the model's dtype, here a batch of 4; entropy with its gradient."""
+    """Return TRL's GRPO trainer code: [batch, tokens, V] in the model's dtype, here a batch of 4; entropy with its gradient."""
     from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
     def run(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,14 +46,18 @@ def trl() -> Statistics:
 
 
 def verl() -> Statistics:
-    """verl's FSDP engine: packed rows in the model's dtype; entropy_from_logits not compiled."""
+    """Return the code of verl's FSDP engine: packed rows in the model's dtype; entropy_from_logits is not compiled."""
     from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 
     return lambda logits, labels: (logprobs_from_logits(logits, labels), entropy_from_logits(logits))
 
 
 def trl_form(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The operations that TRL 1.16 makes of bf16 logits: log_softmax of each of 4 sequences; entropy of 128 rows at a time."""
+    """Compute the operations of TRL 1.16 for bf16 logits: log_softmax of each of 4 sequences; entropy in chunks of 128 rows.
+
+    Args:
+        logits, labels: [R, V] and [R].
+    """
     sequences = zip(logits.chunk(4), labels.chunk(4), strict=True)
     logprobs = [torch.log_softmax(x, dim=-1).gather(1, y[:, None]).squeeze(1) for x, y in sequences]
     parts = (torch.log_softmax(x, dim=-1) for x in logits.split(128))
@@ -57,20 +65,24 @@ def trl_form(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def verl_form(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The operations of verl 0.9.1: a fused cross-entropy, here PyTorch's for flash-attn's; entropy from a softmax."""
+    """Compute the operations of verl 0.9.1: a fused cross-entropy, here PyTorch's for flash-attn's; entropy from a softmax.
+
+    Args:
+        logits, labels: [R, V] and [R].
+    """
     logprobs = -torch.nn.functional.cross_entropy(logits, labels, reduction="none")
     return logprobs, torch.logsumexp(logits, dim=-1) - (torch.softmax(logits, dim=-1) * logits).sum(-1)
 
 
-FORMS: dict[str, Statistics] = {"trl": trl_form, "verl": verl_form}  # our own words for what each peer computes
+FORMS: dict[str, Statistics] = {"trl": trl_form, "verl": verl_form}  # our own code for what each peer computes
 
 
 def alternatives(peers: Path | None, forms: bool = False) -> dict[str, Statistics]:
-    """What can be measured here, by name, ours first; what is not installed is left out.
+    """Return the alternatives that can be measured here, by name, ours first; those that are not installed are left out.
 
     Args:
-        peers: a folder to look into after the installed packages (`pip install --target`).
-        forms: a peer that is not installed is represented by its form, under the name "trl form" or "verl form".
+        peers: A folder to search after the installed packages (`pip install --target`).
+        forms: Whether a peer that is not installed is represented by our form of it, under the name "trl form" or "verl form".
     """
     look_into(peers)
     found: dict[str, Statistics] = {OURS: ours}
@@ -86,13 +98,13 @@ def alternatives(peers: Path | None, forms: bool = False) -> dict[str, Statistic
 
 
 def look_into(peers: Path | None) -> None:
-    """Let imports find what is installed there, after everything else."""
+    """Let imports find the packages in this folder, after all others."""
     if peers is not None and str(peers) not in sys.path:
         sys.path.append(str(peers))
 
 
 def vocab_parallel(ranks: int) -> dict[str, Statistics]:
-    """The alternatives for logits split over all ranks of the world: ours, and verl's for Megatron where it is installed."""
+    """Return the alternatives for logits split over all ranks of the world: ours, and verl's for Megatron if installed."""
 
     def ours(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         stats = token_stats(logits, labels, 1.0, dist.group.WORLD)
@@ -108,7 +120,7 @@ def vocab_parallel(ranks: int) -> dict[str, Statistics]:
 
     def verl(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         entropy = vocab_parallel_entropy(logits)
-        return vocab_parallel_log_probs_from_logits(logits.clone(), labels), entropy  # which overwrites its logits
+        return vocab_parallel_log_probs_from_logits(logits.clone(), labels), entropy  # it overwrites its logits
 
     found["verl"] = verl
     return found

@@ -1,4 +1,4 @@
-"""Models and the yardstick of the benchmarks that deliver weights; imports no engine."""
+"""Models and the reference copy for the benchmarks that deliver weights. Imports no engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUICK = SHAPE | {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layer
 
 
 def copy_seconds(source: torch.Tensor) -> float:
-    """Of writing these bytes to a file in shared memory."""
+    """Return the seconds of writing these bytes to a file in shared memory."""
     with tempfile.NamedTemporaryFile(dir="/dev/shm", buffering=0) as file:
         start = time.perf_counter()
         left = memoryview(source.numpy())

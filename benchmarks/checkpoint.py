@@ -1,17 +1,18 @@
-"""How long training waits for a checkpoint, against plain copies of the same state to host memory.
+"""Measure how long training waits for a checkpoint, compared with plain copies of the same state to host memory.
 
     python -m benchmarks.checkpoint [--model demo|100m|HF_DIRECTORY] [--saves 3] [--platform cpu] [--precision bf16] [--tp 1]
                                     [--json FILE]
     torchrun --nproc-per-node 2 -m benchmarks.checkpoint --model 100m
 
-Prints one line per save: milliseconds that `save()` blocked rank 0, those of two plain copies, tensor by tensor, and their
-quotients, and until the checkpoint was complete. Each of the three comes right after a step of the optimizer, as a save does.
+Prints one line per save: milliseconds for which `save()` blocked rank 0, those of two plain copies, tensor by tensor, the
+quotients, and the time until the checkpoint was complete. Each of the three comes right after an optimizer step, as a save
+does.
 
-    kept    into memory that is there already: page-locked where the actor is on a GPU
-    fresh   into memory that is asked for anew
+    kept    copy into memory that is allocated already: page-locked if the actor is on a GPU
+    fresh   copy into newly allocated memory
 
-The fair one is the kept: a save too writes into memory that it keeps. The first save describes the state and asks for that
-memory, so the fresh copy is its measure. At the end: seconds to check the last one and to load it.
+The fair comparison is with `kept`, because a save also writes into memory that it keeps. The first save describes the state and
+allocates that memory, so its comparison is the fresh copy. At the end: seconds to check the last checkpoint and to load it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from tepo_megatron.actor.actor import Actor
 
 SHAPES = {
-    "demo": {  # examples/arithmetic: 0.6 M parameters
+    "demo": {  # as in examples/arithmetic: 0.6 M parameters
         "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 64,
     },
@@ -50,7 +51,7 @@ SHAPES = {
 
 
 def main() -> None:
-    """Build, save, print."""
+    """Build the actor, save checkpoints and print the times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="demo, 100m, or a Hugging Face directory")
     parser.add_argument("--saves", type=int, default=3)
@@ -68,7 +69,13 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> None:
-    """Time `args.saves` checkpoints of a model, and reading the last one."""
+    """Time `args.saves` checkpoints of a model, and reading the last one.
+
+    Args:
+        args: The command line.
+        platform: The activated platform.
+        temporary: Folder for the model and, by default, the checkpoints.
+    """
     from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.checkpoint.agreement import from_main
@@ -88,7 +95,7 @@ def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> No
     for chunk in actor.chunks:
         chunk.zero_grad_buffer()
     actor.start_step(1)
-    actor.optimizer.step()  # so that there are moments
+    actor.optimizer.step()  # creates the moments
     parameters = sum(b.parameter.numel() for b in actor.bindings)
     size = sum(box.data.nbytes for box in written(actor))
     if groups.is_main:
@@ -126,7 +133,7 @@ def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> No
 
 
 class _PlainCopies:
-    """Of what this rank writes, tensor by tensor; in seconds, each after a step of the optimizer."""
+    """Plain copies of this rank's state, tensor by tensor. Its methods return seconds; each copy follows an optimizer step."""
 
     def __init__(self, actor: Actor) -> None:
         from tepo_megatron.checkpoint.state import written
@@ -136,7 +143,7 @@ class _PlainCopies:
         self._to = [torch.zeros_like(data, device="cpu", pin_memory=data.is_cuda) for data in self._from]
 
     def kept(self) -> float:
-        """Into memory that was written to before."""
+        """Copy into memory that was written to before."""
 
         def copy() -> None:
             for to, data in zip(self._to, self._from, strict=True):
@@ -145,7 +152,7 @@ class _PlainCopies:
         return self._seconds(copy)
 
     def fresh(self) -> float:
-        """Into memory that is asked for tensor by tensor, and given back."""
+        """Copy into memory that is allocated tensor by tensor, and freed."""
         return self._seconds(lambda: [data.to("cpu", copy=True) for data in self._from])
 
     def _seconds(self, copy: Callable[[], object]) -> float:
@@ -163,7 +170,7 @@ class _PlainCopies:
 
 
 def _write_model(name: str, folder: Path) -> Path:
-    """A random model of that shape (every rank its own, of the same seed)."""
+    """Write a random model of that shape; every rank writes its own, with the same seed."""
     torch.manual_seed(0)
     config = Qwen3Config(**SHAPES[name], max_position_embeddings=512, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")

@@ -1,16 +1,16 @@
-"""How fast `tools/convert.py` is against copying the same files, and how much memory it takes.
+"""Measure the speed of `tools/convert.py` against copying the same files, and its memory.
 
     python benchmarks/convert.py [--quick | --shapes qwen3-14b --layers 8] [--repetitions 5] [--folder DIR]
 
 Makes a random Qwen3 of one billion parameters (bf16, 2 GB in five files), then repeats, in turn: copy the directory and sync
 each file, import it, export it. All files are in the page cache when they are read (warm) and on the disk when a time ends.
-Before each run, what the same kind wrote in the round before is removed and synced, and as much time passes as a conversion's
-process takes to start: so every kind fills as many pages that were free for as long. (The host of a virtual machine takes back
-pages that are free for some seconds, and the next use of one takes up to five times as long.) A conversion's time is the one
-that the tool prints: from the checks of the input to the finished directory, without the start of Python, torch and
-Megatron-Core (given apart). Memory is the peak resident set of the converting process, with mapped files. In the end the
-exported directory is compared with the first one, bit by bit. `--shapes qwen3-14b` takes the sizes of that model, 29.5 GB with
-its 40 layers; four directories of the model's size lie on the disk at once.
+Before each run, the output of the same kind from the round before is removed and synced, and as much time passes as a
+conversion's process takes to start. So every kind fills as many pages that have been free for equally long. (The host of a
+virtual machine takes back pages that are free for some seconds, and the next use of one takes up to five times as long.) A
+conversion's time is the one that the tool prints: from the checks of the input to the finished directory, without the start of
+Python, torch and Megatron-Core (given separately). Memory is the peak resident set of the converting process, with mapped
+files. At the end the exported directory is compared with the first one, bit by bit. `--shapes qwen3-14b` takes the sizes of
+that model, 29.5 GB with its 40 layers. Four directories of the model's size are on the disk at once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,13 @@ TARGET_SPEED, TARGET_MEMORY = 0.6, 2**30
 
 @dataclass(frozen=True)
 class Run:
-    """seconds: of the work; startup: of the process before it; peak: bytes of its resident set."""
+    """One timed run.
+
+    Attributes:
+        seconds: Time of the work.
+        startup: Seconds of the process before the work.
+        peak: Peak resident set in bytes.
+    """
 
     seconds: float
     startup: float = 0.0
@@ -55,7 +61,12 @@ class Run:
 
 
 def make_model(folder: Path, config: dict[str, object]) -> None:
-    """Random weights below 2 in magnitude, in files of half a gigabyte."""
+    """Write random weights below 2 in magnitude, in files of half a gigabyte.
+
+    Args:
+        folder: Folder of the checkpoint.
+        config: Content of config.json.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -90,7 +101,12 @@ def make_model(folder: Path, config: dict[str, object]) -> None:
 
 
 def copy(source: Path, out: Path) -> Run:
-    """What a conversion is held against."""
+    """Copy a directory and sync its files; the reference of the conversions.
+
+    Args:
+        source: The directory.
+        out: The copy.
+    """
     start = time.perf_counter()
     shutil.copytree(source, out)
     for path in (*out.iterdir(), out):
@@ -101,7 +117,7 @@ def copy(source: Path, out: Path) -> Run:
 
 
 def convert(*words: str) -> Run:
-    """One process of the tool."""
+    """Run the tool in a process of its own."""
     start = time.perf_counter()
     process = subprocess.Popen([sys.executable, str(ROOT / "tools/convert.py"), *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -116,13 +132,24 @@ def convert(*words: str) -> Run:
 
 
 def largest_group(source: Path, config: dict[str, object]) -> int:
-    """Bytes of the largest tensors that become one parameter: the embedding, or gate and up projection."""
+    """Return the bytes of the largest tensors that become one parameter: the embedding, or gate and up projection.
+
+    Args:
+        source: Unused.
+        config: Content of config.json.
+    """
     h, f, v = (int(str(config[k])) for k in ("hidden_size", "intermediate_size", "vocab_size"))
     return 2 * max(v * h, 2 * f * h)
 
 
 def measure(source: Path, folder: Path, repetitions: int) -> dict[str, list[Run]]:
-    """Runs of each kind, in turn; the first round warms up and is not counted."""
+    """Return the runs of each kind, made in turn. A first round warms up and is not counted.
+
+    Args:
+        source: The model.
+        folder: Folder of the outputs.
+        repetitions: Number of counted rounds; 0: one round, which is counted.
+    """
     copied, megatron, exported = (folder / name for name in ("copied", "megatron", "exported"))
     kinds: dict[str, tuple[Path, Callable[[], Run]]] = {
         "copy": (copied, lambda: copy(source, copied)),
@@ -130,7 +157,7 @@ def measure(source: Path, folder: Path, repetitions: int) -> dict[str, list[Run]
         "export": (exported, lambda: convert("export", "--megatron", str(megatron), "--out", str(exported))),
     }
     runs: dict[str, list[Run]] = {kind: [] for kind in kinds}
-    startup = 0.0  # of the last conversion
+    startup = 0.0  # seconds, of the last conversion
     for repetition in range(repetitions + 1):
         for kind, (out, run) in kinds.items():
             shutil.rmtree(out, ignore_errors=True)
@@ -145,7 +172,11 @@ def measure(source: Path, folder: Path, repetitions: int) -> dict[str, list[Run]
 
 
 def differing(one: Path, other: Path) -> list[str]:
-    """Names of tensors that two Hugging Face directories do not have alike, to the bit."""
+    """Return the names of tensors that are not the same bits in both Hugging Face directories.
+
+    Args:
+        one, other: The directories.
+    """
     from safetensors import safe_open
 
     def places(folder: Path) -> dict[str, Path]:
@@ -162,7 +193,13 @@ def differing(one: Path, other: Path) -> list[str]:
 
 
 def report(runs: dict[str, list[Run]], nbytes: int, group: int) -> None:
-    """Medians with their ranges, against the targets."""
+    """Print medians with their ranges, and compare them with the targets.
+
+    Args:
+        runs: Runs by kind.
+        nbytes: Size of the model.
+        group: Result of `largest_group`.
+    """
     base = statistics.median(r.seconds for r in runs["copy"])
     print(f"{nbytes / 1e9:.2f} GB, {len(runs['copy'])} repetitions, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for name, each in runs.items():
@@ -181,7 +218,7 @@ def report(runs: dict[str, list[Run]], nbytes: int, group: int) -> None:
 
 
 def main() -> None:
-    """See the top of the file."""
+    """Make the model, measure, print, and compare the exported model with the original."""
     parser = argparse.ArgumentParser(description="tools/convert.py against copying")
     parser.add_argument("--quick", action="store_true", help="a model of a few megabytes, to see that it runs")
     parser.add_argument("--shapes", choices=["qwen3-14b"], help="the sizes of a published model")
@@ -190,7 +227,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where to work (8 GB, removed afterwards); default: the system's temporary folder")
     parser.add_argument(
         "--make", type=Path, help=argparse.SUPPRESS
-    )  # a process of its own: its memory would count as a child's
+    )  # in a process of its own, so that its memory is not counted
     args = parser.parse_args()
     config = QUICK if args.quick else LARGE if args.shapes else CONFIG
     if args.layers is not None:

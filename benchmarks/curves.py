@@ -1,10 +1,9 @@
-"""Whether two runs of an ablation learn alike: their curves and accuracies, seed by seed, with Student's t over the seeds.
+"""Compare how two runs of an ablation learn: curves and accuracies, seed by seed, with Student's t over the seeds.
 
     python -m benchmarks.curves runs/precision fp32 bf16
 
-Reads what `tepo ablate` left in the folder: for each run the folders NAME-seedN. The difference is the second run's less the
-first's, paired by seed; its interval, 95 %, is over seeds, of which there must be two at least. Printed as docs/precision.md
-shows it.
+Reads the folders NAME-seedN that `tepo ablate` wrote for each run. The difference is the second run's minus the first's, paired
+by seed. Its 95 % interval is over seeds, of which there must be at least two. The output has the form of docs/precision.md.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from tepo_megatron.ablation.results import Outcome, read_outcome
 from tepo_megatron.errors import TepoError
 from tepo_megatron.evaluation.statistics import difference
 
-LAST = 5  # steps at the end
-# what is compared, of one run: its name, and how it is made
+LAST = 5  # number of steps at the end
+# name of each compared quantity -> its value for one run
 QUANTITIES: dict[str, Callable[[Outcome], float]] = {
     "held-out accuracy before": lambda o: float(np.mean(list(o.scores.before.values()))),
     "held-out accuracy after": lambda o: float(np.mean(list(o.scores.after.values()))),
@@ -34,13 +33,23 @@ QUANTITIES: dict[str, Callable[[Outcome], float]] = {
 
 
 def outcomes(folder: Path, name: str) -> dict[int, Outcome]:
-    """By seed, of the runs of that name that have ended. Raises DataError naming a file that cannot be read."""
+    """Return the finished runs of that name, by seed. Raises DataError naming a file that cannot be read.
+
+    Args:
+        folder: Folder of the ablation.
+        name: Name of the run without its seed.
+    """
     found = {int(m[1]): path for path in folder.iterdir() if (m := re.fullmatch(re.escape(name) + r"-seed(\d+)", path.name))}
     return {seed: read_outcome(path) for seed, path in sorted(found.items()) if (path / "summary.json").exists()}
 
 
 def table(first: dict[int, Outcome], second: dict[int, Outcome], names: tuple[str, str]) -> str:
-    """In Markdown, over the seeds that both have; and of how many steps the interval covers 0."""
+    """Return a Markdown table over the seeds that both runs have, and the number of steps whose interval covers 0.
+
+    Args:
+        first, second: Finished runs by seed.
+        names: Names of the two runs.
+    """
     seeds = sorted(first.keys() & second.keys())
     rows = [["", f"{names[0]}, seeds {', '.join(map(str, seeds))}", names[1], "difference [95 %, t]", ""], ["---"] * 5]
     for what, of in QUANTITIES.items():
@@ -66,7 +75,7 @@ def _difference(first: list[float], second: list[float]) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Read and print."""
+    """Read the runs and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("first")

@@ -1,14 +1,14 @@
-"""How long a dataset that repeats itself takes to load, and the memory of it, from each kind of file.
+"""Measure the time and memory to load a dataset that repeats itself, from each kind of file.
 
     python -m benchmarks.data [--rows 1800000] [--unique 17000] [--json FILE]
 
 Generates verl's schema as DAPO-Math-17k has it (1.8 million rows of 17 thousand problems, about 800 bytes a row): as parquet,
 as JSON lines whose copies are the same to the byte, and as JSON lines whose copies differ in a column, so that each is parsed.
-Nine of ten answers are integers, the others fractions and, 2 of 100, polynomials, which go to the grader's processes. Each file
-is loaded as a run does it (`load_data`: deduplicated, answers tried, chat template, tokens) in a process of its own.
+Nine of ten answers are integers; the others are fractions and, 2 of 100, polynomials, which go to the grader's processes. Each
+file is loaded as a run does it (`load_data`: deduplicated, answers tried, chat template, tokens) in a process of its own.
 
-Prints seconds, CPU seconds of the process and peak memory of it, all that it imports included. Targets: 60 s and 2 GiB; exit
-status 1 where one is missed. Needs 4 GB of disk.
+Prints seconds, CPU seconds of the process and its peak memory, including all that it imports. Targets: 60 s and 2 GiB. Exit
+status 1 if one is missed. Needs 4 GB of disk.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ WORDS = ("let the sum", "of all", "integers $n$", "such that", "$f(x)=x^2+3$", "
 
 
 def main() -> None:
-    """Make the files, load each in a process of its own, print."""
+    """Make the files, load each in a process of its own, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_800_000)
     parser.add_argument("--unique", type=int, default=17_000)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--load", nargs=2, help=argparse.SUPPRESS)  # a file and a folder with a tokenizer, in this process
+    parser.add_argument("--load", nargs=2, help=argparse.SUPPRESS)  # internal: file, tokenizer's folder
     args = parser.parse_args()
     if args.load:
         print(json.dumps(load(*args.load)))
@@ -65,7 +65,12 @@ def main() -> None:
 
 
 def report(kind: str, r: dict[str, Any]) -> None:
-    """One line."""
+    """Print the result of one kind of file.
+
+    Args:
+        kind: One of KINDS.
+        r: The result of `load`, and the file's `bytes`.
+    """
     print(
         f"{kind}: {r['bytes'] / 2**20:.0f} MiB; {r['seconds']:.1f} s (CPU {r['cpu_seconds']:.1f}; target {SECONDS:g}), peak "
         f"{r['peak_gib']:.2f} GiB (target {GIB:g}; {r['imports_gib']:.2f} before loading); {r['told']}",
@@ -74,7 +79,12 @@ def report(kind: str, r: dict[str, Any]) -> None:
 
 
 def load(file: str, model: str) -> dict[str, Any]:
-    """What a run does before anything else, measured."""
+    """Load the data as a run does at its start; return the measurements.
+
+    Args:
+        file: The dataset.
+        model: Folder of the tokenizer.
+    """
     from tepo_megatron.config import DataConfig, RewardConfig
     from tepo_megatron.data import load_data, load_tokenizer
 
@@ -94,12 +104,12 @@ def load(file: str, model: str) -> dict[str, Any]:
 
 
 def peak_gib() -> float:
-    """Of this process."""
+    """Return the peak memory of this process in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def make_problems(count: int) -> Iterator[dict[str, Any]]:
-    """Different rows."""
+    """Yield `count` different rows."""
     draw = random.Random(0)
     for i in range(count):
         text = " ".join(draw.choices(WORDS, k=draw.randint(20, 80)))
@@ -116,7 +126,14 @@ def make_problems(count: int) -> Iterator[dict[str, Any]]:
 
 
 def write(folder: Path, kind: str, problems: list[dict[str, Any]], rows: int) -> Path:
-    """Every problem at least once, then any, in no order."""
+    """Write a dataset that repeats the problems equally often, in random order; return its path.
+
+    Args:
+        folder: Folder of the file.
+        kind: One of KINDS.
+        problems: Different rows.
+        rows: Number of rows.
+    """
     draw = random.Random(1)
     order = [i % len(problems) for i in range(rows)]
     draw.shuffle(order)
@@ -140,7 +157,12 @@ def write(folder: Path, kind: str, problems: list[dict[str, Any]], rows: int) ->
 
 
 def write_tokenizer(folder: Path, texts: list[str]) -> None:
-    """A byte-level BPE with a chat template."""
+    """Write a byte-level BPE tokenizer with a chat template.
+
+    Args:
+        folder: Folder of the tokenizer.
+        texts: Training texts.
+    """
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 

@@ -1,10 +1,10 @@
-"""What the stale-weights gate costs a training step whose rollouts were sampled ahead.
+"""Measure the cost of the stale-weights gate in a training step whose rollouts were sampled ahead.
 
     python -m benchmarks.gate [--repetitions 9]
 
-One process, one thread, fp32, the model of `benchmarks/prefix.py`: 16 prompts of 64 tokens, 8 responses of 128 tokens to each,
+One process, one thread, fp32, the model of `benchmarks/prefix.py`: 16 prompts of 64 tokens, each with 8 responses of 128 tokens
 of a version one step old. A step is the product's own `train.learn` and `WeightsGate.delivered`, with the gate and without, in
-turns. The engine's log-probs are wrong here, and the limit is out of reach. Printed: median seconds, and the ratio.
+turn. The engine's log-probs are wrong here, and the limit is out of reach. Printed: median seconds, and the ratio.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from benchmarks._measure import Times, interleaved, load
 from benchmarks._step_workers import world
 
 CASE = prefix.Case(16, 8, 64, 128)
-# the updates of a step, and the most tokens of a server that are compared
+# updates per step, and the largest number of tokens of a server that are compared (None: all)
 CASES = {"1 update": (1, None), "8 updates": (8, None), "8 updates, 2,048 tokens compared": (8, 2048)}
 
 
 def measure(repetitions: int) -> list[dict[str, Any]]:
-    """One dict per case: seconds with and without the gate, and their ratio."""
+    """Return one dict per case: seconds with and without the gate, and their ratio."""
     from tepo_megatron.platform import activate
 
     platform = activate("cpu")
@@ -76,7 +76,7 @@ def measure(repetitions: int) -> list[dict[str, Any]]:
                 learn(older, steps[0], actor, objective, cfg, StepLog(), Clock(), gates[side])  # noqa: B023
 
             def prepare() -> None:
-                gates["gate"].delivered(steps[0] - 1)  # noqa: B023  what a run with the gate would have kept
+                gates["gate"].delivered(steps[0] - 1)  # noqa: B023  keeps what a run with the gate would have kept
 
             sides = {"gate": lambda _: step("gate"), "none": lambda _: step("none")}
             times = interleaved(prepare, sides, repetitions)
@@ -86,7 +86,7 @@ def measure(repetitions: int) -> list[dict[str, Any]]:
 
 
 def graded() -> list[Any]:
-    """The case's rollouts, of one server, half of each group right."""
+    """Return the case's rollouts, all of one server, half of each group right."""
     rollouts = prefix.batch_of(CASE).rollouts
     return [replace(r, reward=float(i % 2), score=float(i % 2), servers=((0, "server"),)) for i, r in enumerate(rollouts)]
 

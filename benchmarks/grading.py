@@ -1,12 +1,12 @@
-r"""What grading costs, and how often it is right.
+"""Measure the time of grading, and how often it is right.
 
     python -m benchmarks.grading [--workers 2] [--quick] [--json FILE]
 
-Throughput: 512 distinct pairs of (gold, answer) of one kind, all equal but for the way they are written; median of five batches
-of new pairs by workers that are warm, decoding of token ids and all; then the grading alone of the same batch, which is now
-remembered. math-verify alone: the same pairs, one
-after the other, in one process without limits. Generation: how late an event loop in another thread, such as the one that
-speaks to the inference servers, is woken meanwhile (it asks every 5 ms; worst of all).
+Throughput: 512 distinct pairs of (gold, answer) of one kind, all equal except for their notation; median of five batches of new
+pairs on warm workers, including the decoding of token ids; then only the grading of the same batch, which is remembered by now.
+math-verify alone: the same pairs, one after the other, in one process without limits. Generation: how late an event loop in
+another thread, such as the one that talks to the inference servers, is woken meanwhile (it asks every 5 ms; the worst case
+counts).
 
 Agreement: tests/grading_pairs.py, with the labels, ours and math-verify's own. Hostile: tests/hostile_answers.py one by one.
 """
@@ -50,39 +50,44 @@ KINDS: dict[str, Callable[[int], tuple[str, str]]] = {
 
 
 def decode(ids: Sequence[int]) -> str:
-    """Code points."""
+    """Return the text of tokens that are code points."""
     return "".join(map(chr, ids))
 
 
 def response(answer: str, gold: str) -> Rollout:
-    """Whose tokens are code points."""
+    """Return a rollout whose tokens are code points.
+
+    Args:
+        answer: Goes into the box.
+        gold: The correct answer.
+    """
     ids_L = torch.tensor([63, *map(ord, rf"so \boxed{{{answer}}}")])
     return Rollout(0, ids_L, torch.arange(len(ids_L)) > 0, torch.zeros(len(ids_L)), 0, "stop", gold)
 
 
 def reward_of(workers: int) -> WeightedReward:
-    """The default one, warm."""
+    """Return the default reward with its workers warmed up."""
     reward = build_reward(RewardConfig(workers=workers), decode)
     reward.score([response(f"{2 * i}/2", f"{i}") for i in range(8 * workers)])
     return reward
 
 
 def decoded(rollouts: Sequence[Rollout]) -> list[Response]:
-    """Responses whose text has been asked for."""
+    """Return responses whose text has been decoded."""
     responses = [Response(rollout, decode) for rollout in rollouts]
     assert all(response.text for response in responses)
     return responses
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
-    """Wall time of one call."""
+    """Return the wall-clock seconds of one call."""
     start = time.monotonic()
     work()
     return time.monotonic() - start
 
 
 async def lateness(until: asyncio.Event) -> float:
-    """Seconds by which a sleep was ever longer than it should be."""
+    """Return the largest number of seconds by which a sleep took longer than it should."""
     worst = 0.0
     while not until.is_set():
         start = time.monotonic()
@@ -92,7 +97,13 @@ async def lateness(until: asyncio.Event) -> float:
 
 
 def throughput(workers: int, pairs: int, batches: int) -> dict[str, dict[str, float]]:
-    """By kind: seconds of a batch, of the same again, of math-verify alone, and the lateness of another thread's loop."""
+    """Return, by kind, the seconds of a batch, of the same batch again, of math-verify alone, and the lateness of another loop.
+
+    Args:
+        workers: Number of grading processes.
+        pairs: Pairs in a batch.
+        batches: Number of batches.
+    """
     found = {}
     for kind, make in KINDS.items():
         with reward_of(workers) as reward:
@@ -116,7 +127,12 @@ def throughput(workers: int, pairs: int, batches: int) -> dict[str, dict[str, fl
 
 
 def plain(gold: str, answer: str) -> bool:
-    """math-verify as its readme shows it."""
+    """Return whether math-verify, used as its readme shows, finds the answer correct.
+
+    Args:
+        gold: The correct answer.
+        answer: The given one.
+    """
     from math_verify import parse, verify  # type: ignore[import-not-found,unused-ignore]
 
     gold_parsed, answer_parsed = parse(rf"\boxed{{{gold}}}"), parse(rf"\boxed{{{answer}}}")
@@ -124,7 +140,7 @@ def plain(gold: str, answer: str) -> bool:
 
 
 def agreement(workers: int) -> dict[str, dict[str, int]]:
-    """By kind: pairs, and with how many labels we and math-verify agree."""
+    """Return, by kind, the number of pairs, and on how many of them we and math-verify agree with the label."""
     pairs = load_pairs()
     with reward_of(workers) as reward:
         ours = [r.score == 1.0 for r in reward.score([response(p.answer, p.gold) for p in pairs])]
@@ -136,7 +152,7 @@ def agreement(workers: int) -> dict[str, dict[str, int]]:
 
 
 def hostile(every: int) -> dict[str, Any]:
-    """Of one worker: statuses, the longest that an answer took, and all of them together, in seconds."""
+    """Grade every `every`-th hostile answer on one worker; return statuses, and the longest and total time in seconds."""
     with reward_of(1) as reward:
         found, times = Counter[str](), []
         for answer in hostile_answers()[::every]:
@@ -149,7 +165,7 @@ def hostile(every: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """See the top of the file."""
+    """Measure throughput, agreement and hostile answers; print and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="few pairs, to see that it runs")

@@ -1,10 +1,10 @@
-"""What tensor and context parallelism cost in collectives, and which rows reach the output layer: counts.
+"""Count the collectives of tensor and context parallelism, and the rows that reach the output layer.
 
     python -m benchmarks.layouts [--peers DIR]
 
-Real worlds of ranks over gloo, forked; for the objectives and the actor the very code that tests/parallel counts with.
+Real worlds of ranks over gloo, forked; for the objectives and the actor with the very code with which tests/parallel counts.
 Collectives are those of one microbatch: of log-prob and entropy over tensor-parallel ranks, of a whole objective over
-context-parallel ranks. Measure with OMP_NUM_THREADS=1 from the start: forks do not keep threads.
+context-parallel ranks. Start it with OMP_NUM_THREADS=1: forks do not keep threads.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ ROWS, VOCAB = 64, 1000
 ACTOR_LAYOUTS: dict[str, dict[str, Any]] = {
     "1 rank": {}, "TP2 with sequence parallelism": {"tp": 2, "sequence_parallel": True}, "CP2": {"cp": 2}, "DP2": {"dp": 2},
 }  # fmt: skip
-SEQUENCES = ((3, 14), (8, 1), (5, 25), (4, 9), (7, 30), (3, 1), (6, 17), (5, 2))  # tokens of prompt and response
-WITH_CORRECTION = "tepo, mis"  # asks for a sequence mean of its own
+SEQUENCES = ((3, 14), (8, 1), (5, 25), (4, 9), (7, 30), (3, 1), (6, 17), (5, 2))  # (prompt tokens, response tokens)
+WITH_CORRECTION = "tepo, mis"  # needs a sequence mean of its own
 
 
 def tensor_parallel(rank: int, size: int) -> dict[str, tuple[int, int, int]]:
-    """On one rank: {name: (collectives in forward, in backward, rows that are not the same bits on all ranks)}."""
+    """Return {name: (collectives in forward, in backward, rows that are not the same bits on all ranks)}; runs on every rank.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+    """
     dist.init_process_group("gloo")
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(ROWS, VOCAB, generator=generator)
@@ -59,7 +64,7 @@ def tensor_parallel(rank: int, size: int) -> dict[str, tuple[int, int, int]]:
 
 
 def context_parallel(rank: int) -> dict[str, tuple[bool, int, int]]:
-    """On one of two ranks: {objective: (declares that its backward needs a sum, collectives in forward, in backward)}."""
+    """Return {objective: (whether it declares a sum in backward, collectives in forward, in backward)}; runs on both ranks."""
     from tests.objective_cases import draw
     from tests.parallel import test_objective_layouts as laid
 
@@ -76,7 +81,7 @@ def context_parallel(rank: int) -> dict[str, tuple[bool, int, int]]:
 
 
 def rollouts() -> TrainBatch:
-    """Sequences of random tokens."""
+    """Return a batch of sequences of random tokens."""
     generator = torch.Generator().manual_seed(0)
     made = [
         Rollout(
@@ -90,7 +95,7 @@ def rollouts() -> TrainBatch:
 
 
 def measure(peers: Path | None = None) -> list[Measure]:
-    """All; the same on every machine. Only ours without peers."""
+    """Return all counts, the same on every machine. Without peers only ours are counted."""
     from tepo_megatron.platform import activate
 
     activate("cpu")
@@ -118,7 +123,7 @@ def measure(peers: Path | None = None) -> list[Measure]:
 
 
 def output_rows() -> list[Measure]:
-    """Rows beyond the response tokens that reach the output layer in a pass over a batch."""
+    """Count the rows beyond the response tokens that reach the output layer in a pass over a batch."""
     from tests.parallel.cases import run_config
     from tests.parallel.test_actor import old_stats
     from tests.tiny import tiny_qwen3
@@ -146,7 +151,7 @@ def _count(
 
 
 def main() -> None:
-    """Measure and print."""
+    """Count and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, help="a folder with installed peers")
     print(table(m.as_object() for m in measure(parser.parse_args().peers)))

@@ -1,10 +1,10 @@
-"""What each of three mends of the training step gains: the step with all of them beside the step without one.
+"""Measure the gain of three optimizations of the training step: the step with all of them next to the step without one.
 
     python -m benchmarks.mends [--quick] [--repetitions 9] [--model demo|100m] [--json FILE]
 
-The steps of `benchmarks.step`, one rank, one thread, in processes that take turns; no prompt is shared, since Megatron-Core's
-own rotary embedding starts every sequence at 0. All compute the same losses and gradient
-norms, or AssertionError. Printed: median seconds with the 20th and 80th percentile, and each over that with all mends.
+The steps of `benchmarks.step`, one rank, one thread, in processes that take turns. No prompt is shared, since Megatron-Core's
+own rotary embedding starts every sequence at 0. All compute the same losses and gradient norms, or it raises AssertionError.
+Printed: median seconds with the 20th and 80th percentile, and the ratio of each to the step with all optimizations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ WITH_ALL = "with all"
 
 
 def measure(repetitions: int = 9, quick: bool = False, case: str = "demo") -> dict[str, Any]:
-    """Seconds by what is left out, and ratios. quick: two repetitions. Raises AssertionError when results differ."""
+    """Return seconds by the optimization that is left out, and ratios. Raises AssertionError if the results differ.
+
+    Args:
+        repetitions: Timed rounds.
+        quick: Make two repetitions only.
+        case: One of `_step_cases.CASES`.
+    """
     samples: dict[str, list[float]] = {name: [] for name in (WITH_ALL, *MENDS)}
     repetitions = 2 if quick else repetitions
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -39,7 +45,7 @@ def measure(repetitions: int = 9, quick: bool = False, case: str = "demo") -> di
         for worker in workers.values():
             worker.ready()
         names = list(samples)
-        for turn in range(repetitions + 1):  # the first warms up
+        for turn in range(repetitions + 1):  # the first round warms up
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 seconds = workers[name].step(threads=1)
                 if turn:

@@ -1,13 +1,14 @@
-"""What `rollout.max_staleness: 1` gains where engine and trainer have a core each, the same ones in both runs.
+"""Measure the gain of `rollout.max_staleness: 1` if engine and trainer have a core each, the same ones in both runs.
 
     python -m benchmarks.overlap [--steps 40] [--json FILE]
 
-Two runs of the demo (examples/demo.yaml, one rank, `training.epochs` set so that sampling and training take about as long),
-taking turns and one step ahead with truncated importance sampling. The server's threads are bound to core 0 and the trainer's
-to core 1 in both: two cores that everyone shares would be busy either way. The demo's base model is made where there is none.
+Makes two runs of the demo (examples/demo.yaml, one rank, `training.epochs` set so that sampling and training take about as
+long): one that samples and trains in turn, and one that samples one step ahead with truncated importance sampling. In both, the
+server's threads are bound to core 0 and the trainer's to core 1, because two shared cores would be busy either way. The demo's
+base model is made if it does not exist.
 
-Prints medians of the seconds of a step and of its phases, after the first steps, and the accuracies before and after. Target:
-a step ahead takes at most 1.15 times the longer of sampling (with grading) and training, and the sync.
+Prints medians of the seconds of a step and of its phases, after the first steps, and the accuracies before and after. Target: a
+step ahead takes at most 1.15 times the sum of the sync and the longer of sampling (with grading) and training.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SAMPLING, TRAINING = ("rollout", "reward"), ("old_stats", "update")
 
 
 def main() -> None:
-    """Both runs, then the table."""
+    """Make both runs and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--epochs", type=int, default=2)
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def longest(found: Mapping[str, float]) -> float:
-    """Seconds of the longer of both phases, and the sync."""
+    """Return the seconds of the longer of both phases, plus the sync."""
     return max(found["sampling"], found["training"]) + found["sync"]
 
 
@@ -70,7 +71,14 @@ RUNS = {
 
 
 def run(folder: Path, name: str, steps: int, epochs: int, words: list[str]) -> dict[str, float]:
-    """One run; medians of its steps in seconds, and its accuracies."""
+    """Make one run; return the medians of its steps in seconds, and its accuracies.
+
+    Args:
+        folder: Folder of the run.
+        name: Name of the run in messages.
+        steps, epochs: Values of training.steps and training.epochs.
+        words: Further arguments of `tepo train`.
+    """
     command = [
         str(Path(sys.executable).with_name("tepo")),
         "train",
@@ -109,7 +117,12 @@ def run(folder: Path, name: str, steps: int, epochs: int, words: list[str]) -> d
 
 
 def bind_all(trainer: psutil.Process, over: threading.Event) -> None:
-    """Every thread of the server and its children to one core, every other one to the other, new ones too."""
+    """Keep binding every thread of the server and its children to one core and all others to the other, new ones too.
+
+    Args:
+        trainer: The process of the run.
+        over: Set when the run has ended.
+    """
     while not over.wait(0.5):
         try:
             processes = [trainer, *trainer.children(recursive=True)]
@@ -120,7 +133,7 @@ def bind_all(trainer: psutil.Process, over: threading.Event) -> None:
 
 
 def bind(process: psutil.Process) -> None:
-    """The threads of one process."""
+    """Bind the threads of one process to its core."""
     try:
         line = " ".join(process.cmdline())
         core = ENGINE_CORE if "servers.guard" in line or "vllm" in line or "VLLM" in line else TRAINER_CORE

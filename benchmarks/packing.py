@@ -1,12 +1,12 @@
-"""How much of the mesh's time a plan of microbatches keeps busy, ours beside two others'.
+"""Measure how much of the mesh's time a plan of microbatches keeps busy, ours next to two others.
 
     python -m benchmarks.packing [--seeds 16]
 
-512 sequences of lognormal length (mean 6,100 tokens before the cap, sigma 0.9, cap 32,768), 32,768 tokens to a microbatch. A
-sequence of L tokens costs L (1 + L / 60,000). Efficiency: work / (ranks x time of the slowest rank), where the time is that of
+512 sequences of lognormal length (mean 6,100 tokens before the cap, sigma 0.9, cap 32,768), 32,768 tokens per microbatch. A
+sequence of L tokens costs L (1 + L / 60,000). Efficiency: work / (ranks x time of the slowest rank). The time is that of
 one-forward-one-backward with backward twice as long as forward ("train"), or of the forward pass alone ("forward").
 
-The others, written anew from what their sources describe:
+The others, written by us from the description in their sources:
   longest first   each sequence, the longest first, to the rank with the fewest tokens, there to the first microbatch with room.
   slime           THUDM/slime at 04e6743, slime/utils/dp_schedule.py and seqlen_balancing.py, with `balance_data`: first fit in
                   the order of arrival over all ranks; the fullest bin halved until their number is a multiple of dp; bins to
@@ -35,13 +35,18 @@ MEAN, SIGMA, CAP, ROOM = 6100, 0.9, 32768, 32768
 MESHES = ((16, 2), (16, 1), (16, 4), (4, 2))  # dp, pp; the first is the one with a target
 TARGET = 0.90
 SEEDS = 16
-PADDED = 8  # sequences to a rectangle
-PADDING = Alignment(cp=2, total=2)  # as under CP 2, TP 2 and sequence parallelism
+PADDED = 8  # sequences per rectangle
+PADDING = Alignment(cp=2, total=2)  # as with CP 2, TP 2 and sequence parallelism
 Planner = Callable[[Sequence[int], int, int], Plan]  # (lengths, dp, pp)
 
 
 def lognormal(seed: int, count: int = 512) -> list[int]:
-    """Lengths of sequences, in tokens."""
+    """Return lengths of sequences in tokens.
+
+    Args:
+        seed: Seed of the draw.
+        count: Number of sequences.
+    """
     draw = random.Random(seed)
     return [min(CAP, max(1, round(draw.lognormvariate(math.log(MEAN) - SIGMA**2 / 2, SIGMA)))) for _ in range(count)]
 
@@ -75,7 +80,13 @@ def slime(lengths: Sequence[int], dp: int, pp: int) -> Plan:
 
 
 def first_fit(bins: list[list[int]], i: int, lengths: Sequence[int]) -> None:
-    """Put sequence i into the first bin with room, a new one if need be."""
+    """Put sequence i into the first bin with room, or into a new bin.
+
+    Args:
+        bins: Changed in place.
+        i: Index of the sequence.
+        lengths: Of all sequences, in tokens.
+    """
     found = next((b for b in bins if sum(lengths[j] for j in b) + lengths[i] <= ROOM), None)
     if found is None:
         bins.append(found := [])
@@ -83,7 +94,14 @@ def first_fit(bins: list[list[int]], i: int, lengths: Sequence[int]) -> None:
 
 
 def largest_differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Sets of equally many places with like sums: sorted runs of `parts`; the two most uneven merged, large with small."""
+    """Return sets of equally many indices with similar sums, by the largest differencing method.
+
+    Sorted runs of `parts` indices are the start. The two most uneven sets are merged, large with small, until one is left.
+
+    Args:
+        costs: Cost of each index.
+        parts: Number of sets.
+    """
     order = sorted(range(len(costs)), key=lambda i: costs[i])
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for start in range(0, len(order), parts):
@@ -97,7 +115,7 @@ def largest_differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def even(plan: Plan) -> Plan:
-    """Every rank with as many microbatches as the one with most."""
+    """Pad every rank with empty microbatches to the largest number of any rank."""
     most = max(len(rank) for rank in plan)
     return [[*rank, *([] for _ in range(most - len(rank)))] for rank in plan]
 
@@ -112,11 +130,17 @@ PLANNERS: dict[str, Planner] = {"ours": ours, "slime": slime, "longest first": l
 
 
 def efficiency(plan: Plan, lengths: Sequence[int], pp: int) -> dict[str, float]:
-    """`train` and `forward` as the head of this file defines them, and the microbatches of a rank."""
+    """Return `train` and `forward` as the top of this file defines them, and the number of microbatches of a rank.
+
+    Args:
+        plan: Sequences by rank and microbatch.
+        lengths: Of all sequences, in tokens.
+        pp: Pipeline-parallel size.
+    """
     found = plan_metrics(plan, lengths, Alignment(), Pipeline(pp))
     costs = sequence_costs(lengths)
     costs_Km = np.array([[sum(costs[i] for i in m) for m in rank] for rank in plan])
-    forward = costs_Km.sum(1) + (pp - 1) * costs_Km.max(1)  # equal stages: whatever the order (Pinedo, proportionate flow shop)
+    forward = costs_Km.sum(1) + (pp - 1) * costs_Km.max(1)  # equal stages: any order (Pinedo, proportionate flow shop)
     return {
         "train": found["packing/balance"] * (1 - found["packing/bubble_share"]),
         "forward": float(costs_Km.sum() / len(plan) / forward.max()),
@@ -125,7 +149,13 @@ def efficiency(plan: Plan, lengths: Sequence[int], pp: int) -> dict[str, float]:
 
 
 def measure(dp: int, pp: int, seeds: int, planners: Sequence[str] = tuple(PLANNERS)) -> dict[str, dict[str, float]]:
-    """Of each planner: mean and worst efficiencies over the seeds, and the mean number of microbatches."""
+    """Return, for each planner, mean and worst efficiencies over the seeds, and the mean number of microbatches.
+
+    Args:
+        dp, pp: The mesh.
+        seeds: Number of batches.
+        planners: Keys of PLANNERS.
+    """
     out = {}
     for name in planners:
         planner = PLANNERS[name]
@@ -140,7 +170,12 @@ def measure(dp: int, pp: int, seeds: int, planners: Sequence[str] = tuple(PLANNE
 
 
 def measures(seeds: int = SEEDS, planners: Sequence[str] = tuple(PLANNERS)) -> list[Measure]:
-    """Efficiencies on every mesh, and what share of the computed tokens is padding. Counts: the same on every machine."""
+    """Return the efficiencies on every mesh and the padding's share of the computed tokens. They are the same on every machine.
+
+    Args:
+        seeds: Number of batches.
+        planners: Keys of PLANNERS.
+    """
     out = []
     for dp, pp in MESHES:
         found = measure(dp, pp, seeds, planners)
@@ -158,7 +193,7 @@ def _measure(what: str, values: dict[str, float], targets: tuple[Target, ...], h
 
 
 def padding_share(batches: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Means of our plans for DP16, and of rectangles of PADDED sequences in the order in which they came."""
+    """Return the mean share of padding in our plans for DP16, and in rectangles of PADDED sequences in order of arrival."""
     packed = [plan_metrics(plan_microbatches(b, 16, ROOM, PADDING), b, PADDING)["packing/padding_share"] for b in batches]
     rectangles = [
         1 - sum(b) / sum(len(r) * max(r) for r in (b[i : i + PADDED] for i in range(0, len(b), PADDED))) for b in batches
@@ -167,7 +202,12 @@ def padding_share(batches: Sequence[Sequence[int]]) -> dict[str, float]:
 
 
 def planning_seconds(dp: int, pp: int, count: int = 4096) -> float:
-    """CPU seconds of one plan of `count` sequences, the median of five after a first."""
+    """Return the CPU seconds of one plan, the median of five after a first one.
+
+    Args:
+        dp, pp: The mesh.
+        count: Number of sequences.
+    """
     times = []
     for seed in range(6):
         lengths, start = lognormal(seed, count), time.process_time()

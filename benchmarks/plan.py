@@ -1,6 +1,6 @@
-"""What `tepo plan` would have said of runs that others published: `python -m benchmarks.plan`.
+"""Compare the predictions of `tepo plan` with runs that others published: `python -m benchmarks.plan`.
 
-One set of assumptions for all rows (`tepo_megatron/plan/gpus.py`). What a source does not say stands in `note`.
+All rows use one set of assumptions (`tepo_megatron/plan/gpus.py`). `note` says what a source leaves out.
 """
 
 from __future__ import annotations
@@ -26,8 +26,24 @@ NEMO_RL = "NVIDIA-NeMo/RL, docs/about/performance-summary.md, commit 06beed9"
 
 @dataclass(frozen=True)
 class Row:
-    """seconds: of a step, as published; batch: sequences of an optimizer step; tokens: of a microbatch; rollout: keys of that
-    section, None for plain training on full sequences.
+    """One published run.
+
+    Attributes:
+        what: Model, method, precision and GPUs.
+        source: Document and commit.
+        seconds: Time of a step, as published.
+        model: Name for `read_model`.
+        parallel: Keys of that section of the config.
+        batch: Sequences of an optimizer step.
+        sequence: Largest length of a sequence in tokens.
+        tokens: Tokens of a microbatch.
+        matmul_size: Bytes of an operand of the layers' products: 2 for BF16, 1 for FP8.
+        recompute: Recomputation of activations.
+        rollout: Keys of that section of the config; None: plain training on full sequences.
+        updates: Optimizer steps per training step.
+        mean: Mean tokens of prompts and responses.
+        note: Assumptions where the source says nothing.
+        server: Keys of rollout.server.
     """
 
     what: str
@@ -42,7 +58,7 @@ class Row:
     recompute: Recompute = "none"
     rollout: Mapping[str, Any] | None = None
     updates: int = 1
-    mean: tuple[int, int] = (0, 0)  # tokens of prompts and responses
+    mean: tuple[int, int] = (0, 0)
     note: str = ""
     server: Mapping[str, Any] = field(default_factory=dict)
 
@@ -81,7 +97,7 @@ ROWS = [
 
 
 def config_of(row: Row) -> Config:
-    """The row as a config of ours."""
+    """Return the row as a config of ours."""
     rollout = dict(row.rollout or {"prompts_per_step": row.batch // 2, "samples_per_prompt": 2})
     samples = rollout["samples_per_prompt"]
     return validate({
@@ -102,7 +118,7 @@ def config_of(row: Row) -> Config:
 
 
 def predictor_of(row: Row) -> Predictor:
-    """With the one set of assumptions."""
+    """Return the predictor of the row, with the common assumptions."""
     family, arch = read_model(row.model)
     work = Workload(*row.mean, row.sequence - row.mean[0]) if row.rollout else Workload(0, row.sequence, row.sequence)
     model = Model(family, arch, recompute=row.recompute)
@@ -110,7 +126,7 @@ def predictor_of(row: Row) -> Predictor:
 
 
 def predicted_seconds(row: Row) -> float:
-    """Of a step."""
+    """Return the predicted seconds of a step."""
     predictor = predictor_of(row)
     if row.rollout is not None:
         return predictor.step().seconds
@@ -119,7 +135,7 @@ def predicted_seconds(row: Row) -> float:
 
 
 def table() -> list[str]:
-    """As in docs/plan.md."""
+    """Return the lines of the table in docs/plan.md."""
     lines = [
         "| what | published, s | predicted, s | predicted / published | source |",
         "|---|---:|---:|---:|---|",

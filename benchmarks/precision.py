@@ -1,18 +1,18 @@
-"""What low precision does to log-probs, entropies and TEPO's mask, on the demo's model: each precision against fp32.
+"""Measure the effect of low precision on log-probs, entropies and TEPO's mask, on the demo's model, against fp32.
 
     python -m benchmarks.precision [--model .cache/demo/seed-0] [--prompts 32] [--out benchmarks/results/precision.json]
 
-The model (python -m examples.arithmetic.base_model --seed 0 --out .cache/demo/seed-0) answers problems of its own kind; the
-graded responses are one rollout batch. Then every precision does alone what a training step does: the old statistics, and the
-demo's four updates on minibatches of them, at its learning rate. After each update all tokens are compared with fp32's.
+The model (python -m examples.arithmetic.base_model --seed 0 --out .cache/demo/seed-0) answers problems of its own kind. The
+graded responses are one rollout batch. Then every precision separately does what a training step does: the old statistics, and
+the demo's four updates on minibatches of them, at its learning rate. After each update all tokens are compared with fp32's.
 
     log-prob, entropy   |difference| to fp32 under the same weights: before the first update, mean and largest, in nats
-    noise of dH         99 % of the entropies change by less when the sequences are packed otherwise (`Actor.measure_noise`)
-    mask flips          share of response tokens whose TEPO mask (A > 0 and dH < 0) is another than in fp32, after each update
+    noise of dH         99 % of the entropies change by less if the sequences are packed differently (`Actor.measure_noise`)
+    mask flips          share of response tokens whose TEPO mask (A > 0 and dH < 0) differs from that in fp32, after each update
 
 bf16 is real. FP8 needs a GPU: here its forward products are emulated (inputs and weights of the layers' linear modules are
-rounded to e4m3 with the preset's scales, products are bf16's, gradients pass through), its kernels and gradients in e5m2 are
-not. Prints the table of docs/precision.md.
+rounded to e4m3 with the preset's scales, products are bf16's, gradients pass through); its kernels and its gradients in e5m2
+are not. Prints the table of docs/precision.md.
 """
 
 from __future__ import annotations
@@ -46,19 +46,24 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "benchmarks/results/precision.json"
-SAMPLES, TOKENS = 8, 48  # of the demo
+SAMPLES, TOKENS = 8, 48  # as in the demo
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 E4M3_MAX, BLOCK = 448.0, 128
 
 
 def rounded_by_tensor(x: Tensor) -> Tensor:
-    """x as e4m3 with one scale, from its own maximum (fp8-current; fp8-delayed takes it from earlier tensors)."""
+    """Return x rounded to e4m3 with one scale, from its own maximum (fp8-current; fp8-delayed uses earlier tensors)."""
     scale = E4M3_MAX / x.abs().amax().float().clamp(min=1e-12)
     return ((x.float() * scale).to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
 
 
 def rounded_by_block(x: Tensor, rows: int) -> Tensor:
-    """x [..., k] as e4m3 with one scale, a power of two, for each `rows` x 128 values (fp8-blockwise)."""
+    """Return x rounded to e4m3 with one power-of-two scale for each `rows` x 128 values (fp8-blockwise).
+
+    Args:
+        x: [..., k].
+        rows: Height of a block.
+    """
     flat = x.flatten(0, -2).float()
     grid = torch.nn.functional.pad(flat, (0, -flat.size(1) % BLOCK, 0, -flat.size(0) % rows))
     blocks = grid.unflatten(0, (-1, rows)).unflatten(2, (-1, BLOCK))
@@ -78,7 +83,13 @@ VARIANTS: dict[str, tuple[str, Rounding | None, Rounding | None]] = {
 
 
 def emulate(actor: Actor, inputs: Rounding, weights: Rounding) -> None:
-    """Have the linear modules of the layers multiply rounded inputs with rounded weights; gradients pass through."""
+    """Have the linear modules of the layers multiply rounded inputs with rounded weights; gradients pass through.
+
+    Args:
+        actor: Changed in place.
+        inputs: Rounds the inputs.
+        weights: Rounds the weights.
+    """
     found = [m for chunk in actor.chunks for name, m in chunk.named_modules() if name.rpartition(".")[2] in LINEARS]
     assert len(found) == len(LINEARS) * actor.arch.num_layers
     for module in found:
@@ -93,7 +104,13 @@ def emulate(actor: Actor, inputs: Rounding, weights: Rounding) -> None:
 
 
 def sampled(model: Path, prompts: int, seed: int = 0) -> list[Rollout]:
-    """Graded responses of the model, in groups of which none is all right or all wrong."""
+    """Return graded responses of the model, in groups that are neither all right nor all wrong.
+
+    Args:
+        model: Folder of the checkpoint.
+        prompts: Number of groups.
+        seed: Seed of the problems and of the sampling.
+    """
     torch.manual_seed(seed)
     rng, tokenizer = random.Random(seed), task.build_tokenizer()
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -122,14 +139,26 @@ def _rollout(prompt_id: int, prompt: list[int], response: list[int], score: floa
 
 
 def statistics(actor: Actor, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of all response tokens under the actor's weights, fp32."""
+    """Return log-probs and entropies of all response tokens under the actor's weights, fp32.
+
+    Args:
+        actor: The policy.
+        batch: Its old statistics are ignored.
+    """
     found = actor.attach_old_stats(replace(batch, old_logprobs_N=None, old_entropies_N=None))
     assert found.old_logprobs_N is not None and found.old_entropies_N is not None
     return found.old_logprobs_N.clone(), found.old_entropies_N.clone()
 
 
 def step(cfg: Config, name: str, groups: Groups, rollouts: list[Rollout]) -> dict[str, Any]:
-    """A training step in one precision: statistics before and after each update, the mask after each, the noise of dH."""
+    """Run a training step in one precision: statistics before and after each update, the mask after each, the noise of dH.
+
+    Args:
+        cfg: The demo's config.
+        name: A key of VARIANTS.
+        groups: The mesh.
+        rollouts: The rollout batch.
+    """
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.advantages import group_advantages
     from tepo_megatron.losses import build_objective
@@ -168,9 +197,15 @@ def step(cfg: Config, name: str, groups: Groups, rollouts: list[Rollout]) -> dic
 
 
 def compared(here: dict[str, Any], fp32: dict[str, Any]) -> dict[str, Any]:
-    """The figures of one precision. moved: share of the parameters that differ from the start's after each update; still,
-    falling: share of the tokens with dH = 0 and dH < 0 before the first update, where dH is only what another packing makes of
-    it; flips_of_large_changes: after the last update, among the half of the tokens whose |dH| in fp32 is the larger.
+    """Return the figures of one precision.
+
+    `moved` is the share of the parameters that differ from the start's after each update. `still` and `falling` are the shares
+    of the tokens with dH = 0 and dH < 0 before the first update, where only the different packing changes the entropy.
+    `flips_of_large_changes` counts, after the last update, only the half of the tokens with the larger |dH| in fp32.
+
+    Args:
+        here: Result of `step` in this precision.
+        fp32: Result of `step` in fp32.
     """
     logprob, entropy = ((here[k] - fp32[k]).abs() for k in ("logprobs", "entropies"))
     flips = [(a != b).float().mean().item() for a, b in zip(here["masks"], fp32["masks"], strict=True)]
@@ -186,7 +221,7 @@ def compared(here: dict[str, Any], fp32: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """In Markdown, as docs/precision.md shows it."""
+    """Return the Markdown table that docs/precision.md shows."""
     head = ["", "log-prob: mean", "largest", "entropy: mean", "largest", "noise of dH", "mask flips after update 1, 2, 3, 4"]
     rows = [head, ["---"] * len(head)]
     for name, x in results.items():
@@ -196,7 +231,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path(".cache/demo/seed-0"))
     parser.add_argument("--prompts", type=int, default=32)

@@ -1,15 +1,15 @@
-"""A training step whose responses share prompts, beside the same step without.
+"""Measure a training step whose responses share prompts, next to the same step without sharing.
 
     python -m benchmarks.prefix [--quick] [--repetitions 3] [--cases long alone ...] [--json FILE]
 
-One process, two threads, fp32, an untrained Qwen3 of 2 layers (hidden 256, 4 heads of 32 with 2 of keys, MLP 768, vocabulary
-512), the two sides in turns. A step is `Actor.update`: packing, forward, log-probs and entropies, TEPO's loss, backward and
-Adam, in microbatches of 32,768 tokens. Both sides give the same loss and gradient norm to 1e-5, or AssertionError. Printed:
-median seconds by the clock and of the processor, their ratios, and the tokens that were computed. Cases:
+One process, two threads, fp32, an untrained Qwen3 of 2 layers (hidden 256, 4 heads of 32, 2 key-value heads, MLP
+768, vocabulary 512), the two sides in turn. A step is `Actor.update`: packing, forward, log-probs and entropies, TEPO's loss,
+backward and Adam, in microbatches of 32,768 tokens. Both sides must give the same loss and gradient norm to 1e-5, or it raises
+AssertionError. Printed: median seconds by the clock and by CPU time, their ratios, and the number of computed tokens. Cases:
 
     long    16 responses of 1,024 tokens to one prompt of 8,192
     alone   16 prompts of 1,024 tokens with one response of 1,024 each: nothing to share
-    tiny    8 groups of 8 responses of 32 tokens to a prompt of 4, `always`: what `auto` leaves alone
+    tiny    8 groups of 8 responses of 32 tokens to a prompt of 4, `always`: what `auto` does not share
     small   8 groups of 8 responses of 32 tokens to a prompt of 12, about the demo's
     medium  8 groups of 8 responses of 128 tokens to a prompt of 64
 """
@@ -43,7 +43,15 @@ VOCABULARY, ROOM, AGREE = 512, 32_768, 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """groups of `samples` responses each; tokens of prompts and responses; how prompts are shared."""
+    """Shape of a batch.
+
+    Attributes:
+        groups: Number of prompts.
+        samples: Responses of each.
+        prompt: Tokens of a prompt.
+        response: Tokens of a response.
+        share: Value of training.share_prompts on the sharing side.
+    """
 
     groups: int
     samples: int
@@ -53,7 +61,7 @@ class Case:
 
     @property
     def length(self) -> int:
-        """Of a sequence."""
+        """Tokens of a sequence."""
         return self.prompt + self.response
 
 
@@ -68,7 +76,7 @@ QUICK = CASES | {"long": Case(1, 8, 512, 64), "alone": Case(8, 1, 64, 64)}
 
 
 def write_model(folder: Path) -> None:
-    """Weights at random, the same each time."""
+    """Write random weights, the same each time."""
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=4,
@@ -90,7 +98,7 @@ def config(model: Path, case: Case, share: str) -> Config:
 
 
 def computed_tokens(case: Case) -> dict[str, float]:
-    """Tokens that a step computes, `plain` and `shared`, by the run's own planner."""
+    """Return the tokens that a step computes, `plain` and `shared`, from the run's own planner."""
     sequences, alignment = range(case.groups * case.samples), Alignment()
     lengths = [case.length for _ in sequences]
     prompts = [i // case.samples for i in sequences]
@@ -105,7 +113,7 @@ def computed_tokens(case: Case) -> dict[str, float]:
 
 
 def batch_of(case: Case) -> TrainBatch:
-    """Tokens at random; the second of two updates, so that old statistics are given."""
+    """Return a batch of random tokens. It is the second of two updates, so that old statistics are given."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(tokens: int) -> torch.Tensor:
@@ -124,7 +132,13 @@ def batch_of(case: Case) -> TrainBatch:
 
 
 def measure(names: list[str], repetitions: int, quick: bool) -> list[dict[str, Any]]:
-    """One dict per case. Raises AssertionError when the sides differ."""
+    """Return one dict per case. Raises AssertionError if the sides differ.
+
+    Args:
+        names: Keys of CASES.
+        repetitions: Timed rounds.
+        quick: Use the short cases.
+    """
     from tepo_megatron.platform import activate
 
     platform = activate("cpu")
@@ -148,7 +162,7 @@ def measure(names: list[str], repetitions: int, quick: bool) -> list[dict[str, A
             def step(side: str) -> None:
                 result = actors[side].update(batch, objective)  # noqa: B023  called within this turn of the loop
                 values = {key: n / d for key, (n, d) in result.metrics.items() if d}
-                metrics.setdefault(side, values)  # noqa: B023  of the first update, when the weights are the same
+                metrics.setdefault(side, values)  # noqa: B023  keeps the first update's, when both sides have the same weights
 
             sides = {"plain": lambda _: step("plain"), "shared": lambda _: step("shared")}
             for actor in actors.values():

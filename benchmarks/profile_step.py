@@ -1,13 +1,14 @@
-"""Where the time of one training step goes, without generation.
+"""Profile one training step, without generation.
 
     python -m benchmarks.profile_step [--model demo|100m] [--steps 10] [--threads 1] [--json FILE]
 
-One rank, the steps of `benchmarks.step`. Timers around the parts of the code give each part's own time; "other Python" is what
-is left over. Backward runs in autograd's engine: its time is split by PyTorch's profiler in one more step, each operator to the
-part whose forward it belongs to. The profiler slows small operators more than large ones, so only the shares are its own.
+One rank, the steps of `benchmarks.step`. Timers around the parts of the code give each part's exclusive time; "other Python" is
+the remainder. Backward runs in autograd's engine. PyTorch's profiler splits its time in one more step: each operator counts for
+the part whose forward it belongs to. The profiler slows small operators more than large ones, so only the shares are taken from
+it.
 
 Columns: milliseconds of the old pass and of the updates, forward and backward (means over the steps), their share, calls in a
-step. AssertionError unless the parts add up to the step, which is timed apart from them, and little is left over.
+step. It raises AssertionError unless the parts add up to the step, which is timed separately, and little is left over.
 """
 
 from __future__ import annotations
@@ -58,7 +59,12 @@ MODULES = {
 
 
 def instrument(step: OurStep, timers: Timers) -> None:
-    """Put the timers around the parts of the actor."""
+    """Put the timers around the parts of the actor.
+
+    Args:
+        step: Its actor is changed in place.
+        timers: The timers.
+    """
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -75,7 +81,7 @@ def instrument(step: OurStep, timers: Timers) -> None:
     timers.wrap(actor, "_microbatches", "plan, pack")
     timers.wrap(actor_module, "plan_metrics", "metrics")
     timers.wrap(actor_module, "token_stats", "token statistics")
-    timers.wrap(actor_module, "output_layer_stats", "output layer")  # under training.logits_budget_mib
+    timers.wrap(actor_module, "output_layer_stats", "output layer")  # used with training.logits_budget_mib
     timers.wrap(objective.Objective, "__call__", "loss")
     timers.wrap(diagnostics, "metrics", "metrics")
     timers.wrap(diagnostics, "histograms", "metrics")
@@ -102,7 +108,13 @@ def instrument(step: OurStep, timers: Timers) -> None:
 
 
 def measure(case: str = "demo", steps: int = 10, threads: int = 1) -> dict[str, Any]:
-    """`rows`: (column, part) -> milliseconds; `calls`; the step's own milliseconds with and without the timers."""
+    """Return `rows`: (column, part) -> milliseconds; `calls`; and the step's milliseconds with and without the timers.
+
+    Args:
+        case: One of `_step_cases.CASES`.
+        steps: Number of timed steps.
+        threads: Threads of PyTorch.
+    """
     torch.set_num_threads(threads)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ |= world(store.port)
@@ -139,7 +151,12 @@ def measure(case: str = "demo", steps: int = 10, threads: int = 1) -> dict[str, 
 
 
 def timed(step: Callable[[], Any], steps: int) -> list[float]:
-    """Seconds of each step, after a first."""
+    """Return the seconds of each step, after a first one that is not counted.
+
+    Args:
+        step: Makes one step.
+        steps: Number of timed steps.
+    """
     out = []
     for _ in range(steps + 1):
         start = time.perf_counter()
@@ -149,7 +166,7 @@ def timed(step: Callable[[], Any], steps: int) -> list[float]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """What `measure` found, the largest part first."""
+    """Return the result of `measure` as a table, the largest part first."""
     rows, whole = found["rows"], found["milliseconds"]
     total: dict[str, float] = defaultdict(float)
     for (_, part), ms in rows.items():

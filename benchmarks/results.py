@@ -1,4 +1,4 @@
-"""What a benchmark finds: measures with their targets, the file that keeps them, the table that people read."""
+"""Results of benchmarks: measures with their targets, the file that keeps them, and the table for readers."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ ROWS = {
 }
 PACKAGES = ("torch", "megatron-core", "transformers", "triton", "trl", "verl", "liger-kernel")
 _SENSES = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
-Object = dict[str, Any]  # one measure as it is written
+Object = dict[str, Any]  # one measure as it is written to JSON
 
 
 @dataclass(frozen=True)
 class Target:
-    """A bound on a value or a quotient of two: Target("ours", "<=", 0.1), Target("trl / ours", ">=", 1.5)."""
+    """A bound on a value or on a quotient of two: Target("ours", "<=", 0.1), Target("trl / ours", ">=", 1.5)."""
 
     what: str
     sense: str
     bound: float
 
     def met(self, values: Mapping[str, float]) -> bool | None:
-        """None: what it speaks of was not measured."""
+        """Return whether the values meet the target; None if one of its values was not measured."""
         above, _, below = self.what.partition(" / ")
         if above not in values or (below and below not in values):
             return None
@@ -58,18 +58,26 @@ class Target:
 
     @classmethod
     def of(cls, text: str) -> Target:
-        """From what `str` makes of it."""
+        """Parse the text that `str` returns."""
         what, sense, bound = text.rsplit(maxsplit=2)
         return cls(what, sense, float(bound))
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One figure of ours beside the same of others.
+    """One figure of ours next to the same figure of others.
 
-    row: of ROWS; name: unique within it; ours: None where it was not measured, and then `why` says why not; peers: {} for
-    none; deterministic: the same on every machine, and therefore a gate
-    (tests/unit/benches/test_bench.py); more: shape, threads ...
+    Attributes:
+        row: A key of ROWS.
+        name: Title, unique within the row.
+        unit: Unit of all values; "" for a count or a ratio.
+        ours: Our value; None: not measured, for the reason `why`.
+        peers: Values of others, by name.
+        targets: Bounds on the values.
+        deterministic: Whether the value is the same on every machine, and therefore a gate (tests/unit/benches/test_bench.py).
+        higher_is_better: Whether larger values are better.
+        why: Reason that ours was not measured.
+        more: Further facts for the file: shape, threads ...
     """
 
     row: int
@@ -85,19 +93,19 @@ class Measure:
 
     @property
     def met(self) -> bool | None:
-        """Whether all targets are; None where one was not measured, or there is none."""
+        """True if all targets are met; None if a value was not measured or there is no target."""
         values = {} if self.ours is None else {**self.peers, OURS: self.ours}
         found = [target.met(values) for target in self.targets]
         return None if not found or None in found else all(found)
 
     @property
     def ratio(self) -> dict[str, float | None]:
-        """Of each peer, how many times better ours is; None where a divisor is 0."""
+        """The factor by which ours is better than each peer, by name; None if the divisor is 0."""
         pairs = {name: (self.ours, x) if self.higher_is_better else (x, self.ours) for name, x in self.peers.items()}
         return {name: a / b if a is not None and b else None for name, (a, b) in pairs.items()}
 
     def as_object(self) -> Object:
-        """As it is written, without where it was measured."""
+        """Return the measure as it is written to JSON, without machine, versions and commit."""
         return {
             "id": f"{self.row}/{self.name}", "row": self.row, "title": self.name, "unit": self.unit,
             "ours": self.ours, "peers": dict(self.peers), "ratio": self.ratio,
@@ -107,12 +115,12 @@ class Measure:
 
 
 def surroundings() -> Object:
-    """Where and of what a measure is: machine, versions, commit; taken when it begins."""
+    """Return machine, versions and commit of a measure; call it when the measure begins."""
     return {"machine": machine(), "versions": versions(), "commit": commit()}
 
 
 def machine() -> Object:
-    """Cores that this process may use, processor, memory, and how busy it is."""
+    """Return the cores that this process may use, the processor, the memory, and the load."""
     processor = next((line.split(":")[1] for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
@@ -122,7 +130,7 @@ def machine() -> Object:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that matter; those of the peers as `sys.path` finds them."""
+    """Return the versions of Python and of the packages that matter, the peers included as `sys.path` finds them."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -133,7 +141,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """HEAD, and whether files other than results differ from it. Without git: that it is unknown."""
+    """Return HEAD, and whether files other than results differ from it; without git, that it is unknown."""
     asked = (["rev-parse", "HEAD"], ["status", "--porcelain", "--", ".", ":!benchmarks/results"])
     try:
         head, changed = (subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True) for words in asked)
@@ -145,26 +153,35 @@ def commit() -> str:
 
 
 def merged(old: Sequence[Object], new: Sequence[Object]) -> list[Object]:
-    """Every row of `new`, and the rows of `old` that it lacks; by row."""
+    """Return every measure of `new`, and those of `old` whose row `new` lacks, sorted by row.
+
+    Args:
+        old, new: Measures as they are written to JSON.
+    """
     rows = {x["row"] for x in new}
     return sorted([*new, *(x for x in old if x["row"] not in rows)], key=lambda x: x["row"])
 
 
 def save(path: Path, objects: Sequence[Object]) -> None:
-    """Write them, and beside them the table as Markdown."""
+    """Write the measures as JSON and, next to it, their table as Markdown.
+
+    Args:
+        path: The JSON file.
+        objects: The measures.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(objects, indent=1) + "\n")
     path.with_suffix(".md").write_text(table(objects) + "\n")
 
 
 def load(path: Path) -> list[Object]:
-    """What `save` wrote; [] where there is nothing."""
+    """Return what `save` wrote; [] if the file does not exist."""
     objects: list[Object] = json.loads(path.read_text()) if path.exists() else []
     return objects
 
 
 def table(objects: Iterable[Object]) -> str:
-    """Markdown that is aligned, and so readable as it is."""
+    """Return a Markdown table with aligned columns, so that it is readable as plain text."""
     lines = [("measure", OURS, "others (times ours is better)", "target", "")]
     row = None
     for x in objects:
@@ -181,7 +198,7 @@ def table(objects: Iterable[Object]) -> str:
 
 
 def verdict(x: Object) -> str:
-    """In a word."""
+    """Return the outcome of a measure in a word."""
     if x["ours"] is None:
         return x["why"] or "not measured"
     if x["target"] is None:

@@ -1,8 +1,8 @@
-"""How much memory a server keeps from step to step.
+"""Measure how much memory a server keeps from step to step.
 
     python -m benchmarks.server_memory MODEL [--engine vllm] [--steps 100]
 
-Starts one server on the CPU with a small Hugging Face model. A step is what a run does to it: the weights are delivered as
+Starts one server on the CPU with a small Hugging Face model. A step does to it what a run does: the weights are delivered as
 files, then 32 groups of 4 samples of up to 20 tokens are sampled. Resident MiB and CPU seconds of its processes are printed at
 each tenth of the steps. ONEDNN_PRIMITIVE_CACHE_CAPACITY=1024 in the environment is oneDNN's own default.
 """
@@ -22,7 +22,7 @@ from tepo_megatron.rollout.engines import build_engine
 from tepo_megatron.types import Prompt, SamplingParams
 
 PROMPTS, SAMPLING = 32, SamplingParams(samples=4, max_tokens=20)
-VOCABULARY = 64  # ids that prompts are made of
+VOCABULARY = 64  # token IDs of the prompts are below this
 
 
 def main() -> None:

@@ -1,20 +1,20 @@
-"""The demo's training step, without generation: ours on Megatron-Core beside the same step in plain PyTorch.
+"""Measure the demo's training step, without generation: ours on Megatron-Core next to the same step in plain PyTorch.
 
     python -m benchmarks.step [--quick] [--repetitions 9] [--model demo|100m] [--json FILE]
 
 A step of examples/demo.yaml: 32 problems x 8 samples of examples/arithmetic, old statistics of all of them, then 4 updates with
 the `tepo` objective (100m: see `_step_cases.py`). Both sides begin with the rollouts on the host and end with the last update's
-loss and gradient norm on it. The noise floor of dH, which the demo measures in 2 of its 40 steps, is left out.
+loss and gradient norm on the host. The noise floor of dH, which the demo measures in 2 of its 40 steps, is left out.
 
     tp1, tp2        Actor.attach_old_stats, mismatch and update, on one rank and on two tensor-parallel ranks
     plain padded    one process: transformers' Qwen3 (SDPA), fused AdamW, the loss from the formulas; minibatches padded to a
                     rectangle; like ours, only response rows reach the output layer
-    plain bucketed  the same with several rectangles of sequences of like length
-    plain packed    the same with all in one row, the sequences kept apart by a mask
+    plain bucketed  the same with several rectangles of sequences of similar length
+    plain packed    the same with all in one row, the sequences separated by a mask
 
-Each is a process (tp2: two) that waits while the others have their turn. Equal work is checked: loss and gradient norm of
-every update agree, or AssertionError. Printed: median seconds, the 20th and 80th percentile, and ours over the fastest plain
-form with as many threads in all (tp2: two).
+Each is a process (tp2: two) that waits while the others have their turn. Equal work is checked: loss and gradient norm of every
+update must agree, or it raises AssertionError. Printed: median seconds, the 20th and 80th percentile, and the ratio of ours to
+the fastest plain form with as many threads in all (tp2: two).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-# For the workers, before they load torch: threads that wait leave the cores to others, after a few microseconds.
+# For the workers, before they load torch: waiting threads release their core after a few microseconds.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -42,11 +42,15 @@ from benchmarks._step_workers import WORKERS, Updates, started
 
 TARGET = 1.3  # tp1 over the fastest plain form, equal threads
 AGREE = 1e-4  # relative, of loss and gradient norm
-CHECKED_STEPS = 3  # Adam divides by gradients that are rounding noise: what it makes of them grows later on
+CHECKED_STEPS = 3  # Adam also scales up gradients that are rounding noise; the differences grow in later steps
 
 
 def disagreement(ours: list[Updates], plain: list[Updates]) -> float:
-    """Largest relative difference of a loss or a gradient norm in the steps that count."""
+    """Return the largest relative difference of a loss or a gradient norm in the first CHECKED_STEPS steps.
+
+    Args:
+        ours, plain: Updates of each step.
+    """
     pairs = zip(
         (x for step in ours[:CHECKED_STEPS] for x in step), (x for step in plain[:CHECKED_STEPS] for x in step), strict=True
     )
@@ -54,9 +58,15 @@ def disagreement(ours: list[Updates], plain: list[Updates]) -> float:
 
 
 def measure(repetitions: int = 9, quick: bool = False, case: str = "demo") -> dict[str, Any]:
-    """Seconds by worker and threads, ratios, and how well the results agree. quick: one thread, no tp2, two repetitions.
+    """Return seconds by worker and threads, ratios, and how well the results agree.
 
-    Raises AssertionError when the sides do not compute the same.
+    Args:
+        repetitions: Timed rounds.
+        quick: Use one thread, no tp2, two repetitions.
+        case: One of `_step_cases.CASES`.
+
+    Raises:
+        AssertionError: The sides do not compute the same.
     """
     names = [n for n in WORKERS if not (quick and n == "tp2")]
     threads_of = {n: (1,) if quick or n == "tp2" else (1, 2) for n in names}
@@ -67,7 +77,7 @@ def measure(repetitions: int = 9, quick: bool = False, case: str = "demo") -> di
         workers = {n: stack.enter_context(started(n, case, Path(folder))) for n in names}
         for worker in workers.values():
             worker.ready()
-        for turn in range((2 if quick else repetitions) + 1):  # the first warms up
+        for turn in range((2 if quick else repetitions) + 1):  # the first round warms up
             order = list(samples)
             for name, threads in order[turn % len(order) :] + order[: turn % len(order)]:
                 seconds = workers[name].step(threads)
@@ -89,7 +99,7 @@ def measure(repetitions: int = 9, quick: bool = False, case: str = "demo") -> di
 
 
 def spread(samples: list[float]) -> list[float]:
-    """[median, 20th percentile, 80th percentile]."""
+    """Return [median, 20th percentile, 80th percentile]."""
     ordered = sorted(samples)
     return [statistics.median(ordered), *(ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.8))]
 

@@ -1,4 +1,7 @@
-"""Which code measures which rows of the table. A suite runs in a process of its own: it may set threads, fork, use memory."""
+"""Map the rows of the table to the code that measures them.
+
+A suite runs in a process of its own, because it may set threads, fork and use memory.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,13 @@ from benchmarks.results import ROWS, Measure
 
 @dataclass(frozen=True)
 class Options:
-    """peers: a folder with installed peers; quick: small and few, to see that it runs; rows: those wanted."""
+    """Options of all suites.
+
+    Attributes:
+        peers: A folder with installed peers.
+        quick: Use small shapes and few repetitions, only to see that it runs.
+        rows: The wanted rows.
+    """
 
     peers: Path | None = None
     quick: bool = False
@@ -20,7 +29,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Suite:
-    """rows: of the table; run: measures them; environment: of its process, for what is read when torch is loaded."""
+    """One suite.
+
+    Attributes:
+        rows: Rows of the table that it measures.
+        run: Measures them.
+        environment: Environment of its process, for what is read when torch is loaded.
+    """
 
     rows: tuple[int, ...]
     run: Callable[[Options], list[Measure]]
@@ -87,9 +102,9 @@ def _prefix(options: Options) -> list[Measure]:
     return _collected.prefix(options.quick)
 
 
-# threads that wait for each other sleep: on a busy machine, spinning ones would time the neighbours
+# waiting threads sleep: on a busy machine, spinning threads would make the times depend on other processes
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KINETO_LOG_LEVEL": "99"}
-# one thread before and after a fork, as in tests/conftest.py; what verl compiles would be compiled in each rank
+# one thread before and after a fork, as in tests/conftest.py; without the flag verl would compile in each rank
 _FORKS = _PASSIVE | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 SUITES = {

@@ -1,16 +1,16 @@
-"""How long the delivery of weights to an engine takes, against a copy of the same bytes into shared memory.
+"""Measure the delivery of weights to an engine, compared with a copy of the same bytes into shared memory.
 
     python -m benchmarks.sync [--quick] [--transport shm|group|ipc] [--engines vllm,sglang] [--pushes 5] [--bucket-mib 32]
     torchrun --nproc-per-node 2 -m benchmarks.sync --tp 2
 
-Makes a random Qwen3 in fp32 (50 M parameters, 200 MB), serves it with each engine on the CPU, and pushes its weights. Of each
-push: seconds to gather and write all rounds (with `ipc` into the rank's own memory) when nobody reads them (transport), seconds
-of the whole push with the engine (total), and the seconds in between that the engine was loading. The copy, made just before by
-one process, writes as many bytes to one file in /dev/shm. Medians; the first push of each engine warms up and is not counted.
-Target: transport <= 3 copies.
+Makes a random Qwen3 in fp32 (50 M parameters, 200 MB), serves it with each engine on the CPU, and pushes its weights. For each
+push: seconds to gather and write all rounds (with `ipc` into the rank's own memory) while nobody reads them (transport),
+seconds of the whole push with the engine (total), and the part of those in which the engine was loading. The copy, made just
+before by one process, writes as many bytes to one file in /dev/shm. Printed are medians; the first push of each engine warms up
+and is not counted. Target: transport <= 3 copies.
 
-With `--transport group` (gloo): gather is a push to nobody, transport one to a process that takes all and loads nothing (the
-gathering included, which goes on beside). Target: transport <= 10 copies.
+With `--transport group` (gloo): gather is a push without recipients; transport is a push to a process that receives everything
+and loads nothing (it includes the gathering, which runs concurrently). Target: transport <= 10 copies.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ if TYPE_CHECKING:  # Megatron-Core is imported after the platform is active
     from tepo_megatron.weights.broadcast import BroadcastSync
     from tepo_megatron.weights.sync import WeightSync
 
-TARGETS = {"shm": 3.0, "group": 10.0, "ipc": 3.0}  # copies
+TARGETS = {"shm": 3.0, "group": 10.0, "ipc": 3.0}  # limits, in copies
 
 
 class Nobody:
-    """A receiver that takes everything at once and reads nothing, and comes to no meeting."""
+    """A receiver that accepts everything at once, reads nothing, and never joins a process group."""
 
     takers: tuple[Taker, ...] = ()
 
@@ -76,7 +76,7 @@ class Nobody:
 
 
 class Timed:
-    """A fleet, with the seconds in which it was loading or finishing."""
+    """A fleet that also counts the seconds in which it was loading or finishing."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet, self.seconds = fleet, 0.0
@@ -125,7 +125,15 @@ def timed_push(sync: WeightSync | BroadcastSync, version: int) -> float:
 
 
 def measure(actor: Actor, cfg: Config, engine: Fleet | None, nbytes: int, pushes: int) -> dict[str, float]:
-    """Median seconds: copy of `nbytes`, gather (of `group`), transport, and with an engine loading, total; rounds."""
+    """Return median seconds: copy of `nbytes`, gather (for `group`), transport, total and loading; and the number of rounds.
+
+    Args:
+        actor: Owner of the weights.
+        cfg: The run's config.
+        engine: The servers, on rank 0; None elsewhere.
+        nbytes: Size of the model.
+        pushes: Number of counted pushes.
+    """
     source = torch.ones(nbytes, dtype=torch.uint8)
     from tepo_megatron.weights.broadcast import BroadcastSync
     from tepo_megatron.weights.sync import WeightSync
@@ -153,7 +161,12 @@ def measure(actor: Actor, cfg: Config, engine: Fleet | None, nbytes: int, pushes
 
 
 def write_model(shape: dict[str, int], folder: Path) -> Path:
-    """A random model (every rank its own, of the same seed)."""
+    """Write a random model; every rank writes its own, with the same seed.
+
+    Args:
+        shape: Sizes for its config.
+        folder: Parent of the checkpoint's folder.
+    """
     torch.manual_seed(0)
     config = Qwen3Config(**shape, max_position_embeddings=512, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
@@ -161,7 +174,14 @@ def write_model(shape: dict[str, int], folder: Path) -> Path:
 
 
 def report(name: str, transport: str, nbytes: int, times: dict[str, float]) -> None:
-    """A row of the table."""
+    """Print a row of the table.
+
+    Args:
+        name: Name of the engine.
+        transport: A key of TARGETS.
+        nbytes: Size of the model.
+        times: Result of `measure`.
+    """
     copies, target = times["transport"] / times["copy"], TARGETS[transport]
     gather = f"gather {times['gather']:.3f} s  " if "gather" in times else ""
     print(
@@ -172,7 +192,7 @@ def report(name: str, transport: str, nbytes: int, times: dict[str, float]) -> N
 
 
 def main() -> None:
-    """See the top of the file."""
+    """Make the model, measure with each engine, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
     parser.add_argument("--transport", choices=TARGETS, default="shm")
@@ -213,7 +233,16 @@ def main() -> None:
 
 
 def with_engine(name: Any, actor: Actor, cfg: Config, model: Path, nbytes: int, pushes: int) -> dict[str, float]:
-    """The measures of one engine, which rank 0 starts and ends."""
+    """Return the measures of one engine, which rank 0 starts and ends.
+
+    Args:
+        name: Name of the engine.
+        actor: Owner of the weights.
+        cfg: The run's config.
+        model: Folder of the checkpoint.
+        nbytes: Size of the model.
+        pushes: Number of counted pushes.
+    """
     if not actor.groups.is_main:
         return measure(actor, cfg, None, nbytes, pushes)
     server = ServerConfig(kv_cache_gib=0.25, ready_seconds=300, restarts=0)

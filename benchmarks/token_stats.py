@@ -1,14 +1,14 @@
-"""Log-prob and entropy of the logits, forward and backward, on a CPU: ours beside TRL, verl and the plain formula.
+"""Measure log-prob and entropy of the logits, forward and backward, on a CPU: ours next to TRL, verl and the plain formula.
 
     python -m benchmarks.token_stats [--peers DIR] [--quick] [--repetitions 9]
 
-All in one process and in turn. Peers that are not installed are left out; `make bench` puts them into .cache/peers. What is
-compared is their own PyTorch code for CPUs in bf16, as their trainers call it; their fused GPU kernels are not. Backward begins
-with random gradients of all outputs and ends at the logits. U is the size of the logits in bf16.
+All run in one process and in turn. Peers that are not installed are left out; `make bench` puts them into .cache/peers. The
+comparison is with their own PyTorch code for CPUs in bf16, as their trainers call it, not with their fused GPU kernels.
+Backward begins with random gradients of all outputs and ends at the logits. U is the size of the logits in bf16.
 
-Measured: highest extra memory; bytes that operators read from and write to memory (a count); seconds of both passes, also
-where the entropy is a metric without a gradient, with the CPU seconds of the process in the same runs (what to look at on a
-busy machine); errors against fp64 on the same logits.
+Measured: peak extra memory; bytes that operators read from and write to memory (a count); seconds of both passes, also with the
+entropy as a metric without a gradient, and the CPU seconds of the process in the same runs (the better figure on a busy
+machine); errors against fp64 on the same logits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-# threads that wait for each other sleep: on a busy machine, spinning ones would time the neighbours
+# waiting threads sleep: on a busy machine, spinning threads would make the times depend on other processes
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -44,7 +44,13 @@ ERROR_TARGETS = {"log-prob": 2e-6, "entropy": 2e-6, "gradient": 1e-5}  # fp32: n
 
 
 def inputs(shape: Shape, dtype: torch.dtype, shift: float = 0.0) -> Callable[[], Inputs]:
-    """Makes fresh logits of the same values every time, as an output layer would: not a leaf, nobody else's."""
+    """Return a function that makes fresh logits of the same values every time, as an output layer would: not a leaf, used once.
+
+    Args:
+        shape: (R, V).
+        dtype: Of the logits.
+        shift: Added to all logits.
+    """
     generator = torch.Generator().manual_seed(0)
     source = (torch.randn(shape, generator=generator) * 3 + shift).to(dtype).requires_grad_()
     labels = torch.randint(0, shape[1], shape[:1], generator=generator)
@@ -53,7 +59,13 @@ def inputs(shape: Shape, dtype: torch.dtype, shift: float = 0.0) -> Callable[[],
 
 
 def forward_backward(statistics: Statistics, given: Inputs, entropy_gradient: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-prob, entropy, gradient of the logits)."""
+    """Return (log-prob, entropy, gradient of the logits).
+
+    Args:
+        statistics: The alternative.
+        given: Its inputs.
+        entropy_gradient: Whether the entropy has a gradient, too.
+    """
     logits, labels, gradients = given
     logprob, entropy = statistics(logits, labels)
     outputs = [logprob, entropy] if entropy_gradient else [logprob]
@@ -63,7 +75,12 @@ def forward_backward(statistics: Statistics, given: Inputs, entropy_gradient: bo
 
 
 def logprob_only(statistics: Statistics, given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with the entropy as a metric: computed, without a gradient."""
+    """Return the same with the entropy as a metric: computed, without a gradient.
+
+    Args:
+        statistics: The alternative.
+        given: Its inputs.
+    """
 
     def run(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         logprob, entropy = statistics(x, y)
@@ -73,7 +90,14 @@ def logprob_only(statistics: Statistics, given: Inputs) -> tuple[Tensor, Tensor,
 
 
 def memory(them: dict[str, Statistics], shape: Shape, dtype: torch.dtype, threads: int) -> list[Measure]:
-    """Highest extra memory, and bytes moved (whatever the number of threads), in U."""
+    """Measure peak extra memory and, with one thread, bytes moved (the same for any number of threads), in U.
+
+    Args:
+        them: The alternatives.
+        shape: (R, V).
+        dtype: Of the logits.
+        threads: Threads of PyTorch.
+    """
     torch.set_num_threads(threads)
     u = 2 * shape[0] * shape[1]
     prepare = inputs(shape, dtype)
@@ -92,7 +116,14 @@ def memory(them: dict[str, Statistics], shape: Shape, dtype: torch.dtype, thread
 
 
 def times(them: dict[str, Statistics], shape: Shape, threads: int, repetitions: int) -> list[Measure]:
-    """Seconds, all alternatives in turn; bf16 logits."""
+    """Measure seconds with bf16 logits, all alternatives in turn.
+
+    Args:
+        them: The alternatives.
+        shape: (R, V).
+        threads: Threads of PyTorch.
+        repetitions: Timed rounds.
+    """
     torch.set_num_threads(threads)
     found = []
     for name, run in (("time", forward_backward), ("time, entropy without gradient", logprob_only)):
@@ -109,7 +140,14 @@ def times(them: dict[str, Statistics], shape: Shape, threads: int, repetitions: 
 
 
 def errors(them: dict[str, Statistics], shape: Shape, dtype: torch.dtype, shift: float) -> list[Measure]:
-    """Largest error of log-prob and entropy (nats), and the gradient's relative error in the 2-norm, against fp64."""
+    """Measure, against fp64, the largest error of log-prob and entropy (nats) and the gradient's relative error in the 2-norm.
+
+    Args:
+        them: The alternatives.
+        shape: (R, V).
+        dtype: Of the logits.
+        shift: Added to all logits.
+    """
     prepare = inputs(shape, dtype, shift)
     logits, labels, gradients = prepare()
     exact = logits.detach().double().requires_grad_()
@@ -124,7 +162,7 @@ def errors(them: dict[str, Statistics], shape: Shape, dtype: torch.dtype, shift:
         found["gradient"][name] = ((theirs - gradient).norm() / gradient.norm()).item()
     out = []
     for what, values in found.items():
-        # plain is fp32 arithmetic, its gradient rounded to bf16 once, as ours
+        # plain computes in fp32 and rounds its gradient to bf16 once, as ours does
         absolute = Target(OURS, "<=", ERROR_TARGETS[what])
         target = absolute if dtype == torch.float32 else Target("ours / plain", "<=", 1.0)
         name = f"{what} of logits shifted by {shift:g}"
@@ -147,7 +185,14 @@ def _measure(row: int, what: str, values: dict[str, float], shape: Shape, dtype:
 def measure(
     peers: Path | None = None, quick: bool = False, repetitions: int = 9, rows: Set[int] = frozenset((1, 2, 3))
 ) -> list[Measure]:
-    """All of these rows. quick: small shapes and few repetitions, to see that it runs."""
+    """Measure all of these rows.
+
+    Args:
+        peers: A folder with installed peers.
+        quick: Use small shapes and few repetitions, only to see that it runs.
+        repetitions: Timed rounds.
+        rows: Rows of the table.
+    """
     them = alternatives(peers)
     before = torch.get_num_threads()
     found = []
@@ -169,7 +214,7 @@ def measure(
 
 
 def gates() -> list[Measure]:
-    """Ours alone, of what is the same on every machine."""
+    """Measure only ours, and only what is the same on every machine."""
     return memory({OURS: ours}, GATE_SHAPE, torch.bfloat16, 1)
 
 

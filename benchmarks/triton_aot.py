@@ -1,8 +1,8 @@
-"""Compile the Triton kernels ahead of time, which needs no GPU, and read the machine code: registers, spills, access widths.
+"""Compile the Triton kernels ahead of time, without a GPU, and read registers, spills and access widths from the machine code.
 
     python -m benchmarks.triton_aot [--out benchmarks/results/triton.json]
 
-Compiles for sm_90 (H100, H200) and sm_100 (B200) with the installed Triton and the ptxas that it brings. The rows of that
+Compiles for sm_90 (H100, H200) and sm_100 (B200) with the installed Triton and the ptxas that it includes. The rows of that
 version of Triton are replaced in the file; rows of other versions stay. To add another version, put it first on the path:
 
     pip install --no-deps --target /tmp/triton-3.7.1 triton==3.7.1
@@ -65,8 +65,8 @@ class Compiled:
         stack: Bytes of local memory per thread.
         shared: Bytes of shared memory per block.
         warps: Warps that fit on a multiprocessor at a time, of 64.
-        loads: Loads from global memory in the machine code: how many of each width in bytes.
-        stores: The same of stores.
+        loads: Number of loads from global memory in the machine code, by width in bytes.
+        stores: Number of stores to global memory in the machine code, by width in bytes.
     """
 
     triton: str
@@ -89,7 +89,7 @@ class Compiled:
 
 
 def compile_kernel(kernel: str, logits: str, shape: str, arch: int) -> Compiled:
-    """Compile one kernel and read what became of it.
+    """Compile one kernel and return its properties.
 
     Args:
         kernel: One of VARIANTS.
@@ -113,7 +113,7 @@ def compile_kernel(kernel: str, logits: str, shape: str, arch: int) -> Compiled:
             signature[name] = "constexpr"
             continue
         signature[name] = types.get(name, arithmetic if name.endswith("_ptr") else "i32")
-        if values.get(name, 0) % 16 == 0:  # as Triton specializes a launch; PyTorch's memory is aligned to more
+        if values.get(name, 0) % 16 == 0:  # as Triton specializes a launch; PyTorch's memory is aligned to more than 16 bytes
             aligned[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(triton_kernels.OPTIONS))
@@ -139,7 +139,7 @@ def _read(cubin: bytes, shared: int, kernel: str, logits: str, shape: str, arch:
 
 
 def _width(suffix: str) -> int:
-    """Return the bytes of an access, from the suffixes of its instruction; 4 where there is none."""
+    """Return the bytes of an access, from the suffixes of its instruction; 4 without a suffix."""
     for part, width in (("256", 32), ("128", 16), ("64", 8), ("16", 2), ("8", 1)):
         if re.search(rf"\.[USBF]*{part}\b", suffix):
             return width
@@ -147,7 +147,7 @@ def _width(suffix: str) -> int:
 
 
 def resident_warps(registers: int, shared: int, warps: int) -> int:
-    """Return how many warps fit on a multiprocessor at a time.
+    """Return the number of warps that fit on a multiprocessor at a time.
 
     Args:
         registers: Per thread.
@@ -175,18 +175,23 @@ def _run(tool: str, *arguments: str) -> str:
 
 
 def compile_all() -> list[Compiled]:
-    """Every row of the file for the installed Triton."""
+    """Compile every row of the file with the installed Triton."""
     cases = itertools.product(ARCHITECTURES, VARIANTS, ("bf16", "fp32"), RECORDED_SHAPES)
     return [compile_kernel(kernel, logits, shape, arch) for arch, kernel, logits, shape in cases]
 
 
 def load(path: Path = OUT) -> list[Compiled]:
-    """Read the file; [] where there is none."""
+    """Read the file; [] if it does not exist."""
     return [Compiled(**x) for x in json.loads(path.read_text())] if path.exists() else []
 
 
 def save(rows: Sequence[Compiled], path: Path = OUT) -> None:
-    """Write JSON, and the table as Markdown next to it."""
+    """Write JSON, and the table as Markdown next to it.
+
+    Args:
+        rows: The compiled kernels.
+        path: The JSON file.
+    """
     path.write_text("[\n" + ",\n".join(" " + json.dumps(asdict(x)) for x in rows) + "\n]\n")
     path.with_suffix(".md").write_text(table(rows))
 
@@ -216,7 +221,7 @@ def _widths(counts: Mapping[str, int]) -> str:
 
 
 def main() -> None:
-    """See the top of the file."""
+    """Compile all kernels, update the file and print the new rows."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.triton_aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""`python -m tepo_megatron` is `tepo`."""
+"""Run `tepo` as `python -m tepo_megatron`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The process group over which one rank's weights reach the ranks of all inference servers, and what is said of them over HTTP.
+"""The process group that carries one sender's weights to the ranks of all inference servers, and its messages' formats.
 
-Runs in the trainer and inside the servers, where the default group is another's: it is never touched. Both sides need the same
-PyTorch (and NCCL), whose groups speak a language of their own; facts are of PyTorch 2.13.
+Runs in the trainer and inside the servers. The default group there belongs to others and is never used. Both sides need the
+same PyTorch (and NCCL), because groups of different versions do not understand each other; facts are of PyTorch 2.13.
 """
 
 from __future__ import annotations
@@ -26,90 +26,81 @@ from tepo_megatron.ipc import Handle
 from tepo_megatron.meeting_store import FolderStore, Store, address_towards, connect
 from tepo_megatron.own_peers import own_peers_only
 
-SENDER = 0  # its rank in its group; the servers' ranks come after it
+SENDER = 0  # rank of the sender in its group; the servers' ranks follow
 POLL_SECONDS, FORMING_POLL_SECONDS = 0.0005, 0.05
 
 
 class BrokenChannel(Exception):
-    """A member did not come, left, or was too slow; the group is of no use any more."""
+    """A member did not join, left, or was too slow. The group cannot be used any more."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where new groups are formed, one for each sender, and this server's place in them.
+    """The spec of new process groups, one per sender: where their members rendezvous, and one server's place in them."""
 
-    address, port: of the trainer's store; folder: of that store instead, where all are on one machine; name: of this meeting
-    alone; senders, ranks: groups, and ranks in each; first: the rank of the server's first process; seconds: for a bucket to
-    arrive; join_seconds: for all groups to be formed.
-    """
-
-    address: str
-    port: int
-    name: str
-    senders: int
-    ranks: int
-    first: int
-    seconds: float
-    join_seconds: float
-    folder: str = ""
+    address: str  # of the trainer's store
+    port: int  # of the trainer's store
+    name: str  # unique to this spec
+    senders: int  # number of groups
+    ranks: int  # members of each group
+    first: int  # rank of the server's first process in every group
+    seconds: float  # time limit for a bucket to arrive
+    join_seconds: float  # time limit for all groups to be formed
+    folder: str = ""  # a store in this folder replaces the TCP store if all members are on one machine
 
     def at(self, first: int) -> Meeting:
-        """The same, for another server."""
+        """Return the same spec for another server."""
         return replace(self, first=first)
 
 
 @dataclass(frozen=True)
 class Content:
-    """One tensor of a bucket; crc32: of its bytes, None if it need not be checked."""
+    """One tensor of a bucket."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str  # as in `torch`
-    crc32: int | None = None
+    dtype: str  # name in `torch`
+    crc32: int | None = None  # of the tensor's bytes; None: it need not be checked
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The tensor's size in bytes."""
         return math.prod(self.shape) * _dtype(self.dtype).itemsize
 
     def check(self, tensor: Tensor) -> None:
-        """Raise ValueError if it was damaged on its way."""
+        """Raise ValueError if the tensor was damaged in transit."""
         if self.crc32 is not None and crc32(tensor) != self.crc32:
             raise ValueError(f"tensor {self.name} was damaged on its way: its CRC-32 is not that of the sender")
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors of a sender as one row of bytes, one after the other, each at a multiple of its dtype's size (see `pack`).
+    """Tensors of one sender, packed into one buffer of bytes, each at a multiple of its dtype's size (see `pack`)."""
 
-    number: of the round in its update, from 0; sender: its number, which is that of its group; handle: where the row lies;
-    None: it is broadcast.
-    """
-
-    number: int
-    sender: int
+    number: int  # of the round in its update, from 0
+    sender: int  # index of the sender and of its group
     contents: tuple[Content, ...]
-    handle: Handle | None = None
+    handle: Handle | None = None  # of the shared buffer; None: the bucket is broadcast
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the row."""
+        """Bytes of the packed buffer."""
         return _places(self.contents)[-1]
 
     def to_json(self) -> str:
-        """For `from_json`; no file's path looks like it."""
+        """Return JSON for `from_json`; no path of a file looks like it."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Bucket:
-        """What `to_json` wrote."""
+        """Return the bucket that `to_json` wrote."""
         read = json.loads(text)
         contents = tuple(Content(c["name"], tuple(c["shape"]), c["dtype"], c["crc32"]) for c in read["contents"])
         handle = None if read["handle"] is None else Handle(**read["handle"])
         return cls(read["number"], read["sender"], contents, handle)
 
     def tensors(self, row: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(name, view of the uint8 row) of each tensor. Raises ValueError for one that was damaged."""
+        """Yield (name, view of the uint8 buffer) of each tensor. Raises ValueError for a damaged one."""
         for content, start in zip(self.contents, _places(self.contents), strict=False):
             tensor = row[start : start + content.nbytes].view(_dtype(content.dtype)).view(content.shape)
             content.check(tensor)
@@ -117,7 +108,13 @@ class Bucket:
 
 
 def pack(tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: bool) -> tuple[Content, ...]:
-    """Copy tensors into a row (uint8, on any device) as a `Bucket` holds them; the widest dtypes first, it has no gaps."""
+    """Copy tensors into a buffer in the layout of a `Bucket`; with the widest dtypes first, it has no gaps.
+
+    Args:
+        tensors: (Hugging Face name, tensor) of each.
+        row: The buffer, uint8, on any device.
+        with_checksums: Whether to compute each tensor's CRC-32.
+    """
     contents: list[Content] = []
     end = 0
     for name, tensor in tensors:
@@ -130,7 +127,7 @@ def pack(tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: boo
 
 
 def _places(contents: Sequence[Content]) -> list[int]:
-    """Where each begins in its row, and where the last one ends."""
+    """Return the offset of each tensor in the buffer, and the end of the last one."""
     places, end = [], 0
     for content in contents:
         places.append(_aligned(end, _dtype(content.dtype)))
@@ -142,12 +139,12 @@ def _aligned(end: int, dtype: torch.dtype) -> int:
     return -(-end // dtype.itemsize) * dtype.itemsize
 
 
-Source = Path | Bucket  # of weights: a safetensors file that both sides see, or what a rank of the trainer broadcasts or lends
+Source = Path | Bucket  # a safetensors file that both sides see, or a bucket that a trainer rank broadcasts or shares
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What an update to `version` leaves as it is in version `base`: tensors by their Hugging Face names."""
+    """The tensors, by Hugging Face name, that an update to `version` leaves as they are in version `base`."""
 
     version: int
     base: int
@@ -156,16 +153,16 @@ class Kept:
 
 @dataclass(frozen=True)
 class Taker:
-    """A server in an update: its name, host, number of ranks, and what tells it from the one that it was before a restart."""
+    """A recipient: one server in an update."""
 
     name: str
     host: str
-    ranks: int
-    life: object
+    ranks: int  # number of its ranks
+    life: object  # differs from its value before a restart of the server
 
 
 class Channel:
-    """One rank's end of a sender's group."""
+    """One rank's end of a sender's process group."""
 
     def __init__(
         self,
@@ -178,16 +175,16 @@ class Channel:
     ) -> None:
         """Form the group and broadcast one byte in it.
 
-        NCCL connects the members in their first collective, in a call that nothing ends when a member is missing. So a thread
-        makes that call. When it is late, the thread is left behind, and the group is never used.
+        NCCL connects the members in their first collective, and that call never returns if a member is missing. So a thread
+        makes the call. If it is late, the thread is abandoned and the group is never used.
 
         Args:
-            meeting, sender, rank, device: where the members meet, number of the group, this rank in it, its device.
-            until: deadline by `time.monotonic()`; None: `meeting.join_seconds` from now.
-            wanted: polled; once it is False, forming the group is given up.
+            meeting, sender, rank, device: Spec of the groups, index of this group, this rank in it, its device.
+            until: Deadline by `time.monotonic()`; None: `meeting.join_seconds` from now.
+            wanted: Polled while the group is formed; False cancels it.
 
         Raises:
-            BrokenChannel: a member left, the group was late, or was not wanted any more.
+            BrokenChannel: A member left, the group was late, or it was cancelled.
         """
         self._seconds, self._device = meeting.seconds, device
         self._group: Any = None
@@ -209,10 +206,10 @@ class Channel:
             raise BrokenChannel(self._failed)
 
     def _form(self, meeting: Meeting, sender: int, rank: int) -> None:
-        """Form the group and broadcast one byte in it, over a connection to the store that nobody else waits for."""
+        """Form the group and broadcast one byte in it, over a connection to the store that only this thread uses."""
         group: Any = None
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread
+            torch.cuda.set_device(self._device)  # the current device is set per thread
         try:
             group = form_group(meeting, sender, rank, self._device)
             work = group.broadcast([torch.zeros(1, dtype=torch.uint8, device=self._device)], _from_sender(meeting.join_seconds))
@@ -227,8 +224,7 @@ class Channel:
             group.abort()
 
     def start(self, row: Tensor) -> None:
-        """Begin to send the row, or to receive into it: uint8, contiguous, on the group's device. Returns at once.
-
+        """Start to send the buffer, or to receive into it: uint8, contiguous, on the group's device. Returns at once.
         Collectives: one broadcast.
         """
         self._until = time.monotonic() + self._seconds
@@ -238,16 +234,15 @@ class Channel:
             self._failed = _first_line(e)
 
     def wait(self) -> None:
-        """Return when all that was started is over. Raises BrokenChannel.
-
-        It asks instead of waiting: a wait for NCCL ends when the stream has the work, or never.
+        """Return when the started broadcast is over. Raises BrokenChannel. It polls, because waiting for an NCCL collective
+        returns once the stream has the work, or never.
         """
         work, self._work = self._work, None
         if self._failed:
             raise BrokenChannel(self._failed)
         try:
             while work is not None and not work.is_completed():
-                if time.monotonic() > self._until + self._seconds:  # gloo notices after `seconds` itself
+                if time.monotonic() > self._until + self._seconds:  # gloo itself fails after `seconds`
                     raise BrokenChannel(f"not over after {2 * self._seconds:g} s")
                 time.sleep(POLL_SECONDS)
             if work is not None:
@@ -256,14 +251,14 @@ class Channel:
             raise BrokenChannel(_first_line(e)) from None
 
     def close(self) -> None:
-        """Leave the group: members who wait for this one fail at once."""
+        """Leave the group; members that wait for this one fail at once."""
         if self._group is not None and self._device.type == "cuda":
             self._group.abort()
         self._group = self._work = None
 
 
 def join_store(meeting: Meeting) -> FolderStore | dist.TCPStore:
-    """The meeting's store. Raises BrokenChannel when it cannot be reached, or others could write in it."""
+    """Open the spec's store. Raises BrokenChannel if it cannot be reached, or if other users could write in it."""
     try:
         if meeting.folder:
             return FolderStore(Path(meeting.folder))
@@ -273,29 +268,29 @@ def join_store(meeting: Meeting) -> FolderStore | dist.TCPStore:
 
 
 def came_key(meeting: Meeting, rank: int) -> str:
-    """What a server's rank puts into the store when it begins to form the groups."""
+    """Return the key that a server's rank puts into the store when it begins to form the groups."""
     return f"{meeting.name}/came/{rank}"
 
 
 def off_key(meeting: Meeting) -> str:
-    """What rank 0 puts into the store when the groups are not wanted any more."""
+    """Return the key that rank 0 puts into the store when the groups are cancelled."""
     return f"{meeting.name}/off"
 
 
 def joined_key(meeting: Meeting, rank: int) -> str:
-    """What a server's rank puts into the store once it is in all groups."""
+    """Return the key that a server's rank puts into the store once it is in all groups."""
     return f"{meeting.name}/joined/{rank}"
 
 
 def arrived_key(meeting: Meeting, number: int, rank: int) -> str:
-    """What a server's rank puts into the store once it has the round `number` of an update."""
+    """Return the key that a server's rank puts into the store once it has received the round `number` of an update."""
     return f"{meeting.name}/arrived/{number}/{rank}"
 
 
 def tell(store: Store, key: str) -> None:
-    """Put a key into a store, where all see it once this has returned. Raises BrokenChannel.
+    """Put a key into a store; once this has returned, all members see the key. Raises BrokenChannel.
 
-    `set` would not do: it is not answered, so that what another hears by another way (an answer of HTTP) may overtake it.
+    `set` would not do: the store does not answer it, so a message on another path (an HTTP response) may overtake it.
     """
     try:
         store.add(key, 1)
@@ -304,20 +299,26 @@ def tell(store: Store, key: str) -> None:
 
 
 def crc32(tensor: Tensor) -> int:
-    """Of a tensor's bytes."""
+    """Return the CRC-32 of a tensor's bytes."""
     return zlib.crc32(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()))
 
 
 def _from_sender(seconds: float) -> Any:
-    """Options of a broadcast from the sender, which gloo gives up after `seconds`."""
+    """Return the options of a broadcast from the sender, which gloo gives up after `seconds`."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = SENDER, 0, datetime.timedelta(seconds=seconds)
     return options
 
 
 def form_group(meeting: Meeting, sender: int, rank: int, device: torch.device) -> Any:
-    """NCCL for GPUs, else gloo, over the interface that leads to the trainer; with gloo all members are connected then.
-    Raises BrokenChannel, RuntimeError and OSError; on one machine also where another user is in it (`own_peers.Stranger`)."""
+    """Form a process group over the interface that leads to the trainer: NCCL for GPUs, else gloo, which connects all members.
+
+    Args:
+        meeting, sender, rank, device: As in `Channel`.
+
+    Raises:
+        BrokenChannel, RuntimeError, OSError: The group cannot be formed, or on one machine another user is in it (`Stranger`).
+    """
     timeout = datetime.timedelta(seconds=meeting.join_seconds)
     joined, name = join_store(meeting), f"{meeting.name}/{sender}"
     store = joined.of_group(name) if isinstance(joined, FolderStore) else dist.PrefixStore(name, joined)
@@ -326,7 +327,7 @@ def form_group(meeting: Meeting, sender: int, rank: int, device: torch.device) -
         from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
         nccl = ProcessGroupNCCL.Options()
-        nccl._timeout = datetime.timedelta(days=1)  # its watchdog ends the process; `wait` and `close` end the group before
+        nccl._timeout = datetime.timedelta(days=1)  # NCCL's watchdog would end the process; `wait` and `close` act before
         return ProcessGroupNCCL(store, rank, meeting.ranks, nccl)
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 

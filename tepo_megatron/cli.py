@@ -16,12 +16,12 @@ from tepo_megatron.errors import ConfigError, TepoError
 from tepo_megatron.escaping import escaped
 from tepo_megatron.run_lock import RunLock
 
-if TYPE_CHECKING:  # everything heavy is imported where an interrupt is already told in one line
+if TYPE_CHECKING:  # heavy imports come later, where an interrupt is reported in one line
     from tepo_megatron.config import Config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0, 1 for an error (told in one message), 130 when interrupted."""
+    """Run the command and return the exit status: 0, 1 after an error (reported in one message), 130 after an interrupt."""
     parser = argparse.ArgumentParser(prog="tepo", description="Token-level policy optimization on Megatron-Core.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -147,7 +147,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(config_path: str, overrides: list[str]) -> int:
-    """`tepo train CONFIG [--key value ...]`."""
+    """Run `tepo train CONFIG [--key value ...]`.
+
+    Args:
+        config_path: Path of the YAML file.
+        overrides: The remaining arguments.
+    """
     from tepo_megatron.config_io import load_with_sources
     from tepo_megatron.launcher import inside_torchrun, run_rank
 
@@ -171,7 +176,14 @@ def train(config_path: str, overrides: list[str]) -> int:
 
 
 def serve(config_path: str, host: str, address: str | None, overrides: list[str]) -> int:
-    """`tepo serve CONFIG [--host ADDRESS] [--key value ...]`."""
+    """Run `tepo serve CONFIG [--host ADDRESS] [--address NAME] [--key value ...]`.
+
+    Args:
+        config_path: Path of the trainer's YAML file.
+        host: Address to listen on.
+        address: Name by which other machines reach this one; None: the host, or this machine's name.
+        overrides: The remaining arguments.
+    """
     from tepo_megatron.config_io import load_config
     from tepo_megatron.rollout.experts import check_experts
     from tepo_megatron.rollout.servers.serve import serve
@@ -185,7 +197,12 @@ def serve(config_path: str, host: str, address: str | None, overrides: list[str]
 
 
 def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
-    """`tepo evaluate CHECKPOINT [--config FILE] [--out DIR] [--against DIR] [--published ROWS] [--key value ...]`."""
+    """Run `tepo evaluate CHECKPOINT [--config FILE] [--out DIR] [--against DIR] [--published ROWS] [--key value ...]`.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
     from tepo_megatron.evaluation.command import Request, run
     from tepo_megatron.evaluation.published import MODELS
 
@@ -198,7 +215,12 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def plan(args: argparse.Namespace, overrides: list[str]) -> int:
-    """`tepo plan CONFIG [--gpus N] [--gpu NAME] [--prompt N] [--response N] [--dropped X] [--json FILE] [--key value ...]`."""
+    """Run `tepo plan CONFIG [--gpus N] [--gpu NAME] [--prompt N] [--response N] [--dropped X] [--json FILE] [--key value ...]`.
+
+    Args:
+        args: The parsed options.
+        overrides: The remaining arguments.
+    """
     from tepo_megatron.config_io import load_config
     from tepo_megatron.plan.command import Request, plan
 
@@ -213,7 +235,12 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def report_on(run_dirs: Sequence[Path], out: Path | None) -> Path:
-    """`tepo report RUN_DIR [RUN_DIR ...] [--out FILE]`; returns the page's path."""
+    """Run `tepo report RUN_DIR [RUN_DIR ...] [--out FILE]`; return the page's path.
+
+    Args:
+        run_dirs: Folders of the runs; several are compared.
+        out: File of the comparison; None: next to the first run. Only allowed with several runs.
+    """
     from tepo_megatron.report import write_comparison, write_report
 
     if len(run_dirs) > 1:
@@ -224,9 +251,9 @@ def report_on(run_dirs: Sequence[Path], out: Path | None) -> Path:
 
 
 def _tell_results(cfg: Config) -> None:
-    """Of a finished run; its page and picture are made if a kill came before that."""
+    """Print the results of a finished run; write its page and picture if it was killed before it did."""
     folder, names = cfg.run_dir, ("summary.json", "report.html", "report.png", "hf")
-    if not (folder / "report.png").exists():  # the run removes it before it writes its summary
+    if not (folder / "report.png").exists():  # a run removes the picture before it writes its summary
         from tepo_megatron.report import write_report
 
         with RunLock(folder):
@@ -239,9 +266,9 @@ def _tell_results(cfg: Config) -> None:
 
 
 def start(cfg: Config) -> None:
-    """Make one run, which `preflight` has seen, in its own processes and wait for it.
+    """Make one run, already checked by `preflight`, in processes of its own and wait for it.
 
-    Raises a TepoError, which also stands in the run's log.txt.
+    Raises a TepoError, which is also written to the run's log.txt.
     """
     from tepo_megatron.launcher import RanksFailed, launch
 
@@ -249,14 +276,14 @@ def start(cfg: Config) -> None:
         try:
             launch(cfg, inherit=[lock.file])
         except RanksFailed as e:
-            if lock.holds():  # else the folder is another run's, or gone
-                with contextlib.suppress(OSError), (cfg.run_dir / "log.txt").open("a") as log:  # the disk may be the error
+            if lock.holds():  # otherwise the folder belongs to another run, or is gone
+                with contextlib.suppress(OSError), (cfg.run_dir / "log.txt").open("a") as log:  # the disk may be at fault
                     log.write(f"error: {escaped(str(e))}\n")
             raise
 
 
 def preflight(cfg: Config) -> None:
-    """Everything that can be refused before a process is started. Raises a TepoError."""
+    """Check everything that can be refused before a process is started. Raises a TepoError."""
     from tepo_megatron.actor.layout import check_layout
     from tepo_megatron.actor.precision import check_shapes
     from tepo_megatron.evaluation.problems import check_sources

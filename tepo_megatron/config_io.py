@@ -1,4 +1,4 @@
-"""Configs from YAML files and the command line, with errors that name the key and the mend."""
+"""Read configs from YAML files and the command line. Errors name the key and the fix."""
 
 from __future__ import annotations
 
@@ -22,21 +22,37 @@ _ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file with the base files below it, apply `--key.sub value` (or `--key.sub=value`) overrides, validate.
+    """Read a YAML file on top of its base files, apply the overrides and validate the result.
 
-    Raises ConfigError naming the file that set the key, the key and the mend.
+    Args:
+        path: The YAML file.
+        overrides: Arguments of the form `--key.sub value` or `--key.sub=value`.
+
+    Raises:
+        ConfigError: The message names the file that set the key, the key and the fix.
     """
     return load_with_sources(path, overrides or [])[0]
 
 
 def load_with_sources(path: str | Path, overrides: list[str]) -> tuple[Config, Layers]:
-    """As `load_config`, and the layers that know which file set which key."""
+    """Return the config as `load_config` does, and the layers, which know the file that set each key.
+
+    Args:
+        path: The YAML file.
+        overrides: As in `load_config`.
+    """
     layers = read_layers(path)
     return with_overrides(layers, overrides, str(path)), layers
 
 
 def with_overrides(layers: Layers, overrides: list[str], source: str) -> Config:
-    """The config of these layers under one more, of the words of a command. Raises ConfigError as `load_config`."""
+    """Return the config of these layers with the command line's overrides on top. Raises ConfigError as `load_config` does.
+
+    Args:
+        layers: The files; the overrides are added to them.
+        overrides: As in `load_config`.
+        source: Name in errors about keys that no layer set.
+    """
     for key, value in parse_overrides(overrides):
         words: dict[str, Any] = {}
         set_key(words, key, value)
@@ -45,9 +61,10 @@ def with_overrides(layers: Layers, overrides: list[str], source: str) -> Config:
 
 
 def read_layers(path: str | Path) -> Layers:
-    """A config file over the file that its `base:` names (a path relative to the file itself), over that one's base, and so on.
+    """Read a config file, the file that its `base:` names, the base of that one, and so on; return their layers.
 
-    Raises ConfigError for a file that cannot be read, a `base` that is no path, and files that form a circle.
+    A `base` is a path relative to the file that names it. Raises ConfigError for an unreadable file, a `base` that is not a
+    path, and base files that form a circle.
     """
     found: list[tuple[str, dict[str, Any]]] = []
     while True:
@@ -73,7 +90,7 @@ def read_layers(path: str | Path) -> Layers:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises ConfigError naming the file."""
+    """Return the mapping in a YAML file. Raises ConfigError naming the file."""
     try:
         tree = yaml.safe_load(Path(path).read_text())
     except OSError as e:
@@ -86,38 +103,55 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def validate(tree: dict[str, Any], source: str = "config") -> Config:
-    """A plain mapping as a Config, or one ConfigError with a line per fault."""
+    """Return a plain mapping as a Config. Raises one ConfigError with a line per fault.
+
+    Args:
+        tree: The keys and values.
+        source: Name of the mapping in errors.
+    """
     return validate_as(Config, tree, source)
 
 
 def validate_as(cls: type[T], tree: dict[str, Any], source: str, layers: Layers | None = None) -> T:
-    """A plain mapping as a `config` class, or one ConfigError with a line per fault.
+    """Return a plain mapping as a dataclass of `config`.
 
-    layers: where `tree` comes from: then each line names the files that set its keys, and `source` where none did.
+    Args:
+        cls: The dataclass.
+        tree: The keys and values.
+        source: Name in errors about keys that no layer set.
+        layers: The layers that `tree` comes from, if any; errors then name the files that set the keys.
+
+    Raises:
+        ConfigError: One line per fault.
     """
     try:
         return TypeAdapter(cls).validate_python(tree)
     except ValidationError as e:
         lines = []
         for err in e.errors():
-            loc = tuple(part for part in err["loc"] if not str(part).startswith("<"))  # what a value could be is no key
+            loc = tuple(part for part in err["loc"] if not str(part).startswith("<"))  # names of possible types are no keys
             where = ", ".join(layers.sources(loc, err["msg"]) if layers else ()) or source
             lines.append(f"{where}: {_explain(cls, loc, err)}")
         raise ConfigError("\n".join(lines)) from None
 
 
 def to_yaml(cfg: Config) -> str:
-    """The resolved config, loadable by `load_config`."""
+    """Return the resolved config as YAML that `load_config` reads."""
     return yaml.safe_dump(plain(cfg), sort_keys=False)
 
 
 def plain(cfg: Config) -> dict[str, Any]:
-    """The resolved config as plain JSON values."""
+    """Return the resolved config as plain JSON values."""
     return typing.cast(dict[str, Any], _ADAPTER.dump_python(cfg, mode="json"))
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], above: str = "") -> list[str]:
-    """One line for each key that two plain configs disagree on: "optimizer.lr was 1e-06 and is 2e-06"."""
+    """Return a line for each key on which two plain configs differ: "optimizer.lr was 1e-06 and is 2e-06".
+
+    Args:
+        before, after: The configs.
+        above: Prefix of the keys, for nested sections.
+    """
     lines = []
     for name in [*before, *(n for n in after if n not in before)]:
         key, old, new = f"{above}{name}", before.get(name), after.get(name)
@@ -129,7 +163,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], above: str 
 
 
 def parse_overrides(words: list[str]) -> list[tuple[str, Any]]:
-    """["--a.b", "1", "--c=x"] -> [("a.b", 1), ("c", "x")]; values are read as YAML."""
+    """Parse ["--a.b", "1", "--c=x"] into [("a.b", 1), ("c", "x")]; values are read as YAML. Raises ConfigError."""
     pairs: list[tuple[str, Any]] = []
     rest = list(words)
     while rest:
@@ -149,7 +183,13 @@ def parse_overrides(words: list[str]) -> list[tuple[str, Any]]:
 
 
 def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    """tree[a][b] = value for "a.b", with the sections that are missing. Raises ConfigError where `a` is no section."""
+    """Set tree[a][b] = value for "a.b"; missing sections are added. Raises ConfigError if `a` is a value, not a section.
+
+    Args:
+        tree: Changed in place.
+        dotted: The key.
+        value: Its value.
+    """
     *parents, leaf = dotted.split(".")
     for name in parents:
         child = tree.get(name)
@@ -162,6 +202,7 @@ def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _explain(root: type, loc: tuple[Any, ...], error: Any) -> str:
+    """Return one validation error as a line that names the key and the fix."""
     key = ".".join(str(part) for part in loc) or "config"
     if error["type"] == "unexpected_keyword_argument":
         close = difflib.get_close_matches(str(loc[-1]), _fields_at(root, loc[:-1]), n=1)
@@ -178,20 +219,20 @@ def _explain(root: type, loc: tuple[Any, ...], error: Any) -> str:
 
 
 def _fields_at(root: type, loc: tuple[Any, ...]) -> list[str]:
-    """The keys of the section at `loc`."""
+    """Return the keys of the section at `loc`."""
     cls: Any = root
     for part in loc:
         if dataclasses.is_dataclass(cls):
             cls = typing.get_type_hints(cls).get(str(part))
-        elif isinstance(part, str):  # in a list of sections of several types: the type of this one
+        elif isinstance(part, str):  # in a list of sections of several types: select this section's type
             cls = next((x for x in _sections_in(cls) if part in typing.get_args(typing.get_type_hints(x)["type"])), None)
-        else:  # a place in a list
+        else:  # an index into a list
             lists = [hint for hint in (cls, *typing.get_args(cls)) if typing.get_origin(hint) is list]
             cls = typing.get_args(lists[0])[0] if lists else cls
     return [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
 
 
 def _sections_in(hint: Any) -> list[type]:
-    """The sections that a type hint speaks of."""
+    """Return the section classes that occur in a type hint."""
     inner = [section for arg in typing.get_args(hint) for section in _sections_in(arg)]
     return [hint] if dataclasses.is_dataclass(hint) and isinstance(hint, type) else inner

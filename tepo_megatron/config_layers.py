@@ -1,4 +1,4 @@
-"""Config files laid over each other, and which of them set which key."""
+"""Merge config files into one tree, and remember which file set which key."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Key = tuple[Any, ...]
 
 
 class Layers:
-    """A tree of keys that grows by layers: a base file, the file that builds on it, the command line.
+    """A tree of keys that is built from layers: a base file, the file on top of it, the command line.
 
-    A section is merged key by key; anything else replaces what was there, a list as a whole. `null` takes back what the layers
-    below said of a key or of a section, which then has its default; over nothing it is a value like any other.
+    A section is merged key by key. Any other value replaces the one below it, a list as a whole. `null` removes what the layers
+    below set for a key or a section, which then has its default; if they set nothing, `null` is a value like any other.
     """
 
     def __init__(self) -> None:
@@ -23,9 +23,11 @@ class Layers:
         self._setters: dict[Key, str] = {}
 
     def add(self, values: Mapping[str, Any], source: str) -> None:
-        """Lay `values` over the tree; source: what errors call this layer.
+        """Merge `values` into the tree. Raises ConfigError if a section would be merged into a value.
 
-        Raises ConfigError where a section is laid over a value.
+        Args:
+            values: The layer.
+            source: The layer's name in errors.
         """
         self._merge(self.tree, values, source, ())
 
@@ -50,9 +52,13 @@ class Layers:
                 self._setters[key] = source
 
     def sources(self, key: Key, message: str) -> list[str]:
-        """The layers that set what an error complains of: `key`, or the keys below it that its message names, or all of them.
+        """Return the names of the layers to which an error refers; empty if no layer set the key.
 
-        Empty for a key that no layer set.
+        They are those that set `key`, or else those that set the keys below it that the message names, or all keys below it.
+
+        Args:
+            key: The key that the error is about; () for the whole tree.
+            message: The error's message.
         """
         for length in range(len(key), 0, -1):
             if key[:length] in self._setters:

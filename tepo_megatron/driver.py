@@ -44,14 +44,16 @@ EngineFactory = Callable[[Config], RolloutEngine]
 
 
 class Driver:
-    """The stand-in on ranks other than 0."""
+    """Stands in for `MainDriver` on ranks other than 0."""
 
     @staticmethod
     @contextlib.contextmanager
     def open(cfg: Config, groups: Groups, make_engine: EngineFactory | None = None) -> Iterator[Driver]:
-        """The driver of this rank; on rank 0 the engine starts loading at once, while the actor is built.
+        """Yield this rank's driver. On rank 0 the engine starts loading at once, while the actor is built.
 
-        make_engine: instead of the engine that the config names. Raises ConfigError and DataError before anything is started.
+        Args:
+            cfg, groups: The run's config and mesh.
+            make_engine: Replaces the engine of the config. ConfigError and DataError are raised before anything is started.
         """
         if not groups.is_main:
             yield Driver()
@@ -117,67 +119,67 @@ class Driver:
             yield MainDriver(cfg, collector, prompts, evaluations, log)
 
     def engine_when_ready(self) -> RolloutEngine | None:
-        """The engine, once it serves."""
+        """Wait until the engine serves and return it; None on other ranks and without an engine."""
         return None
 
     @property
     def engine(self) -> RolloutEngine | None:
-        """The engine, in whatever state; None on other ranks, and where there is none."""
+        """The engine, in whatever state; None on other ranks and without an engine."""
         return None
 
     def engine_to_sleep(self) -> None:
-        """Wait until the engine serves and put it to sleep: the actor, built next, finds its memory free."""
+        """Wait until the engine serves and put it to sleep, so that its memory is free when the actor is built."""
 
     def tell(self, text: str) -> None:
-        """A message to the user."""
+        """Log a message for the user."""
 
     def beside(self, work: Callable[[], Any]) -> Nothing:
-        """Begin work that needs the engine; this thread goes on."""
+        """Start work that needs the engine in a background thread and return its handle."""
         return Nothing()
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics] | None:
-        """The step's graded rollouts and their metrics."""
+        """Return the step's graded rollouts and their metrics; add the seconds of sampling and grading to `clock`."""
         return None
 
     def evaluate(self, step: int) -> None:
-        """Measure and keep the accuracy on the held-out problems, if there are any."""
+        """Record the accuracy of the weights of `step` on the held-out problems and benchmarks, if there are any."""
 
     @property
     def best_step(self) -> int | None:
-        """Of the evaluations after training began, the one whose checkpoint is to stay; None without `checkpoint.keep_best`."""
+        """The best evaluated step after step 0, whose checkpoint is kept; None without `checkpoint.keep_best`."""
         return None
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether `evaluation.patience` evaluations came after the best one."""
+        """True if `evaluation.patience` evaluations came after the best one."""
         return False
 
     def log_step(self, step: int, log: StepLog, clock: Clock) -> None:
-        """Write the step's record."""
+        """Write the step's record, with the seconds of `clock`, to the metrics."""
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after `step` must hold of this side of the run: plain JSON."""
+        """Return what a checkpoint after `step` must hold of this side of the run, as plain JSON."""
         return {}
 
     def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> None:
-        """Go on where `state` was taken; None: from the start, in a run that holds no checkpoint.
+        """Restore `state`; None: start from the beginning, because the run has no checkpoint.
 
-        passed_over: why newer checkpoints were not taken. Raises ConfigError and DataError, with the run's records as they
-        were, for a state that is later than the last step or of other data.
+        `passed_over` says, for the log, why newer checkpoints were not used. Raises ConfigError if the state is of a step after
+        the last one, and DataError if it is of other data; the run's records are unchanged then.
         """
 
     def check_in_place(self) -> None:
-        """Raise RunReplacedError where the run's folder is another run's by now."""
+        """Raise RunReplacedError if another run has taken over the run's folder."""
 
     def saved(self, checkpoint: Saved | None) -> None:
-        """Tell of a checkpoint that became complete, if one did."""
+        """Log a checkpoint that became complete; None: none did."""
 
     def finish(self, step: int) -> None:
-        """Write the summary and the report, after the last step that was taken."""
+        """Write the summary and the report after the last trained step."""
 
 
 class MainDriver(Driver):
-    """Rank 0's driver."""
+    """The driver of rank 0."""
 
     def __init__(
         self,
@@ -189,10 +191,9 @@ class MainDriver(Driver):
     ) -> None:
         self._cfg, self._source, self._prompts, self._evaluations, self._log = cfg, source, prompts, evaluations, log
         self._clock, self._seconds_before = Clock(), 0.0
-        self._restarts = 0  # of servers, those that are in a record
-        # the place in the prompt stream after the rollouts of a step: those of later ones may be sampled before it is trained
-        self._positions: dict[int, dict[str, Any]] = {}
-        # one thread for all: processes that it starts (graders) are told to end when it ends
+        self._restarts = 0  # server restarts that are in the metrics already
+        self._positions: dict[int, dict[str, Any]] = {}  # step -> position in the prompt stream after its rollouts
+        # one thread for all work: the graders that it starts are ended when it ends
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
 
     @property
@@ -220,7 +221,7 @@ class MainDriver(Driver):
         waiting = Clock()
         self._source.engine.wait_ready()
         self._log.message(f"actor built; {self._cfg.rollout.engine} ready after {waiting.total:.0f} s more")
-        self._clock = Clock()  # the run's seconds do not hold its start
+        self._clock = Clock()  # the run's seconds exclude the start
         return self._source.engine
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
@@ -234,7 +235,7 @@ class MainDriver(Driver):
         if self._cfg.rollout.record or self._cfg.rollout.only:
             self.check_in_place()
             record.write(self._cfg.run_dir / record.FOLDER, step, rollouts, metrics)
-        if self.engine is not None:  # of this run, not of the rollouts: whoever learns from the record has none
+        if self.engine is not None:  # not part of the recorded rollouts: a run that replays them has no servers
             restarts = self.engine.restarts
             metrics.add("rollout/server_restarts", restarts - self._restarts)
             self._restarts = restarts
@@ -266,12 +267,11 @@ class MainDriver(Driver):
                 self._log.message(event)
 
     def state(self, step: int) -> dict[str, Any]:
-        self._log.sync()  # a checkpoint never knows of a step that no record tells of
+        self._log.sync()  # every step that a checkpoint contains must be in the metrics file
         return {
             "step": step,
             "policy_version": step,
-            # rollouts of later steps are lost with the run: whoever resumes samples their prompts again
-            "prompts": self._positions.get(step),
+            "prompts": self._positions.get(step),  # a resumed run samples the prompts of later steps again
             "evaluations": self._evaluations.state_dict(),
             "seconds": self._seconds,
             "config": plain(self._cfg),
@@ -286,7 +286,7 @@ class MainDriver(Driver):
         else:
             step = state["step"]
             self._go_on(state)
-        rename_outcome(self._cfg.run_dir)  # nothing can refuse any more
+        rename_outcome(self._cfg.run_dir)  # from here on nothing can refuse to resume
         said = self._log.rewind(step)
         if self._cfg.rollout.replay is None:
             said += record.set_aside(self._cfg.run_dir / record.FOLDER, after=step)
@@ -338,10 +338,10 @@ class MainDriver(Driver):
         if (best := self.best_step) is not None:
             summary["best_step"] = best
             self._log.message(f"best evaluation: step {best}; its checkpoint: {complete(run_dir / 'checkpoints', best)}")
-        from tepo_megatron.report import write_report  # a second, which ranks without a log need not spend
+        from tepo_megatron.report import write_report  # the import takes a second, which other ranks need not spend
 
         with writing(run_dir):
-            (run_dir / "report.png").unlink(missing_ok=True)  # one that is there after the summary was drawn after it
+            (run_dir / "report.png").unlink(missing_ok=True)  # so a picture that exists is newer than the summary
             replace_file(run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
             page = write_report(run_dir)
         for line in told:

@@ -1,9 +1,9 @@
-"""A row of bytes in the memory of one process that others of the machine map: what is sent of it is where it lies.
+"""A byte buffer in the memory of one process that other processes of the machine map, so that nothing is copied on the way.
 
-On a GPU that is CUDA IPC; on the CPU a file in memory that has no name and ends with its last user. Runs in the trainer, which
-lends rows, and inside the servers, which borrow them. Nothing is unpickled: a `Handle` is plain JSON. Facts are of PyTorch
-2.13 (vLLM's image); `torch/multiprocessing/reductions.py`, the public user of the same calls, is the same file, byte for byte,
-in 2.14.1 (SGLang's image). CUDA IPC has not run.
+On a GPU it is CUDA IPC; on the CPU it is a memfd, an unnamed in-memory file that is freed with its last user. Runs in the
+trainer, which exports buffers, and inside the servers, which open them. Nothing is unpickled: a `Handle` is plain JSON. Facts
+are of PyTorch 2.13 (vLLM's image). `torch/multiprocessing/reductions.py`, the public user of the same calls, is byte for byte
+the same in 2.14.1 (SGLang's image). The CUDA IPC path has never been run.
 """
 
 from __future__ import annotations
@@ -18,14 +18,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_NO_COUNTER = b"/tepo-counts-nothing"  # no shared memory has that name
+_NO_COUNTER = b"/tepo-counts-nothing"  # no shared memory has this name
 
 
 @dataclass(frozen=True)
 class Handle:
-    """Where a row of `nbytes` lies: in the open file `file` of process `pid`, or in a GPU's memory.
+    """The location of a buffer: in a file that a process has open, or in a GPU's memory.
 
-    gpu: its UUID, empty for the CPU; memory: what CUDA calls it, in hexadecimal digits; offset: bytes from where that begins.
+    Attributes:
+        nbytes: Size of the buffer.
+        pid: On the CPU: process that has the file open.
+        file: On the CPU: file descriptor in that process.
+        gpu: UUID of the GPU; empty for the CPU.
+        memory: On a GPU: the CUDA IPC handle in hexadecimal digits.
+        offset: On a GPU: bytes from the start of that allocation to the buffer.
     """
 
     nbytes: int
@@ -37,22 +43,27 @@ class Handle:
 
 
 class Row(Protocol):
-    """handle: for others; bytes: uint8 [n], this process's view."""
+    """An exported buffer.
+
+    Attributes:
+        handle: Other processes open the buffer with it.
+        bytes: This process's view, uint8 [n].
+    """
 
     handle: Handle
     bytes: Tensor
 
     def written(self) -> None:
-        """Return when others may read what was written."""
+        """Return when other processes may read what was written."""
         ...
 
     def close(self) -> None:
-        """Give it up. Those who have it mapped still read it on the CPU; on a GPU they must be done."""
+        """Release the buffer. On the CPU processes that have it mapped can still read it; on a GPU they must be done."""
         ...
 
 
 class HostRow:
-    """See `Row`."""
+    """A buffer in a memfd. See `Row`."""
 
     def __init__(self, nbytes: int) -> None:
         self._file = os.memfd_create("tepo-weights")
@@ -61,17 +72,19 @@ class HostRow:
         self.handle = Handle(nbytes, pid=os.getpid(), file=self._file)
 
     def written(self) -> None:
-        """It is the same memory."""
+        """Do nothing: the readers map the same memory."""
 
     def close(self) -> None:
-        """The memory is free once nobody has it mapped."""
+        """Release the buffer; its memory is freed once no process has it mapped."""
         os.close(self._file)
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
 
 class DeviceRow:
-    """See `Row`. PyTorch would count its users, one for each handle, and keep the memory until the count is zero; here any
-    number opens the one handle, in many rounds, and says when it is done. So the count is zero from the start, and nobody's.
+    """A buffer in a GPU's memory. See `Row`.
+
+    PyTorch would count the users, one per handle, and keep the memory until the count is zero. Here any number of readers open
+    the one handle, in many rounds, and report when they are done. So the count is set to zero at the start and never used.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -84,24 +97,36 @@ class DeviceRow:
         self.handle = Handle(nbytes, 0, 0, uuid, memory.hex(), offset)
 
     def written(self) -> None:
-        """Once all kernels of this device are over: readers wait for no event."""
+        """Wait for all kernels of this device, because readers wait for no event."""
         torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """The allocator has it back."""
+        """Return the memory to the allocator."""
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
 
 def lend(nbytes: int, device: torch.device) -> Row:
-    """A row of this process, zeros or anything."""
+    """Return a new buffer of this process, uninitialized.
+
+    Args:
+        nbytes: Size of the buffer.
+        device: A CUDA device, or the CPU.
+    """
     return DeviceRow(nbytes, device) if device.type == "cuda" else HostRow(nbytes)
 
 
 @contextlib.contextmanager
 def borrowed(handle: Handle, device: torch.device) -> Iterator[Tensor]:
-    """The row, uint8, as this process reads it on `device`; not after the `with`, whose end waits for those who do.
+    """Map the buffer for this process and yield it as a uint8 tensor.
 
-    Raises ValueError where it cannot be mapped.
+    The tensor must not be used after the `with` block, whose end waits for the kernels that read it.
+
+    Args:
+        handle: The exported buffer.
+        device: Device on which this process reads; a buffer on a GPU is opened there.
+
+    Raises:
+        ValueError: The buffer cannot be mapped.
     """
     row = _device_row(handle, device) if handle.gpu else _host_row(handle)
     try:
@@ -112,7 +137,7 @@ def borrowed(handle: Handle, device: torch.device) -> Iterator[Tensor]:
 
 
 def _host_row(handle: Handle) -> Tensor:
-    """What is written into it stays in this process."""
+    """Map a buffer on the CPU, copy-on-write: what is written into it stays in this process."""
     try:
         with open(f"/proc/{handle.pid}/fd/{handle.file}", "rb") as file:
             mapped = mmap.mmap(file.fileno(), handle.nbytes, access=mmap.ACCESS_COPY)
@@ -125,7 +150,7 @@ def _host_row(handle: Handle) -> Tensor:
 
 
 def _device_row(handle: Handle, device: torch.device) -> Tensor:
-    """Opened on `device`, whichever GPU it lies on: the two reach each other's memory, or are the same."""
+    """Open a buffer that lies on the same GPU as `device` or on one whose memory it reaches (peer access)."""
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     there = seen.get(handle.gpu)
     if device.type != "cuda" or there is None or not (there == _index(device) or _reaches(_index(device), there)):
@@ -135,8 +160,8 @@ def _device_row(handle: Handle, device: torch.device) -> Tensor:
         )
     storage = torch.UntypedStorage._new_shared_cuda(
         *(_index(device), bytes.fromhex(handle.memory), handle.nbytes, handle.offset),
-        *(_NO_COUNTER, 0),  # what frees it would take one off the sender's count, which is zero
-        *(b"", False),  # no event: the sender waited before it told
+        *(_NO_COUNTER, 0),  # freeing would decrement the sender's count, which is zero
+        *(b"", False),  # no event: the sender synchronized before it sent the handle
     )
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 

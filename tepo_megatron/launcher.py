@@ -1,6 +1,6 @@
-"""Start the ranks of a run on this machine, and turn whatever ends them into one message.
+"""Start the ranks of a run on this machine, and turn any failure of theirs into one message.
 
-Inside torchrun (RANK is set) `tepo train` is a rank itself.
+Under torchrun (RANK is set) `tepo train` is a rank itself.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ if TYPE_CHECKING:
     from tepo_megatron.driver import EngineFactory
     from tepo_megatron.platform import Platform
 
-# Our launcher's process id, for the ranks that it starts.
+# Environment variable with our launcher's process ID, for the ranks that it starts.
 _LAUNCHER = "TEPO_LAUNCHER_PID"
-# What torchrun's agent sets for its ranks, and how long one that can end does not need.
+# Variable that torchrun's agent sets for its ranks, and seconds within which an agent that can end by itself has ended.
 _AGENT, _AGENT_SECONDS = "TORCHELASTIC_RUN_ID", 30.0
 
 
 class RanksFailed(TepoError, RuntimeError):
-    """A rank ended with an error; the message is that of the rank that failed first."""
+    """A rank ended with an error. The message is that of the rank that failed first."""
 
 
 def inside_torchrun() -> bool:
-    """Whether this process is already a rank."""
+    """Return whether this process is already a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launch(cfg: Config, worker: str = "tepo_megatron.worker", inherit: Sequence[int] = ()) -> None:
-    """Run `python -m WORKER CONFIG` once per rank and wait.
+    """Run `python -m WORKER CONFIG` once per rank and wait for all ranks.
 
-    The ranks meet in a folder that only this user can enter, which also holds their copy of the config. Nothing listens for
-    them but gloo and NCCL between the ranks themselves, on the loopback interface where no server is on another machine.
+    The ranks rendezvous in a folder that only this user can enter; it also holds their copy of the config. The only listening
+    sockets are those of gloo and NCCL between the ranks, on the loopback interface if no server is on another machine.
 
     Args:
-        cfg: what the ranks of this launch are given, whatever the run's folder says.
-        worker: the module that a rank runs.
-        inherit: file descriptors that the ranks keep open, such as that of the run's lock.
+        cfg: The config that the ranks of this launch get, whatever the run's folder says.
+        worker: Module that a rank runs.
+        inherit: File descriptors that the ranks keep open, such as that of the run's lock.
 
     Raises:
-        RanksFailed: with the first failure.
-        KeyboardInterrupt: a signal ended the launcher. In both cases all ranks are gone when it raises, and their servers and
-            graders end with them (they ask the kernel for it).
+        RanksFailed: A rank failed; the message is that of the first failure.
+        KeyboardInterrupt: A signal ended the launcher. After either error all ranks are gone; their servers and graders end
+            with them, which they have asked the kernel for.
     """
     kills = MemoryKills()
     with interrupted_by_signals(), make_private_folder("ranks") as private:
@@ -73,22 +73,22 @@ def launch(cfg: Config, worker: str = "tepo_megatron.worker", inherit: Sequence[
 
 
 def _environment(cfg: Config, folder: Path) -> dict[str, str]:
-    """Of all ranks: where they meet, how many threads they have, and the interface on which they connect."""
+    """Return the environment of all ranks: their rendezvous, number of threads, and the interface of gloo and NCCL."""
     shared = {_LAUNCHER: str(os.getpid()), WORLD_FOLDER: str(folder), "GLOO_SOCKET_IFNAME": "lo"}
     server = cfg.rollout.server
     if server.urls is None and server.rendezvous is None:
-        shared["NCCL_SOCKET_IFNAME"] = "=lo"  # else servers on other machines may have to reach a rank by it
+        shared["NCCL_SOCKET_IFNAME"] = "=lo"  # otherwise servers on other machines may have to reach a rank
     threads = {"OMP_NUM_THREADS": str(threads_of_rank(cfg.parallel.world_size))}
     if cfg.platform == "cpu":
-        # one thread a rank; threads that wait must not spin while the server works on the same cores
+        # one thread per rank; waiting threads must not spin, because the server works on the same cores
         threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     return shared | {name: value for name, value in threads.items() if name not in os.environ}
 
 
 def threads_of_rank(ranks: int) -> int:
-    """Threads of one of `ranks` ranks on this machine: an equal share of the cores that this process may use.
+    """Return the number of threads of one of `ranks` ranks: an equal share of the cores that this process may use.
 
-    Without it every rank of PyTorch takes all cores; torchrun gives each a single one, too few for what stays on the host.
+    Without it every PyTorch rank would use all cores. torchrun gives each rank a single one, too few for the work on the host.
     """
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
@@ -96,11 +96,15 @@ def threads_of_rank(ranks: int) -> int:
 def run_rank(
     cfg: Config, make_engine: EngineFactory | None = None, work: Callable[[Config, Platform], None] | None = None
 ) -> int:
-    """Train as this process's rank; returns the exit status. make_engine: instead of the config's engine; work: instead of
-    training.
+    """Train as this process's rank; return the exit status.
 
-    SIGINT and SIGTERM end a rank at once: it may sit in a collective that no Python handler can interrupt, and everything it
-    leaves behind is written whole or not at all. It ends with its launcher, or torchrun's agent, however that ends.
+    SIGINT and SIGTERM end a rank at once: it may be in a collective that no Python handler can interrupt, and all its files are
+    written atomically. It also ends when its launcher, or torchrun's agent, ends for any reason.
+
+    Args:
+        cfg: The run's config.
+        make_engine: Makes an engine to use instead of the one that the config names.
+        work: Replaces training.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -109,7 +113,7 @@ def run_rank(
     elif _AGENT in os.environ:
         die_with_parent(os.getppid())
     quiet_upstream()
-    # one hardware queue: kernels start in the order in which Megatron-Core's overlap of tp communication needs them
+    # one hardware queue, so that kernels start in the order that Megatron-Core's overlap of tp communication needs
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from tepo_megatron.platform import activate
 
@@ -118,7 +122,7 @@ def run_rank(
         if work is not None:
             work(cfg, platform)
             return 0
-        from tepo_megatron.train import train  # imports Megatron-Core, which the platform must come before
+        from tepo_megatron.train import train  # imports Megatron-Core, so the platform must be active first
 
         train(cfg, platform, make_engine, end=_end_at_once)
     except TepoError as e:
@@ -132,8 +136,11 @@ def run_rank(
 
 
 def _end_at_once(message: str, cut_off: bool) -> NoReturn:
-    """cut_off: from the store of the world. So is the agent of torchrun on this machine: it asks that store, and a connection
-    without an answer holds it until TCP gives up, whatever its own time-outs say (torch 2.13)."""
+    """End this rank with a message. If it is cut off from the world's store (`cut_off`), have torchrun's agent ended, too.
+
+    The agent of this machine asks the same store, and a connection without an answer blocks it until TCP gives up, whatever its
+    own time-outs say (torch 2.13).
+    """
     leave_message(message, expected=True)
     if cut_off and _AGENT in os.environ and _LAUNCHER not in os.environ:
         end_later(os.getppid(), _AGENT_SECONDS)

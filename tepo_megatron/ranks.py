@@ -1,4 +1,4 @@
-"""The ranks of a run on this machine as child processes: started, watched, ended, and asked why they failed."""
+"""Run the ranks of a run on this machine as child processes: start them, watch them, end them, and find out why they failed."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
-# Where a rank leaves its last message: a JSON file of ours, or of torchrun's agent.
+# Environment variables with the file for a rank's last message: our JSON file, or that of torchrun's agent.
 ERROR_FILE, _AGENT_FILE = "TEPO_ERROR_FILE", "TORCHELASTIC_ERROR_FILE"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended.
+    """The end of one rank.
 
     Attributes:
-        pid: Its process.
-        status: Its exit status; negative: a signal.
-        message: What it left, if anything.
-        ended_by_us: Whether it still ran when the launcher ended all ranks: its signal was the launcher's own.
+        pid: Its process ID.
+        status: Its exit status; negative: the signal that ended it.
+        message: The message that it left; None if it left none.
+        ended_by_us: Whether it still ran when the launcher ended all ranks, so that its signal was the launcher's own.
     """
 
     pid: int
@@ -46,24 +46,24 @@ class Failure:
 
 
 class RankProcesses:
-    """A context manager, within which ranks are started and waited for; none is left afterwards."""
+    """A context manager that starts ranks and waits for them; no rank is left when it exits."""
 
     def __init__(
         self, words: Sequence[str], size: int, folder: Path, shared: Mapping[str, str], inherit: Sequence[int]
     ) -> None:
-        """Prepare the ranks.
+        """Store what to start; nothing is started yet.
 
         Args:
-            words: arguments of this Python.
-            size: number of ranks.
-            folder: a private folder, for the messages of ranks that fail.
-            shared: environment of all ranks, in addition to this process's.
-            inherit: file descriptors that the ranks keep open.
+            words: Arguments of the Python interpreter.
+            size: Number of ranks.
+            folder: A private folder for the messages of failed ranks.
+            shared: Environment variables of all ranks, in addition to this process's.
+            inherit: File descriptors that the ranks keep open.
         """
         self._words, self._size, self._folder = words, size, folder
         self._shared, self._inherit = shared, inherit
         self._started: list[subprocess.Popen[bytes]] = []
-        self._running: set[int] = set()  # ranks that still ran when the others were ended
+        self._running: set[int] = set()  # ranks that still ran when the launcher ended all of them
 
     def __enter__(self) -> RankProcesses:
         return self
@@ -78,7 +78,7 @@ class RankProcesses:
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._size), "LOCAL_WORLD_SIZE": str(self._size),
                 ERROR_FILE: str(self._error_file(rank)),
             }  # fmt: skip
-            # sessions of their own: Ctrl-C in a terminal reaches the launcher alone, which ends the ranks in order
+            # each in its own session: Ctrl-C in a terminal reaches only the launcher, which then ends the ranks in order
             self._started.append(
                 subprocess.Popen(
                     [sys.executable, *self._words], env={**os.environ, **self._shared, **own},
@@ -87,7 +87,7 @@ class RankProcesses:
             )  # fmt: skip
 
     def wait(self) -> dict[int, Failure]:
-        """Return {} once all ranks have ended well; after the first failure, end the others and return all failures by rank."""
+        """Return {} once all ranks have ended without error. After a first failure, end the others and return all failures."""
         while True:
             statuses = [process.poll() for process in self._started]
             if any(statuses):
@@ -99,7 +99,7 @@ class RankProcesses:
             time.sleep(_POLL_SECONDS)
 
     def _end(self) -> None:
-        """SIGTERM to the ranks and what they started in their sessions, then SIGKILL to who is still there."""
+        """Send SIGTERM to the ranks and the processes of their sessions, then SIGKILL to those that are left."""
         self._send(signal.SIGTERM)
         deadline = time.monotonic() + _GRACE_SECONDS
         while any(process.poll() is None for process in self._started) and time.monotonic() < deadline:
@@ -129,13 +129,13 @@ class RankProcesses:
 def first_failure(failures: Mapping[int, Failure], kills: MemoryKills) -> str:
     """Return the message of the failure that caused the others.
 
-    A rank that the kernel killed for memory comes first; then an error of ours; then a rank that was killed from outside; then
-    the earliest traceback (ranks whose peers vanished fail too, in their collectives). What only follows comes last: aborts and
-    the launcher's own signals.
+    The order is: a rank that the kernel killed for memory; a TepoError; a rank that was killed from outside; the earliest
+    traceback, since ranks whose peers vanished fail too, in their collectives. Mere consequences come last: aborts and the
+    launcher's own signals.
 
     Args:
-        failures: by rank.
-        kills: begun before the ranks were started.
+        failures: The failed ranks.
+        kills: Created before the ranks were started.
     """
     for_memory = kills.seen()
 
@@ -159,41 +159,41 @@ def first_failure(failures: Mapping[int, Failure], kills: MemoryKills) -> str:
 
 
 def leave_message(message: str, expected: bool) -> None:
-    """Leave a rank's last message for the launcher or torchrun's agent, on stderr without either.
+    """Write a rank's last message for the launcher or for torchrun's agent; to stderr if there is neither.
 
     Args:
-        message: what the user is told.
-        expected: whether it is an error of ours, not a traceback.
+        message: The text that the user sees.
+        expected: Whether it is an error message of ours; False: a traceback.
     """
     try:
         if (path := os.environ.get(ERROR_FILE)) is not None:
             partial = Path(f"{path}.partial")
-            # the monotonic clock is one for all processes of a machine, and nobody sets it
+            # the monotonic clock is the same for all processes of a machine, and nobody sets it
             partial.write_text(json.dumps({"message": message, "expected": expected, "time": time.monotonic()}))
             partial.replace(path)
             return
         if (path := os.environ.get(_AGENT_FILE)) is not None:
-            now = time.time()  # as torchrun's agent wants it
+            now = time.time()  # torchrun's agent expects wall-clock time
             extra = {"timestamp": str(int(now)), "time": now, "expected": expected}
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
             return
-    except OSError:  # the disk for temporary files is full, say
+    except OSError:  # for example because the disk for temporary files is full
         pass
     print(f"tepo: rank {os.environ.get('RANK', '0')}: {escaped(message)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """Turn the signals that end a command into KeyboardInterrupt("signal NAME"); handlers are restored afterwards."""
+    """Raise KeyboardInterrupt("signal NAME") on the signals that end a command. The old handlers are restored afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in _HANDLED}
-    ignored = {number for number, handler in before.items() if handler is signal.SIG_IGN}  # by nohup, say
+    ignored = {number for number, handler in before.items() if handler is signal.SIG_IGN}  # for example by nohup
 
     def interrupt(number: int, _: FrameType | None) -> None:
         for other in _HANDLED:
-            signal.signal(other, signal.SIG_IGN)  # the ranks are being ended already
+            signal.signal(other, signal.SIG_IGN)  # the ranks are already being ended
         raise KeyboardInterrupt(f"signal {signal.Signals(number).name}")
 
     for number in before.keys() - ignored:

@@ -1,15 +1,15 @@
-"""When rollouts are sampled and when the engine gets new weights: in turn with training, or ahead of it.
+"""Schedule sampling and weight updates: either in turn with training, or up to `max_staleness` steps ahead of it.
 
-Rollouts of step t are begun once weights of version t - 1 - max_staleness or newer are served, one step after the other.
+The rollouts of step t are started once weights of version t - 1 - max_staleness or newer are served, one step after the other.
 
-    max_staleness, in_flight | new weights are served           | rollouts of step t are by versions
+    max_staleness, in_flight | new weights are served           | versions that sample the rollouts of step t
     0                        | after every step                 | t - 1
     1, finish                | between the rollouts of 2 steps  | t - 2 (the first: 0)
-    k, finish                | when nothing is being sampled    | t - 1 - k or newer, as time has it
-    k, continue or restart   | after every step                 | t - 1 - k or newer, as time has it
+    k, finish                | when nothing is being sampled    | t - 1 - k or newer, depending on timing
+    k, continue or restart   | after every step                 | t - 1 - k or newer, depending on timing
 
-Where trainer and engine share their devices (rollout.colocate) the engine sleeps while a step is trained, and wakes when
-something is to be sampled: what lies between, a checkpoint for one, finds the trainer as training left it.
+If trainer and engine share their devices (rollout.colocate), the engine sleeps while a step is trained and wakes when something
+is to be sampled. Anything in between, such as a checkpoint, finds the trainer as training left it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ from tepo_megatron.weights.sync import NoSync, WeightSync
 
 
 class Schedule:
-    """The rollout side of the loop, the same calls on every rank. first: the step whose weights the actor has at the start."""
+    """The rollout side of the training loop. All ranks make the same calls.
+
+    Attributes:
+        ended: Whether training ends before the last step because evaluations stopped improving.
+    """
 
     def __init__(
         self,
@@ -49,17 +53,28 @@ class Schedule:
         memory: MemoryReport,
         gate: WeightsGate,
     ) -> None:
+        """Serve the first weights, unless the devices are shared, and evaluate them if the run is new.
+
+        Args:
+            cfg: The run's config.
+            driver: This rank's driver.
+            sync: Delivers the actor's weights.
+            groups: The mesh of this run.
+            first: Step whose weights the actor has at the start.
+            turns: Placement: whether trainer and engine share their devices.
+            memory: Measures the memory of each phase.
+            gate: Is notified of every delivery.
+        """
         self._driver, self._sync, self._groups, self._turns, self._memory = driver, sync, groups, turns, memory
         self._gate = gate
         self._staleness, self._interrupts = cfg.rollout.max_staleness, cfg.rollout.in_flight != "finish"
         self._evaluates = cfg.data.eval is not None or bool(cfg.evaluation.benchmarks)
         self._evaluate_every = cfg.evaluation.every
         self._last = cfg.training.steps
-        self._ahead: deque[tuple[Nothing, Clock]] = deque()  # the rollouts of steps to come, done or not
-        self._begun = first  # the last step whose rollouts were begun
-        self._trained = first  # the version of the actor's weights
-        self._version: int | None = None  # of those that are served
-        # whether training is over before the last step: nothing was gained for long
+        self._ahead: deque[tuple[Nothing, Clock]] = deque()  # rollouts of the next steps, finished or not
+        self._begun = first  # last step whose rollouts were started
+        self._trained = first  # version of the actor's weights
+        self._version: int | None = None  # version of the served weights
         self.ended: bool = share(driver.out_of_patience, groups)
         if not turns.shared:
             self._serve(Clock())
@@ -72,7 +87,12 @@ class Schedule:
         return self._trained
 
     def take(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
-        """The graded rollouts to train on in `step`, and their metrics."""
+        """Return the graded rollouts to train on in `step`, and their metrics. Collective over all ranks.
+
+        Args:
+            step: Number of the step.
+            clock: Receives the seconds of waiting, sampling, grading and weight updates.
+        """
         if not self._ahead:
             self._serve(clock)
         self._begin_what_may_be()
@@ -92,13 +112,19 @@ class Schedule:
         return taken
 
     def train(self) -> None:
-        """Have the actor ready to be trained, saved and exported."""
+        """Make the actor ready to be trained, saved and exported."""
         self._turns.train()
         self._memory.begin_phase()
 
     def give(self, step: int, clock: Clock) -> None:
-        """Have the weights of `step`, the actor's, served: at once, or when nothing is sampled that they must wait for; where
-        trainer and engine share their devices, when something is to be sampled with them.
+        """Have the engine serve the actor's weights, which are those of `step`.
+
+        That happens at once, or later if something is being sampled that must finish first; with shared devices, when something
+        is to be sampled with them.
+
+        Args:
+            step: The step that was trained.
+            clock: Receives the seconds of the weight update.
         """
         self._memory.end_phase("train")
         self._trained = step
@@ -106,8 +132,9 @@ class Schedule:
             self._serve(clock)
 
     def evaluate_if_due(self, step: int) -> None:
-        """Evaluate the weights of `step`, if they are served and it is time, after what is being sampled; the last ones are
-        evaluated in the end.
+        """Evaluate the weights of `step` if they are served and an evaluation is due, after the sampling in progress.
+
+        The weights of the last step are evaluated at the end of training.
         """
         due = self._evaluate_every > 0 and step % self._evaluate_every == 0
         served = self._trained if self._turns.shared else self._version
@@ -115,7 +142,7 @@ class Schedule:
             self.evaluate(step)
 
     def evaluate(self, step: int) -> None:
-        """Evaluate the weights that are served, those of `step`, on the held-out problems and benchmarks if there are any."""
+        """Evaluate the served weights, those of `step`, on the held-out problems and benchmarks, if there are any."""
         if not self._evaluates:
             return
         self._serve(Clock())
@@ -123,7 +150,7 @@ class Schedule:
         self.ended = share(self._driver.out_of_patience, self._groups)
 
     def _begin_what_may_be(self) -> None:
-        """Have rollouts sampled as far ahead as the weights that are served may be used."""
+        """Start rollouts as far ahead as the staleness of the served weights allows."""
         assert self._version is not None
         while self._begun < min(self._last, self._version + 1 + self._staleness):
             self._begun += 1
@@ -134,9 +161,10 @@ class Schedule:
         return lambda: self._driver.collect(step, clock)
 
     def _wait(self, working: Nothing) -> Any:
-        """What the work makes on rank 0, on every rank; meanwhile all send the weights when a restarted server lacks them.
+        """Return the work's result from rank 0 on every rank; meanwhile send the weights if a restarted server lacks them.
 
-        The actor has only its newest: where rollouts are sampled ahead, the rest of them comes from those then.
+        The actor only has its newest weights. If rollouts are sampled ahead, the rest of them is therefore sampled with the
+        newest.
         """
         while True:
             weights_wanted, made = share(working.wait(), self._groups)
@@ -145,7 +173,7 @@ class Schedule:
             self._turns.repair(self._push)
 
     def _serve(self, clock: Clock) -> None:
-        """Have the actor's weights served, unless they are."""
+        """Have the engine serve the actor's weights, unless it does."""
         if self._turns.engine_sleeps or self._version != self._trained:
             with clock.phase("sync"):
                 self._turns.generate(self._push)
@@ -158,7 +186,14 @@ class Schedule:
 
 
 def share(value: Any, groups: Groups) -> Any:
-    """Rank 0's value, on every rank; they wait for it as long as generation takes."""
+    """Return rank 0's value on every rank. The ranks wait for it as long as generation takes.
+
+    Collectives: one broadcast over the host group.
+
+    Args:
+        value: Any object that can be pickled; used on rank 0 only.
+        groups: The mesh of this run.
+    """
     box = [value]
     dist.broadcast_object_list(box, src=0, group=groups.host, device=torch.device("cpu"))
     return box[0]

@@ -1,4 +1,4 @@
-"""The training loop. Every rank runs it; rank 0 alone speaks to the engine, the grader and the user."""
+"""The training loop. Every rank runs it; only rank 0 talks to the engine, the grader and the user."""
 
 from __future__ import annotations
 
@@ -34,9 +34,13 @@ def train(
     make_engine: EngineFactory | None = None,
     end: Callable[[str, bool], object] = watch.last_words,
 ) -> None:
-    """One run: `cfg.training.steps` rollout batches, each sampled, graded and learned from, with weights sent after each.
+    """Make one run of `cfg.training.steps` steps: sample and grade a batch, train on it, and update the engine's weights.
 
-    make_engine: instead of the engine that the config names; end: see `watch.Watch`.
+    Args:
+        cfg: The run's config.
+        platform: The activated platform of `cfg.platform`.
+        make_engine: Makes an engine to use instead of the one that the config names.
+        end: Called by the hang watchdog to end this process; see `watch.Watch`.
     """
     check_one_host(cfg.sync, servers_beside_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous is not None)
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
@@ -54,6 +58,7 @@ def _watched(cfg: ParallelConfig, groups: parallel.Groups, folder: Path, end: Ca
 
 
 def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
+    """Train for all steps; then export the model, evaluate it and write the report."""
     if cfg.rollout.colocate:
         driver.engine_to_sleep()
         everybody(groups)
@@ -83,14 +88,14 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
             schedule.evaluate_if_due(step)
             last = step == cfg.training.steps or schedule.ended
             if _is_due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.every):
-                schedule.train()  # after an evaluation the trainer may be elsewhere
+                schedule.train()  # an evaluation may have offloaded the trainer
                 checkpoints.save(step, actor, driver.state(step) | {"noise_floor": actor.noise_floor}, driver.best_step)
             driver.saved(checkpoints.poll())
 
         if schedule.ended:
             schedule.train()
         driver.saved(checkpoints.wait())
-        if cfg.export_hf:  # before what follows, so that nothing that fails afterwards costs the model
+        if cfg.export_hf:  # first, so that a later failure cannot cost the model
             actor.export_hf(cfg.run_dir / "hf", driver.check_in_place)
         schedule.evaluate(schedule.trained)
     if table := memory.table():
@@ -108,19 +113,23 @@ def learn(
     clock: Clock,
     gate: WeightsGate,
 ) -> None:
-    """Take all updates of one rollout batch: old statistics, reference log-probs, then minibatch after minibatch.
+    """Make all updates of one rollout batch: old statistics, reference log-probs, then one update per minibatch.
 
-    Every rank calls it, after `actor.start_step(step)`, and finds the parameters gathered when it returns.
+    Every rank calls it after `actor.start_step(step)`. When it returns, the parameters are gathered.
 
     Args:
-        rollouts: graded, contiguous by prompt, the same on every rank.
-        step: the number of the rollout batch; it seeds the order of the minibatches.
-        log: receives metrics and the mismatch between engine and actor.
-        clock: receives the seconds of the phases `old_stats` and `update`.
-        gate: compares each rollout with the log-probs of the weights that sampled it; it was told of their delivery.
+        rollouts: Graded, contiguous by prompt, the same on every rank.
+        step: Number of the rollout batch; it seeds the order of the minibatches.
+        actor: The policy to update.
+        objective: The loss.
+        cfg: The run's config.
+        log: Receives metrics and the mismatch between engine and actor.
+        clock: Receives the seconds of the phases `old_stats` and `update`.
+        gate: Compares each rollout with the log-probs of the weights that sampled it; it must have been notified of their
+            delivery.
 
     Raises:
-        SyncError: The engine's log-probs are further from the actor's than `sync.max_logprob_diff`.
+        SyncError: The engine's log-probs differ from the actor's by more than `sync.max_logprob_diff`.
         NumericalError: A loss or a gradient norm is not finite.
     """
     batch = TrainBatch.build(rollouts, group_advantages(rollouts, objective.advantage))
@@ -148,7 +157,7 @@ def learn(
 
 
 def _sample(cfg: Config, driver: Driver) -> None:
-    """Rollouts alone, of the weights in `model.path`, recorded."""
+    """Only sample and record rollouts, with the weights in `model.path`."""
     driver.engine_when_ready()
     for step in range(1, cfg.training.steps + 1):
         clock, log = Clock(), StepLog()
@@ -159,7 +168,7 @@ def _sample(cfg: Config, driver: Driver) -> None:
 
 
 def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> int:
-    """Bring everything to where the newest checkpoint was taken; returns its step, 0 without one."""
+    """Restore the newest checkpoint; return its step, 0 without a checkpoint."""
     found = checkpoints.newest()
     if found is None:
         driver.resume(None)
@@ -173,7 +182,7 @@ def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> int:
 def _open_sync(
     cfg: Config, groups: parallel.Groups, actor: Actor, driver: Driver
 ) -> contextlib.AbstractContextManager[WeightSync | BroadcastSync | NoSync]:
-    """Where the weights go; nowhere when rollouts are replayed."""
+    """Return the sync that delivers the actor's weights; one that does nothing if rollouts are replayed."""
     engine = driver.engine_when_ready()
     if cfg.rollout.replay is not None:
         return contextlib.nullcontext(NoSync())
@@ -187,14 +196,17 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _needs_old_pass(batch: TrainBatch, objective: Objective, cfg: Config) -> bool:
-    """Not where the old statistics are those of the only update's own forward pass, and nothing asks for them earlier."""
+    """Return whether old statistics need a forward pass of their own.
+
+    They do not if the only update's own forward pass yields them and nothing asks for them earlier.
+    """
     in_reward = bool(objective.ref_beta) and objective.ref_kl_in == "reward"
     several = batch.updates(cfg.training.epochs, cfg.training.minibatch_prompts) > 1
     return several or objective.needs_batch_statistics or in_reward
 
 
 def _with_reference(batch: TrainBatch, actor: Actor, objective: Objective, log: StepLog) -> TrainBatch:
-    """The batch with what the objective needs of the reference policy; as it was without one."""
+    """Return the batch with what the objective needs of the reference policy; unchanged if it needs nothing."""
     if not objective.ref_beta:
         return batch
     batch = actor.attach_ref_logprobs(batch)

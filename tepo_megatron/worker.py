@@ -1,4 +1,4 @@
-"""What `tepo train` starts once per rank: `python -m tepo_megatron.worker runs/NAME/config.yaml`."""
+"""The module that `tepo train` starts once per rank: `python -m tepo_megatron.worker runs/NAME/config.yaml`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The rows of the table that need a GPU: `python -m benchmarks.gpu`, with CUDA events, beside measured ceilings."""
+"""The rows of the table that need a GPU: `python -m benchmarks.gpu`, timed by CUDA events, next to measured ceilings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ TARGETS = {
 
 
 def name_of(row: int, what: str, rows: int = ROWS, vocab: int = VOCAB, hidden: int = HIDDEN) -> str:
-    """Of a measure."""
+    """Return the name of a measure.
+
+    Args:
+        row: 8 or 9.
+        what: The measured quantity.
+        rows, vocab, hidden: Sizes; the hidden size is part of row 9's names.
+    """
     return f"{what}, {rows} x {vocab} bf16" + (f", hidden {hidden}" if row == 9 else "")
 
 
 def not_measured() -> list[Measure]:
-    """What stands in a table made without a GPU."""
+    """Return the measures for a table that is made without a GPU."""
     why = "not measured: needs a GPU"
     return [Measure(row, name_of(row, "time"), "s", None, targets=targets, why=why) for row, targets in TARGETS.items()]

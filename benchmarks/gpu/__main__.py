@@ -1,8 +1,9 @@
-"""Rows 8 and 9 of the table on this machine's GPU: prints them and writes benchmarks/results/gpu_rows.json.
+"""Measure rows 8 and 9 of the table on this machine's GPU; print them and write benchmarks/results/gpu_rows.json.
 
     python -m benchmarks.gpu [--peers DIR] [--repetitions 20] [--rows 8192] [--vocab 151936] [--hidden 5120] [--out FILE]
 
-`make bench` installs the peers into .cache/peers. At full size some 40 GB of GPU memory; what does not fit is left out.
+`make bench` installs the peers into .cache/peers. At full size it takes some 40 GB of GPU memory; what does not fit is left
+out.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from benchmarks.results import ROOT, save, surroundings, table
 
 
 def arguments() -> argparse.Namespace:
-    """Of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -32,7 +33,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """See the top of the file."""
+    """Measure, print and write."""
     args = arguments()
     if not torch.cuda.is_available():
         sys.exit("python -m benchmarks.gpu needs a GPU, and torch finds none; `make bench` measures on the CPU")

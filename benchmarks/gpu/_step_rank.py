@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.gpu.step`, for torchrun: the steps of one config, timed."""
+"""One rank of `benchmarks.gpu.step`, started by torchrun: it times the steps of one config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ OLD, UPDATES = "old log-probs", "updates"
 
 
 def rollouts(cfg: Config, work: Workload) -> list[Rollout]:
-    """Random tokens, of the lengths that the plan takes, in groups of which every other sample is right."""
+    """Return rollouts of random tokens with the lengths that the plan assumes; every other sample of a group is right.
+
+    Args:
+        cfg: The run's config.
+        work: Lengths of prompts and responses.
+    """
     rng, (_, arch) = random.Random(cfg.seed), read_model(cfg.model.path)
     samples = cfg.rollout.samples_per_prompt
     lengths = work.sequences(cfg.rollout.prompts_per_step * samples)
@@ -43,7 +48,11 @@ def rollouts(cfg: Config, work: Workload) -> list[Rollout]:
 
 
 class Steps:
-    """Training steps on the same rollouts, as `train.py` takes them. Rank 0 has what they took."""
+    """Training steps on the same rollouts, as `train.py` makes them.
+
+    Attributes:
+        seconds: Seconds of each step, by phase (OLD, UPDATES), on every rank.
+    """
 
     def __init__(self, cfg: Config, work: Workload) -> None:
         platform = activate(cfg.platform)
@@ -58,7 +67,7 @@ class Steps:
         self.seconds: dict[str, list[float]] = {OLD: [], UPDATES: []}
 
     def begin(self, step: int) -> TrainBatch:
-        """The first half of a step: its batch with the old statistics."""
+        """Make the first half of a step; return its batch with the old statistics."""
         from tepo_megatron.advantages import group_advantages
 
         self.actor.start_step(step)
@@ -67,7 +76,12 @@ class Steps:
         return known
 
     def finish(self, step: int, batch: TrainBatch) -> None:
-        """The second: all updates."""
+        """Make the second half of a step: all updates.
+
+        Args:
+            step: Number of the step.
+            batch: Result of `begin`.
+        """
 
         def updates() -> None:
             for minibatch in batch.epochs(self.cfg.training.epochs, self.cfg.training.minibatch_prompts, step):
@@ -77,7 +91,7 @@ class Steps:
         self._timed(UPDATES, updates)
 
     def _timed(self, name: str, call: Callable[[], Any]) -> Any:
-        """From when all ranks are ready until all are done."""
+        """Time a call from when all ranks are ready until all are done."""
         self._meet()
         start = time.perf_counter()
         found = call()
@@ -91,7 +105,7 @@ class Steps:
         dist.barrier(group=self.groups.host)
 
     def peak_gib(self) -> float | None:
-        """Of the rank that held most at a time, since the start; None without a GPU."""
+        """Return the peak GiB allocated since the start, on the rank with the largest peak; None without a GPU."""
         mine = torch.cuda.max_memory_allocated() / 2**30 if self.on_gpu else 0.0
         everybody = [mine] * self.groups.world_size
         dist.all_gather_object(everybody, mine, group=self.groups.host)
@@ -99,8 +113,8 @@ class Steps:
 
 
 def main() -> None:
-    """Words: a JSON object with `config` (its file), `overrides`, `prompt`, `response`, `steps`, `folder`."""
-    die_with_parent(os.getppid(), signal.SIGKILL)  # torchrun may be killed
+    """Run the steps. The argument is JSON with `config` (its file), `overrides`, `prompt`, `response`, `steps`, `folder`."""
+    die_with_parent(os.getppid(), signal.SIGKILL)  # also if torchrun is killed
     asked = json.loads(sys.argv[1])
     cfg = load_config(asked["config"], asked["overrides"])
     steps = Steps(cfg, Workload.of(cfg, asked["prompt"], asked["response"]))
@@ -113,7 +127,7 @@ def main() -> None:
     logprobs_N = steps.groups.broadcast_from_last_stage(logprobs_N)
     steps.finish(1, batch)
     for taken in steps.seconds.values():
-        taken.clear()  # kernels were compiled, the optimizer's state was made
+        taken.clear()  # the first step compiled kernels and made the optimizer's state
     for step in range(2, asked["steps"] + 2):
         steps.finish(step, steps.begin(step))
     peak = steps.peak_gib()

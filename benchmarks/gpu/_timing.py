@@ -1,4 +1,4 @@
-"""Times by CUDA events, peak memory, and the ceilings that the machine itself sets. On a CPU (to try the code) by its clock."""
+"""Times by CUDA events, peak memory, and the machine's own ceilings. On a CPU (to test the code) times are by its clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from benchmarks.results import OURS
 
 
 def on_gpu(call: Call, given: Any) -> tuple[float, float]:
-    """Seconds between two CUDA events around the call, its launches included; the second number has no meaning."""
+    """Return the seconds between two CUDA events around the call, its launches included, and a second number without meaning.
+
+    Args:
+        call: The alternative to time.
+        given: Its argument.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -27,13 +32,26 @@ def on_gpu(call: Call, given: Any) -> tuple[float, float]:
 def seconds(
     prepare: Callable[[], Any], alternatives: Mapping[str, Call], device: torch.device, repetitions: int
 ) -> dict[str, float]:
-    """Median of each, all in turn."""
+    """Return the median seconds of each alternative, all in turn.
+
+    Args:
+        prepare: Makes what an alternative consumes; its time does not count.
+        alternatives: What is timed, by name.
+        device: Selects CUDA events or the clock.
+        repetitions: Timed rounds.
+    """
     timed = on_gpu if device.type == "cuda" else on_host
     return {name: t.wall for name, t in interleaved(prepare, alternatives, repetitions, timed).items()}
 
 
 def peak_bytes(call: Call, given: Any, device: torch.device) -> int:
-    """Highest number of bytes allocated during the call, above the start."""
+    """Return the peak bytes allocated during the call, above the start.
+
+    Args:
+        call: The alternative.
+        given: Its argument.
+        device: Where it allocates.
+    """
     if device.type != "cuda":
         return peak_extra_bytes(lambda: call(given))
     torch.cuda.synchronize()
@@ -46,13 +64,19 @@ def peak_bytes(call: Call, given: Any, device: torch.device) -> int:
 
 
 def peaks(prepare: Callable[[], Any], alternatives: Mapping[str, Call], device: torch.device) -> dict[str, int]:
-    """Peak bytes of each alternative's second call. Peers that fail, for want of memory for one, are told of and left out."""
+    """Return the peak bytes of each alternative's second call. Peers that fail, for example for lack of memory, are left out.
+
+    Args:
+        prepare: Makes what an alternative consumes.
+        alternatives: What is measured, by name. An error of ours is raised.
+        device: Where they allocate.
+    """
     found = {}
     for name, call in alternatives.items():
         try:
             call(prepare())
             found[name] = peak_bytes(call, prepare(), device)
-        except Exception as e:  # whatever a peer's kernel raises on this machine: the others are measured all the same
+        except Exception as e:  # a peer's kernel may raise anything on this machine: measure the others all the same
             if name == OURS:
                 raise
             print(f"{name} is left out: {type(e).__name__}: {e}", file=sys.stderr)
@@ -62,12 +86,24 @@ def peaks(prepare: Callable[[], Any], alternatives: Mapping[str, Call], device: 
 
 
 def copy_bandwidth(size: int, device: torch.device, repetitions: int) -> float:
-    """Bytes per second, read and written, of copying `size` bytes on the device."""
+    """Return the bytes per second, read and written, of copying `size` bytes on the device.
+
+    Args:
+        size: Bytes.
+        device: Where they are.
+        repetitions: Timed rounds.
+    """
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * size / seconds(lambda: None, {"copy": lambda _: target.copy_(source)}, device, repetitions)["copy"]
 
 
 def matmul_rate(size: int, device: torch.device, repetitions: int) -> float:
-    """Floating-point operations per second of a bf16 product of two square matrices of `size`."""
+    """Return the floating-point operations per second of a bf16 product of two square matrices.
+
+    Args:
+        size: Rows of a matrix.
+        device: Where they are.
+        repetitions: Timed rounds.
+    """
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     return 2 * size**3 / seconds(lambda: None, {"mm": lambda _: torch.mm(a, b)}, device, repetitions)["mm"]

@@ -1,8 +1,9 @@
-"""Rows 8 and 9: what is called, with what, and what of the machine's ceilings each call reaches.
+"""Rows 8 and 9: the calls, their inputs, and the share of the machine's ceilings that each call reaches.
 
-Of the peers: verl's unfused functions and its fused kernel; TRL's functions; Liger's cross-entropy, which gives log-probs
-without entropies. `copy pair`: to move the logits three times (forward reads them, backward reads and writes) at the measured
-bandwidth of a copy. `three GEMMs`: the products of logits, their gradient with the weight, and with the hidden states, in bf16.
+The peers are verl's unfused functions and its fused kernel; TRL's functions; Liger's cross-entropy, which gives log-probs
+without entropies. `copy pair`: the time to move the logits three times (forward reads them, backward reads and writes) at the
+measured bandwidth of a copy. `three GEMMs`: the products that give the logits, and their gradient with the weight and with the
+hidden states, in bf16.
 """
 
 from __future__ import annotations
@@ -27,11 +28,16 @@ from tepo_megatron.ops import output_layer
 from tepo_megatron.ops.output_layer import output_layer_stats
 
 Layer = tuple[Tensor, Tensor, Tensor, Tensor]  # hidden [R, H], weight [V, H], labels [R], gradients [2, R]
-SQUARE = 8192  # of the matrices whose product is the ceiling
+SQUARE = 8192  # rows of the matrices whose product is the ceiling
 
 
 def logits_of(rows: int, vocab: int, device: torch.device) -> Callable[[], Inputs]:
-    """Makes fresh bf16 logits, not a leaf, and their labels and gradients."""
+    """Return a function that makes fresh bf16 logits, not a leaf, and their labels and gradients.
+
+    Args:
+        rows, vocab: Shape of the logits.
+        device: Where they are.
+    """
     torch.manual_seed(0)
     source = torch.randn(rows, vocab, dtype=torch.bfloat16, device=device).mul_(3).requires_grad_()
     labels = torch.randint(0, vocab, (rows,), device=device)
@@ -40,7 +46,12 @@ def logits_of(rows: int, vocab: int, device: torch.device) -> Callable[[], Input
 
 
 def layer_of(rows: int, vocab: int, hidden: int, device: torch.device) -> Callable[[], Layer]:
-    """The inputs of an output layer whose weight has a `main_grad` in fp32, as under Megatron."""
+    """Return a function that gives the inputs of an output layer whose weight has a `main_grad` in fp32, as in Megatron.
+
+    Args:
+        rows, vocab, hidden: Sizes.
+        device: Where they are.
+    """
     torch.manual_seed(0)
     states = torch.randn(rows, hidden, dtype=torch.bfloat16, device=device).requires_grad_()
     weight = torch.randn(vocab, hidden, dtype=torch.bfloat16, device=device).mul_(3 * hidden**-0.5).requires_grad_()
@@ -51,7 +62,7 @@ def layer_of(rows: int, vocab: int, hidden: int, device: torch.device) -> Callab
 
 
 def liger_statistics(given: Inputs) -> tuple[Tensor, ...]:
-    """Log-prob alone, forward and backward."""
+    """Run Liger's cross-entropy: only the log-prob, forward and backward."""
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     logits, labels, gradients = given
@@ -60,7 +71,12 @@ def liger_statistics(given: Inputs) -> tuple[Tensor, ...]:
 
 
 def our_layer(given: Layer, budget: int) -> tuple[Tensor | None, ...]:
-    """budget: bytes of logits that may be kept; the weight's gradient goes into its `main_grad`."""
+    """Run our output layer, forward and backward. The weight's gradient is added to its `main_grad`.
+
+    Args:
+        given: Inputs of the layer.
+        budget: Bytes of logits that may be kept.
+    """
     hidden, weight, labels, gradients = given
     stats = output_layer_stats(hidden, weight, labels, 1.0, None, logits_budget=budget)
     outputs = [stats.logprob_R, stats.entropy_R]
@@ -68,7 +84,11 @@ def our_layer(given: Layer, budget: int) -> tuple[Tensor | None, ...]:
 
 
 def our_layer_mm_then_add(given: Layer, budget: int) -> tuple[Tensor | None, ...]:
-    """Run `our_layer` with the weight gradient's sum as before PyTorch 2.10: a product, then an addition in fp32."""
+    """Run `our_layer` with the weight gradient's sum as before PyTorch 2.10: a product, then an addition in fp32.
+
+    Args:
+        given, budget: As in `our_layer`.
+    """
     fused, output_layer.ADDS_WITHIN_PRODUCT = output_layer.ADDS_WITHIN_PRODUCT, False
     try:
         return our_layer(given, budget)
@@ -77,7 +97,12 @@ def our_layer_mm_then_add(given: Layer, budget: int) -> tuple[Tensor | None, ...
 
 
 def unfused_layer(given: Layer, statistics: Statistics) -> tuple[Tensor, ...]:
-    """A linear layer, then statistics of its logits."""
+    """Run a linear layer, then statistics of its logits, forward and backward.
+
+    Args:
+        given: Inputs of the layer.
+        statistics: The alternative.
+    """
     hidden, weight, labels, gradients = given
     outputs = statistics(linear(hidden, weight), labels)
     upstream = [g.to(x.dtype) for g, x in zip(gradients, outputs, strict=True)]
@@ -85,7 +110,7 @@ def unfused_layer(given: Layer, statistics: Statistics) -> tuple[Tensor, ...]:
 
 
 def verl_fused_layer(given: Layer) -> tuple[Tensor, ...]:
-    """verl's Triton kernel."""
+    """Run verl's Triton kernel, forward and backward."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     hidden, weight, labels, gradients = given
@@ -94,7 +119,7 @@ def verl_fused_layer(given: Layer) -> tuple[Tensor, ...]:
 
 
 def liger_layer(given: Layer) -> tuple[Tensor, ...]:
-    """Log-prob alone; the weight's gradient summed in fp32, as ours."""
+    """Run Liger's fused layer: only the log-prob; the weight's gradient is summed in fp32, as ours."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as fused
 
     hidden, weight, labels, gradients = given
@@ -103,7 +128,7 @@ def liger_layer(given: Layer) -> tuple[Tensor, ...]:
 
 
 def gemms(given: Layer) -> tuple[Tensor, ...]:
-    """The least that the layer must do."""
+    """Run the three products, the least work of the layer."""
     hidden, weight, _, _ = given
     hidden, weight = hidden.detach(), weight.detach()
     logits = torch.mm(hidden, weight.t())
@@ -111,7 +136,12 @@ def gemms(given: Layer) -> tuple[Tensor, ...]:
 
 
 def installed(calls: Mapping[str, Call], module_of: Mapping[str, str]) -> dict[str, Call]:
-    """Those whose module can be imported."""
+    """Return the calls whose module can be imported.
+
+    Args:
+        calls: All calls, by name.
+        module_of: Module that must be importable, for some of the names.
+    """
     found = dict(calls)
     for name, module in module_of.items():
         try:
@@ -126,7 +156,15 @@ def measure(
     peers: Path | None, device: torch.device, rows: int = ROWS, vocab: int = VOCAB, hidden: int = HIDDEN,
     repetitions: int = 20, square: int = SQUARE,
 ) -> list[Measure]:  # fmt: skip
-    """Both rows. Fused kernels of peers only on a GPU."""
+    """Measure both rows. Fused kernels of peers run only on a GPU.
+
+    Args:
+        peers: A folder with installed peers.
+        device: Where to measure.
+        rows, vocab, hidden: Sizes.
+        repetitions: Timed rounds.
+        square: Rows of the matrices whose product is the ceiling.
+    """
     statistics, on_gpu = alternatives(peers, forms=True), device.type == "cuda"
     size = 2 * rows * vocab
     logit_calls: dict[str, Call] = {k: partial(forward_backward, s) for k, s in statistics.items()}
@@ -154,7 +192,7 @@ def measure(
 
 def _rows(row: int, prepare: Callable[[], Any], calls: Mapping[str, Call], device: torch.device, repetitions: int,
           least: float, ceilings: dict[str, float], shape: tuple[int, int, int]) -> list[Measure]:  # fmt: skip
-    """Memory and time of a row's calls; least: seconds at the ceiling, of which each call's share is told."""
+    """Measure memory and time of a row's calls. `least` is the seconds at the ceiling; each call's share of it is recorded."""
     peak = peaks(prepare, calls, device)
     taken = seconds(prepare, {name: calls[name] for name in peak}, device, repetitions)
     more = {"ceilings": ceilings, "share_of_ceiling": {name: least / s for name, s in taken.items()}}

@@ -1,19 +1,19 @@
-"""A config's training step on this machine's GPUs, in one precision after the other, beside what `tepo plan` predicts.
+"""Measure a config's training step on this machine's GPUs, in several precisions, next to the prediction of `tepo plan`.
 
     python -m benchmarks.gpu.step CONFIG [--precisions bf16 fp8-current fp8-blockwise] [--steps 3] [--gpu H100]
         [--prompt TOKENS] [--response TOKENS] [--out benchmarks/results/gpu_step.json] [--section.key VALUE ...]
 
-model.path: a Hugging Face checkpoint; its weights matter for log-probs alone. Sequences are random tokens, of the lengths that
-`tepo plan` takes for the config, and no engine runs. Each precision has a torchrun of its own, with as many ranks as the
+model.path is a Hugging Face checkpoint; its weights matter only for log-probs. Sequences are random tokens, of the lengths that
+`tepo plan` assumes for the config, and no engine runs. Each precision has a torchrun of its own, with as many ranks as the
 layout has. One step is not timed. The columns:
 
-    old log-probs, updates   median seconds of a step, and in brackets what the plan says of --gpu
-    tokens/s                 of prompts and responses, over both
-    memory                   GiB allocated at most, on the rank where that is most
+    old log-probs, updates   median seconds of a step, and in brackets the plan's prediction for --gpu
+    tokens/s                 of prompts and responses, over both phases
+    memory                   peak GiB allocated, on the rank with the largest peak
     log-prob                 |difference| to the first precision under the same weights: mean and largest, in nats
-    noise of dH              99 % of the entropies change by less when the sequences are packed otherwise
+    noise of dH              99 % of the entropies change by less if the sequences are packed differently
 
-Not run on a GPU so far. On platform cpu it runs, which tests it (tests/parallel/test_bench_gpu_step.py).
+It has not been run on a GPU so far. It also runs on platform cpu, which tests it (tests/parallel/test_bench_gpu_step.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,16 @@ PLANNED = {OLD: ("old log-probs",), UPDATES: ("forward and backward", "gradients
 
 @dataclass(frozen=True)
 class Found:
-    """Of one precision. planned: seconds by phase; logprobs_N: of the first step's responses."""
+    """The result of one precision.
+
+    Attributes:
+        seconds: Median seconds by phase.
+        planned: Predicted seconds by phase.
+        tokens: Tokens of all sequences.
+        peak_gib: Peak memory; None without a GPU.
+        noise: Noise of dH in nats.
+        logprobs_N: Log-probs of the first step's response tokens.
+    """
 
     seconds: dict[str, float]
     planned: dict[str, float]
@@ -58,7 +67,13 @@ class Found:
 
 
 def measured(args: argparse.Namespace, overrides: Sequence[str], precision: str) -> Found:
-    """Run the ranks. Raises CalledProcessError when they fail, whose output has been shown."""
+    """Run the ranks. Raises CalledProcessError if they fail; their output has been shown then.
+
+    Args:
+        args: The command line.
+        overrides: Arguments `--section.key VALUE`.
+        precision: A value of model.precision.
+    """
     words = [*overrides, "--model.precision", precision]
     cfg = load_config(args.config, words)
     asked = {
@@ -83,7 +98,12 @@ def measured(args: argparse.Namespace, overrides: Sequence[str], precision: str)
 
 
 def as_object(found: Found, first: Found) -> dict[str, Any]:
-    """As it is written."""
+    """Return the result as it is written to JSON.
+
+    Args:
+        found: The result.
+        first: The result of the first precision, for the log-probs' difference.
+    """
     apart = (found.logprobs_N - first.logprobs_N).abs()
     return {
         "seconds": found.seconds, "planned": found.planned, "tokens_per_second": found.tokens / sum(found.seconds.values()),
@@ -93,7 +113,7 @@ def as_object(found: Found, first: Found) -> dict[str, Any]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """In Markdown."""
+    """Return the results as a Markdown table."""
     rows = [["", OLD, UPDATES, "tokens/s", "memory, GiB", "log-prob: mean", "largest", "noise of dH"]]
     rows.append(["---"] * len(rows[0]))
     for name, x in results.items():
@@ -105,7 +125,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """See the top of the file."""
+    """Measure each precision, print the table and write the file."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

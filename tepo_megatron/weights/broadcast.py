@@ -1,11 +1,12 @@
-"""Delivery of the actor's weights through process groups (gloo on CPU, NCCL on GPUs), in the rounds of `rounds.py`.
+"""Deliver the actor's weights through process groups (gloo on CPU, NCCL on GPUs), by the bucket plan of `rounds.py`.
 
-Each sender is rank 0 of a group of its own, whose other members are all ranks of all inference servers: so every byte of the
-model is broadcast once, by who has it, and no rank of the trainer takes another's. A bucket is one row of bytes; while it is on
-its way, the next one is gathered into a second row. Nothing here touches the default group.
+Each sender is rank 0 of a process group of its own; the other members are all ranks of all inference servers. So every byte of
+the model is broadcast once, by a rank that has it, and no trainer rank receives another's. A bucket is one buffer of bytes.
+While it is in flight, the next bucket is gathered into a second buffer. The default group is never used.
 
-The groups last while the same servers live. When one dies, freezes or comes back, new groups are formed by those that take
-part, and a round that a living rank lacks is sent again to all; who has it drops it. So nobody is given weights half-way.
+The groups last as long as the same servers live. When a server dies, hangs or comes back, new groups are formed of the servers
+that take part now. A round that a live rank lacks is sent again to all; a rank that has it drops it. No server gets a partial
+update.
 """
 
 from __future__ import annotations
@@ -46,53 +47,51 @@ from tepo_megatron.weights.meeting import OwnedStore, own_address
 from tepo_megatron.weights.ops import Architecture
 from tepo_megatron.weights.rounds import Rounds, is_check_due
 
-ATTEMPTS = 3  # to send a round to servers that all live
+ATTEMPTS = 3  # at sending a round, while all servers live
 JOIN_POLL_SECONDS = 0.05
 
 
 class GroupReceiver(Protocol):
-    """The side of an engine that takes weights from groups. See `rollout.engine.RolloutEngine`."""
+    """The side of an engine that receives weights from process groups. See `rollout.engine.RolloutEngine`."""
 
     @property
     def takers(self) -> tuple[Taker, ...]:
-        """The servers in the update under way."""
+        """The recipients: the servers in the update in progress."""
 
     def begin_update(self, version: int) -> None:
-        """All weights of `version` are to follow. Raises SyncError."""
+        """Begin an update to `version`, of which all weights follow. Raises SyncError."""
 
     def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
-        """Have them meet the senders."""
+        """Have each recipient join the process groups of its group spec."""
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
-        """Have them take a round."""
+        """Have the recipients receive and load a round."""
 
     def finish_update(self) -> None:
-        """That was all: serve them. Raises SyncError."""
+        """Serve the new weights: all of them have been sent. Raises SyncError."""
 
     def verify(self, sent: Mapping[str, int]) -> None:
-        """Whether what is served is what was sent: tensors with these CRC-32. Raises SyncError."""
+        """Compare the served tensors with the CRC-32 of the sent ones, by Hugging Face name. Raises SyncError."""
 
 
 @dataclass
 class _Round:
-    """A round on its way. bucket, row: this rank's, None if it has none; sent: there were groups to send it to; loading: the
-    servers' work, on rank 0; attempts: to send it to the same servers; fault: why this rank has none.
-    """
+    """One round in flight, seen from this rank."""
 
     number: int
-    bucket: Bucket | None = None
-    row: Tensor | None = None
-    sent: bool = False
-    loading: Future[None] | None = None
-    attempts: int = 0
-    fault: ConversionError | None = None
+    bucket: Bucket | None = None  # this rank's; None: it has none in this round
+    row: Tensor | None = None  # the bucket's bytes
+    sent: bool = False  # whether there were groups to send the round to
+    loading: Future[None] | None = None  # the servers' work, on rank 0
+    attempts: int = 0  # at sending the round to the same servers
+    fault: ConversionError | None = None  # why this rank could not make its bucket
 
 
 class BroadcastSync:
-    """Pushes the weights of `bindings` to `receiver` (given on rank 0 only) through process groups.
+    """Pushes the weights to the engine (`receiver`, given on rank 0 only) through process groups.
 
-    Collectives over the host group: two all-gathers here; in a push three for each round, two for each meeting and two more.
-    sent_bytes: what this rank has handed to broadcasts.
+    Collectives over the host group: at construction two all-gathers; in a push three for each round, two for each forming of
+    groups, two more, and another two if the delivery is checked. `sent_bytes` counts the bytes that this rank has broadcast.
     """
 
     def __init__(
@@ -108,25 +107,25 @@ class BroadcastSync:
         self.rounds = self._plan.count
         self.sent_bytes = 0
         senders = self._plan.senders
-        self._sender = senders.index(groups.rank) if groups.rank in senders else None  # the number of this rank's group
-        self._meeting: Meeting | None = None  # at which the groups that there are were formed
+        self._sender = senders.index(groups.rank) if groups.rank in senders else None  # index of this rank's group
+        self._meeting: Meeting | None = None  # the spec of the current groups
         self._channel: Channel | None = None
         self._rows: list[Tensor] = []
-        self._sent: dict[str, int] = {}  # CRC-32 of what this rank sent when it was checked last
-        self._delivered: int | None = None  # the version
-        # on rank 0
+        self._sent: dict[str, int] = {}  # CRC-32 of each tensor that this rank sent, as of its last check
+        self._delivered: int | None = None  # version of the last delivery
+        # the rest is used on rank 0 only
         self._owned: OwnedStore | None = None
-        self._store: Store | None = None  # that one
+        self._store: Store | None = None  # `_owned.store`
         self._address = ""
-        self._ranks: dict[Taker, range] = {}  # of each server that was invited last, in every group
+        self._ranks: dict[Taker, range] = {}  # ranks of each server of the last group spec, the same in every group
         self._meetings = 0
-        self._absent: list[str] = []  # names of the servers that missed the last meeting, or the last round
+        self._absent: list[str] = []  # names of the servers that missed the last group forming or round
 
     def push(self, version: int) -> None:
-        """All ranks call it; when it returns, the engine serves `version`.
+        """Deliver the weights; when it returns, the engine serves `version`. All ranks call it.
 
-        Raises, on every rank, SyncError when the engine refuses the weights, or servers that live do not take them, and
-        ConversionError when a rank cannot quantize. The engine can only be closed then.
+        Raises on every rank SyncError if the engine refuses the weights or live servers do not receive them, and
+        ConversionError if a rank cannot quantize a tensor. The engine can only be closed then.
         """
         try:
             under_way: _Round | None = None
@@ -155,7 +154,7 @@ class BroadcastSync:
             self._rows = []
 
     def _gather(self, version: int, i: int) -> _Round:
-        """This rank's bucket of round `i`, in one of two rows that are used in turn."""
+        """Return this rank's bucket of round `i`, packed into one of two buffers that are used in turn."""
         row = self._row(i % 2)
         try:
             contents = pack(self._plan.tensors(i), row, self._is_due(version))
@@ -168,7 +167,7 @@ class BroadcastSync:
         return _Round(i, bucket, row[: bucket.nbytes])
 
     def _is_due(self, version: int) -> bool:
-        """Whether this delivery is checked."""
+        """Return whether this delivery is checked."""
         return is_check_due(version, self._delivered, self.cfg.verify_every)
 
     def _row(self, which: int) -> Tensor:
@@ -177,7 +176,7 @@ class BroadcastSync:
         return self._rows[which]
 
     def _send(self, it: _Round) -> None:
-        """Begin to send a round, in new groups if others take part than are in those that there are."""
+        """Begin to send a round, in new groups if the recipients are not those of the current groups."""
         with self._plan.agreed() as said:
             if it.fault is not None:
                 raise it.fault
@@ -195,12 +194,12 @@ class BroadcastSync:
             self.sent_bytes += it.row.nbytes
 
     def _deliver(self, it: _Round) -> None:
-        """Return when all servers that live have a round that was sent; it is sent again when one has not. Raises SyncError."""
+        """Return when all live servers have a round that was sent; send it again while one lacks it. Raises SyncError."""
         while not self._arrived(it):
             self._send(it)
 
     def _arrived(self, it: _Round) -> bool:
-        """Whether all have it, once it is no longer on its way. Broken groups are left."""
+        """Wait until the round is no longer in flight and return whether all recipients have it. Broken groups are left."""
         broken = arrived = False
         try:
             if self._channel is not None:
@@ -223,14 +222,14 @@ class BroadcastSync:
         return bool(told[0][1])
 
     def _is_here(self, number: int, takers: Sequence[Taker]) -> bool:
-        """Whether every rank of these servers has said that it has the round."""
+        """Return whether every rank of these servers has reported that it has the round."""
         assert self._meeting is not None
         keys = {t: [arrived_key(self._meeting, number, rank) for rank in self._ranks[t]] for t in takers}
         self._absent = [taker.name for taker, its in keys.items() if not self._said(its)]
         return not self._absent
 
     def _said(self, keys: Sequence[str]) -> bool:
-        """Whether all of these are in the store; they are removed."""
+        """Return whether all of these keys are in the store, and remove those that are."""
         assert self._store is not None
         there = [key for key in keys if self._store.check([key])]
         for key in there:
@@ -238,7 +237,7 @@ class BroadcastSync:
         return len(there) == len(keys)
 
     def _invitation(self) -> Meeting | None:
-        """The meeting of the groups that there are, while they suit, or another; None where there is nobody to invite."""
+        """Return the spec of the current groups if they fit the recipients, or of new groups; None without recipients."""
         takers = self.receiver.takers if self.receiver is not None else ()
         if not takers:
             return None
@@ -266,7 +265,7 @@ class BroadcastSync:
         return Meeting(self._address, owned.port, name, senders, end, SENDER, seconds, join_seconds, owned.folder)
 
     def _meet(self, meeting: Meeting) -> bool:
-        """Form the groups. Whether all came. The watchdog reports a rank that never leaves this phase."""
+        """Form the groups; return whether all members joined. The watchdog reports a rank that never leaves this phase."""
         self._leave()
         joining = self.receiver.join({t: meeting.at(r.start) for t, r in self._ranks.items()}) if self.receiver else None
         until = time.monotonic() + meeting.join_seconds
@@ -290,14 +289,14 @@ class BroadcastSync:
         return True
 
     def _is_wanted(self, meeting: Meeting, store: Store) -> bool:
-        """Whether the invited servers all live; rank 0 tells the others through the store when one does not."""
+        """Return whether the invited servers all live; if one does not, rank 0 signals the other ranks through the store."""
         if self.receiver is not None and self.receiver.takers != tuple(self._ranks):
             tell(store, off_key(meeting))
             return False
         return self.receiver is not None or not store.check([off_key(meeting)])
 
     def _all_joined(self, meeting: Meeting, until: float) -> bool:
-        """Whether all ranks of the invited servers are in all groups. Rank 0 waits for it, while all these servers live."""
+        """Wait on rank 0, while the invited servers all live, until their ranks are in all groups; return whether they are."""
         assert self._store is not None
         joined = [joined_key(meeting, rank) for ranks in self._ranks.values() for rank in ranks]
         while not self._store.check(joined):
@@ -309,13 +308,13 @@ class BroadcastSync:
         return self._said(joined)
 
     def _without(self, meeting: Meeting, key: Callable[[Meeting, int], str]) -> list[str]:
-        """Names of the invited servers with a rank that has not put its key into the store."""
+        """Return the names of the invited servers with a rank that has not put its key into the store."""
         assert self._store is not None
         lacking = {t for t, ranks in self._ranks.items() for rank in ranks if not self._store.check([key(meeting, rank)])}
         return [taker.name for taker in self._ranks if taker in lacking]
 
     def _leave(self) -> None:
-        """Leave this rank's group: who still waits in it fails at once."""
+        """Leave this rank's group; members that still wait in it fail at once."""
         if self._channel is not None:
             self._channel.close()
         self._channel = self._meeting = None
@@ -333,7 +332,7 @@ class BroadcastSync:
         )
 
     def close(self) -> None:
-        """Leave the groups. A second call does nothing."""
+        """Leave the groups and close the store. A second call does nothing."""
         self._leave()
         if self._owned is not None:
             self._owned.close()

@@ -1,7 +1,8 @@
-"""What changed since the push before, which is all that is sent with `sync.delta`.
+"""Find the parameters that changed since the last push. With `sync.delta` only these are sent.
 
-A decoder layer is sent whole or not at all, as is each parameter outside of the layers. Less would not do: vLLM loads a module
-when all its tensors are there, and one that gets a part of them (`q_proj` without `k_proj`) has garbage in the rest.
+A decoder layer is sent whole or not at all, and so is each parameter outside the layers. Anything smaller fails: vLLM loads a
+module once all of its tensors are there, and a module that gets only some of them (`q_proj` without `k_proj`) has garbage in
+the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
 
 class Delta:
-    """The CRC-32 of this rank's part of each parameter that leaves through it, as of the last push."""
+    """The CRC-32, at the last push, of this rank's part of each parameter in `Rounds.sent`."""
 
     def __init__(self, plan: Rounds) -> None:
         self._plan = plan
@@ -25,9 +26,13 @@ class Delta:
         self._version: int | None = None
 
     def changed(self, version: int, base: int | None) -> list[Binding] | None:
-        """Those that a push of `version` sends to servers that have `base`; None: all, because it is not that of the last push.
+        """Return the parameters that a push must send; None: all of them, because `base` is not the version of the last push.
 
         Every rank reads its own part of the model. Collectives: one all-gather over the host group.
+
+        Args:
+            version: The version that is pushed now.
+            base: The version that all servers in the update have; None: there is no such version.
         """
         now = {b.name: crc32(b.parameter) for b in self._plan.sent}
         mine = {_unit(name) for name, checksum in now.items() if self._known.get(name) != checksum}
@@ -38,6 +43,6 @@ class Delta:
 
 
 def _unit(name: str) -> str:
-    """What is sent whole or not at all, by the name of a parameter in it."""
+    """Return the name of the unit that is sent whole or not at all: the layer of a parameter, or the parameter itself."""
     match = _LAYER.match(name)
     return match.group() if match else name

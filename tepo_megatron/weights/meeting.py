@@ -1,4 +1,4 @@
-"""The store in which a trainer's ranks and its servers meet, on the trainer's side (`meeting_store.py`)."""
+"""The rendezvous store of a trainer's ranks and its servers, on the trainer's side (see `meeting_store.py`)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from tepo_megatron.weights.stores import make_folder
 
 
 class OwnedStore:
-    """A private folder where all who meet are on this machine, else a port at one of its addresses.
+    """A private folder if all participants are on this machine, otherwise a TCPStore on one of this machine's addresses.
 
-    store: what it is; port, folder: where the others find it, as in `channel.Meeting`.
+    Attributes:
+        store: The store itself.
+        port: The TCPStore's port, as in `channel.Meeting`; 0 for a folder.
+        folder: The folder's path, as in `channel.Meeting`; "" for a TCPStore.
+        where: The store's location, for messages.
 
     Raises:
-        OSError: no port can be had at the address.
-        ConfigError: no folder can be made.
+        OSError: No port can be opened at the address.
+        ConfigError: The folder cannot be made.
     """
 
     def __init__(self, address: str) -> None:
         self.store: Store
         self.port, self.folder = 0, ""
         self._in_use: int | None = None
-        self.where = ""  # in messages
+        self.where = ""
         if is_loopback(address):
             folder, self._in_use = make_folder()
             self.store, self.folder, self.where = FolderStore(folder), str(folder), f"in {folder}"
@@ -43,8 +47,8 @@ class OwnedStore:
 
 
 def own_address(hosts: Sequence[str]) -> str:
-    """This machine's address as servers on `hosts`, and ranks on other machines, see it; the loopback one if all are here."""
+    """Return this machine's address as servers on `hosts` and ranks on other machines reach it; loopback if all are here."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
-        hosts = [*hosts, os.environ["MASTER_ADDR"]]  # this machine by its name for the others
+        hosts = [*hosts, os.environ["MASTER_ADDR"]]  # rank 0's machine, by the name that the other machines use
     addresses = [address_towards(host) for host in hosts]
     return next((address for address in addresses if not address.startswith("127.")), addresses[0])

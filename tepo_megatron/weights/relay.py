@@ -1,9 +1,10 @@
-"""Buckets as files in the shared memory of each machine, one copy in each, sent between the ranks: for servers on all machines
-of the ranks, which share no file system.
+"""Keep a copy of the buckets in the shared memory of each machine, for servers on all machines of the ranks.
 
-A machine is whoever sees the same shared memory. On each the lowest rank keeps a folder there, by the same name everywhere, so
-that all servers are told one path. A bucket goes from its sender to one rank of every other machine, over a group of these
-alone: each byte enters each machine once. Which rank takes it goes round with the sender, so that several write at once.
+The machines need not share a file system. Two ranks are on the same machine if they see the same shared memory. On each machine
+the lowest rank keeps a folder there. It has the same name everywhere, so that all servers are given one path. A bucket is
+broadcast from its sender to one recipient rank on every other machine, over a process group of only these ranks, so each byte
+enters each machine once. Senders take different recipients on a machine in turn (round-robin), so that several ranks write at
+once.
 """
 
 from __future__ import annotations
@@ -28,33 +29,43 @@ from tepo_megatron.weights import stores
 from tepo_megatron.weights.rounds import Rounds
 from tepo_megatron.weights.stores import Stored
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # of a running kernel, no other has it
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # unique to a running kernel
 
 
 @dataclass(frozen=True)
 class Route:
-    """Of a sender's buckets. takers: one rank of every machine but its own; group: of all these, None where there are none."""
+    """The path of one sender's buckets.
+
+    Attributes:
+        sender: The sending rank.
+        takers: The recipients: one rank of every machine but the sender's.
+        group: The process group of sender and recipients; None if there are no recipients.
+    """
 
     sender: int
     takers: tuple[int, ...]
     group: dist.ProcessGroup | None
 
     def passes(self, rank: int) -> bool:
-        """Whether this rank sends or takes them."""
+        """Return whether this rank sends or receives the buckets."""
         return rank == self.sender or rank in self.takers
 
 
 class Relay:
-    """See `stores.Store`. machines: their ranks; folder: on this machine.
+    """A store with a copy of every bucket on each machine. See `stores.Store`.
 
-    Collectives: here, three all-gathers over the host group, and new groups; in a put one all-gather over the host group, and
-    for each sender with a bucket one broadcast over it and its takers.
+    Collectives: at construction, three all-gathers over the host group, and the creation of groups; in a put, one all-gather
+    over the host group, and for each sender with a bucket one broadcast over the sender and its recipients.
+
+    Attributes:
+        machines: The ranks of each machine.
+        folder: The folder on this machine.
     """
 
     def __init__(self, cfg: SyncConfig, plan: Rounds, groups: Groups) -> None:
         self._plan, self._rank, self._owner, self._device = plan, groups.rank, groups.owner, groups.device
         self._in_use: int | None = None
-        self._written: list[tuple[int, Path]] = []  # with the number of its round
+        self._written: list[tuple[int, Path]] = []  # (number of the round, file) of each file this rank wrote
         self._rows: dict[str, Tensor] = {}
         with plan.agreed() as said:
             said.mine = _memory(stores.SHARED_MEMORY), scratch.new_name(stores.PURPOSE)
@@ -74,7 +85,17 @@ class Relay:
         self._routes = _routes(plan.senders, self.machines)
 
     def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
-        """See `Store.put`. On all ranks it raises what one of them was refused before anything was sent."""
+        """Write the buckets of all senders on every machine. See `Store.put`.
+
+        An error on one rank before anything is sent is raised on all ranks.
+
+        Args:
+            version, number, tensors, checked: As in `Store.put`.
+
+        Raises:
+            CheckpointError: A file cannot be written. It is raised after all buckets have been sent.
+            SyncError: A tensor was damaged in transit; raised likewise.
+        """
         self._remove(before=number - 1)
         own = self._row("own", self._plan.largest)
         name = f"v{version}-{number:05d}-{self._owner}.safetensors"
@@ -82,7 +103,7 @@ class Relay:
             contents = pack(tensors, own, checked)
             if contents:
                 said.mine = name, Bucket(number, self._plan.senders.index(self._rank), contents)
-        fault: TepoError | None = None  # told once all is sent: others send and take with this rank
+        fault: TepoError | None = None  # raised after all buckets are sent: other ranks broadcast with this one
         for route in self._routes:
             if said.all[route.sender] is None or not route.passes(self._rank):
                 continue
@@ -100,7 +121,7 @@ class Relay:
         return (self._told / name, {c.name: c.crc32 for c in contents if c.crc32 is not None}) if contents else None
 
     def _write(self, name: str, bucket: Bucket, row: Tensor) -> None:
-        """Raises CheckpointError, and SyncError for a tensor that was damaged on its way."""
+        """Write a bucket to its file. Raises CheckpointError, and SyncError for a tensor that was damaged in transit."""
         self._written.append((bucket.number, self.folder / name))
         checksums = {c.name: c.crc32 for c in bucket.contents if c.crc32 is not None}
         try:
@@ -112,36 +133,39 @@ class Relay:
             raise CheckpointError(f"on {socket.gethostname()}: {e}") from None
 
     def _row(self, which: str, nbytes: int) -> Tensor:
-        """One for each use, during an update."""
+        """Return the byte buffer of one use, which is kept during an update."""
         row = self._rows.get(which)
         if row is None or row.numel() < nbytes:
             row = self._rows[which] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return row
 
     def _remove(self, before: int | None = None) -> None:
-        """What this rank wrote: of the rounds before that one, or all."""
+        """Delete the files that this rank wrote: those of rounds before a number, or all."""
         for number, path in self._written:
             if before is None or number < before:
                 path.unlink(missing_ok=True)
         self._written = [] if before is None else [(n, path) for n, path in self._written if n >= before]
 
     def remove(self, sources: Sequence[Source]) -> None:
-        """From rank 0's machine; from another, whoever wrote them does, before the round after the next or in the end."""
+        """Delete the files on rank 0's machine.
+
+        On others the rank that wrote a file deletes it, before the round after the next or at the end.
+        """
         for source in sources:
             assert isinstance(source, Path)
             (self.folder / source.name).unlink(missing_ok=True)
 
     def rest(self) -> None:
-        """See `clear`."""
+        """Delete this rank's files and free its buffers; see `clear`."""
         self.clear()
 
     def clear(self) -> None:
-        """Remove this rank's files, and give the rows back."""
+        """Delete this rank's files and free its buffers."""
         self._remove()
         self._rows = {}
 
     def close(self) -> None:
-        """Remove the folder, on the rank that keeps it."""
+        """Remove the folder, on the rank that made it."""
         self.clear()
         if self._in_use is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -150,7 +174,7 @@ class Relay:
 
 
 def together(memories: Sequence[object]) -> list[list[int]]:
-    """The ranks that see the same memory, by their lowest; memories: by rank."""
+    """Return the groups of ranks that see the same memory, ordered by their lowest rank; `memories` is indexed by rank."""
     machines: dict[object, list[int]] = {}
     for rank, memory in enumerate(memories):
         machines.setdefault(memory, []).append(rank)
@@ -158,12 +182,18 @@ def together(memories: Sequence[object]) -> list[list[int]]:
 
 
 def takers(machines: Sequence[Sequence[int]], sender: int, turn: int) -> tuple[int, ...]:
-    """On every machine but the sender's, the rank whose turn it is."""
+    """Return the recipient on every machine but the sender's.
+
+    Args:
+        machines: The ranks of each machine.
+        sender: The sending rank.
+        turn: Index of the sender among all senders; it selects the rank on each machine, round-robin.
+    """
     return tuple(ranks[turn % len(ranks)] for ranks in machines if sender not in ranks)
 
 
 def _routes(senders: Sequence[int], machines: Sequence[Sequence[int]]) -> list[Route]:
-    """In the order in which everybody sends and takes, so that nobody waits for who waits for it. All ranks make all groups."""
+    """Return the routes in the order in which all ranks send and receive, to avoid deadlock. All ranks create all groups."""
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     routes = []
     for turn, sender in enumerate(senders):
@@ -176,7 +206,7 @@ def _routes(senders: Sequence[int], machines: Sequence[Sequence[int]]) -> list[R
 
 
 def _memory(root: Path) -> tuple[str, int, int]:
-    """What tells a folder from that of any other machine or container. Raises ConfigError."""
+    """Return an identity of a folder that differs from that of any other machine or container. Raises ConfigError."""
     try:
         boot = _BOOT.read_text()
     except OSError:
@@ -192,7 +222,7 @@ def _memory(root: Path) -> tuple[str, int, int]:
 
 
 def _make(folder: Path) -> int:
-    """Make it; the lock that marks it as in use. Raises CheckpointError."""
+    """Make the folder; return the lock that marks it as in use. Raises CheckpointError."""
     try:
         _, lock = scratch.claim(folder.parent, folder.name)
     except OSError as e:
@@ -201,7 +231,7 @@ def _make(folder: Path) -> int:
 
 
 def _check_seen(folder: Path) -> None:
-    """Raise ConfigError where this rank does not see what its machine's lowest rank has made."""
+    """Raise ConfigError if this rank does not see the folder that the lowest rank of its machine made."""
     if folder.is_dir():
         return
     raise ConfigError(

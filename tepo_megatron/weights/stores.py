@@ -1,5 +1,6 @@
-"""Where the buckets of a round lie until the engine has read them: files in shared memory or in `sync.folder`, or rows of bytes
-in the memory of who sends them.
+"""Hold the buckets of a round until the engine has read them.
+
+They are safetensors files in shared memory or in `sync.folder`, or byte buffers in the memory of the sender.
 """
 
 from __future__ import annotations
@@ -30,40 +31,50 @@ from tepo_megatron.platform.host_memory import HostArena
 from tepo_megatron.weights.rounds import Rounds
 
 SHARED_MEMORY = scratch.SHARED_MEMORY
-PURPOSE = "sync"  # of folders
-# what the engine is told, and CRC-32 of tensors
+PURPOSE = "sync"  # in the names of the folders, see `scratch.claim`
+# the source that the engine reads, and the CRC-32 of its tensors by name (empty if the delivery is not checked)
 Stored = tuple[Source, dict[str, int]]
 
 
 class Store(Protocol):
-    """One rank's. A round takes the place of the one before the last."""
+    """One rank's store of buckets. It holds two rounds at most: each round replaces the one before the last."""
 
     def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
-        """Keep this rank's bucket of the round `number` of an update; None: it is empty. Raises CheckpointError when it cannot.
+        """Store this rank's bucket of a round; return None if it is empty.
 
-        checked: the engine is to compare each tensor's CRC-32.
+        Args:
+            version: The version of the weights.
+            number: Number of the round, from 0. Rounds in which no rank has anything to send are not counted.
+            tensors: (Hugging Face name, tensor) of the bucket.
+            checked: Whether the engine is to compare each tensor's CRC-32.
+
+        Raises:
+            CheckpointError: The bucket cannot be stored.
         """
         ...
 
     def remove(self, sources: Sequence[Source]) -> None:
-        """On rank 0: the engine has read these."""
+        """Release sources that the engine has read. Called on rank 0 only."""
         ...
 
     def rest(self) -> None:
-        """The engine has read everything; other ranks may have begun the next update."""
+        """Release what the update still holds after it has succeeded. Other ranks may already have begun the next update."""
         ...
 
     def clear(self) -> None:
-        """The update has failed."""
+        """Release what the update still holds after it has failed."""
         ...
 
     def close(self) -> None:
-        """The last. A second call does nothing."""
+        """Close the store for good. A second call does nothing."""
         ...
 
 
 class Files:
-    """safetensors files in one folder, which rank 0 makes and empties. Collectives: one broadcast over the host group."""
+    """Stores buckets as safetensors files in one folder, which rank 0 makes and empties.
+
+    Collectives: at construction, one broadcast over the host group.
+    """
 
     def __init__(self, cfg: SyncConfig, plan: Rounds, groups: Groups) -> None:
         self._in_use: int | None = None
@@ -77,7 +88,11 @@ class Files:
         self._staging = Staging(plan.largest, groups.device) if groups.device.type == "cuda" else None
 
     def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
-        """See `Store.put`."""
+        """Write the bucket to a file. See `Store.put`.
+
+        Args:
+            version, number, tensors, checked: As in `Store.put`.
+        """
         there = {name: on_host(t) for name, t in tensors} if self._staging is None else self._staging.copy(tensors)
         if not there:
             return None
@@ -87,22 +102,22 @@ class Files:
         return path, checksums
 
     def remove(self, sources: Sequence[Source]) -> None:
-        """Two rounds lie there at most."""
+        """Delete files that the engine has read, so that two rounds lie in the folder at most."""
         for source in sources:
             assert isinstance(source, Path)
             source.unlink()
 
     def rest(self) -> None:
-        """They are removed."""
+        """Do nothing: `remove` has deleted all files."""
 
     def clear(self) -> None:
-        """Remove what is left."""
+        """Delete the files that are left; only the rank that made the folder does."""
         if self._in_use is not None:
             for file in self.folder.iterdir():
                 file.unlink()
 
     def close(self) -> None:
-        """Remove the folder."""
+        """Remove the folder, on the rank that made it."""
         if self._in_use is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             os.close(self._in_use)
@@ -110,7 +125,10 @@ class Files:
 
 
 class Rows:
-    """Two rows on the sender's device, in turn, held during an update alone; servers of this machine map them (`ipc.py`)."""
+    """Stores buckets in two byte buffers on the sender's device, used in turn, which servers of this machine map (`ipc.py`).
+
+    The buffers exist only during an update.
+    """
 
     def __init__(self, cfg: SyncConfig, plan: Rounds, groups: Groups) -> None:
         self._nbytes, self._device = plan.largest, groups.device
@@ -118,8 +136,12 @@ class Rows:
         self._rows: dict[int, Row] = {}
 
     def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
-        """See `Store.put`."""
-        if not self._nbytes:  # its tensor-parallel group gathers with it
+        """Copy the bucket into one of the two buffers. See `Store.put`.
+
+        Args:
+            version, number, tensors, checked: As in `Store.put`.
+        """
+        if not self._nbytes:  # this rank does not send, but its tensor-parallel group gathers together with it
             collections.deque(tensors, maxlen=0)
             return None
         row = self._row(number % 2)
@@ -136,40 +158,40 @@ class Rows:
         return self._rows[which]
 
     def remove(self, sources: Sequence[Source]) -> None:
-        """The next but one is written over it."""
+        """Do nothing: the round after the next overwrites the buffer."""
 
     def rest(self) -> None:
-        """Give the memory back."""
+        """Free the buffers."""
         self.clear()
 
     def clear(self) -> None:
-        """Who still maps it belongs to an engine that can only be closed."""
+        """Free the buffers. A process that still maps one belongs to an engine that can only be closed."""
         for row in self._rows.values():
             row.close()
         self._rows = {}
 
     def close(self) -> None:
-        """See `clear`."""
+        """Free the buffers; see `clear`."""
         self.clear()
 
 
 class Staging:
-    """Page-locked host memory through which a sender's bucket leaves its GPU; it is kept from one update to the next.
+    """Pinned host memory through which a sender's bucket leaves its GPU. It is kept from one update to the next.
 
-    A copy to pageable memory goes through a small buffer of the driver, one tensor after the other, and waits for each.
+    A copy to pageable memory would go through a small buffer of the driver, one tensor after the other, and wait for each.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        """Take no memory yet.
+        """Allocate nothing yet.
 
         Args:
-            nbytes: of the largest bucket, its tensors one after the other at multiples of their dtypes' sizes.
-            device: of the tensors.
+            nbytes: Bytes of the largest bucket, whose tensors follow each other at multiples of their dtypes' sizes.
+            device: Device of the tensors.
         """
         self._nbytes, self._device, self._arena = nbytes, device, HostArena(device)
 
     def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the tensors on the host, until the next call. Waits once, for all copies."""
+        """Return the tensors on the host, by name. They are valid until the next call. Waits once, for all copies."""
         row = self._arena.pieces([self._nbytes])[0]
         there: dict[str, Tensor] = {}
         end = 0
@@ -184,15 +206,25 @@ class Staging:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """As a file takes it; a tensor that is like that already is not copied: it is written before training goes on."""
+    """Return the tensor as a safetensors file takes it: on the CPU and contiguous.
+
+    A tensor that already is both is not copied; that is safe because it is written before training goes on.
+    """
     return tensor.detach().to("cpu").contiguous()
 
 
 def write_file(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, int], for_others: bool = False) -> None:
-    """Write a file, with the CRC-32 of tensors in its header where there are any. Raises CheckpointError when it cannot.
+    """Write tensors to a safetensors file, which `rollout/in_server/weight_files.py` reads.
 
-    for_others: on another machine, so it gets its name when all of it has left this one. `rollout/in_server/weight_files.py`
-    reads it.
+    Args:
+        tensors: The tensors, on the host, by name.
+        path: The file.
+        checksums: CRC-32 by tensor name, written into the header; empty: none are written.
+        for_others: Whether other machines read the file. It then gets its name only after all of it was flushed to the file
+            system.
+
+    Raises:
+        CheckpointError: The file cannot be written.
     """
     header = {"format": "pt"}
     if checksums:
@@ -203,7 +235,7 @@ def write_file(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, i
             save_file(tensors, part, header)
             _flush(part)
             part.rename(path)
-            with contextlib.suppress(OSError):  # some file systems flush no folders
+            with contextlib.suppress(OSError):  # some file systems cannot flush folders
                 _flush(path.parent)
         else:
             save_file(tensors, path, header)
@@ -216,7 +248,7 @@ def write_file(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, i
 
 
 def _flush(path: Path) -> None:
-    """Return when a file, or what a folder lists, is where others see it. Raises OSError."""
+    """Flush a file, or a folder's entries, so that other machines see it. Raises OSError."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -225,10 +257,13 @@ def _flush(path: Path) -> None:
 
 
 def make_folder(shared: str | None = None) -> tuple[Path, int]:
-    """See `scratch.claim`: in `shared`, or in shared memory. Raises ConfigError."""
+    """Make a private folder in `shared`, by default in shared memory; return it with its lock (see `scratch.claim`).
+
+    Raises ConfigError if `shared` cannot be made.
+    """
     root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     if shared is not None:
-        root = Path(shared).absolute()  # the servers have working directories of their own
+        root = Path(shared).absolute()  # absolute, because the servers have other working directories
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as e:

@@ -1,11 +1,12 @@
-"""Delivery of the actor's weights to the inference engine after every step, in rounds (see `rounds.py`), which it reads itself.
+"""Deliver the actor's weights to the inference engine after every step, through files or shared buffers that the engine reads.
 
-In a round every owner puts its next bucket, in HF layout, where the engine can read it: into a file in shared memory (that of
-each machine where servers take turns with ranks on several: `relay.py`) or in `sync.folder`, or into its own memory, which
-servers of this machine map (`stores.py`). When all have, rank 0 tells the engine where, and while the engine loads them the
-next round is put. A round's place is free before the round after the next begins: two rounds are held at most, of
-`sync.bucket_mib` each (or, where that is larger, of one parameter from each owner). With `sync.delta` what did not change since
-the last push is left out (see `delta.py`).
+The delivery goes in rounds (the bucket plan in `rounds.py`). In each round every sender stores its next bucket, in Hugging Face
+layout, where the engine can read it (`stores.py`): in a file in shared memory (of each machine, if colocated servers and ranks
+span several machines: `relay.py`), in a file in `sync.folder`, or in its own memory, which servers of this machine map. When
+all have, rank 0 sends the engine their locations, and while the engine loads them the next round is stored. The space of a
+round is free before the round after the next begins. So two rounds are held at most, each of `sync.bucket_mib` (or, if that is
+larger, of one parameter from each sender). With `sync.delta` parameters that did not change since the last push are left out
+(see `delta.py`).
 """
 
 from __future__ import annotations
@@ -29,34 +30,34 @@ from tepo_megatron.weights.stores import Files, Rows, Store
 
 
 class Receiver(Protocol):
-    """The side of an engine that takes weights. See `rollout.engine.RolloutEngine`."""
+    """The side of an engine that receives weights. See `rollout.engine.RolloutEngine`."""
 
     def begin_update(self, version: int) -> None:
-        """All weights of `version` are to follow. Raises SyncError."""
+        """Begin an update to `version`, of which all weights follow. Raises SyncError."""
 
     @property
     def base(self) -> int | None:
-        """The version that all who take the update had before it; None: there is no such version."""
+        """The version that all servers in the update had before it; None: they have no version in common."""
 
     def keep(self, names: Sequence[str]) -> None:
-        """These tensors do not follow: they stay as they were in the version before. Raises SyncError."""
+        """Keep these tensors as they are in the version before; the update does not send them. Raises SyncError."""
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
-        """Some of its tensors; the sources are in use until the future has a result, or SyncError."""
+        """Load some of the update's tensors. The sources are in use until the future is done; its error is a SyncError."""
 
     def finish_update(self) -> None:
-        """That was all: serve them. Raises SyncError."""
+        """Serve the new weights: all of them have been sent. Raises SyncError."""
 
     def verify(self, sent: Mapping[str, int]) -> None:
-        """Whether what is served is what was sent: tensors with these CRC-32. Raises SyncError."""
+        """Compare the served tensors with the CRC-32 of the sent ones, by Hugging Face name. Raises SyncError."""
 
 
 class WeightSync:
-    """Pushes the weights of `bindings` to `receiver` (given on rank 0 only), which reads them where they lie (`stores.py`).
+    """Pushes the weights to the engine, which reads them where the ranks store them (`stores.py`).
 
-    Collectives: here, two all-gathers over the host group, and those of the store; in a push, one gather over tp for each
-    split parameter that is sent, one all-gather over the host group for each round and one at the end, with `sync.delta` five
-    more; with ranks on several machines those of `Relay` in each round.
+    Collectives: at construction, two all-gathers over the host group, and those of the store; in a push, one gather over tp for
+    each split parameter that is sent, one all-gather over the host group for each round and one at the end, with `sync.delta`
+    four more, and two more if the delivery is checked; with ranks on several machines those of `Relay` in each round.
     """
 
     def __init__(
@@ -67,23 +68,37 @@ class WeightSync:
         groups: Groups,
         receiver: Receiver | None,
     ) -> None:
+        """Plan the buckets and make the store.
+
+        Args:
+            cfg: `transport` selects the store.
+            bindings: This rank's parameters.
+            arch: The model's architecture.
+            groups: The mesh of this run.
+            receiver: The engine, on rank 0; None on other ranks.
+        """
         self.cfg, self.groups, self.receiver = cfg, groups, receiver
-        self._sent: dict[str, int] = {}  # CRC-32 of what this rank sent when it was checked last
-        self._delivered: int | None = None  # the version
+        self._sent: dict[str, int] = {}  # CRC-32 of each tensor that this rank sent, as of its last check
+        self._delivered: int | None = None  # version of the last delivery
         self._plan = Rounds(cfg, bindings, arch, groups)
         self.rounds = self._plan.count
         self.store: Store = _STORES[cfg.transport](cfg, self._plan, groups)
         self._delta = Delta(self._plan) if cfg.delta else None
 
     def push(self, version: int) -> None:
-        """All ranks call it; when it returns, the engine serves `version`, and no bucket of this rank is left.
+        """Deliver the weights as `version`. All ranks call it.
 
-        Raises, on every rank, SyncError when the engine refuses the weights, CheckpointError when a rank cannot write,
-        ConversionError when it cannot quantize. The engine can only be closed then.
+        When it returns, the engine serves `version`, and no bucket of this rank is left. After an error the engine can only be
+        closed.
+
+        Raises:
+            SyncError: The engine refuses the weights. This and the other errors are raised on every rank.
+            CheckpointError: A rank cannot store a bucket.
+            ConversionError: A rank cannot quantize a tensor.
         """
         loading: Future[None] | None = None
         before: list[Source] = []
-        number = 0  # of the next round in which there is anything to send
+        number = 0  # of the next round, counting only those in which any rank has something to send
         try:
             only = self._begin(version) if self._delta is not None else None
             for i in range(self.rounds):
@@ -114,7 +129,7 @@ class WeightSync:
         self.store.rest()
 
     def _put(self, version: int, i: int, number: int, only: Sequence[Binding] | None) -> Source | None:
-        """Have this rank's bucket of round `i` where the engine can read it. Raises CheckpointError, ConversionError."""
+        """Store this rank's bucket of round `i` where the engine can read it. Raises CheckpointError, ConversionError."""
         put = self.store.put(version, number, self._plan.tensors(i, only), self._is_due(version))
         if put is None:
             return None
@@ -123,11 +138,11 @@ class WeightSync:
         return source
 
     def _is_due(self, version: int) -> bool:
-        """Whether this delivery is checked."""
+        """Return whether this delivery is checked."""
         return is_check_due(version, self._delivered, self.cfg.verify_every)
 
     def _begin(self, version: int) -> list[Binding] | None:
-        """Begin an update of what changed: of this rank's parameters, those that it sends; None: all."""
+        """Begin a delta update; return the parameters to send of those that leave through this rank, None for all of them."""
         assert self._delta is not None
         with self._plan.agreed() as said:
             if self.receiver is not None:
@@ -141,7 +156,7 @@ class WeightSync:
         return only
 
     def close(self) -> None:
-        """What is left of it in memory is given back. A second call does nothing."""
+        """Release the store's memory. A second call does nothing."""
         self.store.close()
 
     def __enter__(self) -> Self:
@@ -152,13 +167,14 @@ class WeightSync:
 
 
 class NoSync:
-    """In the place of a sync when nobody serves the weights."""
+    """Stands in for a sync when no engine serves the weights."""
 
     def push(self, version: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def _files(cfg: SyncConfig, plan: Rounds, groups: Groups) -> Store:
+    """Return the store for `transport: shm`: `Relay` if ranks are on several machines that share no `folder`, else `Files`."""
     here, everywhere = _ranks()
     return Files(cfg, plan, groups) if cfg.folder is not None or here == everywhere else Relay(cfg, plan, groups)
 
@@ -167,14 +183,16 @@ _STORES: Mapping[str, Callable[[SyncConfig, Rounds, Groups], Store]] = {"shm": _
 
 
 def _ranks() -> tuple[int, int]:
-    """That torchrun started: on this machine, and on all."""
+    """Return the number of ranks that torchrun started on this machine and on all machines; (1, 1) without torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_one_host(cfg: SyncConfig, servers_beside_ranks: bool) -> None:
-    """Raise ConfigError when torchrun started ranks on several machines, and what they send would not reach the servers.
+    """Raise ConfigError if torchrun started ranks on several machines and the transport would not reach the servers.
 
-    servers_beside_ranks: there are servers on the machines of the ranks, and nowhere else.
+    Args:
+        cfg: The transport and its folder.
+        servers_beside_ranks: Whether servers run on the machines of the ranks, and nowhere else.
     """
     if cfg.transport == "group" or (cfg.transport == "shm" and (cfg.folder is not None or servers_beside_ranks)):
         return
@@ -187,10 +205,14 @@ def check_one_host(cfg: SyncConfig, servers_beside_ranks: bool) -> None:
 
 
 def allowed_difference(tokens: int, cfg: SyncConfig) -> float:
-    """Return the mean |log-prob difference|, in nats, up to which `tokens` tokens of one server pass.
+    """Return the mean |log-prob difference|, in nats, that a server's sample of tokens may have.
 
-    It is `cfg.max_logprob_diff` with room for chance, which fades with the number of tokens n: 4 / sqrt(n) for the spread of
-    a mean, and 20 / n because in bf16 a single token may differ by a nat. 1.15 times the limit at 1,000 tokens.
+    It is `cfg.max_logprob_diff` with a margin for chance that shrinks with the number of tokens n: 4 / sqrt(n) for the spread
+    of a mean, and 20 / n because in bf16 a single token may differ by a nat. At 1,000 tokens it is 1.15 times the limit.
+
+    Args:
+        tokens: Number of tokens, all of one server.
+        cfg: Has the limit.
     """
     return cfg.max_logprob_diff * (1 + 4 / math.sqrt(tokens) + 20 / tokens)
 
@@ -198,14 +220,14 @@ def allowed_difference(tokens: int, cfg: SyncConfig) -> float:
 def check_mismatch(
     mean_logprob_diff: float, version: int, cfg: SyncConfig, server: str = "", tokens: int | None = None
 ) -> None:
-    """Raise SyncError when the engine's log-probs say that it serves other weights than the version it echoes.
+    """Raise SyncError if the engine's log-probs show that it serves other weights than the version it echoes.
 
     Args:
-        mean_logprob_diff: mean |rollout - actor| in nats, under the weights of `version`.
-        version: of the weights.
-        cfg: the limit.
-        server: whose tokens they are; "": not known.
-        tokens: how many, of one server alone (see `allowed_difference`); None: all of a step, without that room.
+        mean_logprob_diff: Mean |rollout - actor| in nats, under the weights of `version`.
+        version: The version of the weights.
+        cfg: Has the limit.
+        server: The server that sampled the tokens; "": unknown.
+        tokens: Number of tokens, all of one server (see `allowed_difference`); None: all tokens of a step, without that margin.
     """
     limit = cfg.max_logprob_diff if tokens is None else allowed_difference(tokens, cfg)
     if not mean_logprob_diff <= limit:  # nan too

@@ -1,4 +1,4 @@
-"""The command: parts in order of value, each in a subprocess with a time limit; results are written after every part."""
+"""The command: run the parts in order of value, each in a subprocess with a time limit; write results after every part."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from benchmarks.gpu.check.parts import CPU, PARTS, Part, limit, selected
 from benchmarks.gpu.check.report import Result, load, merged, result_of, save, status_of, told
 from benchmarks.results import ROOT, surroundings
 
-GRACE = 10.0  # seconds between SIGTERM and SIGKILL: launchers end their ranks in between
-PROGRESS = 2.0  # seconds between two looks at the lines of a part
-SHORTEST = 10.0  # seconds; with less left, a part is not started
+GRACE = 10.0  # seconds between SIGTERM and SIGKILL, in which launchers end their ranks
+PROGRESS = 2.0  # seconds between two reads of a part's lines
+SHORTEST = 10.0  # seconds; a part is not started with less time left
 DESCRIPTION = """Check a machine with one GPU, offline, without installing the project: kernels, training steps, several ranks
 on the one GPU, offloading, transfers of weights, a step of a real size, engines. What cannot run here is skipped, with the
 reason. Results: gpu.json and gpu.md. Exit status: 0 if all parts that can run here passed, else 1."""
@@ -44,7 +44,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Run the check; return the exit status."""
     args = arguments(argv)
     end = time.monotonic() + 60 * args.minutes
     try:
@@ -61,7 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             at = {"device": device, **surroundings()}
 
             def keep(result: Result, at: dict[str, Any] = at) -> None:
-                """Write what is known, also of a part that runs: whoever ends this process may give no warning."""
+                """Write what is known, also of a running part, because this process may be ended without warning.
+
+                Args:
+                    result: The part's result so far.
+                    at: The machine; bound when the function is defined.
+                """
                 save(file, merged(load(file), [*results, result | at]))
 
             result = _run(part, platform, refusal, Path(folder), limit(part, args.minutes, end - time.monotonic()), keep)
@@ -73,11 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _device(platform: str) -> tuple[str, str]:
-    """Return the name of the device, and why parts for a GPU cannot run here, which is empty where they can."""
+    """Return the name of the device, and why parts for a GPU cannot run here; "" if they can."""
     if platform == "cpu":
         return "CPU", ""
     code = "import torch; print(torch.__version__); print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
-    words = [sys.executable, "-c", code]  # in a process of its own: a CUDA context takes memory
+    words = [sys.executable, "-c", code]  # in a process of its own, because a CUDA context takes memory
     done = subprocess.run(words, env=environment(platform), capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
         return "", f"torch cannot be used: {_last_line(done.stderr)}"
@@ -86,7 +91,7 @@ def _device(platform: str) -> tuple[str, str]:
 
 
 def _run(part: Part, platform: str, refusal: str, folder: Path, seconds: float, keep: Callable[[Result], None]) -> Result:
-    """Run a part, or say why not. `keep` gets its lines every few seconds while it runs."""
+    """Run a part, or report why it does not run. `keep` gets its lines every few seconds while it runs."""
     if platform == "cpu" and not part.cpu:
         return result_of(part, "skipped", [], "needs a GPU")
     if refusal:
@@ -113,7 +118,7 @@ def _run(part: Part, platform: str, refusal: str, folder: Path, seconds: float, 
 def _subprocess(
     part: Part, platform: str, folder: Path, file: Path, log: Path, seconds: float, progress: Callable[[], None]
 ) -> int | None:
-    """Run the code of a part. Return its exit status, None where it ran out of time and was ended, with all its children."""
+    """Run the code of a part; return its exit status, None if it ran out of time and was ended with all its children."""
     words = [sys.executable, "-m", "benchmarks.gpu.check.part", part.name, platform, str(folder), str(file), f"{seconds:.0f}"]
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -143,14 +148,14 @@ def _end(process: subprocess.Popen[Any]) -> None:
         deadline = time.monotonic() + GRACE
         while time.monotonic() < deadline:
             process.poll()
-            os.killpg(process.pid, 0)  # raises when none of the group is left
+            os.killpg(process.pid, 0)  # raises if no process of the group is left
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def environment(platform: str) -> dict[str, str]:
-    """Return the environment of a part: the project from its folder, no network, few threads beside many ranks."""
+    """Return the environment of a part: the project from its folder, no network, few threads because of the many ranks."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if platform == "cpu" else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}

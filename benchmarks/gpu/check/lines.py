@@ -1,4 +1,4 @@
-"""How a part reports: one line of JSON for each result, as soon as it is known."""
+"""Reporting of a part: one line of JSON for each result, as soon as it is known."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ Status = Literal["passed", "failed", "measured", "skipped"]
 
 
 class Skip(Exception):
-    """Raised inside `Check.line` where the line cannot be measured here. Its message is the reason."""
+    """Raised inside `Check.line` if the line cannot be measured here. Its message is the reason."""
 
 
 @dataclass
 class Check:
-    """What the code of a part gets.
+    """The argument of a part's code, through which it reports.
 
-    Args:
+    Attributes:
         platform: "cpu" (tiny sizes) or "cuda".
-        folder: scratch space that all parts of a run share.
-        file: where the lines go, one JSON object each.
-        seconds: time limit of the part.
+        folder: Scratch space that all parts of a run share.
+        file: The lines are appended here, one JSON object each.
+        seconds: Time limit of the part.
+        names: Names of the lines so far.
     """
 
     platform: Literal["cpu", "cuda"]
     folder: Path
     file: Path
     seconds: float
-    names: list[str] = field(default_factory=list)  # of the lines so far
+    names: list[str] = field(default_factory=list)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the part runs on a GPU."""
+        """True if the part runs on a GPU."""
         return self.platform == "cuda"
 
     def report(
@@ -45,11 +46,12 @@ class Check:
         """Write one line.
 
         Args:
-            name: one of the part's lines, or an additional one.
-            value: the result, None if there is none.
-            unit: of the value.
-            why: the reason for a failure or a skip; else a remark.
-            more: further values, for the JSON file.
+            name: One of the part's lines, or an additional one.
+            status: Outcome.
+            value: The result; None if there is none.
+            unit: Unit of the value.
+            why: The reason for a failure or a skip; otherwise a remark.
+            more: Further values, for the JSON file.
         """
         self.names.append(name)
         line = {"name": name, "status": status, "value": value, "unit": unit, "why": why, **more}
@@ -57,8 +59,16 @@ class Check:
             file.write(json.dumps(line) + "\n")
 
     def verdict(self, name: str, value: float, limit: float, unit: str = "", **more: Any) -> None:
-        """Report a value that must not exceed its limit."""
-        status: Status = "passed" if value <= limit else "failed"  # NaN fails
+        """Report a value that must not exceed its limit.
+
+        Args:
+            name: As in `report`.
+            value: The result; NaN fails.
+            limit: The largest value that passes.
+            unit: Unit of both.
+            more: As in `report`.
+        """
+        status: Status = "passed" if value <= limit else "failed"
         self.report(name, status, value, unit, f"limit {limit:g}", limit=limit, **more)
 
     @contextlib.contextmanager
@@ -68,7 +78,7 @@ class Check:
             yield
         except Skip as e:
             self._all(names, "skipped", str(e))
-        except Exception as e:  # a check goes on: the next line may say why this one failed
+        except Exception as e:  # the check goes on: the next line may show why this one failed
             traceback.print_exc()
             self._all(names, "failed", f"{type(e).__name__}: {e}"[-600:])
 
@@ -79,7 +89,7 @@ class Check:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Return the lines written so far. A last one that was cut off in the middle is left out."""
+    """Return the lines written so far, without a last one that was cut off in the middle."""
     found = []
     for text in file.read_text().splitlines() if file.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):

@@ -1,4 +1,4 @@
-"""A random Qwen3 without a tokenizer, in the shape that the platform allows, and the config of a run with it."""
+"""A random Qwen3 without a tokenizer, in a shape that fits the platform, and the config of a run with it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from benchmarks._weights import QUICK
 from benchmarks.gpu.check.lines import Check
 
-# of Qwen3-1.7B
+# shape of Qwen3-1.7B
 SHAPE_1_7B = {
     "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
 }  # fmt: skip
 SHAPE_0_6B = SHAPE_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
-ENOUGH = 60 * 2**30  # bytes of a GPU that the larger model takes with its optimizer and logits
-# tokens of a prompt and of a response on average; prompts of a step, samples of each; tokens of a microbatch
+ENOUGH = 60 * 2**30  # bytes of GPU memory that the larger model takes with its optimizer and logits
+# mean tokens of a prompt and of a response; prompts per step, samples per prompt; tokens per microbatch
 LENGTHS = {"cpu": (8, 16, 2, 4, 64), "cuda": (512, 1536, 8, 8, 8192)}
 
 
 def random_model(check: Check) -> Path:
-    """Return the folder of the model, which the first part that needs it writes."""
+    """Return the folder of the model; the first part that needs the model writes it."""
     folder = check.folder / "model"
     if (folder / "config.json").exists():
         return folder
@@ -46,8 +46,9 @@ def run_tree(check: Check, model: Path, **sections: dict[str, Any]) -> dict[str,
     """Return the config tree of a run on one rank.
 
     Args:
-        model: folder of the checkpoint.
-        sections: further keys, by section of the config.
+        check: Selects the platform.
+        model: Folder of the checkpoint.
+        sections: Further keys, by section of the config.
     """
     prompt, response, prompts, samples, tokens = LENGTHS[check.platform]
     tree: dict[str, Any] = {

@@ -17,7 +17,12 @@ from tepo_megatron.platform import activate
 
 @contextlib.contextmanager
 def actor_of(check: Check, **sections: dict[str, Any]) -> Iterator[tuple[Any, Config]]:
-    """Yield an actor with the random model, and its config. sections: further keys of the config."""
+    """Yield an actor with the random model, and its config.
+
+    Args:
+        check: Selects the platform and has the model's folder.
+        sections: Further keys, by section of the config.
+    """
     cfg = validate(run_tree(check, random_model(check), **sections))
     with socket.create_server(("127.0.0.1", 0)) as door:
         port = door.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The subprocess of one part: python -m benchmarks.gpu.check.part NAME PLATFORM FOLDER FILE SECONDS."""
+"""Run one part in a subprocess: python -m benchmarks.gpu.check.part NAME PLATFORM FOLDER FILE SECONDS."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main() -> None:
     """Run the part's code; lines that failed do not change the exit status."""
     from tepo_megatron.processes import die_with_parent
 
-    die_with_parent(os.getppid(), signal.SIGKILL)  # the command may be killed
+    die_with_parent(os.getppid(), signal.SIGKILL)  # also if the command is killed
     name, platform, folder, file, seconds = sys.argv[1:]
     check: Any = Check(platform, Path(folder), Path(file), float(seconds))  # type: ignore[arg-type]
     importlib.import_module(f"benchmarks.gpu.check.run_{name}").run(check)

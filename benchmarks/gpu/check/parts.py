@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from benchmarks.results import ROOT
 
-CPU = "cpu"  # in --parts: all parts that run without a GPU
-ENGINE_TESTS = ("test_colocation.py", "test_fp8.py")  # in tests/gpu: they start servers; the first has other tests too
+CPU = "cpu"  # in --parts: run on the CPU all parts that need no GPU
+ENGINE_TESTS = ("test_colocation.py", "test_fp8.py")  # in tests/gpu: they start servers; the first also has other tests
 FIRST_TESTS = ("test_triton_kernels.py", "test_flash_attention.py", "test_ipc.py", "test_precision.py", "test_layouts.py")
-LAYOUTS = (  # of tests/parallel/cases.py; a test compares
+LAYOUTS = (  # from tests/parallel/cases.py; a test compares the two
     "1 rank", "TP2", "TP2+SP", "PP2", "PP2 VPP2", "CP2", "CP4", "DP2", "TP2 PP2", "CP2 TP2", "CP2 TP2+SP", "CP2 PP2", "DP2 TP2",
 )  # fmt: skip
 WITHOUT_LOGITS = "logits computed again"  # training.logits_budget_mib 0: the fused output layer
-FP8 = ("fp8-delayed", "fp8-current", "fp8-blockwise")  # of actor/precision.py; a test compares
+FP8 = ("fp8-delayed", "fp8-current", "fp8-blockwise")  # from actor/precision.py; a test compares the two
 
 
 def gpu_tests() -> tuple[str, ...]:
@@ -27,12 +27,12 @@ def gpu_tests() -> tuple[str, ...]:
 class Part:
     """One part of the check.
 
-    Args:
-        name: for `--parts`; the part's code is the module `run_<name>`.
-        title: of its table.
-        seconds: time limit of a run of 10 minutes. A longer run raises it in proportion.
-        lines: what it reports, by name; a line that is missing in the end is reported as not measured.
-        cpu: whether it runs on the platform `cpu` too.
+    Attributes:
+        name: Name for `--parts`; the part's code is the module `run_<name>`.
+        title: Title of its table.
+        seconds: Time limit in a check of 10 minutes. A longer check raises it in proportion.
+        lines: Names of the lines that it reports; a line that is missing at the end is reported as not measured.
+        cpu: Whether it also runs on the platform `cpu`.
     """
 
     name: str
@@ -86,7 +86,13 @@ def selected(words: str | None) -> tuple[str, tuple[Part, ...]]:
 
 
 def limit(part: Part, minutes: float, left: float) -> float:
-    """Return the seconds that a part may take, of those left."""
+    """Return the seconds that a part may take.
+
+    Args:
+        part: The part.
+        minutes: Time limit of the whole check.
+        left: Seconds left of it.
+    """
     return min(left, part.seconds * max(1.0, minutes / 10))
 
 

@@ -1,4 +1,4 @@
-"""Files of tests/gpu, each in a process of its own: a fault of CUDA ends the process that it happens in."""
+"""Run files of tests/gpu, each in a process of its own, because a CUDA fault ends the process in which it happens."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ NOTHING_COLLECTED = 5  # exit status of pytest
 
 
 def run_files(check: Check, files: Sequence[str], selection: Mapping[str, str] | None = None) -> None:
-    """Report each file's tests.
+    """Run the test files and report each.
 
     Args:
-        files: names in tests/gpu, which are the lines too.
-        selection: pytest's `-k` of a file.
+        check: Receives the lines.
+        files: Names in tests/gpu, which are also the lines' names.
+        selection: pytest's `-k` of a file, by name.
     """
     for name in files:
         with check.line(name):

@@ -1,4 +1,4 @@
-"""The results of the check: a JSON file that is rewritten after each part, and a table of it in Markdown."""
+"""The results of the check: a JSON file that is rewritten after each part, and its table in Markdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ Result = dict[str, Any]  # of one part
 
 
 def result_of(part: Part, status: str, lines: Sequence[Mapping[str, Any]], why: str = "", **more: Any) -> Result:
-    """Return a part's result. Lines that it names and did not report are not measured, for the reason that the part has."""
+    """Return a part's result. Lines that it should have but did not report are added as not measured.
+
+    Args:
+        part: The part.
+        status: Status of the part.
+        lines: The reported lines.
+        why: Reason of the status, and of the missing lines.
+        more: Further values, for the JSON file.
+    """
     there = {line["name"] for line in lines}
     missing = [
         {"name": n, "status": "skipped", "value": None, "unit": "", "why": why or "not reported"}
@@ -33,7 +41,10 @@ def status_of(lines: Sequence[Mapping[str, Any]]) -> str:
 def merged(old: Sequence[Result], new: Sequence[Result]) -> list[Result]:
     """Return the new results and the old ones of other parts, in the order of the parts.
 
-    A part that was skipped does not replace one that ran before.
+    A skipped part does not replace one that ran before.
+
+    Args:
+        old, new: Results of parts.
     """
     found = {result["part"]: result for result in old}
     for result in new:
@@ -43,13 +54,18 @@ def merged(old: Sequence[Result], new: Sequence[Result]) -> list[Result]:
 
 
 def load(file: Path) -> list[Result]:
-    """Return what `save` wrote, [] where there is nothing."""
+    """Return what `save` wrote; [] if the file does not exist."""
     found: list[Result] = json.loads(file.read_text()) if file.exists() else []
     return found
 
 
 def save(file: Path, results: Sequence[Result]) -> None:
-    """Write the JSON file and the table. Each replaces its predecessor at once, so that a kill leaves one of the two."""
+    """Write the JSON file and the table. Each replaces its predecessor atomically, so that a kill leaves a complete file.
+
+    Args:
+        file: The JSON file.
+        results: Results of parts.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     for path, text in ((file, json.dumps(results, indent=1)), (file.with_suffix(".md"), markdown(results))):
         partial = path.with_name(path.name + ".partial")
@@ -79,7 +95,7 @@ def told(result: Result) -> str:
 
 
 def shown(line: Mapping[str, Any]) -> str:
-    """Return a line's result as the table has it."""
+    """Return a line's result as the table shows it."""
     if line["status"] == "skipped":
         return NOT_MEASURED
     value = line["value"]

@@ -10,7 +10,7 @@ from benchmarks.gpu.check.pytests import run_files
 
 
 def run(check: Check) -> None:
-    """See the top of the file."""
+    """Run the tests, or report them as skipped without psutil."""
     if importlib.util.find_spec("psutil") is None:
         for name in ENGINE_TESTS:
             check.report(name, "skipped", why="psutil, with which servers are started and ended, is not installed")

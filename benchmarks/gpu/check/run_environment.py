@@ -19,7 +19,7 @@ PROGRAMS = ("git", "nvcc", "nvidia-smi")
 
 
 def run(check: Check) -> None:
-    """See the top of the file."""
+    """Report the device, the driver and the versions."""
     if check.on_gpu:
         found = torch.cuda.get_device_properties(0)
         capability = f"{found.major}.{found.minor}"
@@ -47,7 +47,7 @@ def run(check: Check) -> None:
 
 
 def driver() -> str:
-    """Return the driver's version as `nvidia-smi` tells it."""
+    """Return the driver's version as `nvidia-smi` reports it."""
     try:
         words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)

@@ -1,4 +1,4 @@
-"""Part `kernels`: token statistics and the fused output layer against fp64, and their time and memory beside other forms."""
+"""Part `kernels`: token statistics and the fused output layer against fp64, and their time and memory next to other forms."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from benchmarks.results import OURS, Measure, verdict
 from tepo_megatron.ops.vocab_parallel import token_stats
 from tests.token_statistics import reference
 
-# of the comparison with fp64: rows, columns, of which the last are padding, hidden size
+# comparison with fp64: rows, real columns, columns with padding, hidden size
 EXACT = {"cpu": (16, 1000, 1024, 64), "cuda": (64, 151_936, 152_064, 1024)}
-# of the measurement: rows, columns, hidden size, repetitions, size of the square product that sets the ceiling
+# measurement: rows, columns, hidden size, repetitions, size of the square product that sets the ceiling
 TIMED = {"cpu": (64, 2000, 64, 2, 128), "cuda": (8192, 151_936, 5120, 10, 8192)}
 LIMITS = {"statistics": 1e-5, "gradient of fp32": 1e-5, "gradient of bf16": 1.001, "output layer": 0.01}
 TITLES = {8: "statistics", 9: "output layer"}
@@ -25,7 +25,7 @@ PEERS = ("trl", "verl")
 
 
 def run(check: Check) -> None:
-    """See the top of the file."""
+    """Compare with fp64, then measure."""
     device = torch.device(check.platform)
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         with check.line(f"error: statistics of {name} logits"):
@@ -41,7 +41,7 @@ def run(check: Check) -> None:
 
 
 def _statistics(check: Check, line: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Compare log-probs, entropies and the gradient of logits around 0 and around 100; columns of padding are far above."""
+    """Compare log-probs, entropies and the gradient of logits around 0 and around 100. Padding columns are far larger."""
     rows, vocab, padded, _ = EXACT[check.platform]
     worst = {"statistics": 0.0, "gradient": 0.0}
     for shift in (0.0, 100.0):
@@ -50,7 +50,7 @@ def _statistics(check: Check, line: str, dtype: torch.dtype, device: torch.devic
         source[:, vocab:] = 1e4
         labels = torch.randint(0, vocab, (rows,), device=device, generator=generator)
         gradients = torch.randn(2, rows, device=device, generator=generator)
-        logits = source.clone().requires_grad_() * 1  # not a leaf, so that backward may write in its place
+        logits = source.clone().requires_grad_() * 1  # not a leaf, so that backward may write into it
         stats = token_stats(logits, labels, 1.0, None, vocab)
         (gradient,) = torch.autograd.grad([stats.logprob_R, stats.entropy_R], logits, list(gradients))
         exact = source.double().requires_grad_()
@@ -58,7 +58,7 @@ def _statistics(check: Check, line: str, dtype: torch.dtype, device: torch.devic
         (expected,) = torch.autograd.grad([logprob, entropy], exact, list(gradients.double()))
         error = max((stats.logprob_R - logprob).abs().max().item(), (stats.entropy_R - entropy).abs().max().item())
         off = distance(gradient, expected)
-        if dtype == torch.bfloat16:  # over the error of rounding the exact gradient once
+        if dtype == torch.bfloat16:  # relative to the error of rounding the exact gradient once
             off /= distance(expected.to(dtype), expected)
         worst = {"statistics": max(worst["statistics"], error), "gradient": max(worst["gradient"], off)}
     limit = LIMITS[f"gradient of {'bf16' if dtype == torch.bfloat16 else 'fp32'}"]
@@ -69,7 +69,12 @@ def _statistics(check: Check, line: str, dtype: torch.dtype, device: torch.devic
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Return ||a - b|| / ||b||."""
+    """Return the relative distance ||a - b|| / ||b||.
+
+    Args:
+        a: The measured tensor.
+        b: The reference.
+    """
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
@@ -88,7 +93,7 @@ def _layer(check: Check, line: str, budget: int, device: torch.device) -> None:
 
 
 def _peers(check: Check, found: Iterable[Measure]) -> None:
-    """Report the token statistics of each peer, of its own code where it is installed, else of its form."""
+    """Report the token statistics of each peer: of its own code if it is installed, otherwise of our form of it."""
     times, peaks = (next(m for m in found if m.row == 8 and what in m.name) for what in ("time", "extra memory"))
     for peer in PEERS:
         name = peer if peer in times.peers else f"{peer} form"

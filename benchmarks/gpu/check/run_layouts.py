@@ -9,7 +9,7 @@ from tests.parallel import cases
 
 
 def run(check: Check) -> None:
-    """See the top of the file."""
+    """Train every layout in fp32 and in bf16."""
     folder = check.folder / "layouts"
     folder.mkdir(exist_ok=True)
     case = cases.make_case(folder, tied=True)

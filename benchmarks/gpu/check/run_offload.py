@@ -1,4 +1,4 @@
-"""Part `offload`: seconds until an actor with optimizer state has left the device and until it is back, and its host memory."""
+"""Part `offload`: seconds to move an actor with optimizer state off the device and back, and the host memory that it takes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROUNDS = 3  # the first one allocates the host memory
 
 
 def run(check: Check) -> None:
-    """See the top of the file."""
+    """Offload and reload the actor, and compare its state before and after."""
     with actor_of(check) as (actor, cfg):
         _update(check, actor, cfg)
         device, before = actor.groups.device, list(_state(actor))
@@ -52,7 +52,7 @@ def run(check: Check) -> None:
 
 
 def _update(check: Check, actor: Any, cfg: Any) -> None:
-    """Take one optimizer step, so that there are moments."""
+    """Take one optimizer step, so that the optimizer has moments."""
     from tepo_megatron.advantages import group_advantages
     from tepo_megatron.losses import build_objective
 
@@ -84,12 +84,12 @@ def _timed(device: torch.device, call: Callable[[], Any]) -> float:
 
 
 def host_available() -> int:
-    """Return the bytes of memory that the kernel can still give."""
+    """Return the bytes of memory that are still available (MemAvailable)."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def page_locked() -> int:
-    """Return the bytes that PyTorch's allocator of page-locked memory holds, 0 where PyTorch does not count them."""
+    """Return the bytes that PyTorch's allocator of page-locked memory holds; 0 if PyTorch does not count them."""
     stats = getattr(torch.cuda, "host_memory_stats", None)
     return int(stats().get("reserved_bytes.current", stats().get("allocated_bytes.current", 0))) if stats else 0

@@ -1,5 +1,6 @@
-"""Part `step`: a training step of a random Qwen3 of 1.7 B parameters, with and without training.logits_budget_mib, beside what
-`tepo plan` predicts of its seconds and of its memory.
+"""Part `step`: a training step of a random Qwen3 of 1.7 B parameters, with and without training.logits_budget_mib.
+
+Its seconds and its memory are reported next to the prediction of `tepo plan`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NOT_ALLOCATED = ("fragmentation", "context, NCCL")  # parts of the plan that PyT
 
 
 def run(check: Check) -> None:
-    """See the top of the file."""
+    """Measure the step with each budget."""
     config = check.folder / "step.yaml"
     config.write_text(yaml.safe_dump(run_tree(check, random_model(check))))
     prompt, response, *_ = LENGTHS[check.platform]
@@ -37,7 +38,7 @@ def run(check: Check) -> None:
 
 
 def plan_name(device: str) -> str:
-    """Return the GPU of the plan's table that a device is, H100 for others."""
+    """Return the GPU in the plan's table that matches the device's name; H100 for other devices."""
     return next((name for name in GPUS if name in device), "H100")
 
 

@@ -8,5 +8,5 @@ from benchmarks.gpu.check.pytests import run_files
 
 
 def run(check: Check) -> None:
-    """See the top of the file."""
+    """Run the test files."""
     run_files(check, gpu_tests(), {"test_colocation.py": "not vllm", "test_layouts.py": "1 and rank"})

@@ -13,12 +13,12 @@ from benchmarks.gpu.check.worlds import Job, train
 from tepo_megatron.actor import kernels, precision
 from tests.parallel import cases
 
-# of the FP8 model: sizes that are multiples of 128
+# sizes of the FP8 model: multiples of 128
 WIDE: dict[str, Any] = {"scale": 1.0, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 
 def run(check: Check) -> None:
-    """See the top of the file."""
+    """Train in each precision that runs here."""
     folder = check.folder / "training"
     folder.mkdir(exist_ok=True)
     case = cases.make_case(folder, tied=True)

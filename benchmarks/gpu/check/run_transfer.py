@@ -1,4 +1,4 @@
-"""Part `transfer`: all weights to another process by CUDA IPC and by shared memory, every tensor's checksum compared there."""
+"""Part `transfer`: send all weights to another process by CUDA IPC and by shared memory, and compare all checksums there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUCKET_MIB = {"cpu": 1, "cuda": 512}
 
 
 def run(check: Check) -> None:
-    """See the top of the file."""
+    """Push the weights with each transport, and time plain copies of as many bytes."""
     model = random_model(check)
     with actor_of(check, sync={"bucket_mib": BUCKET_MIB[check.platform]}) as (actor, cfg):
         from tepo_megatron.weights.sync import WeightSync
@@ -58,14 +58,14 @@ def run(check: Check) -> None:
 
 
 def _need(nbytes: int) -> None:
-    """Raise Skip where shared memory has less room: containers often have 64 MB of it."""
+    """Raise Skip if shared memory has less free space: containers often have only 64 MB of it."""
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free < 1.1 * nbytes:
         raise Skip(f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free, and {1.1 * nbytes / 2**20:.0f} MiB are needed")
 
 
 def _copy(nbytes: int, device: torch.device) -> float:
-    """Return the median seconds of copying bytes on the device."""
+    """Return the median seconds of copying that many bytes on the device."""
     source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     taken = []
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Training steps of tests/parallel/cases.py on several ranks: one world of processes serves many configs, one after the other.
+"""Train the steps of tests/parallel/cases.py on several ranks: one world of processes serves many configs, one after the other.
 
 CUDA does not survive a fork, and a world per config would spend most of its time on imports.
 """
@@ -33,22 +33,22 @@ from tepo_megatron.processes import die_with_parent
 from tests.parallel import cases
 from tests.processes import command
 
-START_SECONDS = {"cpu": 240.0, "cuda": 90.0}  # until the first config is done; imports take most of it
-JOB_SECONDS = {"cpu": 120.0, "cuda": 60.0}  # of each further config
-FP32_LIMIT = {"cpu": 1e-5, "cuda": 1e-4}  # of each tensor
-NEAR_BF16, NEAR_FP8 = (0.05, 0.1), (0.1, 0.2)  # of 1 - cosine of the gradients, and of their norm
+START_SECONDS = {"cpu": 240.0, "cuda": 90.0}  # limit until the first config is done; imports take most of it
+JOB_SECONDS = {"cpu": 120.0, "cuda": 60.0}  # limit of each further config
+FP32_LIMIT = {"cpu": 1e-5, "cuda": 1e-4}  # of the error of each tensor
+NEAR_BF16, NEAR_FP8 = (0.05, 0.1), (0.1, 0.2)  # limits of 1 - cosine of the gradients, and of their norm's error
 
 
 @dataclass(frozen=True)
 class Job:
     """Two optimizer steps of a config.
 
-    Args:
-        line: of the report.
-        case: the batches, and what the fp64 reference made of them.
-        layout: keys of the config's section `parallel`.
-        precision: a preset.
-        training: keys of the config's section `training`.
+    Attributes:
+        line: Name of the report's line.
+        case: The batches, and the fp64 reference's results.
+        layout: Keys of the config's section `parallel`.
+        precision: A preset.
+        training: Keys of the config's section `training`.
     """
 
     line: str
@@ -65,7 +65,12 @@ class Job:
         return validate(tree)
 
     def report(self, check: Check, ranks: list[list[dict[str, Any]]]) -> None:
-        """Compare with the reference, and report."""
+        """Compare with the reference, and report.
+
+        Args:
+            check: Receives the line.
+            ranks: What `cases.train_steps` returned on each rank.
+        """
         if self.precision == "fp32":
             found = cases.errors(ranks, self.case.steps)
             worst = max(found, key=found.__getitem__)
@@ -79,10 +84,12 @@ class Job:
 
 
 def train(check: Check, jobs: Sequence[Job], staged: bool) -> None:
-    """Run the jobs and report each when it is done. After a failure the rest goes on in a new world.
+    """Run the jobs and report each when it is done. After a failure the rest runs in a new world.
 
     Args:
-        staged: whether collectives go through host memory, and the ranks share a device.
+        check: Receives the lines.
+        jobs: The configs.
+        staged: Whether collectives go through host memory, and the ranks share a device.
     """
     remaining = list(jobs)
     while remaining:
@@ -91,7 +98,7 @@ def train(check: Check, jobs: Sequence[Job], staged: bool) -> None:
 
 
 def _world(check: Check, jobs: Sequence[Job], staged: bool) -> int:
-    """Run jobs in one world; return the number of those that are reported: all, or up to the first that failed."""
+    """Run jobs in one world; return the number of reported jobs: all, or those up to the first failure."""
     configs = [job.config(check.platform) for job in jobs]
     with tempfile.TemporaryDirectory(dir=check.folder) as name:
         folder, log = Path(name), Path(name, "log")
@@ -123,7 +130,7 @@ def _world(check: Check, jobs: Sequence[Job], staged: bool) -> int:
 
 
 def _wait(process: subprocess.Popen[Any], files: Sequence[Path], seconds: float) -> str:
-    """Return "" when all files are there, else what happened."""
+    """Return "" when all files exist, otherwise what happened."""
     deadline = time.monotonic() + seconds
     while not all(file.exists() for file in files):
         if any(file.with_suffix(".error").exists() for file in files):
@@ -137,7 +144,13 @@ def _wait(process: subprocess.Popen[Any], files: Sequence[Path], seconds: float)
 
 
 def serve(rank: int, work: Sequence[tuple[Config, Any]], folder: Path) -> None:
-    """In a rank: train each config whose world has this rank, and write what `cases.train_steps` returns."""
+    """Run in each rank: train each config whose world has this rank, and write what `cases.train_steps` returns.
+
+    Args:
+        rank: This rank.
+        work: (config, batches) of each job.
+        folder: Folder of the results: a file NUMBER-RANK, or NUMBER-RANK.error with a traceback.
+    """
     store, _, _ = next(rendezvous("env://", rank, int(os.environ["WORLD_SIZE"])))
     for number, (cfg, batches) in enumerate(work):
         size = cfg.parallel.world_size
