@@ -42,6 +42,7 @@ def found(out: Path) -> dict[str, dict[str, Any]]:
     return {result["part"]: result for result in report.load(out / "gpu.json")}
 
 
+@pytest.mark.slow
 def test_parts_run_on_a_cpu_without_git(tmp_path: Path) -> None:
     done = check(["--parts", "cpu,environment,kernels,engines"], tmp_path / "out", PATH="/nonexistent")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -230,6 +231,7 @@ def test_reasons_of_tests(tmp_path: Path) -> None:
     assert {reason.split(":")[0] for reason in reasons} == {"no engine", "test_c", "test_d"}
 
 
+@pytest.mark.slow
 def test_files_of_gpu_tests_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU the first one fails, and says in which test; the second one is not there."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
