@@ -16,6 +16,9 @@ SITE   := build/docs
 PEERS  := .cache/peers
 GATE   := $(wildcard tests/gate)
 FAST   := not server and not e2e and not slow and not full
+# where all tests of these marks are, which tests/conftest.py checks: to import the others would take seconds
+RUNS   := tests/e2e tests/launch
+SERVERS := tests/server
 WORKERS ?= 2
 
 # torch: a wheel found through PIP_FIND_LINKS if there is one, else PyTorch's own CPU build
@@ -26,7 +29,8 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(PYTHON))
 
-.PHONY: demo sglang launch launch-sky ablation precision bench docs docs-links test test-fast test-full test-full-runs test-full-parts test-slurm \
+.PHONY: demo sglang launch launch-sky ablation precision bench docs docs-links test test-runs test-servers test-fast test-full test-full-runs \
+  test-full-parts test-slurm \
   test-gpu test-pins test-pins-ci test-te test-image chaos two-starts mutants check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
@@ -75,17 +79,24 @@ docs: $(DOCS)/.ready
 docs-links: $(DOCS)/.ready
 	$(DOCS)/bin/sphinx-build --quiet -c docs -d $(SITE)/.doctrees -b linkcheck . $(SITE)/links
 
+# the second half in two at once, whole runs in one and servers in the other; what is printed appears when either has ended
 test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not full and not server and not e2e"
-	$(BIN)/python -m pytest -m "not full and (server or e2e)"
+	@$(MAKE) --no-print-directory -j2 --output-sync=target --keep-going test-runs test-servers
 
-# in two at once, whole runs in one and all else in the other; what is printed appears when either has ended
+test-runs:
+	$(BIN)/python -m pytest -m "not full and e2e" $(RUNS)
+
+test-servers:
+	$(BIN)/python -m pytest -m "not full and server and not e2e" $(SERVERS)
+
+# in the same two
 test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready $(SKY)/.ready
 	@$(MAKE) --no-print-directory -j2 --output-sync=target --keep-going test-full-runs test-full-parts
 	$(BIN)/python -m pytest -m "full and alone"
 
 test-full-runs:
-	$(BIN)/python -m pytest -m "full and not slurm and not image and not alone and e2e"
+	$(BIN)/python -m pytest -m "full and not slurm and not image and not alone and e2e" $(RUNS)
 
 test-full-parts:
 	$(BIN)/python -m pytest -m "full and not slurm and not image and not alone and not e2e"

@@ -2,11 +2,13 @@
 
 import os
 import signal
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that wait must not spin: the ranks of a world share the cores
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers refuses threads after a fork, with a warning
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tepo_megatron.platform import activate
@@ -19,3 +21,15 @@ settings.load_profile("tests")
 
 # A shell starts its background jobs with SIGINT ignored, and so would be every child: some tests send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+HERE = Path(__file__).parent
+# The Makefile looks for tests of these marks in these folders alone.
+FOLDERS = {"e2e": (HERE / "e2e", HERE / "launch"), "server": (HERE / "server", HERE / "e2e")}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test whose mark no target of the Makefile would find in its folder."""
+    for item in items:
+        for mark, folders in FOLDERS.items():
+            if item.get_closest_marker(mark) and not any(item.path.is_relative_to(folder) for folder in folders):
+                raise pytest.UsageError(f"{item.nodeid} is marked {mark}: move it to {' or '.join(f.name for f in folders)}")

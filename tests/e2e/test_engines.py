@@ -6,16 +6,19 @@ it left for its own.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import Qwen3MoeConfig
 
 from tepo_megatron.rollout import record
 from tests.e2e.conftest import commands, settings
+from tests.pairwise import pairwise
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
@@ -23,14 +26,18 @@ STEPS = 5
 LAYOUTS = {"TP2": {"tp": 2}, "PP2": {"tp": 1, "pp": 2}, "TP2xPP2": {"tp": 2, "pp": 2}, "EP2": {"tp": 1, "ep": 2, "dp": 2}}
 LAYOUTS["EP2 replay"] = LAYOUTS["EP2"]  # of the engine's experts
 RETURN_EXPERTS = ("sglang",)  # on a CPU
-RUNS = {"dense": [("TP2", "shm"), ("PP2", "shm"), ("TP2xPP2", "shm"), ("PP2", "group")], "mixture": [("EP2", "shm")]}
-SERVERS = [(engine, tp, model) for engine in ("vllm", "sglang") for tp in (1, 2) for model in RUNS]
-CASES = [
-    pytest.param(server, layout, transport, id=f"{server[0]}-tp{server[1]}-{layout}-{transport}")
-    for server in SERVERS
-    for layout, transport in RUNS[server[2]]
-    + [("EP2 replay", "shm")] * (server[2] == "mixture" and server[0] in RETURN_EXPERTS)
-]
+ENGINES, SERVER_TP = ("vllm", "sglang"), (1, 2)
+DENSE = [("TP2", "shm"), ("PP2", "shm"), ("TP2xPP2", "shm"), ("PP2", "group")]
+
+
+def cases() -> list[Any]:
+    """Return each pair of engine, its tp and what a trainer of the dense model does; for a mixture of experts all of them."""
+    found = [((engine, tp, "dense"), *run) for engine, tp, run in pairwise(ENGINES, SERVER_TP, DENSE)]
+    for engine, tp in itertools.product(ENGINES, SERVER_TP):
+        layouts = ["EP2", "EP2 replay"] if engine in RETURN_EXPERTS else ["EP2"]
+        found += [((engine, tp, "mixture"), layout, "shm") for layout in layouts]
+    found.sort(key=lambda case: case[0])  # a server is started once for all that it serves
+    return [pytest.param(*case, id=f"{case[0][0]}-tp{case[0][1]}-{case[1]}-{case[2]}") for case in found]
 
 
 @dataclass
@@ -78,7 +85,7 @@ def served(
         yield ServedElsewhere(model, found, (folder / "servers" / "key").read_text().strip())
 
 
-@pytest.mark.parametrize(("served", "layout", "transport"), CASES, indirect=["served"], scope="module")
+@pytest.mark.parametrize(("served", "layout", "transport"), cases(), indirect=["served"], scope="module")
 def test_rollouts_are_of_the_actors_weights(
     tepo, arguments, served: ServedElsewhere, layout: str, transport: str, tmp_path: Path
 ) -> None:

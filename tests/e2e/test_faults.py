@@ -8,12 +8,14 @@ import json
 import os
 import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tepo_megatron import cli
 from tests.tiny import tiny_qwen3
 
 pytestmark = pytest.mark.e2e
@@ -40,18 +42,39 @@ def refused(command, *phrases: str) -> None:
     command.assert_nothing_left()
 
 
+def test_refused_before_any_process_starts(tepo, arguments, model: Path, tmp_path: Path) -> None:
+    phrase = "parallel.tp=4 does not divide num_query_groups=2; use 1 or 2"
+    refused(tepo(*arguments(model, parallel__tp=4)), phrase)
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("overrides", "phrase"),
     [
         ({"rollout__temprature": 1}, "rollout.temprature: unknown key; did you mean temperature?"),
         ({"parallel__sequence_parallel": "true", "parallel__tp": 1}, "sequence_parallel=true needs tp > 1"),
-        ({"parallel__tp": 4}, "parallel.tp=4 does not divide num_query_groups=2; use 1 or 2"),
         ({"objective__name": "tpeo"}, "objective.name='tpeo' is unknown"),
         ({"model__path": "no/such/model"}, "no/such/model/config.json: not found"),
     ],
 )
-def test_refused_before_any_process_starts(tepo, arguments, model: Path, tmp_path: Path, overrides: dict, phrase: str) -> None:
-    refused(tepo(*arguments(model, **overrides)), phrase)
+def test_refused_without_a_process(
+    arguments,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    overrides: dict,
+    phrase: str,
+) -> None:
+    """As above, by the command's function in this process, which may start none."""
+
+    def start(*words: object, **options: object) -> None:
+        raise AssertionError(f"{words} was started")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert cli.main(arguments(model, **overrides)) == 1
+    output = "".join(capsys.readouterr())
+    assert phrase in output and output.count("tepo: error:") == 1 and "Traceback" not in output, output
     assert not (tmp_path / "runs").exists()
 
 

@@ -45,6 +45,7 @@ def summary(run: Path) -> dict[str, Any]:
     return {k: v for k, v in json.loads((run / "summary.json").read_text()).items() if k != "seconds"}
 
 
+@pytest.mark.full
 def test_a_run_survives_the_kill_of_its_launcher_and_of_a_rank(tepo, arguments, model: Path, tmp_path: Path) -> None:
     straight, run = tmp_path / "runs" / "straight", tmp_path / "runs" / "killed"
     finished(tepo(*arguments(model, **RUN | {"checkpoint__every": 0}, name="straight"), engine="good"))

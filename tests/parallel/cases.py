@@ -54,15 +54,18 @@ class Case:
     steps: tuple[reference.Step, ...]
 
 
-def make_case(folder: Path, *, tied: bool, form: str = "tepo", shared: bool = False, **model_keys: Any) -> Case:
+def make_case(
+    folder: Path, *, tied: bool, form: str = "tepo", shared: bool = False, layers: int = 4, **model_keys: Any
+) -> Case:
     """Model, batches and the fp64 reference's steps.
 
     Args:
         shared: whether the sequences of a group have the same prompt.
+        layers: of the model.
         model_keys: further arguments of `tiny_qwen3`, sizes for example.
     """
     model = folder / f"tiny-{tied}"
-    tiny_qwen3(model, tied=tied, layers=4, vocab_size=VOCAB, **model_keys)
+    tiny_qwen3(model, tied=tied, layers=layers, vocab_size=VOCAB, **model_keys)
     trainer = reference.Trainer(model, **ADAM)
     perturbed = reference.load(model)
     generator = torch.Generator().manual_seed(7)

@@ -192,6 +192,7 @@ def push_to_two(rank: int, cfg: Any, folder: Path, fault: str) -> Any:
         return outcome(sync), time.monotonic() - start, "\n".join(servers.take_events()), got(folder)
 
 
+@pytest.mark.slow
 def test_a_server_that_joins_and_never_broadcasts_ends_the_run_with_its_name(tmp_path: Path) -> None:
     """With NCCL the trainer would wait in the first broadcast for ever; the deadline of a round in gloo is longer here."""
     tiny_qwen3(tmp_path / "model", layers=2, vocab_size=cases.VOCAB)

@@ -2,6 +2,8 @@
 
 import copy
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.slow
 FROM = {"tp": 2, "dp": 2}
 # three layers, one of them dense, six experts: stages of unequal length, expert-parallel optimizers of their own
 MOE_FROM = {"dp": 2, "ep": 2}
+RUNS = {"dense": ("fp32", FROM), "moe": ("fp32", MOE_FROM), "bf16": ("bf16", FROM)}
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,31 @@ def resumed_run(rank: int, cfg: Any, batches: Any, folder: Path) -> dict[str, An
         return out | {"end": w.raw_state(actor)}
 
 
+@dataclass(frozen=True)
+class Saved:
+    """The folder of a run's checkpoint, its model, and what its ranks held."""
+
+    folder: Path
+    model: Path
+    ranks: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def saved(case: cases.Case, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict], Saved]:
+    """A run in this precision on this layout, made when it is first asked for."""
+    runs: dict[str, Saved] = {}
+
+    def made(precision: str, layout: dict) -> Saved:
+        key = f"{precision} {layout}"
+        if key not in runs:
+            folder, model = tmp_path_factory.mktemp("saved"), moe if layout is MOE_FROM else case.model
+            cfg = w.run_config(model, layout, precision)
+            runs[key] = Saved(folder, model, run_world(cfg.parallel.world_size, saving_run, cfg, case.batches, folder))
+        return runs[key]
+
+    return made
+
+
 @pytest.mark.parametrize(
     ("precision", "layout"),
     [
@@ -82,35 +110,19 @@ def resumed_run(rank: int, cfg: Any, batches: Any, folder: Path) -> dict[str, An
     ids=str,
 )
 def test_on_the_same_layout_it_goes_on_bit_for_bit(
-    case: cases.Case, moe: Path, tmp_path: Path, layout: dict, precision: str
+    case: cases.Case, saved: Callable[[str, dict], Saved], layout: dict, precision: str
 ) -> None:
     """The state is that of the moment of save(), though two updates come before the first byte is written."""
-    cfg = w.run_config(moe if layout is MOE_FROM else case.model, layout, precision)
-    size = cfg.parallel.world_size
-    before = run_world(size, saving_run, cfg, case.batches, tmp_path)
-    after = run_world(size, resumed_run, cfg, case.batches, tmp_path)
+    run = saved(precision, layout)
+    before, cfg = run.ranks, w.run_config(run.model, layout, precision)
+    after = run_world(cfg.parallel.world_size, resumed_run, cfg, case.batches, run.folder)
     for a, b in zip(before, after, strict=True):
         assert not w.same(a["at_save"], a["end"])
         assert w.same(b["loaded"], a["at_save"])
         assert w.same(b["end"], a["end"])
         assert a["random"] == b["random"] and not b["warnings"]
         assert b["run"] == w.RUN_STATE and b["found"].step == 1 == a["saved"].step
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001"]
-
-
-@pytest.fixture(scope="module")
-def saved(case: cases.Case, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run on TP2 x DP2, one of a mixture of experts on EP2, and one in bf16: their folders and what their ranks held."""
-    runs = {}
-    for name, model, layout, precision in (
-        ("dense", case.model, FROM, "fp32"),
-        ("moe", moe, MOE_FROM, "fp32"),
-        ("bf16", case.model, FROM, "bf16"),
-    ):
-        folder, cfg = tmp_path_factory.mktemp(name), w.run_config(model, layout, precision)
-        ranks = run_world(cfg.parallel.world_size, saving_run, cfg, case.batches, folder)
-        runs[name] = (folder, model, precision, ranks)
-    return runs
+    assert sorted(p.name for p in run.folder.iterdir()) == ["step-00000001"]
 
 
 @pytest.mark.parametrize(
@@ -130,12 +142,13 @@ def saved(case: cases.Case, moe: Path, tmp_path_factory: pytest.TempPathFactory)
     ids=str,
 )
 def test_on_another_layout_it_goes_on_from_the_same_state(
-    case: cases.Case, saved: dict[str, Any], run: str, layout: dict
+    case: cases.Case, saved: Callable[[str, dict], Saved], run: str, layout: dict
 ) -> None:
     """Every weight, master and moment is bit for bit what it was; what follows is the same up to the order of sums."""
-    folder, model, precision, before = saved[run]
-    cfg = w.run_config(model, layout, precision)
-    after = run_world(cfg.parallel.world_size, resumed_run, cfg, case.batches, folder)
+    precision, made_on = RUNS[run]
+    first = saved(precision, made_on)
+    before, cfg = first.ranks, w.run_config(first.model, layout, precision)
+    after = run_world(cfg.parallel.world_size, resumed_run, cfg, case.batches, first.folder)
     expected, loaded = (w.whole([r["parts"] for r in ranks], cases.VOCAB) for ranks in (before, after))
     assert loaded.keys() == expected.keys()
     assert [n for n in expected if not torch.equal(expected[n], loaded[n])] == []
@@ -176,10 +189,10 @@ def read_by_megatron(rank: int, cfg: Any, folder: Path) -> list[bool]:
 
 
 @pytest.mark.parametrize("layout", [FROM, {}, {"pp": 2}], ids=str)
-def test_megatron_reads_what_was_written(saved: dict[str, Any], layout: dict) -> None:
-    folder, model, precision, _ = saved["bf16"]
-    cfg = w.run_config(model, layout, precision)
-    assert run_world(cfg.parallel.world_size, read_by_megatron, cfg, folder) == [[True, False]] * cfg.parallel.world_size
+def test_megatron_reads_what_was_written(saved: Callable[[str, dict], Saved], layout: dict) -> None:
+    run = saved(*RUNS["bf16"])
+    cfg = w.run_config(run.model, layout, "bf16")
+    assert run_world(cfg.parallel.world_size, read_by_megatron, cfg, run.folder) == [[True, False]] * cfg.parallel.world_size
 
 
 def export_too(rank: int, cfg: Any, batches: Any, folder: Path) -> Any:

@@ -318,43 +318,46 @@ def test_a_run_that_went_back_does_not_return_to_its_former_course(case: cases.C
     assert sum("set aside" in line for line in warnings) == 2
 
 
-def load_into_another(rank: int, cfg: Any, other: Any, folder: Path) -> Any:
+def load_into_others(rank: int, cfg: Any, others: list[Any], folder: Path) -> list[tuple[str, bool]]:
+    """Save, and load into an actor of each other config: the message, and whether its weights are what they were."""
     from tepo_megatron.actor.actor import Actor
 
-    actor = w.start(cfg)
+    actor, out = w.start(cfg), []
     with w.checkpoints(folder, actor) as checkpoints:
         checkpoints.save(1, actor, {})
         checkpoints.wait()
-        another = Actor(other, actor.groups)
-        before = w.raw_state(another)
-        message = refused(lambda: checkpoints.load(checkpoints.newest(), another))
-        weights = [x for x in before if isinstance(x, torch.Tensor)]
-        after = [x for x in w.raw_state(another) if isinstance(x, torch.Tensor) and (x != 0).any()]
-        return message, w.same([x for x in weights if (x != 0).any()], after)
+        for other in others:
+            another = Actor(other, actor.groups)
+            before = w.raw_state(another)
+            message = refused(lambda another=another: checkpoints.load(checkpoints.newest(), another))
+            weights = [x for x in before if isinstance(x, torch.Tensor)]
+            after = [x for x in w.raw_state(another) if isinstance(x, torch.Tensor) and (x != 0).any()]
+            out.append((message, w.same([x for x in weights if (x != 0).any()], after)))
+    return out
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"layers": 3}, r"holds decoder\.layers\.3\..*which this model lacks"),
-        ({"layers": 5}, r"has no tensor decoder\.layers\.4\..*resume with the model"),
-        ({"vocab_size": 72}, r"the vocabulary had 70 tokens and has 72"),
-        ({"precision": "bf16"}, r"is torch\.float32, and torch\.bfloat16 here.*model\.precision"),
-    ],
-    ids=str,
-)
-def test_the_checkpoint_of_another_model_is_refused_before_anything_changes(
-    case: cases.Case, tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    cfg = w.run_config(case.model, {"tp": 2})
-    if "precision" in change:
-        other = replace(cfg, model=replace(cfg.model, **change))
-    else:
-        tiny_qwen3(tmp_path / "other", **({"layers": 4, "vocab_size": cases.VOCAB} | change))
-        other = replace(cfg, model=replace(cfg.model, path=str(tmp_path / "other")))
-    for text, unchanged in run_world(2, load_into_another, cfg, other, tmp_path / "checkpoints"):
-        assert re.search(message, text), text
-        assert unchanged
+OTHER_MODELS = [
+    ({"layers": 3}, r"holds decoder\.layers\.3\..*which this model lacks"),
+    ({"layers": 5}, r"has no tensor decoder\.layers\.4\..*resume with the model"),
+    ({"vocab_size": 72}, r"the vocabulary had 70 tokens and has 72"),
+    ({"precision": "bf16"}, r"is torch\.float32, and torch\.bfloat16 here.*model\.precision"),
+]
+
+
+def test_the_checkpoint_of_another_model_is_refused_before_anything_changes(case: cases.Case, tmp_path: Path) -> None:
+    cfg, others = w.run_config(case.model, {"tp": 2}), []
+    for number, (change, _) in enumerate(OTHER_MODELS):
+        model = {"path": str(tmp_path / f"other-{number}")}
+        if "precision" in change:
+            model = change
+        else:
+            tiny_qwen3(Path(model["path"]), **({"layers": 4, "vocab_size": cases.VOCAB} | change))
+        others.append(replace(cfg, model=replace(cfg.model, **model)))
+    for found in run_world(2, load_into_others, cfg, others, tmp_path / "checkpoints"):
+        assert len(found) == len(OTHER_MODELS)
+        for (change, message), (text, unchanged) in zip(OTHER_MODELS, found, strict=True):
+            assert re.search(message, text), f"{change}: {text}"
+            assert unchanged, change
 
 
 def save_nonsense(rank: int, cfg: Any, folder: Path, fields: dict[str, bool]) -> tuple[str, list[str]]:

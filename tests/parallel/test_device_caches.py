@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -46,6 +47,7 @@ def _losses(rank: int, cfg: Config, batch: TrainBatch, offloads: bool) -> list[t
     return found
 
 
+@pytest.mark.slow
 def test_rotary_tables_leave_with_the_parameters_and_are_made_again(case: cases.Case) -> None:
     cfg = cases.run_config(case.model, {})
     (straight,) = run_world(1, _losses, cfg, case.batches[0], False)

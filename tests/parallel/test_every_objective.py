@@ -1,7 +1,6 @@
 """Every row of the table gives the same loss and gradients on every layout and packing."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,8 +44,14 @@ def all_gradients(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(case: cases.Case) -> dict[str, Any]:
-    return run_world(1, all_gradients, cases.run_config(case.model, {}), case.batches[0])[0]
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
+    """The batch on a model with a layer for each of two stages: every objective goes through the whole model on each layout."""
+    return cases.make_case(tmp_path_factory.mktemp("shallow"), tied=True, layers=2)
+
+
+@pytest.fixture(scope="module")
+def alone(shallow: cases.Case) -> dict[str, Any]:
+    return run_world(1, all_gradients, cases.run_config(shallow.model, {}), shallow.batches[0])[0]
 
 
 def test_the_methods_differ(alone: dict[str, Any]) -> None:
@@ -62,10 +67,10 @@ def test_the_methods_differ(alone: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [marked(n, pytest.mark.full) if n == "CP4" else n for n in LAYOUTS])
-def test_same_on_every_layout(case: cases.Case, alone: dict[str, Any], name: str, tmp_path: Path) -> None:
+def test_same_on_every_layout(shallow: cases.Case, alone: dict[str, Any], name: str) -> None:
     layout, max_tokens = LAYOUTS[name]
-    cfg = cases.run_config(case.model, layout, max_tokens)
-    ranks = run_world(cfg.parallel.world_size, all_gradients, cfg, case.batches[0])
+    cfg = cases.run_config(shallow.model, layout, max_tokens)
+    ranks = run_world(cfg.parallel.world_size, all_gradients, cfg, shallow.batches[0])
     for objective, (loss, gradients) in alone.items():
         merged = {n: g for r in ranks for n, g in r[objective][1].items()}
         assert merged.keys() == gradients.keys()

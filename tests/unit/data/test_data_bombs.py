@@ -47,6 +47,7 @@ def write(path: Path, values: pa.Array, **options: Any) -> None:
     assert path.stat().st_size < 50_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "in lists of structs"])
 def test_a_parquet_dictionary_with_a_huge_value_is_refused_by_name(nested: bool, tmp_path: Path) -> None:
     """The 256 rows of a batch would take 2.5 GiB."""
@@ -60,6 +61,7 @@ def test_a_parquet_dictionary_with_a_huge_value_is_refused_by_name(nested: bool,
     refused_by_name(path, f"{said}; check what it holds, and shorten its values or remove the column")
 
 
+@pytest.mark.slow
 def test_parquet_values_that_each_repeat_the_one_before_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "bomb.parquet"
     encoding = {"answer": "DELTA_BYTE_ARRAY"}
@@ -67,6 +69,7 @@ def test_parquet_values_that_each_repeat_the_one_before_are_refused_by_name(tmp_
     refused_by_name(path, r"column answer: \d+ rows take \d+ MiB of memory, made of \d\.\d MiB that the file repeats; check ")
 
 
+@pytest.mark.slow
 def test_a_parquet_list_that_repeats_one_element_is_refused_by_name(tmp_path: Path) -> None:
     """One row of 2**25 elements, of which none takes a byte in the file."""
     path = tmp_path / "bomb.parquet"

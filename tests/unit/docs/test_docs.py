@@ -4,150 +4,106 @@ from __future__ import annotations
 
 import ast
 import functools
-import itertools
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
 
 from launch.layout import lay_out
 from launch.profile import load_cluster
 from tepo_megatron.actor.layout import check_layout
 from tepo_megatron.config import Config, RewardConfig
 from tepo_megatron.config_io import load_config, validate_as
+from tepo_megatron.errors import ConfigError
 from tepo_megatron.rollout.engine import EngineApi
+from tests.unit.docs.pages import PAGES, anchors, commands, fences, inline_code, links
 from tools import config_reference
 
-PAGES = sorted(
-    [
-        Path("README.md"),
-        Path("CONTRIBUTING.md"),
-        Path("CHANGELOG.md"),
-        *Path("docs").rglob("*.md"),
-        *Path("examples").rglob("README.md"),
-    ]
-)
-MARKDOWN = MarkdownIt("commonmark").enable("table")
 ELSEWHERE = ("http://", "https://", "mailto:")
 COMMANDS = re.findall(r'add_parser\(\s*"(\w+)"', Path("tepo_megatron/cli.py").read_text())
 # what stands for a file of the reader's own
 STAND_IN = "examples/template.yaml"
 
 
-def tokens(page: Path) -> list[Token]:
-    """Of the page, the inline ones in one list with the others."""
-    found = []
-    for token in MARKDOWN.parse(page.read_text()):
-        found += [token, *(token.children or [])]
-    return found
-
-
-@functools.cache
-def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub and MyST name them."""
-    all_tokens, found = MARKDOWN.parse(page.read_text()), set[str]()
-    for token, following in itertools.pairwise(all_tokens):
-        if token.type == "heading_open":
-            text = "".join(child.content for child in following.children or [] if child.type in ("text", "code_inline"))
-            slug = re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
-            found.add(slug if slug not in found else f"{slug}-1")
-    return found
-
-
-def links(page: Path) -> Iterator[str]:
-    """Targets of links and images."""
-    for token in tokens(page):
-        if token.type == "link_open":
-            yield str(token.attrs["href"])
-        if token.type == "image":
-            yield str(token.attrs["src"])
-    for block in fences(page, "{toctree}"):
-        if ":glob:" not in block:
-            entries = [line for line in block.splitlines() if line and not line.startswith(":") and line != "self"]
-            yield from (re.sub(r".*<(.*)>", r"\1", entry) + ".md" for entry in entries)
-
-
-def fences(page: Path, info: str | None = None) -> list[str]:
-    """Blocks of code; info: those with that name alone."""
-    blocks = [token for token in tokens(page) if token.type == "fence"]
-    return [block.content for block in blocks if info is None or block.info.strip() == info]
-
-
-def inline_code(page: Path) -> list[str]:
-    return [token.content for token in tokens(page) if token.type == "code_inline"]
-
-
-def commands(page: Path) -> list[list[str]]:
-    """The lines of blocks in a shell's words, continued ones joined."""
-    found = []
-    for block in fences(page, ""):
-        for line in block.replace("\\\n", " ").splitlines():
-            if re.match(r"(\.venv\S*/)?(bin/)?(tepo|python|make|git|cp|hf|torchrun)\b|\.venv", line.strip()):
-                found.append(shlex.split(line, comments=True))
-    return found
-
-
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_links_lead_somewhere(page: Path) -> None:
-    wrong = []
+def broken_links(page: Path) -> Iterator[str]:
+    """Yield the targets that are no file or no anchor of it."""
     for target in links(page):
         if target.startswith(ELSEWHERE):
             continue
         path, _, anchor = target.partition("#")
         file = (page.parent / path) if path else page
         if not file.is_file() or (anchor and anchor not in anchors(file)):
-            wrong.append(target)
-    assert wrong == []
+            yield target
+
+
+def test_links_lead_somewhere() -> None:
+    assert [(str(page), target) for page in PAGES for target in broken_links(page)] == []
 
 
 def test_a_broken_link_and_a_broken_anchor_are_seen(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()  # of which the site has no page
     (tmp_path / "a.md").write_text("# One `two.three` (four)\n\n[x](b.md) [y](#one-twothree-four) [z](#one) [f](folder)\n")
-    with pytest.raises(AssertionError, match=r"\['b.md', '#one', 'folder'\]"):
-        test_links_lead_somewhere(tmp_path / "a.md")
+    assert list(broken_links(tmp_path / "a.md")) == ["b.md", "#one", "folder"]
 
 
 def test_every_page_is_in_the_contents() -> None:
-    listed = {(page.parent / target).resolve() for page in PAGES for target in links(page) if fences(page, "{toctree}")}
+    contents = [page for page in PAGES if fences(page, "{toctree}")]
+    listed = {(page.parent / target).resolve() for page in contents for target in links(page)}
     decisions = {path.resolve() for path in Path("docs/decisions").glob("0*.md")}
     assert {page.resolve() for page in PAGES} - listed - decisions == {Path("docs/index.md").resolve()}
 
 
+@functools.cache
 def makefile_targets() -> set[str]:
     return set(re.findall(r"^([a-z][\w-]*):", Path("Makefile").read_text(), re.MULTILINE))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_commands_exist(page: Path) -> None:
-    """`make TARGET`, `tepo COMMAND`, `python -m MODULE` and `python FILE`, in blocks and in the text."""
-    said = [*inline_code(page), *(" ".join(words) for words in commands(page))]
-    for text in said:
-        for target in re.findall(r"(?:^|&& )make ([a-z][\w-]*)", text):
-            assert target in makefile_targets(), text
-        for name in re.findall(r"(?:^|bin/)tepo ([a-z]+)", text):
-            assert name in COMMANDS, text
-        for module in re.findall(r"python -m ((?:tepo_megatron|examples|benchmarks|launch|tools|tests)[\w.]*)", text):
-            path = Path(*module.split("."))
-            assert path.with_suffix(".py").exists() or path.is_dir(), text
-        for file in re.findall(r"python ((?:tools|benchmarks|examples)/\S+\.py)", text):
-            assert Path(file).exists(), text
+def unknown_commands(text: str) -> Iterator[str]:
+    """Yield what a text starts that does not exist: `make TARGET`, `tepo COMMAND`, `python -m MODULE` and `python FILE`."""
+    yield from (t for t in re.findall(r"(?:^|&& )make ([a-z][\w-]*)", text) if t not in makefile_targets())
+    yield from (name for name in re.findall(r"(?:^|bin/)tepo ([a-z]+)", text) if name not in COMMANDS)
+    for module in re.findall(r"python -m ((?:tepo_megatron|examples|benchmarks|launch|tools|tests)[\w.]*)", text):
+        path = Path(*module.split("."))
+        if not path.with_suffix(".py").exists() and not path.is_dir():
+            yield module
+    yield from (f for f in re.findall(r"python ((?:tools|benchmarks|examples)/\S+\.py)", text) if not Path(f).exists())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_keys_exist(page: Path) -> None:
-    """`section.key` and `--section.key VALUE` in the text are keys of the config."""
-    known = {key.replace("[]", "") for key in config_reference.all_keys()}
+def test_commands_exist() -> None:
+    """In blocks and in the text of every page."""
+    texts = [(page, text) for page in PAGES for text in [*inline_code(page), *(" ".join(words) for words in commands(page))]]
+    assert [(str(page), text, name) for page, text in texts for name in unknown_commands(text)] == []
+
+
+def test_commands_that_do_not_exist_are_seen() -> None:
+    texts = ["make nothing", "tepo fly", "python -m tests.nowhere", "python tools/none.py", "make test", "tepo train x.yaml"]
+    assert [list(unknown_commands(text)) for text in texts] == [
+        ["nothing"],
+        ["fly"],
+        ["tests.nowhere"],
+        ["tools/none.py"],
+        [],
+        [],
+    ]
+
+
+def unknown_keys(text: str, known: set[str]) -> Iterator[str]:
+    """Yield the `section.key` and `--section.key VALUE` in a text that are no keys of the config."""
     sections = {key.partition(".")[0] for key in known if "." in key}
-    for text in inline_code(page):
-        for key in re.findall(r"(?:^|[\s\[`(])(?:--)?((?:[a-z_]+\.)+[a-z_]+)(?=[=:]? |[=:]?$|: )", text):
-            file_like = re.search(r"\.(py|md|yaml|jsonl?|txt|html|log|csv|png|in|parquet)$", key)
-            if key.partition(".")[0] in sections and not file_like and not key.endswith("_"):
-                assert key in known, f"{text}: {key} is no key"
+    for key in re.findall(r"(?:^|[\s\[`(])(?:--)?((?:[a-z_]+\.)+[a-z_]+)(?=[=:]? |[=:]?$|: )", text):
+        file_like = re.search(r"\.(py|md|yaml|jsonl?|txt|html|log|csv|png|in|parquet)$", key)
+        if key.partition(".")[0] in sections and not file_like and not key.endswith("_") and key not in known:
+            yield key
+
+
+def test_keys_exist() -> None:
+    known = {key.replace("[]", "") for key in config_reference.all_keys()}
+    texts = [(page, text) for page in PAGES for text in inline_code(page)]
+    assert [(str(page), text, key) for page, text in texts for key in unknown_keys(text, known)] == []
+    assert list(unknown_keys("--training.stepss 3", known)) == ["training.stepss"]
 
 
 def trainings(page: Path) -> list[tuple[str, list[str]]]:
@@ -166,19 +122,32 @@ def trainings(page: Path) -> list[tuple[str, list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_what_is_started_has_a_config(page: Path) -> None:
-    for config, overrides in trainings(page):
-        assert load_config(config if Path(config).exists() else STAND_IN, overrides), (config, overrides)
+def reason(check: Callable[[], object]) -> str | None:
+    """Return why a config is refused, None for one that is not."""
+    try:
+        check()
+    except ConfigError as e:
+        return str(e)
+    return None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_yaml_blocks_are_configs(page: Path) -> None:
+def test_what_is_started_has_a_config() -> None:
+    started = [(page, config, overrides) for page in PAGES for config, overrides in trainings(page)]
+    assert len(started) >= 30
+    loads = [functools.partial(load_config, file if Path(file).exists() else STAND_IN, words) for _, file, words in started]
+    refused = [
+        (str(page), file, words, why) for (page, file, words), load in zip(started, loads, strict=True) if (why := reason(load))
+    ]
+    assert refused == []
+
+
+def test_yaml_blocks_are_configs() -> None:
     base = yaml.safe_load(Path(STAND_IN).read_text())
-    for block in fences(page, "yaml"):
-        for name, section in yaml.safe_load(block).items():
-            merged = base.get(name, {}) | section
-            assert validate_as(Config, base | {name: merged}, str(page))
+    blocks = [(page, *item) for page in PAGES for block in fences(page, "yaml") for item in yaml.safe_load(block).items()]
+    assert len(blocks) >= 5
+    trees = [(page, name, base | {name: base.get(name, {}) | section}) for page, name, section in blocks]
+    found = [(str(page), name, reason(functools.partial(validate_as, Config, tree, str(page)))) for page, name, tree in trees]
+    assert [row for row in found if row[2] is not None] == []
 
 
 PAPER = Path("docs/paper.md")
@@ -258,11 +227,16 @@ def quoted() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("message", quoted())
-def test_quoted_messages_are_the_code_s(message: str) -> None:
+def is_said(message: str) -> bool:
+    """Return whether a text of the source has the message's pieces."""
     pieces = [piece for piece in re.split("…+", message) if piece.strip()]
     pattern = re.compile(".*".join(re.escape(piece) for piece in pieces), re.S)
-    assert any(pattern.search(template) for template in templates()), message
+    return any(pattern.search(template) for template in templates())
+
+
+def test_quoted_messages_are_the_code_s() -> None:
+    assert [message for message in quoted() if not is_said(message)] == []
+    assert not is_said("no message of … the code")
 
 
 def python_block(page: str) -> dict[str, object]:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tepo_megatron.losses import OBJECTIVES, Objective
 from tests import objective_cases as cases
-from tests.marks import slow_but
 from tests.objective_cases import MARGIN, compare, draw, expected, fair_cases, method_of, ours
+from tests.pairwise import pairwise
 
 WITH_RATIO = st.sampled_from(["token", "sequence", "prefix"])
 BOUNDED = st.sampled_from(["none", "clip_cov", "steer"])
@@ -109,16 +109,19 @@ def test_extreme_log_ratios_are_clamped_alike(objective: Objective, seed: int, l
     check(objective, seed, lengths, extreme=True)
 
 
-@pytest.mark.parametrize(
-    "aggregate", slow_but(["token_mean"], ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"])
+COMBINATIONS = pairwise(
+    ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"],
+    ["token", "sequence", "prefix"],
+    ["none", "clip_cov", "kl_cov", "steer"],
+    ["none", "tis", "mis", "icepop"],
 )
-@pytest.mark.parametrize("ratio", ["token", "sequence", "prefix"])
-@pytest.mark.parametrize("weighting", ["none", "clip_cov", "kl_cov", "steer"])
-@pytest.mark.parametrize("correction", ["none", "tis", "mis", "icepop"])
+
+
+@pytest.mark.parametrize(("aggregate", "ratio", "weighting", "correction"), COMBINATIONS)
 def test_ratio_weighting_correction_and_aggregation_combine(
     aggregate: str, ratio: str, weighting: str, correction: str
 ) -> None:
-    """Each with each, beside a KL to the old and one to the reference policy."""
+    """Each pair of parts, next to a KL to the old and one to the reference policy. More parts at once are drawn above."""
     objective = Objective(
         ratio=ratio,
         surrogate="unclipped" if weighting == "kl_cov" else "clip",

@@ -34,6 +34,7 @@ def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logits", ["bf16", "fp32"])
 @pytest.mark.parametrize("kernel", VARIANTS)
 @pytest.mark.parametrize(
@@ -58,6 +59,7 @@ def key(x: Compiled) -> tuple[str, int, str, str, str]:
     return x.triton, x.arch, x.kernel, x.logits, x.shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["statistics", "gradient with entropy"])
 @pytest.mark.parametrize(("logits", "shape"), [("fp64", "real columns odd"), ("bf16", "padded width odd")])
 def test_other_types_and_widths_compile(kernel: str, logits: str, shape: str) -> None:

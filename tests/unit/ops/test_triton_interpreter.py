@@ -18,7 +18,7 @@ TESTS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 @pytest.mark.skipif(INTERPRETED, reason="this process is the interpreting one")
 def test_triton_kernels_in_the_interpreter() -> None:
