@@ -17,18 +17,19 @@ Table = list[tuple[Subject, list[Result]]]
 
 _HEAD = """# Test your own loss
 
-`python -m tests.conformance` compares any loss function, in value and gradients, with the fp64 reference of `tests/reference`:
-on ragged minibatches, cut into microbatches and ranks, and in extremes. It needs a checkout of this repository and torch alone.
-In five lines:
+`python -m tests.conformance` compares any loss function, in value and gradients, with the fp64 reference of
+`tests/reference`: on ragged minibatches, cut into microbatches and ranks, and in extremes. It needs a checkout of this
+repository and torch alone. In five lines:
 
 1. Write `def loss(part): ...`. `part` holds padded tensors `[B, T]` (log-probs, entropies, a mask) and `[B]` advantages:
    `tests/conformance/parts.py` has the whole list. Return what this part adds to the loss of the whole minibatch.
-2. `part.tokens` and `part.sequences` count the whole minibatch. Divide by `part.ranks` or `part.microbatches` where your trainer
-   averages over them.
-3. Run, in the checkout: `python -m tests.conformance my_losses:loss --as grpo --set clip_high=0.2 aggregate=token_mean`. The rows
-   are in `tests/reference/methods.py`, the parts that `--set` replaces in `tests/reference/parts.py`.
-4. Read of each case that fails what was expected, what came, and what that usually is. The reference makes some forty mistakes
-   in turn (exchanged log-probs, means of means, a denominator off by one), and the one that gives your numbers is named.
+2. `part.tokens` and `part.sequences` count the whole minibatch. Divide by `part.ranks` or `part.microbatches` where your
+   trainer averages over them.
+3. Run, in the checkout: `python -m tests.conformance my_losses:loss --as grpo --set clip_high=0.2 aggregate=token_mean`.
+   The rows are in `tests/reference/methods.py`, the parts that `--set` replaces in `tests/reference/parts.py`.
+4. Read of each case that fails what was expected, what came, and what that usually is. The reference makes some forty
+   mistakes in turn (exchanged log-probs, means of means, a denominator off by one), and the one that gives your numbers is
+   named.
 5. Two whole examples are in `tests/conformance/adapters/`: TRL's and verl's own code, called as their trainers call it.
 
 ```
@@ -38,13 +39,14 @@ FAIL  unequal microbatches
     usually   each microbatch is a mean of its own, and the means are averaged (reproduced)
 ```
 
-Where a sequence's tokens lie on several ranks, a sequence ratio needs communication, which a pure function has not. That case is
-left out (n/a) unless you say `--splits-sequences`. This project's own layouts are tested with real ranks
+Where a sequence's tokens lie on several ranks, a sequence ratio needs communication, which a pure function has not. That
+case is left out (n/a) unless you say `--splits-sequences`. This project's own layouts are tested with real ranks
 (`tests/parallel/test_every_objective.py`).
 """
-_MEANING = """The figures are the larger error of loss (relative to what it adds up) and gradients (2-norm). The tolerance is 1e-6 in fp64 and
-1e-5 in fp32. **✗** differs. *✗* differs by design, for the reason below the table. n/a does not apply. Where a case only asks for
-finite numbers it says so.
+_MEANING = """\
+The figures are the larger error of loss (relative to what it adds up) and gradients (2-norm). The tolerance is 1e-6 in fp64
+and 1e-5 in fp32. **✗** differs. *✗* differs by design, for the reason below the table. n/a does not apply. Where a case
+only asks for finite numbers it says so.
 """
 
 
