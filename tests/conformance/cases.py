@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -22,6 +22,10 @@ CONTEXT = Layout((((*range(10),),),), halves=2)
 _TRIES = 400
 
 
+def _as_drawn(batch: Batch) -> Batch:
+    return batch
+
+
 @dataclass(frozen=True)
 class Case:
     """One comparison.
@@ -32,6 +36,7 @@ class Case:
         lengths: Response tokens of the sequences; as many as the layout deals out.
         extreme: A third of the log-ratios to any other policy are +-60 nats.
         change: Of the minibatch that was drawn.
+        skip: So many minibatches that would do are left for other cases.
         padding: In log-probs and entropies outside of the mask.
         dtype: Of all tensors.
         tolerance: Of loss (relative to what it adds up, at least 1) and of gradients (2-norm); None: they must be finite.
@@ -43,7 +48,8 @@ class Case:
     layout: Layout = ONE
     lengths: tuple[int, ...] = LENGTHS
     extreme: bool = False
-    change: Callable[[Batch], Batch] = lambda batch: batch
+    change: Callable[[Batch], Batch] = _as_drawn
+    skip: int = 0
     padding: float = 0.0
     dtype: torch.dtype = torch.float64
     tolerance: float | None = 1e-6
@@ -55,13 +61,23 @@ class Case:
 
     def draw(self, method: Method) -> Batch:
         """The first minibatch, by seed, in which no number that decides something lies near its threshold."""
-        for seed in itertools.count():
-            assert seed < _TRIES, f"{self.name}: no minibatch of {_TRIES} keeps clear of the thresholds of {method}"
-            tiny = self.dtype == torch.float64 and not self.extreme
-            batch = self.change(draw(seed, self.lengths, extreme=self.extreme, tiny=tiny))
-            if self.tolerance is None or expected(method, batch)[0].margin >= MARGIN:
+        tiny = self.dtype == torch.float64 and not self.extreme
+        if self.tolerance is None:
+            return self.change(draw(0, self.lengths, extreme=self.extreme, tiny=tiny))
+        return _draw(method, self.lengths, self.extreme, tiny, self.change, self.skip)
+
+
+@functools.lru_cache(maxsize=64)
+def _draw(
+    method: Method, lengths: tuple[int, ...], extreme: bool, tiny: bool, change: Callable[[Batch], Batch], skip: int
+) -> Batch:
+    for seed in range(_TRIES):
+        batch = change(draw(seed, lengths, extreme=extreme, tiny=tiny))
+        if expected(method, batch)[0].margin >= MARGIN:
+            if not skip:
                 return batch
-        raise AssertionError
+            skip -= 1
+    raise AssertionError(f"no minibatch of {_TRIES} keeps clear of the thresholds of {method}")
 
 
 def _equal_rewards(batch: Batch) -> Batch:
@@ -89,6 +105,8 @@ def _layout(sequences: int) -> Layout:
 
 CASES = (
     Case("whole", "the formula itself"),
+    Case("whole, again", "the formula itself, where the first minibatch does not tell", skip=1),
+    Case("whole, once more", "the formula itself, where the others do not tell", skip=2),
     Case("first update", "a ratio of exactly 1 has no gradient, or clipping compares with >= for >", change=_first_update),
     Case("fp32", "numbers are rounded or cast on the way (a sum in low precision)", dtype=torch.float32, tolerance=1e-5),
     Case("equal microbatches", "a mean over a microbatch's tokens in the place of the minibatch's", EQUAL),

@@ -32,14 +32,11 @@ def usually(method: Method, batch: Batch, case: Case, got: Answer, right: Answer
     for suspect in suspects(method, batch, case):
         if _alike(got, suspect.answer()):
             return f"{suspect.words} (reproduced)"
-    if (profile := _profile(batch, got, right)) is not None:
-        return profile
-    scale = max(1.0, abs(right.loss))
-    if abs(got.loss - right.loss) <= ALIKE * scale:
-        return "the value is right and the gradient is not: something is detached that should not be, or the reverse"
+    if abs(got.loss - right.loss) <= ALIKE * max(1.0, abs(right.loss)):
+        return f"the value is right and the gradient is not: something is detached, or not detached; or {case.usually}"
     if float((got.gradient - right.gradient).norm()) <= ALIKE * float(right.gradient.norm()):
-        return "the gradient is right and the value is not: a constant is missing or added, or a detached part is wrong"
-    return case.usually
+        return f"the gradient is right and the value is not: a constant, or a detached part, is wrong; or {case.usually}"
+    return _profile(batch, got, right) or case.usually
 
 
 def suspects(method: Method, batch: Batch, case: Case) -> Iterator[Suspect]:
@@ -49,9 +46,9 @@ def suspects(method: Method, batch: Batch, case: Case) -> Iterator[Suspect]:
         return Suspect(words, lambda: right_answer(changed, minibatch)[0])
 
     yield from _of_parts(method, batch, case)
+    yield of("the old log-probs are those of the engine", minibatch=_each(batch, lambda r: replace(r, old=r.rollout)))
     swapped = _each(batch, lambda r: replace(r, old=r.rollout, rollout=r.old))
     yield of("old and rollout log-probs are exchanged", minibatch=swapped)
-    yield of("the old log-probs are those of the engine", minibatch=_each(batch, lambda r: replace(r, old=r.rollout)))
     yield of("advantages have the other sign", minibatch=_each(batch, lambda r: replace(r, advantage=-r.advantage)))
     for aggregate in ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"):
         if aggregate != method.aggregate:
@@ -147,27 +144,25 @@ def _name_of_factor(factor: float, batch: Batch, case: Case) -> str:
     ranks = len(case.layout.rows) * case.layout.halves
     microbatches = len(case.layout.rows[0])
     names = {
-        -1.0: "the sign is wrong: this is J, not the loss",
-        float(ranks): "the average over ranks is not undone (divide by ranks)",
-        1 / ranks: "it is divided by ranks once too often",
-        float(microbatches): "the average over microbatches is not undone (divide by microbatches)",
-        1 / microbatches: "it is divided by microbatches once too often",
-        sequences / (sequences - 1): "the number of sequences is one too small",
-        sequences / (sequences + 1): "the number of sequences is one too large",
-        sequences / max(1, with_tokens): "sequences without tokens are left out of the denominator",
-        tokens / max(1, tokens - 1): "the number of tokens is one too small",
-        tokens / (tokens + 1): "the number of tokens is one too large",
-        tokens / (sequences * width): "padding is counted as tokens",
-        tokens / sequences: "it is divided by sequences instead of tokens",
-        sequences / max(1, tokens): "it is divided by tokens instead of sequences",
-        1 / width: "it is divided by the padded length",
-        float(tokens): "it is a sum over tokens, not a mean",
-        float(sequences): "it is a sum over sequences, not a mean",
+        "the sign is wrong: this is J, not the loss": -1.0,
+        "the average over ranks is not undone (divide by ranks)": float(ranks),
+        "it is divided by ranks once too often": 1 / ranks,
+        "the average over microbatches is not undone (divide by microbatches)": float(microbatches),
+        "it is divided by microbatches once too often": 1 / microbatches,
+        "the number of sequences is one too small": sequences / (sequences - 1),
+        "the number of sequences is one too large": sequences / (sequences + 1),
+        "sequences without tokens are left out of the denominator": sequences / max(1, with_tokens),
+        "the number of tokens is one too small": tokens / max(1, tokens - 1),
+        "the number of tokens is one too large": tokens / (tokens + 1),
+        "padding is counted as tokens": tokens / (sequences * width),
+        "it is divided by sequences instead of tokens": tokens / sequences,
+        "it is divided by tokens instead of sequences": sequences / max(1, tokens),
+        "it is divided by the padded length": 1 / width,
+        "it is a sum over tokens, not a mean": float(tokens),
+        "it is a sum over sequences, not a mean": float(sequences),
     }
-    for number, words in names.items():
-        if abs(factor / number - 1) <= ALIKE and number != 1:
-            return f"{words} (all of it is off by the factor {factor:.6g})"
-    return f"a wrong denominator: all of it is off by the factor {factor:.6g}"
+    found = [words for words, number in names.items() if abs(factor / number - 1) <= ALIKE and number != 1]
+    return f"{' or '.join(found) or 'a wrong denominator'} (all of it is off by the factor {factor:.6g})"
 
 
 def _profile(batch: Batch, got: Answer, right: Answer) -> str | None:

@@ -51,22 +51,31 @@ only asks for finite numbers it says so.
 
 
 def write(tables: Mapping[str, Table], cases: Sequence[Case]) -> None:
-    """Write the page."""
-    Path(PAGE).write_text(text(tables, cases))
+    """Write the page. Tables that are in it already, and are not among these, stay."""
+    path = Path(PAGE)
+    path.write_text(text(tables, cases, path.read_text() if path.exists() else ""))
 
 
-def text(tables: Mapping[str, Table], cases: Sequence[Case]) -> str:
-    """Return the page."""
-    names = " ".join(tables)
-    lines = [_HEAD, "## Results", "", f"Written by `python -m tests.conformance {names} --peers FOLDER --write`.", _MEANING]
+def text(tables: Mapping[str, Table], cases: Sequence[Case], before: str = "") -> str:
+    """Return the page. before: a page whose other tables are to stay."""
+    written = f"Written by `python -m tests.conformance {' '.join(TITLES)} --peers FOLDER --write`."
+    lines = [_HEAD, "## Results", "", written, _MEANING]
     lines += ["| case | what a failure usually is |", "|---|---|"]
     lines += [f"| {case.name} | {case.usually} |" for case in cases]
-    for name, table in tables.items():
-        lines += ["", f"### {TITLES.get(name, name)}", "", _versions(name), ""]
-        lines += ["| loss | " + " | ".join(case.name for case in cases) + " |", "|---" * (len(cases) + 1) + "|"]
-        lines += [f"| {subject.name} | " + " | ".join(_cell(subject, r) for r in results) + " |" for subject, results in table]
-        lines += ["", *_notes(table)]
+    for name in dict.fromkeys((*TITLES, *tables)):
+        heading = f"### {TITLES.get(name, name)}\n"
+        if name in tables:
+            lines += ["", heading, *_section(name, tables[name], cases)]
+        elif heading in before:
+            lines += ["", heading + before.partition(heading)[2].partition("\n### ")[0].rstrip()]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _section(name: str, table: Table, cases: Sequence[Case]) -> list[str]:
+    head = ["loss", *(case.name for case in cases)]
+    rows = [[subject.name, *(_cell(subject, result) for result in results)] for subject, results in table]
+    lines = [_versions(name), "", *(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))]
+    return [*lines, "", *_notes(table)]
 
 
 def _versions(name: str) -> str:
