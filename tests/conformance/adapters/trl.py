@@ -70,30 +70,28 @@ def subjects() -> list[Subject]:
     gspo = METHODS["gspo"] | unclamped
     means = dict.fromkeys(("unequal microbatches", "a microbatch without tokens", "2 ranks, 2 microbatches"), _MEANS)
     tokens = dict.fromkeys((*means, "equal microbatches", "2 ranks", "split sequences"), _TOKENS)
-    padded = {"padding holds other numbers": _MEANS}
-    own = tokens | {"padding holds other numbers": _TOKENS}
     bounds = {"epsilon_low": 0.2, "epsilon_high": 0.28}
     return [
-        Subject("grpo", loss_of("grpo"), Method(**plain | per_sequence), says=means | padded),
-        Subject("bnpo", loss_of("bnpo"), Method(**plain), True, own),
+        Subject("grpo", loss_of("grpo"), Method(**plain | per_sequence), says=means),
+        Subject("bnpo", loss_of("bnpo"), Method(**plain), True, tokens),
         Subject(
             "dr_grpo, maximum length 1", loss_of("dr_grpo"), Method(**plain | {"aggregate": "sequence_mean_token_sum"}),
-            says=means | padded,
+            says=means,
         ),
         Subject("dapo", loss_of("dapo", **bounds), Method(**higher), True),
         Subject("dapo, KL to the reference", loss_of("dapo", beta=0.1, **bounds), Method(**higher | {"ref_beta": 0.1}), True),
         Subject("dapo, delta=3", loss_of("dapo", delta=3.0, **bounds), Method(**higher | {"dual_clip": 3.0}), True),
         Subject(
             "dapo, entropy bonus", loss_of("dapo", entropy_coef=0.1, **bounds), Method(**higher | {"entropy_coefficient": 0.1}),
-            True, own,
+            True, tokens,
         ),
         Subject("cispo", loss_of("cispo", epsilon_high=1.28), Method(**METHODS["cispo"] | unclamped), True),
         Subject(
             "grpo, sequence level (GSPO)", loss_of("grpo", "sequence", epsilon_low=3e-4, epsilon_high=4e-4), Method(**gspo),
-            says=means | padded,
+            says=means,
         ),
         Subject(
             "luspo, sequence level", loss_of("luspo", "sequence", epsilon_low=3e-4, epsilon_high=4e-4),
-            Method(**gspo | {"aggregate": "sequence_mean_token_sum"}), says=means | padded,
+            Method(**gspo | {"aggregate": "sequence_mean_token_sum"}), says=means,
         ),
     ]  # fmt: skip
