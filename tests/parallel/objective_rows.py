@@ -69,6 +69,7 @@ def _row(name: str, training: Mapping[str, Any] | None = None, **parts: Any) -> 
 
 
 VARIANTS: dict[str, Variant] = {name: _row(name) for name in METHODS} | {
+    "tepo_eq4": _row("tepo_eq4", clip_high=0.02),  # it clips above alone, whatever the sign of the advantage
     "grpo, tis": _row("grpo", correction="tis", correction_high=1.3),
     "grpo, icepop, reference": _row("grpo", correction="icepop", correction_low=0.8, correction_high=1.4, ref_beta=0.3),
     "grpo, dual clip, KL in the reward": _row("grpo", dual_clip=1.4, ref_beta=0.1, ref_kl_in="reward"),
