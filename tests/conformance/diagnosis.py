@@ -17,10 +17,11 @@ ALIKE = 1e-5  # relative distance below which a mistake explains an answer
 
 @dataclass(frozen=True)
 class Suspect:
-    """A mistake in words, and what the reference makes of it."""
+    """A mistake in words, and what the reference makes of it. can_be_made: not where bounds are equal and exchanged, say."""
 
     words: str
     answer: Callable[[], Answer]
+    can_be_made: bool = True
 
 
 def usually(method: Method, batch: Batch, case: Case, got: Answer, right: Answer) -> str:
@@ -41,9 +42,12 @@ def usually(method: Method, batch: Batch, case: Case, got: Answer, right: Answer
 
 def suspects(method: Method, batch: Batch, case: Case) -> Iterator[Suspect]:
     """The mistakes that are tried, those first that people make most."""
+    return (suspect for suspect in _all_suspects(method, batch, case) if suspect.can_be_made)
 
+
+def _all_suspects(method: Method, batch: Batch, case: Case) -> Iterator[Suspect]:
     def of(words: str, changed: Method = method, minibatch: Batch = batch) -> Suspect:
-        return Suspect(words, lambda: right_answer(changed, minibatch)[0])
+        return Suspect(words, lambda: right_answer(changed, minibatch)[0], changed != method or minibatch is not batch)
 
     yield from _of_parts(method, batch, case)
     yield of("the old log-probs are those of the engine", minibatch=_each(batch, lambda r: replace(r, old=r.rollout)))
