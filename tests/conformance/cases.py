@@ -93,10 +93,12 @@ def _first_update(batch: Batch) -> Batch:
 
 def _beyond_fp32(batch: Batch) -> Batch:
     """Every fourth token's log-ratio is +-100 nats: its exponential is no number of fp32."""
-    change = torch.zeros_like(batch.logprob)
-    change[::4] = 100.0
-    change[::8] = -100.0
-    return replace(batch, logprob=batch.logprob + change)
+    lengths = [len(r.old) for r in batch.responses]
+    down, old_down = torch.zeros_like(batch.logprob), torch.zeros_like(batch.logprob)
+    down[::8], old_down[4::8] = 100.0, 100.0
+    old = (batch.flat("old") - old_down).split(lengths)
+    responses = [replace(r, old=x.tolist()) for r, x in zip(batch.responses, old, strict=True)]
+    return replace(batch, responses=responses, logprob=batch.logprob - down)
 
 
 def _layout(sequences: int) -> Layout:

@@ -104,21 +104,26 @@ def _of_parts(method: Method, batch: Batch, case: Case) -> Iterator[Suspect]:
     if len(parts) == 1:
         return
 
-    def alone(average: bool) -> Answer:
-        lengths = [len(r.old) for r in batch.responses]
+    lengths = [len(r.old) for r in batch.responses]
+
+    def alone(shares: list[float]) -> Answer:
         loss, x_grads, h_grads = 0.0, *([x.clone() for x in torch.zeros(sum(lengths)).double().split(lengths)] for _ in "xh")
-        for rows in parts:
+        for rows, share in zip(parts, shares, strict=True):
             x, h = ([values.split(lengths)[i] for i in rows] for values in (batch.logprob, batch.entropy))
             one, _ = right_answer(method, Batch([batch.responses[i] for i in rows], torch.cat(x), torch.cat(h)))
-            share = 1 / len(parts) if average else 1.0
             loss += share * one.loss
             for grads, values in ((x_grads, one.logprob_N), (h_grads, one.entropy_N)):
                 for i, grad in zip(rows, values.split([lengths[i] for i in rows]), strict=True):
                     grads[i] += share * grad
         return Answer(loss, torch.cat(x_grads), torch.cat(h_grads))
 
-    yield Suspect("each microbatch is a mean of its own, and the means are averaged", lambda: alone(True))
-    yield Suspect("each microbatch is a mean of its own, and the means are added", lambda: alone(False))
+    average, added = [1 / len(parts)] * len(parts), [1.0] * len(parts)
+    yield Suspect("each microbatch is a mean of its own, and the means are averaged", lambda: alone(average))
+    yield Suspect("each microbatch is a mean of its own, and the means are added", lambda: alone(added))
+    if method.weighting != "none":
+        sizes = [sum(lengths[i] for i in rows) if method.aggregate == "token_mean" else len(rows) for rows in parts]
+        own = [size / sum(sizes) for size in sizes]
+        yield Suspect("what is chosen from the whole minibatch is chosen from each microbatch", lambda: alone(own))
 
 
 def _each(batch: Batch, change: Callable[..., object]) -> Batch:
