@@ -46,7 +46,7 @@ case is left out (n/a) unless you say `--splits-sequences`. This project's own l
 _MEANING = """\
 The figures are the larger error of loss (relative to what it adds up) and gradients (2-norm). The tolerance is 1e-6 in fp64
 and 1e-5 in fp32. **✗** differs. *✗* differs by design, for the reason below the table. n/a does not apply. Where a case
-only asks for finite numbers it says so.
+only asks for finite numbers it says so. The columns of the tables of results are the numbers of the cases.
 """
 
 
@@ -60,8 +60,8 @@ def text(tables: Mapping[str, Table], cases: Sequence[Case], before: str = "") -
     """Return the page. before: a page whose other tables are to stay."""
     written = f"Written by `python -m tests.conformance {' '.join(TITLES)} --peers FOLDER --write`."
     lines = [_HEAD, "## Results", "", written, _MEANING]
-    lines += ["| case | what a failure usually is |", "|---|---|"]
-    lines += [f"| {case.name} | {case.usually} |" for case in cases]
+    lines += ["|  | case | what a failure usually is |", "|---|---|---|"]
+    lines += [f"| {i} | {_escaped(case.name)} | {_escaped(case.usually)} |" for i, case in enumerate(cases, 1)]
     for name in dict.fromkeys((*TITLES, *tables)):
         heading = f"### {TITLES.get(name, name)}\n"
         if name in tables:
@@ -72,10 +72,14 @@ def text(tables: Mapping[str, Table], cases: Sequence[Case], before: str = "") -
 
 
 def _section(name: str, table: Table, cases: Sequence[Case]) -> list[str]:
-    head = ["loss", *(case.name for case in cases)]
-    rows = [[subject.name, *(_cell(subject, result) for result in results)] for subject, results in table]
+    head = ["loss", *(str(i) for i in range(1, len(cases) + 1))]
+    rows = [[_escaped(subject.name), *(_cell(subject, result) for result in results)] for subject, results in table]
     lines = [_versions(name), "", *(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))]
     return [*lines, "", *_notes(table)]
+
+
+def _escaped(words: str) -> str:
+    return words.replace("|", "\\|")
 
 
 def _versions(name: str) -> str:
