@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from tests.conformance.answers import Answer, right_answer
 from tests.conformance.cases import Case
 from tests.reference.minibatches import Batch
-from tests.reference.parts import Method
+from tests.reference.parts import Method, Response
 
 ALIKE = 1e-5  # relative distance below which a mistake explains an answer
 
@@ -88,7 +89,8 @@ def _of_penalties(method: Method, of: Callable[..., Suspect]) -> Iterator[Suspec
     for key, coefficient in (("kl", method.beta), ("ref_kl", method.ref_beta)):
         for estimator in ("k1", "k2", "k3", "k3_reverse", "abs"):
             if coefficient and estimator != getattr(method, key):
-                yield of(f"the KL estimator is {estimator}", replace(method, **{key: estimator}))
+                other: dict[str, Any] = {key: estimator}
+                yield of(f"the KL estimator is {estimator}", replace(method, **other))
     if method.entropy_coefficient:
         yield of("the entropy has the other sign", replace(method, entropy_coefficient=-method.entropy_coefficient))
         yield of("the entropy is missing, or detached", replace(method, entropy_coefficient=0.0))
@@ -126,7 +128,7 @@ def _of_parts(method: Method, batch: Batch, case: Case) -> Iterator[Suspect]:
         yield Suspect("what is chosen from the whole minibatch is chosen from each microbatch", lambda: alone(own))
 
 
-def _each(batch: Batch, change: Callable[..., object]) -> Batch:
+def _each(batch: Batch, change: Callable[[Response], Response]) -> Batch:
     return replace(batch, responses=[change(r) for r in batch.responses])
 
 

@@ -70,7 +70,7 @@ def subjects() -> list[Subject]:
     gspo = METHODS["gspo"] | unclamped
     means = dict.fromkeys(("unequal microbatches", "a microbatch without tokens", "2 ranks, 2 microbatches"), _MEANS)
     tokens = dict.fromkeys((*means, "equal microbatches", "2 ranks", "split sequences"), _TOKENS)
-    bounds = {"epsilon_low": 0.2, "epsilon_high": 0.28}
+    bounds: dict[str, Any] = {"epsilon_low": 0.2, "epsilon_high": 0.28}
     return [
         Subject("grpo", loss_of("grpo"), Method(**plain | per_sequence), says=means),
         Subject("bnpo", loss_of("bnpo"), Method(**plain), True, tokens),
