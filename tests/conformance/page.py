@@ -27,15 +27,17 @@ repository and torch alone. In five lines:
    trainer averages over them.
 3. Run, in the checkout: `python -m tests.conformance my_losses:loss --as grpo --set clip_high=0.2 aggregate=token_mean`.
    The rows are in `tests/reference/methods.py`, the parts that `--set` replaces in `tests/reference/parts.py`.
-4. Read of each case that fails what was expected, what came, and what that usually is. The reference makes some forty
+4. Read of each case that fails what was expected, what came, and what that usually is. The reference makes the usual
    mistakes in turn (exchanged log-probs, means of means, a denominator off by one), and the one that gives your numbers is
    named.
 5. Two whole examples are in `tests/conformance/adapters/`: TRL's and verl's own code, called as their trainers call it.
 
+Of TRL's `bnpo`, for example, which takes a mean of each microbatch by design:
+
 ```
 FAIL  unequal microbatches
-    loss      expected -0.0414, got 0.0873
-    gradient  expected norm 0.122, got 0.247; the difference has 0.151
+    loss      expected -0.0865185931, got -0.0124073834
+    gradient  expected norm 0.0957892, got 0.164939; the difference has 0.0939
     usually   each microbatch is a mean of its own, and the means are averaged (reproduced)
 ```
 
