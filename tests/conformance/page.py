@@ -77,7 +77,7 @@ def _section(name: str, table: Table, cases: Sequence[Case]) -> list[str]:
     head = ["loss", *(str(i) for i in range(1, len(cases) + 1))]
     rows = [[_escaped(subject.name), *(_cell(subject, result) for result in results)] for subject, results in table]
     lines = [_versions(name), "", *(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))]
-    return [*lines, "", *_notes(table)]
+    return [*lines, "", *_notes(table, cases)]
 
 
 def _escaped(words: str) -> str:
@@ -100,17 +100,25 @@ def _cell(subject: Subject, result: Result) -> str:
     return f"{worst:.0e}" if worst else "0"
 
 
-def _notes(table: Table) -> list[str]:
-    """One line for each reason, with the losses and cases that it is the reason of."""
+def _notes(table: Table, cases: Sequence[Case]) -> list[str]:
+    """One line for each reason, with the losses and the numbers of the cases that it is the reason of."""
     reasons: dict[str, dict[str, list[str]]] = {}
     for subject, results in table:
-        for result in results:
+        for number, result in enumerate(results, 1):
             if result.passed is False:
-                says = subject.says.get(result.case.name)
-                reason = f"{result.usually}; by design: {says}" if says else result.usually
-                reasons.setdefault(reason, {}).setdefault(subject.name, []).append(result.case.name)
+                where = reasons.setdefault(_reason(subject, result), {})
+                where.setdefault(subject.name, []).append(str(number))
     lines = []
     for reason, where in reasons.items():
-        places = "; ".join(f"{name} ({', '.join(cases)})" for name, cases in where.items())
-        lines.append(f"* {places}: {reason}.")
+        alike: dict[str, list[str]] = {}
+        for name, numbers in where.items():
+            alike.setdefault(", ".join(numbers), []).append(f"`{name}`")
+        lines.append(f"* {reason}: " + "; ".join(f"{', '.join(names)} in {numbers}" for numbers, names in alike.items()) + ".")
     return lines or ["No case fails."]
+
+
+def _reason(subject: Subject, result: Result) -> str:
+    says = subject.says.get(result.case.name)
+    if says is None:
+        return result.usually
+    return f"By design it {says}" + (f". {result.usually}" if "(reproduced)" in result.usually else "")

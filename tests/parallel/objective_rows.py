@@ -19,7 +19,7 @@ from tests.reference.parts import Method
 # coefficients and shares at which no part drowns in another, for rows that have the part at all
 LARGER = {"beta": 0.5, "entropy_coefficient": 0.1, "advantage_alpha": 0.4}
 SHARES = {"cov_share": 0.2, "cov_low": 0.1}
-COVARIANCES = {"cov_share": 0.2, "cov_low": 0.02, "cov_high": 5.0}
+COVARIANCES: dict[str, Any] = {"cov_share": 0.2, "cov_low": 0.02, "cov_high": 5.0}
 # a learning rate at which the second minibatch meets ratios on both sides of the clip range
 LEARNING_RATE = 1.5
 
@@ -29,8 +29,8 @@ class Variant:
     """A row with some of its parts replaced; training: other keys of that section of the config."""
 
     row: str
-    parts: Mapping[str, Any]
-    training: Mapping[str, Any]
+    parts: dict[str, Any]
+    training: dict[str, Any]
 
     @property
     def method(self) -> Method:
@@ -61,7 +61,7 @@ class Variant:
         })  # fmt: skip
 
 
-def _row(name: str, training: Mapping[str, Any] | None = None, **parts: Any) -> Variant:
+def _row(name: str, training: dict[str, Any] | None = None, **parts: Any) -> Variant:
     method = METHODS[name]
     larger: dict[str, Any] = {k: math.copysign(v, method[k]) for k, v in LARGER.items() if method.get(k)}
     shares = {k: v for k, v in SHARES.items() if k in method or k in parts}

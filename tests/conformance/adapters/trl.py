@@ -21,7 +21,7 @@ from tests.reference.parts import Method
 
 NEEDS = "trl, installed beside torch: `pip install --no-deps --target FOLDER -r requirements/bench.txt`, then `--peers FOLDER`"
 _MEANS = "averages means of microbatches, which is the minibatch's mean where all hold as many sequences"
-_TOKENS = "means over each microbatch's own tokens are averaged"
+_TOKENS = "averages means over each microbatch's own tokens"
 
 
 def loss_of(loss_type: str, level: str = "token", **keys: Any) -> Loss:

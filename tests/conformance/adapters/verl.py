@@ -108,6 +108,6 @@ def subjects() -> list[Subject]:
             loss_of("kl_cov", "token-mean", policy_loss={"kl_cov_ratio": 0.2, "ppo_kl_coef": 1.0}),
             Method(**METHODS["kl_cov"] | unclamped | {"cov_share": 0.2}),
             True,
-            own_means | {"equal rewards": "equal covariances are ranked by place, and here by the tokens' random keys"},
+            own_means | {"equal rewards": "ranks equal covariances by place, not by the tokens' random keys"},
         ),
     ]
