@@ -22,7 +22,7 @@ class Subject:
         method: What it is meant to compute.
         splits_sequences: Whether a part with some of a sequence's tokens is enough for it. A sequence ratio needs all of them,
             and so communication, which a pure function has not.
-        says: What its authors say of a case that it therefore fails by design: case -> reason.
+        says: Why it fails a case by design, as its code has it: case -> a phrase with "it" as the subject.
     """
 
     name: str
