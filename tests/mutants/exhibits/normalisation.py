@@ -280,6 +280,6 @@ EXHIBITS = (
         symbol="MinibatchInputs.whole",
         old="torch.tensor(self._batch.response_lengths,",
         new="torch.tensor(self._batch.lengths,",
-        tests=("tests/parallel/test_every_objective.py::test_every_row_trains_to_the_reference[1 rank]",),
+        tests=("tests/unit/losses/test_minibatch_inputs.py::test_the_whole_minibatch",),
     ),
 )
