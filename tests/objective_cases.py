@@ -1,15 +1,8 @@
-"""Random minibatches for the tests of the objectives, and the product's answer beside the reference's.
-
-All numbers are representable in fp32, so that fp32 and fp64 see the same case. Log-ratios are exactly 0 or at least 0.05 apart
-from 0 (but for those asked for as tiny): nearer to it 1 - exp(-x) has lost more digits in fp32 than the tests allow.
-"""
+"""The product's answer to a random minibatch, beside the reference's. The minibatches: `tests/reference/minibatches.py`."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,76 +14,11 @@ from tepo_megatron.ops.segments import Segments
 from tepo_megatron.types import Denominators, LossOutput, TokenStats
 from tests.reference import objectives as reference
 from tests.reference.methods import CORRECTION_BOUNDS
-from tests.reference.parts import Method, Response
+from tests.reference.minibatches import LENGTHS, MARGIN, Batch, draw, expected, fair_cases, gradient
+from tests.reference.parts import Method
 
-LENGTHS = (1, 5, 17, 2, 0, 30, 1, 8, 3, 12)  # |y|; one response without any token
-MARGIN = 1e-4  # cases with a number nearer to its threshold are left out
+__all__ = ["LENGTHS", "MARGIN", "Batch", "compare", "draw", "expected", "fair_cases", "inputs_of", "method_of", "ours"]
 TOLERANCES = ((torch.float64, 1e-10), (torch.float32, 1e-5))
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Responses, and the current log-probs and entropies of their tokens (fp64 [N])."""
-
-    responses: list[Response]
-    logprob: Tensor
-    entropy: Tensor
-
-    def flat(self, name: str) -> Tensor:
-        """A list of each response, one after another (fp64 [N])."""
-        return torch.tensor([x for r in self.responses for x in getattr(r, name)], dtype=torch.float64)
-
-    @property
-    def keys(self) -> Tensor:
-        """int64 [N]."""
-        return torch.tensor([k for r in self.responses for k in r.keys], dtype=torch.int64)
-
-
-def draw(seed: int, lengths: tuple[int, ...] = LENGTHS, *, extreme: bool = False, tiny: bool = False) -> Batch:
-    """Responses that stand still, move a little or drift off, advantages of both signs and zero, entropies up, down and equal.
-
-    extreme: a third of the log-ratios (to the old, the rollout and the reference policy) are +-60; tiny: some responses move
-    by 1e-4 to 1e-3 nats a token.
-    """
-    g = torch.Generator().manual_seed(seed)
-
-    def uniform(low: float, high: float, n: int) -> Tensor:
-        return low + (high - low) * torch.rand(n, generator=g)
-
-    def sign(n: int) -> Tensor:
-        return 1.0 - 2.0 * torch.randint(0, 2, (n,), generator=g)
-
-    def differences(n: int) -> Tensor:
-        kind = int(torch.randint(0, 6, (), generator=g))
-        if kind == 0:
-            return torch.zeros(n)
-        if kind == 1:
-            return sign(n) * (uniform(1e-4, 1e-3, n) if tiny else uniform(0.05, 0.15, n))
-        x = sign(1) * uniform(0.15, 0.7, 1) + uniform(-0.5, 0.5, n)
-        return torch.where(x.abs() < 0.05, torch.copysign(torch.tensor(0.05), x), x)
-
-    responses, logprobs, entropies = [], [], []
-    for n in lengths:
-        old = -uniform(0.02, 3.5, n)
-        logprob, rollout, ref = old + differences(n), old + differences(n) * uniform(0.003, 1.5, 1), old + differences(n)
-        if extreme:
-            old, logprob, rollout, ref = _torn_apart(g, old, logprob, rollout, ref)
-        entropy = uniform(0.05, 3.0, n)
-        change = uniform(-0.5, 0.5, n) * torch.randint(0, 6, (n,), generator=g).clamp(max=1)
-        advantage = torch.tensor([-1.0, -1.0, 0.0, 1.0, 1.0])[torch.randint(0, 5, (1,), generator=g)] * uniform(0.3, 1.6, 1)
-        keys = torch.randint(-(2**62), 2**62, (n,), generator=g)
-        responses.append(
-            Response(advantage.item(), old.tolist(), (entropy - change).tolist(), rollout.tolist(), ref.tolist(), keys.tolist())
-        )
-        logprobs.append(logprob.double())
-        entropies.append(entropy.double())
-    return Batch(responses, torch.cat(logprobs), torch.cat(entropies))
-
-
-def _torn_apart(g: torch.Generator, *logprobs: Tensor) -> list[Tensor]:
-    """The policies' log-probs, on a grid of 2^-6 nats; on a third of the tokens, each of them 60 nats lower or not."""
-    here = torch.rand(logprobs[0].numel(), generator=g) < 1 / 3
-    return [(x * 64).round() / 64 - 60.0 * (here & (torch.rand(x.numel(), generator=g) < 0.5)) for x in logprobs]
 
 
 def method_of(objective: Objective) -> Method:
@@ -123,11 +51,6 @@ def inputs_of(batch: Batch, dtype: torch.dtype = torch.float64) -> LossInputs:
     )
 
 
-def gradient(x: Tensor) -> Tensor:
-    """Its gradient, zeros where nothing depended on it."""
-    return torch.zeros_like(x) if x.grad is None else x.grad
-
-
 def ours(objective: Objective, batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[LossOutput, Tensor, Tensor]:
     """The product's output, and its gradients with respect to the log-probs and to the entropies."""
     x = batch.logprob.to(dtype, copy=True).requires_grad_()
@@ -141,15 +64,6 @@ def ours(objective: Objective, batch: Batch, dtype: torch.dtype = torch.float64)
     return out, gradient(x), gradient(h)
 
 
-def expected(method: Method, batch: Batch) -> tuple[reference.Outcome, Tensor, Tensor]:
-    """The reference's, likewise."""
-    x, h = batch.logprob.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
-    outcome = reference.evaluate(method, batch.responses, x, h)
-    if outcome.loss.requires_grad:
-        outcome.loss.backward()
-    return outcome, gradient(x), gradient(h)
-
-
 def compare(objective: Objective, batch: Batch, theirs: tuple[reference.Outcome, Tensor, Tensor]) -> None:
     """Loss relative to what it adds up (at least to 1, an advantage), gradients by 2-norm; in fp64 and in fp32."""
     outcome, x_grad, h_grad = theirs
@@ -160,18 +74,3 @@ def compare(objective: Objective, batch: Batch, theirs: tuple[reference.Outcome,
         assert torch.isfinite(grad).all() and torch.isfinite(entropy_grad).all()
         assert (grad - x_grad).norm() <= tolerance * x_grad.norm(), f"{dtype}: d logprob"
         assert (entropy_grad - h_grad).norm() <= tolerance * h_grad.norm(), f"{dtype}: d entropy"
-
-
-def fair_cases(
-    method: Method, count: int, drawn: Callable[[int], Batch]
-) -> Iterator[tuple[Batch, tuple[reference.Outcome, Tensor, Tensor]]]:
-    """The first `count` batches, by seed, in which nothing lies within MARGIN of its threshold, and what to expect of them."""
-    for seed in itertools.count():
-        batch = drawn(seed)
-        theirs = expected(method, batch)
-        if theirs[0].margin >= MARGIN:
-            yield batch, theirs
-            count -= 1
-        if count == 0:
-            return
-        assert seed < 1000, f"no case of {method} keeps clear of its thresholds"

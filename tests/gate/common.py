@@ -16,6 +16,7 @@ from tests.gate import reference
 from tests.gate.data import Material, response_logprobs
 from tests.gate.world import Outcome, distance
 from tests.objective_cases import method_of
+from tests.reference.parts import Method
 
 TOLERANCE = 1e-5
 LEAST_MOVED = 0.01  # of each tensor's norm: a change that is smaller says little about the update
@@ -23,18 +24,27 @@ MARGIN = 1e-5  # between two numbers of which one decides: nearer, fp32 and fp64
 BF16_GRADIENT, BF16_CHANGE = 0.1, 0.9
 
 
-def expectation(cfg: Config, material: Material, found: Sequence[Mapping[str, Tensor]] | None = None) -> reference.Trained:
-    """Train the fp64 reference as the config says, on the rollouts of all steps. found: see `reference.Trainer`."""
-    objective = build_objective(cfg.objective)
+def expectation(
+    cfg: Config, material: Material, found: Sequence[Mapping[str, Tensor]] | None = None, method: Method | None = None
+) -> reference.Trained:
+    """Train the fp64 reference as the config says, on the rollouts of all steps.
+
+    Args:
+        cfg: the run's config.
+        material: models and rollouts.
+        found: see `reference.Trainer`.
+        method: what the objective is made of; None: the parts of the product's own row, with the config's replacements.
+    """
+    method = method or method_of(build_objective(cfg.objective))
     optimizer = cfg.optimizer
     settings = reference.Settings(
         optimizer.lr, optimizer.eps, (optimizer.beta1, optimizer.beta2), optimizer.weight_decay, optimizer.clip_grad,
         cfg.rollout.temperature, cfg.training.old_logprobs,
     )  # fmt: skip
     ref = Path(cfg.model.reference) if cfg.model.reference else None
-    if objective.ref_beta and ref is None:
+    if method.ref_beta and ref is None:
         ref = material.model
-    trainer = reference.Trainer(material.model, method_of(objective), settings, ref, found)
+    trainer = reference.Trainer(material.model, method, settings, ref, found)
     for step, rollouts in enumerate(material.steps, 1):
         _step(trainer, cfg, rollouts, step)
     return trainer.trained()

@@ -48,11 +48,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step: what the loss was, its gradients before clipping, and the narrowest comparison it made."""
+    """One optimizer step: what the loss was, its gradients before clipping, the narrowest comparison it made, and the shares of
+    the tokens that each of its conditions touched."""
 
     loss: float
     gradients: dict[str, Tensor]
     margin: float
+    shares: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ class Trainer:
         if self.settings.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         self.optimizer.step()
-        self.updates.append(Update(outcome.loss.item(), gradients, outcome.margin))
+        self.updates.append(Update(outcome.loss.item(), gradients, outcome.margin, outcome.shares))
 
     def _take(self, gradients: Mapping[str, Tensor]) -> None:
         """Let the parameters have these gradients, which are named as in a checkpoint's files."""

@@ -39,6 +39,7 @@ class Outcome:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    metrics: list[dict[str, tuple[float, float]]] = field(default_factory=list)  # of each update: numerator, denominator
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     buckets: int = 0
@@ -178,6 +179,7 @@ def _captured(actor: Any, out: Outcome) -> Iterator[None]:
         result = update(*args)
         out.losses.append(result.metrics["loss/total"][0])
         out.norms.append(result.metrics["actor/grad_norm"][0])
+        out.metrics.append(result.metrics)
         assert math.isfinite(out.losses[-1])
         return result
 

@@ -81,6 +81,21 @@ def make_case(
     return Case(model, tuple(batches), tuple(steps))
 
 
+def reference_steps(model: Path, batches: tuple[TrainBatch, ...]) -> tuple[reference.Step, ...]:
+    """What the fp64 reference makes of other batches than those of `make_case`."""
+    trainer = reference.Trainer(model, **ADAM)
+    steps = []
+    for batch in batches:
+        assert batch.old_logprobs_N is not None and batch.old_entropies_N is not None
+        old = (x.double().split(batch.response_lengths) for x in (batch.old_logprobs_N, batch.old_entropies_N))
+        sequences = [
+            reference.Sequence(r.token_ids_L, r.response_mask_L, float(a), *statistics)
+            for r, a, *statistics in zip(batch.rollouts, batch.advantages_B.double(), *old, strict=True)
+        ]
+        steps.append(trainer.step(sequences, TEMPERATURE, EPS, BETA))
+    return tuple(steps)
+
+
 def _sequence(
     old: torch.nn.Module,
     current: torch.nn.Module,

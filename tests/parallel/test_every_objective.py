@@ -1,80 +1,117 @@
-"""Every row of the table gives the same loss and gradients on every layout and packing."""
+"""Every row of the table trains to the independent fp64 reference, through the whole model and on every layout.
 
-import math
+A rollout batch goes through the product's own `learn`: rewards become advantages, the old pass is made, and of two minibatches
+the second meets weights that the first has moved. The rollout log-probs differ from the old ones. The reference sees the same
+tokens, rewards and rollout log-probs, and nothing else of the product but random keys (`tests/gate/reference.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
 from typing import Any
 
 import pytest
+import torch
 
-from tepo_megatron.losses import OBJECTIVES
+from tests.gate import common
+from tests.gate.data import Material, make_material
+from tests.gate.reference import Trained
+from tests.gate.world import Job, Outcome, distance, merged, run_jobs
 from tests.marks import marked
-from tests.parallel import cases
+from tests.parallel.objective_rows import VARIANTS
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.slow
 
 # a layout, and tokens of a microbatch
-LAYOUTS = {
-    "4 microbatches": ({}, 64),
-    "PP2": ({"pp": 2}, 100),
-    "CP2": ({"cp": 2}, 100),
+LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "1 rank": ({}, 4096),
+    "4 microbatches": ({}, 24),
+    "TP2": ({"tp": 2}, 4096),
+    "PP2": ({"pp": 2}, 40),
+    "CP2": ({"cp": 2}, 40),
     "CP4": ({"cp": 4}, 70),
-    "DP2": ({"dp": 2}, 60),
+    "DP2": ({"dp": 2}, 24),
 }
-
-
-def all_gradients(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
-    """For each objective: the loss, and this stage's gradients after reduction."""
-    from tepo_megatron import parallel
-    from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.platform import activate
-
-    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
-    out = {}
-    for name, objective in OBJECTIVES.items():
-        # coefficients that leave no part of a method in the rounding of another
-        larger = {"beta": 0.5, "entropy_coefficient": 0.1, "advantage_alpha": 0.4}
-        if objective.weighting != "none":
-            larger |= {"cov_share": 0.2, "cov_low": 0.1}
-        parts = {k: math.copysign(v, getattr(objective, k)) for k, v in larger.items() if getattr(objective, k)}
-        objective = objective.replace(**parts)
-        result = actor.backward(batch, objective).reduce(actor.groups)
-        out[name] = (result.metrics["loss/total"][0], cases.full_gradients(actor))
-    parallel.shutdown()
-    return out
+UPDATES = 2
+TOLERANCE = 1e-5  # per tensor, ||a - b|| / ||b||
+# metric of the product -> share of the reference
+SHARES = {"loss/clip_fraction": "clipped", "tepo/kl_mask_share": "masked", "weighting/affected_share": "weighted"}
 
 
 @pytest.fixture(scope="module")
-def shallow(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
-    """The batch on a model with a layer for each of two stages: every objective goes through the whole model on each layout."""
-    return cases.make_case(tmp_path_factory.mktemp("shallow"), tied=True, layers=2)
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    return make_material(tmp_path_factory.mktemp("rows"), "qwen3", tied=True, layers=2, steps=1)
 
 
 @pytest.fixture(scope="module")
-def alone(shallow: cases.Case) -> dict[str, Any]:
-    return run_world(1, all_gradients, cases.run_config(shallow.model, {}), shallow.batches[0])[0]
-
-
-def test_the_methods_differ(alone: dict[str, Any]) -> None:
-    """No two rows are the same method by accident. Left out are those that agree on this batch: `gpg` and `rloo` differ from
-    `reinforce` in their advantages, which the batch brings along; `dapo` from `grpo` in sampling and rewards; `gspo` clips only
-    more than `sequence_mean_token_mean` does.
-    """
-    names = [n for n in OBJECTIVES if n not in ("gpg", "rloo", "dapo", "gspo")]
-    for i, a in enumerate(names):
-        for b in names[i + 1 :]:
-            grads_a, grads_b = alone[a][1], alone[b][1]
-            assert max(cases.distance(grads_a[n], grads_b[n]) for n in grads_a) > 1e-4, (a, b)
+def expected(material: Material) -> dict[str, Trained]:
+    return {name: common.expectation(v.config(material, {}, 4096), material, method=v.method) for name, v in VARIANTS.items()}
 
 
 @pytest.mark.parametrize("name", [marked(n, pytest.mark.full) if n == "CP4" else n for n in LAYOUTS])
-def test_same_on_every_layout(shallow: cases.Case, alone: dict[str, Any], name: str) -> None:
+def test_every_row_trains_to_the_reference(material: Material, expected: dict[str, Trained], name: str) -> None:
     layout, max_tokens = LAYOUTS[name]
-    cfg = cases.run_config(shallow.model, layout, max_tokens)
-    ranks = run_world(cfg.parallel.world_size, all_gradients, cfg, shallow.batches[0])
-    for objective, (loss, gradients) in alone.items():
-        merged = {n: g for r in ranks for n, g in r[objective][1].items()}
-        assert merged.keys() == gradients.keys()
-        for r in ranks:
-            assert r[objective][0] == pytest.approx(loss, rel=1e-5, abs=1e-7)
-        worst = max(gradients, key=lambda n: cases.distance(merged[n], gradients[n]))
-        assert cases.distance(merged[worst], gradients[worst]) <= 1e-5, f"{objective}: {worst}"
+    configs = [variant.config(material, layout, max_tokens) for variant in VARIANTS.values()]
+    ranks = run_world(configs[0].parallel.world_size, run_jobs, [Job(cfg, material.steps) for cfg in configs])
+    found = {row: merged(of_ranks) for row, of_ranks in zip(VARIANTS, zip(*ranks, strict=True), strict=True)}
+    wrong = [difference for row in VARIANTS if (difference := first_difference(found[row], expected[row], row))]
+    assert not wrong, f"{len(wrong)} of {len(VARIANTS)} rows on {name}:\n" + "\n".join(wrong)
+
+
+def first_difference(found: Outcome, expected: Trained, row: str) -> str | None:
+    """In words; None where losses, gradients, their norm and the shares of all updates are the reference's."""
+    assert len(found.gradients) == len(expected.updates) == UPDATES
+    for i, update in enumerate(expected.updates):
+        said = f"{row}, update {i}:"
+        if abs(found.losses[i] - update.loss) > TOLERANCE * max(1.0, abs(update.loss)):
+            return f"{said} loss {found.losses[i]} instead of {update.loss}"
+        assert found.gradients[i].keys() == update.gradients.keys()
+        apart = {n: distance(found.gradients[i][n], g) for n, g in update.gradients.items()}
+        worst = max(apart, key=apart.__getitem__)
+        if not apart[worst] <= TOLERANCE:
+            return f"{said} the gradient of {worst} is off by {apart[worst]:.1e}"
+        for metric, share in SHARES.items():
+            numerator, denominator = found.metrics[i][metric]
+            if denominator and numerator / denominator != pytest.approx(update.shares[share], abs=1e-6):
+                return f"{said} {metric} is {numerator / denominator} instead of {update.shares[share]}"
+    return None
+
+
+CONDITIONS = {
+    "clipped": lambda m: m.surrogate in ("clip", "clip_eq4", "stop_gradient") and m.clip_high < 1,
+    "masked": lambda m: m.kl_mask != "none",
+    "weighted": lambda m: m.weighting != "none",
+    "corrected": lambda m: m.correction != "none",
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_batch_puts_a_row_to_the_test(expected: dict[str, Trained], name: str) -> None:
+    """Each of its conditions acts in one of the updates, and no number lies so near to a threshold that fp32 may differ."""
+    updates, method = expected[name].updates, VARIANTS[name].method
+    assert min(u.margin for u in updates) >= common.MARGIN
+    for condition, acts in CONDITIONS.items():
+        if acts(method):
+            assert max(u.shares[condition] for u in updates) >= 0.05, condition
+    assert all(g.norm() > 0 for u in updates for g in u.gradients.values())
+
+
+def test_the_rows_differ(expected: dict[str, Trained]) -> None:
+    """No two are the same method by accident. DAPO differs from GRPO in sampling and rewards, which this batch brings along."""
+    last = {name: expected[name].updates[-1].gradients for name in VARIANTS if name != "dapo"}
+    flat = {name: torch.cat([g.flatten() for g in gradients.values()]) for name, gradients in last.items()}
+    for a, b in itertools.combinations(flat, 2):
+        assert distance(flat[a], flat[b]) > 1e-4, (a, b)
+
+
+def test_a_row_is_not_what_another_variant_trains_to(expected: dict[str, Trained]) -> None:
+    """The comparison itself can fail: it tells a row from the one that differs from it in clipping alone."""
+    reference = expected["tepo_no_kl"]
+    found = Outcome(
+        losses=[u.loss for u in reference.updates],
+        gradients=[u.gradients for u in reference.updates],
+        metrics=[{metric: (u.shares[s], 1.0) for metric, s in SHARES.items()} for u in reference.updates],
+    )
+    assert first_difference(found, reference, "tepo_no_kl") is None
+    assert "tepo_no_kl, update 1: " in str(first_difference(found, expected["tepo_alg1"], "tepo_no_kl"))

@@ -72,8 +72,7 @@ def given() -> TrainBatch:
     return with_experts(batch, [random_experts(r, generator) for r in batch.rollouts])
 
 
-@pytest.fixture(scope="module")
-def expected(model: Path, given: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
+def told_experts(model: Path, given: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probs [N] and gradients of -sum A log pi / N of transformers' model in fp64, whose gates are told what to choose."""
     network = transformers_model(model).double()
     told: dict[int, Tensor] = {}
@@ -100,6 +99,11 @@ def expected(model: Path, given: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]
     (-(advantages_N * torch.cat(logprobs)).sum() / given.num_tokens).backward()
     gradients = in_file_names("qwen3_moe", {n: p.grad.clone() for n, p in network.named_parameters()})
     return torch.cat(logprobs).detach(), gradients
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, given: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    return told_experts(model, given)
 
 
 def old_pass_and_gradients(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:

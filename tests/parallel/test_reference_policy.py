@@ -73,6 +73,15 @@ def outs(case: cases.Case, other: Path) -> list[list[dict[str, Any]]]:
     return out
 
 
+def _logprobs(path: Path, case: cases.Case) -> torch.Tensor:
+    """Of the first batch's response tokens under a model, in fp64."""
+    model = reference.load(path)
+    with torch.no_grad():
+        rollouts = case.batches[0].rollouts
+        rows = [reference.statistics(model, r.token_ids_L, r.response_mask_L, cases.TEMPERATURE)[0] for r in rollouts]
+    return torch.cat(rows)
+
+
 @pytest.mark.slow
 def test_reference_logprobs_are_those_of_the_other_model(case: cases.Case, other: Path, outs: list) -> None:
     model = reference.load(other)
@@ -92,10 +101,13 @@ def test_reference_logprobs_are_those_of_the_other_model(case: cases.Case, other
 
 
 @pytest.mark.slow
-def test_the_penalty_is_in_the_loss_on_every_layout(case: cases.Case, outs: list) -> None:
+def test_the_penalty_is_in_the_loss_on_every_layout(case: cases.Case, other: Path, outs: list) -> None:
+    """And it is the mean of k3 of the two models in fp64."""
     alone = outs[0][0]
     numerator, denominator = alone["ref_kl"]
-    assert denominator == pytest.approx(1.0, rel=1e-6) and numerator > 0.005
+    policy, ref = (_logprobs(path, case) for path in (case.model, other))
+    expected = (torch.exp(ref - policy) - (ref - policy) - 1).mean().item()
+    assert denominator == pytest.approx(1.0, rel=1e-6) and numerator == pytest.approx(expected, rel=1e-5) and expected > 0.005
     plain = run_world(1, plain_step, cases.run_config(case.model, {}, 100, {"name": "grpo"}), case.batches[0])[0]
     assert alone["loss"] == pytest.approx(plain + BETA * numerator, rel=1e-5)
     for ranks in outs[1:]:

@@ -32,7 +32,7 @@ class Outcome:
 
 def evaluate(method: Method, responses: list[Response], logprob_N: Tensor, entropy_N: Tensor) -> Outcome:
     """The loss of a minibatch, differentiable with respect to logprob_N and entropy_N (fp64 [N])."""
-    conditions = Conditions()
+    conditions = Conditions(limit=method.log_ratio_limit)
     tokens = collect(method, responses, logprob_N, entropy_N, conditions)
     for token in tokens:
         token.surrogate, token.clipped = surrogate(method, token, conditions)

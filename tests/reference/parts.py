@@ -43,6 +43,7 @@ class Method:
     correction_high: float = math.inf
     dynamic_sampling: bool = False
     overlong_shaping: bool = False
+    log_ratio_limit: float = LIMIT  # nats; infinite where an implementation has none
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,13 @@ class Response:
 
 @dataclass
 class Conditions:
-    """Strict comparisons, and the narrowest of them so far. Exactly equal numbers are exactly equal in fp32 too."""
+    """Strict comparisons, and the narrowest of them so far. Exactly equal numbers are exactly equal in fp32 too.
+
+    limit: of a log-ratio, before exp.
+    """
 
     margin: float = math.inf
+    limit: float = LIMIT
 
     def above(self, a: float, b: float) -> bool:
         """a > b."""
@@ -95,6 +100,6 @@ def number(value: float) -> Tensor:
 
 def clamped(x: Tensor, conditions: Conditions) -> Tensor:
     """x within the limit; beyond it a constant."""
-    if conditions.above(abs(x.item()), LIMIT):
-        return number(math.copysign(LIMIT, x.item()))
+    if conditions.above(abs(x.item()), conditions.limit):
+        return number(math.copysign(conditions.limit, x.item()))
     return x

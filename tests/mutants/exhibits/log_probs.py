@@ -160,4 +160,22 @@ EXHIBITS = (
         new='derive_seed(self.cfg.seed, "weighting", batch.update)',
         tests=("tests/gate/test_covering.py",),
     ),
+    Exhibit(
+        name="old_and_rollout_log_probs_are_exchanged",
+        source="own (the wiring of batch and objective was compared with itself)",
+        kind="log-probs",
+        bug=(
+            "The log-probs of the engine and those of the old policy changed places on their way into the loss. They differ by "
+            "rounding alone where the engine is exact, so ratios, corrections and curves look right."
+        ),
+        cost="The ratio is to the engine, and a correction (tis, mis, icepop) weighs by the inverse of the mismatch.",
+        symbol="MinibatchInputs._inputs",
+        old="""old_logprob_R=stats.logprob_R.detach() if logprobs is None else logprobs[token_R],
+            old_entropy_R=stats.entropy_R.detach() if entropies is None else entropies[token_R],
+            rollout_logprob_R=self._rollout_logprobs_N[token_R],""",
+        new="""rollout_logprob_R=stats.logprob_R.detach() if logprobs is None else logprobs[token_R],
+            old_entropy_R=stats.entropy_R.detach() if entropies is None else entropies[token_R],
+            old_logprob_R=self._rollout_logprobs_N[token_R],""",
+        tests=("tests/parallel/test_every_objective.py::test_every_row_trains_to_the_reference[1 rank]",),
+    ),
 )

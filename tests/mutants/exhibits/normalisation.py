@@ -240,4 +240,46 @@ EXHIBITS = (
             "tests/unit/losses/test_objective_rows.py::test_group_advantages",
         ),
     ),
+    Exhibit(
+        name="one_sequence_too_few",
+        source="own (the wiring of batch and objective was compared with itself)",
+        kind="normalisation",
+        bug=(
+            "The number of sequences that means over sequences are divided by was off by one. It is the same on every layout, "
+            "so a comparison of layouts with one rank sees nothing, and Adam hides a constant factor."
+        ),
+        cost="Every row with a mean over sequences (GSPO, Dr. GRPO, Panel D) has gradients that are G / (G - 1) too large.",
+        symbol="MinibatchInputs.__init__",
+        old="sequences=torch.tensor(float(len(batch)), device=device),",
+        new="sequences=torch.tensor(float(len(batch) - 1), device=device),",
+        tests=("tests/parallel/test_every_objective.py::test_every_row_trains_to_the_reference[1 rank]",),
+    ),
+    Exhibit(
+        name="a_response_is_one_token_longer",
+        source="own (the wiring of batch and objective was compared with itself)",
+        kind="normalisation",
+        bug=(
+            "The length of a response counted one token too many (a stop token, say), on every layout alike. The "
+            "geometric-mean ratio is then nearer to 1, by more for short responses, and looks healthy."
+        ),
+        cost="Sequence ratios (TEPO, GSPO), `mis` and the mean over a sequence's tokens are too small.",
+        symbol="pack",
+        old="minlength=len(rows.sequences)).clamp(min=1).float(),",
+        new="minlength=len(rows.sequences)).add(1).float(),",
+        tests=("tests/parallel/test_every_objective.py::test_every_row_trains_to_the_reference[1 rank]",),
+    ),
+    Exhibit(
+        name="the_prompt_counts_as_response_in_a_weighting",
+        source="own (the wiring of batch and objective was compared with itself)",
+        kind="normalisation",
+        bug=(
+            "What a weighting is told of the whole minibatch had the lengths of sequences in the place of those of responses. "
+            "Only a sequence ratio reads them there, and only to see which tokens are clipped."
+        ),
+        cost="Clip-Cov with a sequence ratio draws tokens that are clipped anyway. Every other combination is right.",
+        symbol="MinibatchInputs.whole",
+        old="torch.tensor(self._batch.response_lengths,",
+        new="torch.tensor(self._batch.lengths,",
+        tests=("tests/unit/losses/test_minibatch_inputs.py::test_the_whole_minibatch",),
+    ),
 )

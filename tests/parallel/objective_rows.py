@@ -1,0 +1,84 @@
+"""Every row of the table and combinations of parts, each as a config of the product and as a method of the reference.
+
+What the reference gets is built from `tests/reference/methods.py` alone: a part that the product's row has beside it shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tepo_megatron.config import Config
+from tepo_megatron.config_io import validate
+from tests.gate.data import LONGEST, PROMPTS, TEMPERATURE, Material
+from tests.reference.methods import CORRECTION_BOUNDS, METHODS
+from tests.reference.parts import Method
+
+# coefficients and shares at which no part drowns in another, for rows that have the part at all
+LARGER = {"beta": 0.5, "entropy_coefficient": 0.1, "advantage_alpha": 0.4}
+SHARES = {"cov_share": 0.2, "cov_low": 0.1}
+COVARIANCES: dict[str, Any] = {"cov_share": 0.2, "cov_low": 0.02, "cov_high": 5.0}
+# a learning rate at which the second minibatch meets ratios on both sides of the clip range
+LEARNING_RATE = 1.5
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row with some of its parts replaced; training: other keys of that section of the config."""
+
+    row: str
+    parts: dict[str, Any]
+    training: dict[str, Any]
+
+    @property
+    def method(self) -> Method:
+        """The same in the reference's words."""
+        parts = METHODS[self.row] | self.parts
+        low, high = CORRECTION_BOUNDS[parts.get("correction", "none")]
+        return Method(**{"correction_low": low, "correction_high": high} | parts)
+
+    def config(self, material: Material, layout: Mapping[str, Any], max_tokens: int) -> Config:
+        """The run's config on a layout. max_tokens: of a microbatch."""
+        reference = {"reference": str(material.other)} if self.method.ref_beta else {}
+        return validate({
+            "name": "row",
+            "platform": "cpu",
+            "model": {"path": str(material.model), "precision": "fp32"} | reference,
+            "data": {"train": "unused", "max_prompt_tokens": max(PROMPTS)},
+            "rollout": {
+                "prompts_per_step": len(PROMPTS), "samples_per_prompt": 3, "temperature": TEMPERATURE,
+                "max_response_tokens": LONGEST - max(PROMPTS),
+            },
+            "training": {"max_tokens_per_microbatch": max_tokens, "minibatch_prompts": 2, "epochs": 1} | self.training,
+            "parallel": dict(layout),
+            "objective": {"name": self.row} | self.parts,
+            # with a large eps the step is the gradient's, so that the rounding of one update is not the next one's error
+            "optimizer": {"lr": LEARNING_RATE, "eps": 1.0, "weight_decay": 0.0},
+            "sync": {"max_logprob_diff": 10.0},
+            "logging": {"noise_floor_every": 0},
+        })  # fmt: skip
+
+
+def _row(name: str, training: dict[str, Any] | None = None, **parts: Any) -> Variant:
+    method = METHODS[name]
+    larger: dict[str, Any] = {k: math.copysign(v, method[k]) for k, v in LARGER.items() if method.get(k)}
+    shares = {k: v for k, v in SHARES.items() if k in method or k in parts}
+    return Variant(name, larger | shares | parts, training or {})
+
+
+VARIANTS: dict[str, Variant] = {name: _row(name) for name in METHODS} | {
+    "tepo_eq4": _row("tepo_eq4", clip_high=0.02),  # it clips above alone, whatever the sign of the advantage
+    "grpo, tis": _row("grpo", correction="tis", correction_high=1.3),
+    "grpo, icepop, reference": _row("grpo", correction="icepop", correction_low=0.8, correction_high=1.4, ref_beta=0.3),
+    "grpo, dual clip, KL in the reward": _row("grpo", dual_clip=1.4, ref_beta=0.1, ref_kl_in="reward"),
+    "grpo, old log-probs of the engine": _row("grpo", {"old_logprobs": "rollout"}),
+    "dr_grpo, tis": _row("dr_grpo", correction="tis", correction_high=1.3),
+    "gspo, mis": _row("gspo", correction="mis", correction_low=0.8, correction_high=1.05, clip_low=0.1, clip_high=0.1),
+    "tepo, tis, reference": _row("tepo", correction="tis", correction_high=1.3, ref_beta=0.3, ref_kl="k2"),
+    "tepo, steer": _row("tepo", weighting="steer", steer_lambda_min=0.5),
+    "gspo, clip_cov": _row("gspo", weighting="clip_cov", clip_low=0.1, clip_high=0.1, **COVARIANCES),
+    "prefix_is, clip_cov": _row("prefix_is", weighting="clip_cov", **COVARIANCES),
+    "cispo, icepop": _row("cispo", correction="icepop", correction_low=0.8, correction_high=1.4),
+}
