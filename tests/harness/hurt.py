@@ -18,7 +18,6 @@ import contextlib
 import ctypes
 import functools
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -179,5 +178,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"
     sys.exit(main())
