@@ -49,6 +49,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 COVERING = 2  # the first ones have both engines, colocation, group and ipc
 WITHOUT_A_SERVER = ("parquet bombs",)  # refused before there is any
+# takes memory and gives it back: a grader that takes none cannot be killed for it
+_SCORE = "def score(prompt, response, answer):\n    return float((len([0] * 2**20) + sum(map(ord, response))) % 2)\n"
 _KEYS = RUN | {
     "reward__workers": 1, "rollout__prompts_per_step": 4, "evaluation__max_problems": 4, "rollout__server__ready_seconds": 1800,
     "rollout__server__silent_seconds": 120, "rollout__server__restarts": 3,
@@ -86,6 +88,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder, self.model, self.temporary = folder, folder / "model", folder / "t"
         write_inputs(self.model)
+        (self.model / "score.py").write_text(_SCORE)
         self._straight: dict[str, Path] = {}
 
     def words(self, way: str, output: Path, name: str, **more: Any) -> list[str]:
