@@ -49,8 +49,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 COVERING = 2  # the first ones have both engines, colocation, group and ipc
 WITHOUT_A_SERVER = ("parquet bombs",)  # refused before there is any
-# takes memory and gives it back: a grader that takes none cannot be killed for it
-_SCORE = "def score(prompt, response, answer):\n    return float((len([0] * 2**20) + sum(map(ord, response))) % 2)\n"
+# takes more memory with each answer: a grader that takes none is not killed for it
+_SCORE = """
+kept = []
+
+def score(prompt, response, answer):
+    kept.append(b"x" * 2**18)
+    return float(sum(map(ord, response)) % 2)
+"""
 _KEYS = RUN | {
     "reward__workers": 1, "rollout__prompts_per_step": 4, "evaluation__max_problems": 4, "rollout__server__ready_seconds": 1800,
     "rollout__server__silent_seconds": 120, "rollout__server__restarts": 3,
