@@ -216,10 +216,10 @@ def clock_that_jumps(runs: Runs, folder: Path) -> None:
         command.until(lambda: (run / "run.lock").exists() and b"since" in (run / "run.lock").read_bytes(), timeout=runs.bound)
         years = int(json.loads((run / "run.lock").read_text())["since"][:4])
         thread.start()
+        runs.ended(runs.start(*line, "--resume", "true", engine=runs.good, env=clock.env), "under way in another process")
         command.until(lambda: runs.lines(run) >= 1, timeout=runs.bound)
         roles = {name: found for name, found in roles_of(command.process.pid).items() if found}
         blind = [name for name, found in roles.items() if not any(sees(process, clock) for process in found)]
-        runs.ended(runs.start(*line, "--resume", "true", engine=runs.good, env=clock.env), "under way in another process")
         assert command.wait(runs.bound) == 0, command.output
     finally:
         over.set()
