@@ -31,7 +31,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
 
 .PHONY: demo sglang launch launch-sky ablation precision bench docs docs-links test test-runs test-servers test-fast test-full test-full-runs \
   test-full-parts test-slurm \
-  test-gpu test-pins test-pins-ci test-te test-image chaos two-starts mutants check lint types format pins clean
+  test-gpu test-pins test-pins-ci test-te test-image chaos hurt two-starts mutants check lint types format pins clean
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	$(BIN)/python -m examples.arithmetic.base_model --seed $(SEED) --out .cache/demo/seed-$(SEED)
@@ -127,6 +127,11 @@ test-pins-ci: test-te
 # 100 random kills of short runs with both engines; hours; adds the trials that the file lacks. ARGS: --minutes 30
 chaos: $(READY) $(SGLANG)/.ready
 	nice -n 10 $(BIN)/python -m tests.harness.chaos --trials 100 --out benchmarks/results/chaos.jsonl $(ARGS)
+
+# machines that fail runs with both engines: memory, disks, clock, limits; as root; an hour; adds the trials that the file lacks.
+# ARGS: --minutes 30
+hurt: $(READY) $(SGLANG)/.ready
+	nice -n 10 $(BIN)/python -m tests.harness.hurt --out benchmarks/results/hurt.jsonl $(ARGS)
 
 # two starts of one run at 100 delays, with and without overwrite; an hour; adds the trials that the file lacks. ARGS: --minutes 30
 two-starts: $(READY)

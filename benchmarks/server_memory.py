@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -32,16 +33,17 @@ def main() -> None:
     parser.add_argument("--engine", default="vllm", choices=["vllm", "sglang"])
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
-    files = sorted(args.model.resolve().glob("*.safetensors"))
     chance = random.Random(0)
     tokens = [tuple(chance.randrange(4, VOCABULARY) for _ in range(3 + i % 10)) for i in range(PROMPTS)]
     prompts = [Prompt(id=i, token_ids=ids, answer="") for i, ids in enumerate(tokens)]
-    server = ServerConfig(kv_cache_gib=0.25, restart_after_growth_gib=0, silent_seconds=600, restarts=0)
+    server = ServerConfig(kv_cache_gib=0.25, restart_after_growth_gib=0, ready_seconds=3600, silent_seconds=600, restarts=0)
     launch = Launch(args.model, max_model_len=128, platform="cpu", precision="fp32", seed=0)
     with (
         tempfile.TemporaryDirectory() as folder,
         build_engine(RolloutConfig(engine=args.engine, server=server), launch, Path(folder) / "server.log") as engine,
     ):
+        # a server reads weights from a folder of mode 0700 alone, which the model's own need not be
+        files = [Path(shutil.copy(file, folder)) for file in sorted(args.model.glob("*.safetensors"))]
         engine.start()
         engine.wait_ready()
         for step in range(args.steps + 1):

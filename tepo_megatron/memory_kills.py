@@ -88,6 +88,21 @@ class MemoryKills:
             "scheduler, or a watchdog of memory in user space"
         )
 
+    def hint(self, fix: str = _FIX) -> str:
+        """Return, for a message about processes of which one may have been killed unseen, that the kernel killed any; "" where
+        it has counted none.
+
+        fix: what to do about it if that was one of them.
+        """
+        if not self.seen():
+            return ""
+        counted = zip((self._group.events if self._group else None, self._machine), self._before, self._counts(), strict=True)
+        where, before, now = next((path, old, new) for path, old, new in counted if (new or 0) > (old or 0))
+        return (
+            f"the kernel has killed a process for memory since this was started, perhaps one of it "
+            f"({where}: oom_kill {before} -> {now}); if so, {fix}"
+        )
+
     def _pairs(self) -> list[tuple[int, int]]:
         counts = zip(self._before, self._counts(), strict=True)
         return [(before, now) for before, now in counts if before is not None and now is not None]

@@ -50,7 +50,7 @@ MODES = ("sync", "ahead")
 IGNORED = ("torchinductor",)  # a cache of all runs
 _CLONE_NEWNS = 0x00020000
 _SCORE = "def score(prompt, response, answer):\n    return float(sum(map(ord, response)) % 2)\n"
-_RUN: dict[str, Any] = {
+RUN: dict[str, Any] = {
     "training__steps": STEPS, "training__minibatch_prompts": 4, "rollout__prompts_per_step": 6, "parallel__tp": 2,
     "rollout__samples_per_prompt": SAMPLES, "rollout__max_response_tokens": 12, "rollout__record": "true",
     "rollout__filter_uniform_groups": "false", "rollout__server__kv_cache_gib": 0.25, "rollout__server__restarts": 9,
@@ -88,6 +88,15 @@ class Trial:
         return cls(number, engine, mode, victims, chance.choice(PHASES), chance.uniform(0, 1.0), stopped)
 
 
+def write_inputs(model: Path) -> None:
+    """Write a model that knows nothing, with problems and a reward that it gets by chance."""
+    tiny_qwen3(model, layers=2)
+    rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
+    for name in ("train.jsonl", "eval.jsonl"):
+        (model / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (model / "score.py").write_text(_SCORE)
+
+
 class Bench:
     """Where the runs are, and what undisturbed ones look like."""
 
@@ -95,16 +104,12 @@ class Bench:
         self.folder, self.model = folder, folder / "model"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        tiny_qwen3(self.model, layers=2)
-        rows = [{"prompt": f"1+{i}?\n", "answer": str(1 + i)} for i in range(40)]
-        for name in ("train.jsonl", "eval.jsonl"):
-            (self.model / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (self.model / "score.py").write_text(_SCORE)
+        write_inputs(self.model)
         self._straight: dict[tuple[str, str], Path] = {}
 
     def words(self, trial: Trial, name: str, resume: bool) -> list[str]:
         """Return the command line of a run."""
-        keys = _RUN | {"name": name, "output": self.folder / "runs", "rollout__max_staleness": int(trial.mode == "ahead")}
+        keys = RUN | {"name": name, "output": self.folder / "runs", "rollout__max_staleness": int(trial.mode == "ahead")}
         if trial.engine != "scripted":
             keys |= {"rollout__engine": trial.engine}
             keys |= {"reward__terms": json.dumps([{"type": "custom", "function": f"{self.model / 'score.py'}:score"}])}
@@ -215,13 +220,17 @@ def check_nothing_lives(trial: Trial, command: Command, seen: list[psutil.Proces
         process.kill()
 
 
-def check_outcome(trial: Trial, bench: Bench, run: Path, straight: Path, private_memory: bool) -> None:
-    """Files, and what the run computed."""
-    left = [path.name for path in (bench.folder / "t").iterdir() if not path.name.startswith(IGNORED)]
+def left_behind(temporary: Path, run: Path, private_memory: bool) -> list[str]:
+    """Return the files that a run has left in its TMPDIR and in shared memory, and what is unfinished in its folder."""
+    left = [path.name for path in temporary.iterdir() if not path.name.startswith(IGNORED)]
     if private_memory:
         left += [path.name for path in Path("/dev/shm").iterdir()]
-    left += [str(path.relative_to(run)) for path in run.rglob("*") if ".partial" in path.name or ".deleted" in path.name]
-    trial.failures += [f"file left: {name}" for name in left]
+    return left + [str(path.relative_to(run)) for path in run.rglob("*") if ".partial" in path.name or ".deleted" in path.name]
+
+
+def check_outcome(trial: Trial, bench: Bench, run: Path, straight: Path, private_memory: bool) -> None:
+    """Files, and what the run computed."""
+    trial.failures += [f"file left: {name}" for name in left_behind(bench.folder / "t", run, private_memory)]
     if [row["step"] for row in records(run)] != list(range(1, STEPS + 1)):
         trial.failures.append(f"steps {[row['step'] for row in records(run)]}")
     prompts = {f: [r.prompt_id for n in range(1, STEPS + 1) for r in record.read(f / record.FOLDER, n)[0][::SAMPLES]]

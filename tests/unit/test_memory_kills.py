@@ -62,8 +62,20 @@ def test_without_a_group_the_count_of_the_machine_says_probably(tmp_path: Path) 
     assert "oom_kill 7 -> 9" in kills.explain() and "tepo plan" in kills.explain()
 
 
+@pytest.mark.parametrize("counter", ["group", "machine"])
+def test_a_hint_names_the_count_that_grew(counter: str, tmp_path: Path) -> None:
+    proc, group = machine(tmp_path, V1, "/", "/slice/job", "slice/job")
+    kills = MemoryKills(proc=proc)
+    assert kills.hint() == ""
+    path = proc / "vmstat" if counter == "machine" else group / V1[2]
+    path.write_text("oom_kill 9\n")
+    before = 7 if counter == "machine" else 2
+    assert kills.hint("buy more").endswith(f"perhaps one of it ({path}: oom_kill {before} -> 9); if so, buy more")
+
+
 def test_a_kernel_that_counts_nothing_leaves_it_open(tmp_path: Path) -> None:
     kills = MemoryKills(proc=tmp_path)
+    assert kills.hint() == ""
     assert not kills.seen() and kills.explain("close something") == "the machine may be out of memory; close something"
 
 

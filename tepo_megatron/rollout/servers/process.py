@@ -216,12 +216,17 @@ class ServerProcess:
         return not _leader_lives(self._guard.pid) and self._has_ended(2 * guard.KILLED_SECONDS)
 
     def failure(self, what: str) -> RolloutError:
-        """Return an error that says `what` the server did, whether it has ended, and how its log ends."""
+        """Return an error that says `what` the server did, whether it has ended, what the kernel killed, and how its log ends.
+
+        vLLM's API server outlives an engine that the kernel kills for memory: it refuses connections, and ends by itself.
+        """
+        status = None if self.running or self._guard is None else self._guard.returncode
         ended = "" if self.running else " (it has ended)"
-        if self._guard is not None and self._guard.returncode is not None:
-            killed = self._guard.returncode == 128 + signal.SIGKILL
-            why = f": {self._kills.explain()}" if killed and self._kills.seen() else ""
-            ended = f" (it has ended {_how(self._guard.returncode)}{why})"
+        if status is not None:
+            why = f": {self._kills.explain()}" if status == 128 + signal.SIGKILL and self._kills.seen() else ""
+            ended = f" (it has ended {_how(status)}{why})"
+        if status != 128 + signal.SIGKILL and (hint := self._kills.hint()):
+            ended += f"; {hint}"
         tail = self.log_tail()
         shown = f"its log, {self._log_path}, ends:\n{tail}" if tail else f"its log, {self._log_path}, is empty"
         return RolloutError(f"{self._name} {what}{ended}; {shown}")

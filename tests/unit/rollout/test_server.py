@@ -19,6 +19,7 @@ import pytest
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout.servers import process as server_module
 from tepo_megatron.rollout.servers.process import LOOPBACK, ServerProcess, choose_port, hold_port
+from tests.hurting import NOTHING, memory_group
 
 # Answers /health, and starts a process that, like vLLM's EngineCore, does not notice its parent's death.
 HEALTHY = """
@@ -104,6 +105,44 @@ def test_stop_kills_a_server_that_ignores_sigterm(healthy: Callable, monkeypatch
     server.stop()
     assert 0.3 <= time.monotonic() - started < server_module.GRACE_SECONDS + 9  # the default is ten
     assert_gone(processes)
+
+
+# As vLLM's API server: its engine is another process, without which it ends by itself.
+WITH_AN_ENGINE = """
+import subprocess, sys
+engine = subprocess.Popen([sys.executable, "-S", "-c", "kept = []\\nwhile True: input(); kept.append(bytes(2**20))"],
+                          stdin=subprocess.PIPE, text=True)
+with open(sys.argv[1] + ".part", "w") as f:
+    f.write(str(engine.pid))
+import os, time
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+try:
+    while engine.poll() is None:
+        engine.stdin.write("\\n")
+        engine.stdin.flush()
+        time.sleep(0.1)
+except BrokenPipeError:
+    engine.wait()
+sys.exit(3)
+"""
+
+
+def test_a_server_whose_engine_the_kernel_killed_for_memory_says_so(start: Start, tmp_path: Path) -> None:
+    pids = tmp_path / "engine"
+    with memory_group(NOTHING) as group:
+        server = start(WITH_AN_ENGINE, str(pids))
+        assert "the kernel" not in str(server.failure("is well"))
+        while not pids.exists():
+            assert server.running, server.failure("has ended")
+            time.sleep(0.02)
+        group.add(int(pids.read_text()))
+        assert server.ends_within(20)
+        assert group.kills() == 1
+    message = str(server.failure("takes no connections"))
+    assert message.startswith("the inference server takes no connections (it has ended with exit status 3); the kernel has ")
+    assert (
+        "killed a process for memory since this was started" in message and "oom_kill" in message and "more memory" in message
+    )
 
 
 def test_a_command_that_exits_is_an_error_with_the_end_of_its_log(start: Start, tmp_path: Path) -> None:

@@ -1,0 +1,301 @@
+"""What machines do to runs, and what must come of it: `tests/e2e/test_hurt_runs.py` has a scripted engine, and
+`tests/harness/hurt.py` real ones.
+
+Each hurt is a function of the runs that it is done to and of an empty folder. Afterwards a run has gone on, or was resumed,
+and equals one that nothing happened to, bit for bit. Raises AssertionError, or skips where the machine cannot be had.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.e2e.conftest import Command
+from tests.harness.chaos import roles_of
+from tests.hurting import NOTHING, Clock, disk, ext4, memory_group, slow_group
+from tests.parallel.resume_worlds import records, weights
+
+Hurt = Callable[["Runs", Path], None]
+BOMB_BYTES = 2**27  # in memory, of a file of kilobytes
+BOMB_GROUP = 2**30  # bytes that a run has which is refused for it: what Python and its libraries take, and not much more
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How runs of one kind are started, and what one that nothing happened to has left.
+
+    Attributes:
+        start: See `tests.e2e.conftest.commands`.
+        words: (folder of runs, name, more settings) -> the command line.
+        straight: The folder of the run that nothing happened to.
+        steps: Steps of a run; a checkpoint is written at each second one.
+        slow: Behaviour of the scripted engine where a run is to be hurt meanwhile; None: the engine is real.
+        good: Its behaviour elsewhere.
+        bound: Seconds of each wait, as `Command` takes them.
+    """
+
+    start: Callable[..., Command]
+    words: Callable[..., list[str]]
+    straight: Path
+    steps: int
+    slow: str | None
+    good: str | None
+    bound: float
+
+    def lines(self, run: Path) -> int:
+        """How many steps it has recorded."""
+        path = run / "metrics.jsonl"
+        return path.read_text().count("\n") if path.exists() else 0
+
+    def in_the_middle(self, command: Command, run: Path) -> None:
+        """Wait until there is a checkpoint to resume from, and steps after it."""
+        command.until(lambda: newest(run) >= 2 and self.lines(run) >= 3, timeout=self.bound)
+
+    def ended(self, command: Command, *phrases: str) -> str:
+        """Return its one message, which has all the phrases."""
+        assert command.wait(self.bound) == 1, command.output
+        assert command.output.count("tepo: error:") == 1 and "Traceback" not in command.output, command.output
+        message = command.output.partition("tepo: error:")[2]
+        for phrase in phrases:
+            assert re.search(phrase, message), (phrase, message)
+        command.assert_nothing_left()
+        return message
+
+    def ends_well(self, command: Command) -> None:
+        """Wait for the end."""
+        assert command.wait(self.bound) == 0, command.output
+        command.assert_nothing_left()
+
+    def resumed(self, line: list[str], run: Path, **how: Any) -> None:
+        """It goes on from the last checkpoint that was complete."""
+        last = newest(run)
+        command = self.start(*line, "--resume", "true", engine=self.good, **how)
+        self.ends_well(command)
+        assert f"resume: from the checkpoint of step {last}" in command.output
+
+    def same(self, run: Path) -> None:
+        """Every record and every weight, bit for bit, and no answer was lost."""
+        found, expected = of_no_machine(run), of_no_machine(self.straight)
+        assert [row["step"] for row in found] == list(range(1, self.steps + 1))
+        for row, straight in zip(found, expected, strict=True):
+            other = [name for name in row | straight if row.get(name) != straight.get(name)]
+            here_and_there = {name: (row.get(name), straight.get(name)) for name in other}
+            assert not other, f"step {row['step']}, this run and the undisturbed one: {here_and_there}"
+        ours, theirs = weights(run), weights(self.straight)
+        assert ours and ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours), "weights"
+        assert all(row["grading/died"] == 0 for row in found)
+        unfinished = [path for path in run.rglob("*") if ".partial" in path.name or ".deleted" in path.name]
+        assert not unfinished, unfinished
+
+
+def of_no_machine(run: Path) -> list[dict[str, Any]]:
+    """Return its records without what is measured of the machine."""
+    return [{name: value for name, value in row.items() if not name.startswith("memory/")} for row in records(run)]
+
+
+def newest(run: Path) -> int:
+    """Return the step of its last whole checkpoint; 0: there is none."""
+    return max((int(p.name.removeprefix("step-")) for p in run.glob("checkpoints/step-????????")), default=0)
+
+
+def memory_of_a_grader_and_a_rank(runs: Runs, folder: Path) -> None:
+    """The kernel kills a grader, without which the run goes on, and then a rank."""
+    line, run = runs.words(folder / "runs", "memory"), folder / "runs" / "memory"
+    with memory_group(NOTHING) as group:
+        command = runs.start(*line, engine=runs.slow)
+        command.until(lambda: runs.lines(run) >= 1, timeout=runs.bound)
+        group.add(roles_of(command.process.pid)["grader"][0].pid)
+        command.until(lambda: group.kills() == 1, timeout=runs.bound)
+        command.until(lambda: "its answer is graded again" in command.output, timeout=runs.bound)
+        assert re.search(r"warning: grading worker \d+ was ended by SIGKILL: probably the kernel killed it", command.output)
+        runs.in_the_middle(command, run)
+        rank = roles_of(command.process.pid)["rank 1"][0].pid
+        group.add(rank)
+        message = runs.ended(command, r"rank \d \(pid \d+\) was ended by SIGKILL: probably the kernel killed it for memory")
+        assert f"(pid {rank})" in message and "more memory" in message and "--resume true" in message
+        assert group.kills() == 2
+    assert message.strip() in (run / "log.txt").read_text()
+    runs.resumed(line, run)
+    runs.same(run)
+
+
+def memory_of_an_engine(runs: Runs, folder: Path) -> None:
+    """The kernel kills the process of a real engine that has the model: its server is started again, and the run goes on."""
+    run = folder / "runs" / "engine"
+    with memory_group(NOTHING) as group:
+        command = runs.start(*runs.words(folder / "runs", "engine"), engine=runs.slow)
+        command.until(lambda: runs.lines(run) >= 1, timeout=runs.bound)
+        engines = roles_of(command.process.pid)["engine"]
+        group.add(max(engines, key=lambda process: process.memory_info().rss).pid)
+        command.until(lambda: group.kills() == 1, timeout=runs.bound)
+        command.until(lambda: "is started again" in command.output, timeout=runs.bound)
+        runs.ends_well(command)
+    said = re.search(r"the kernel (has )?killed .* for memory", command.output)
+    assert said and command.output.count("is started again") == 1, command.output
+    runs.same(run)
+
+
+def disk_that_is_full(runs: Runs, folder: Path) -> None:
+    """In mid-run; a resume while it is full is refused, and later it has space again."""
+    with disk(folder / "disk", 'mount -t tmpfs -o size=256m tmpfs "$1"') as small:
+        line, run, by = runs.words(small.folder, "full"), small.outside / "full", small.by(sys.executable)
+        command = runs.start(*line, engine=runs.slow, by=by)
+        runs.in_the_middle(command, run)
+        ballast = small.fill()
+        full = r"the disk is full \(.*\d MiB free\); free some space"
+        runs.ended(command, rf"{small.folder}/full/\S+", full, "--resume true")
+        last = newest(run)
+
+        again = runs.start(*line, "--resume", "true", engine=runs.good, by=by)
+        runs.ended(again, str(small.folder), "the disk is full")
+        assert newest(run) == last, "the disk is full still, and the checkpoint is lost"
+        ballast.unlink()
+        runs.resumed(line, run, by=by)
+        runs.same(run)
+
+
+def disk_that_becomes_read_only(runs: Runs, folder: Path) -> None:
+    """As the kernel makes it after an error; later it is repaired."""
+    image = folder / "image"
+    with disk(folder / "disk", ext4(image, 256), "mkfs.ext4", "e2fsck") as failing:
+        line, run, by = runs.words(failing.folder, "failing"), failing.outside / "failing", failing.by(sys.executable)
+        fault = Path("/sys/fs/ext4") / failing.device() / "trigger_fs_error"
+        if not fault.exists():
+            pytest.skip(f"this kernel has no {fault}")
+        command = runs.start(*line, engine=runs.slow, by=by)
+        runs.in_the_middle(command, run)
+        fault.write_text("an error for a test")
+        reasons = r"(its file system is read-only|the disk failed).*see `dmesg`"
+        runs.ended(command, rf"{failing.folder}/failing/\S+", reasons, "--resume true")
+
+        runs.ended(runs.start(*line, "--resume", "true", engine=runs.good, by=by), str(failing.folder))
+        failing.do(f"umount {failing.folder}; e2fsck -fy {image} || test $? -le 1; mount -o loop {image} {failing.folder}")
+        runs.resumed(line, run, by=by)
+        runs.same(run)
+
+
+def disk_that_is_slow(runs: Runs, folder: Path) -> None:
+    """A checkpoint takes seconds instead of milliseconds to be on the disk; the run waits, and nothing takes it for hung."""
+    rate = 2 * 2**20
+    with disk(folder / "disk", ext4(folder / "image", 256), "mkfs.ext4") as slow:
+        device = (Path("/sys/block") / slow.device() / "dev").read_text().strip()
+        with slow_group(device, rate) as group:
+            by = ["sh", "-c", f'echo $$ > {group.folder}/cgroup.procs && exec "$@"', "sh", *slow.by(sys.executable)]
+            line, run = runs.words(slow.folder, "slow", checkpoint__every=runs.steps // 2), slow.outside / "slow"
+            runs.ends_well(runs.start(*line, engine=runs.good, by=by))
+        sizes = re.findall(r"checkpoint of step \d+: (\d+) MiB complete after ([\d.]+) s", (run / "log.txt").read_text())
+        assert len(sizes) == 2 and all(float(seconds) > 0.5 * float(size) * 2**20 / rate > 1 for size, seconds in sizes), sizes
+        runs.same(run)
+
+
+def clock_that_jumps(runs: Runs, folder: Path) -> None:
+    """Forwards and back by hours, every half second, in every process of the run, whatever language reads it."""
+    clock, over = Clock(folder), threading.Event()
+    clock.set(10 * 365 * 86400)
+
+    def jump() -> None:
+        at = 0
+        while not over.wait(0.5):
+            at += 1
+            clock.set((-1) ** at * at * 3 * 3600)
+
+    thread = threading.Thread(target=jump)
+    line, run = runs.words(folder / "runs", "clock"), folder / "runs" / "clock"
+    command = runs.start(*line, engine=runs.slow, env=clock.env)
+    try:
+        command.until(lambda: (run / "run.lock").exists() and b"since" in (run / "run.lock").read_bytes(), timeout=runs.bound)
+        years = int(json.loads((run / "run.lock").read_text())["since"][:4])
+        thread.start()
+        runs.ended(runs.start(*line, "--resume", "true", engine=runs.good, env=clock.env), "under way in another process")
+        command.until(lambda: runs.lines(run) >= 1, timeout=runs.bound)
+        roles = {name: found for name, found in roles_of(command.process.pid).items() if found}
+        blind = [name for name, found in roles.items() if not any(sees(process, clock) for process in found)]
+        assert command.wait(runs.bound) == 0, command.output
+    finally:
+        over.set()
+        if thread.ident is not None:
+            thread.join()
+    command.assert_nothing_left()
+    assert years >= datetime.date.today().year + 9, "the run's processes did not see the clock of this test"
+    expected = "rank 0" if runs.slow else "engine"
+    assert expected in roles and not blind, f"they do not see the clock of this test: {blind} of {list(roles)}"
+    rows = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    measured = [value for row in rows for name, value in row.items() if name.startswith("seconds/")]
+    assert measured and all(value is None or 0 <= value < 3 * runs.bound for value in measured)
+    runs.same(run)
+
+
+def sees(process: psutil.Process, clock: Clock) -> bool:
+    """Whether a process asks this clock for the time."""
+    try:
+        return clock.env["LD_PRELOAD"] in Path(f"/proc/{process.pid}/maps").read_text()
+    except OSError:  # it has ended
+        return False
+
+
+def few_open_files(runs: Runs, folder: Path) -> None:
+    """A hard limit that is too low is refused with the number that is needed; with that number, and a soft one that is too
+    low, all goes well.
+    """
+
+    def limited(soft: int, hard: int) -> list[str]:
+        return ["sh", "-c", f'ulimit -Sn {soft} && ulimit -Hn {hard} && exec "$@"', "sh", sys.executable]
+
+    line, run = runs.words(folder / "runs", "files"), folder / "runs" / "files"
+    message = runs.ended(runs.start(*line, engine=runs.good, by=limited(64, 100)), "may open 100 files here", "`ulimit -n")
+    assert not run.exists()
+    found = re.search(r"this run needs (\d+)", message)
+    assert found
+    runs.ends_well(runs.start(*line, engine=runs.good, by=limited(64, int(found[1]))))
+    runs.same(run)
+
+
+def parquet_bombs(runs: Runs, folder: Path) -> None:
+    """Training data that would fill the memory are refused by name, in less memory than they would take."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    repeated = pa.DictionaryArray.from_arrays(pa.nulls(600, pa.int8()).fill_null(0), pa.array(["0" * (10 * 2**20)]))
+    bombs: dict[str, tuple[pa.Array, dict[str, Any]]] = {
+        "column": (pa.array(["0" * (BOMB_BYTES // 2)] * 2), {"use_dictionary": False}),
+        "dictionary": (repeated, {}),
+        "prefixes": (
+            pa.array(["0" * (2 * 2**20)] * 150),
+            {"use_dictionary": False, "column_encoding": {"answer": "DELTA_BYTE_ARRAY"}},
+        ),
+    }
+    for name, (values, options) in bombs.items():
+        path = folder / f"{name}.parquet"
+        table = pa.table({"prompt": [f"{i}?" for i in range(len(values))], "answer": values})
+        parquet.write_table(table, path, compression="zstd", store_schema=False, **options)
+        assert path.stat().st_size < 50_000
+        with memory_group(BOMB_GROUP) as group:
+            by = ["sh", "-c", f'echo $$ > {group.folder}/cgroup.procs && exec "$@"', "sh", sys.executable]
+            command = runs.start(*runs.words(folder / "runs", name, data__train=path), engine=runs.good, by=by)
+            runs.ended(command, re.escape(str(path)), "column answer", "check what it holds")
+            assert group.kills() == 0
+        assert not (folder / "runs" / name / "checkpoints").exists()
+
+
+# name -> what is done; of those that a scripted engine has no process for
+OF_REAL_ENGINES: dict[str, Hurt] = {"memory of an engine": memory_of_an_engine}
+OF_ALL: dict[str, Hurt] = {
+    "memory of a grader and a rank": memory_of_a_grader_and_a_rank,
+    "full disk": disk_that_is_full,
+    "read-only disk": disk_that_becomes_read_only,
+    "slow disk": disk_that_is_slow,
+    "clock": clock_that_jumps,
+    "open files": few_open_files,
+    "parquet bombs": parquet_bombs,
+}
