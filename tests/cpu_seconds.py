@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,11 @@ class Meter:
         for pid in (self._group / "cgroup.procs").read_text().split():
             with contextlib.suppress(OSError):
                 (self._home / "cgroup.procs").write_text(pid)
-        with contextlib.suppress(OSError):  # a process that was started meanwhile is still in it
-            self._group.rmdir()
+        for _ in range(20):  # a process that is ending is in it until it has ended
+            with contextlib.suppress(OSError):
+                self._group.rmdir()
+                return
+            time.sleep(0.05)
 
 
 def _own_group() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +23,11 @@ from tests.worlds import run_world
 JOBS = 8  # of a world that is forked at once
 
 
-def parts() -> Iterator[tuple[str, int]]:
-    """Worlds, and the first job of each part of them."""
+def parts() -> Iterator[Any]:
+    """Yield each world's name with the first job of each part of it. `make test-fast` takes the first part of each world."""
     for name, jobs in recipes.worlds().items():
-        yield from ((name, first) for first in range(0, len(jobs), JOBS))
+        for first in range(0, len(jobs), JOBS):
+            yield pytest.param(name, first, marks=[pytest.mark.slow] if first else [])
 
 
 @pytest.fixture(scope="module")
