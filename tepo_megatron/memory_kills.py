@@ -89,10 +89,13 @@ class MemoryKills:
         )
 
     def hint(self, fix: str = _FIX) -> str:
-        """Return, for a message about processes of which one may have been killed unseen, that the kernel killed any; "" where
-        it has counted none.
+        """Return a sentence that the kernel has killed a process for memory, which may be one of those meant.
 
-        fix: what to do about it if that was one of them.
+        Args:
+            fix: What the user should do if one of them was killed.
+
+        Returns:
+            The sentence with the count before and now; "" if the kernel has counted no kill.
         """
         if not self.seen():
             return ""
