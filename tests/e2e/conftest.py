@@ -59,6 +59,29 @@ class Command:
             assert time.monotonic() < deadline, f"not within {PATIENCE * timeout:.0f} s:\n{self.output}"
             time.sleep(0.1)
 
+    @contextmanager
+    def stopped_when(self, condition: Callable[[], bool], timeout: float) -> Iterator[None]:
+        """Stop all processes of the command at a moment at which a condition holds, and let them go on after the block.
+
+        Whatever the block does happens while the condition holds, on a busy machine, too. It fails as `until` does.
+        """
+        deadline, held = time.monotonic() + timeout, False
+        while not held:
+            self.until(condition, deadline - time.monotonic())
+            stopped = [int(line.split()[0]) for line in self.left_over()]
+            self._signal(stopped, signal.SIGSTOP)
+            try:
+                if held := condition():
+                    yield
+            finally:
+                self._signal(stopped, signal.SIGCONT)
+
+    @staticmethod
+    def _signal(pids: Sequence[int], signum: signal.Signals) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
     def interrupt(self) -> None:
         """Ctrl-C: SIGINT to the foreground process group."""
         os.killpg(self.process.pid, signal.SIGINT)

@@ -26,13 +26,12 @@ def test_a_served_engine_killed_in_mid_run_costs_no_sample(tepo, arguments, base
     serve = tepo("serve", words[1], "--host", "127.0.0.2", *words[2:])
     train = tepo(*words)
     path = run / "metrics.jsonl"
-    train.until(lambda: path.exists() and path.read_text().count("\n") >= 2, timeout=240)
-    (found,) = rendezvous.glob("*.json")
-    before = json.loads(found.read_text())
-    assert before["engine"] == "vllm" and before["url"].startswith("http://127.0.0.2:") and before["run"] == "far"
-    assert not any(SERVER in line for line in train.left_over())
-    server = serve.oldest_server(SERVER)
-    os.kill(server, signal.SIGKILL)
+    with train.stopped_when(lambda: path.exists() and path.read_text().count("\n") >= 2, timeout=240):
+        (found,) = rendezvous.glob("*.json")
+        before = json.loads(found.read_text())
+        assert before["engine"] == "vllm" and before["url"].startswith("http://127.0.0.2:") and before["run"] == "far"
+        assert not any(SERVER in line for line in train.left_over())
+        os.kill(serve.oldest_server(SERVER), signal.SIGKILL)
     assert train.wait(240) == 0, f"{train.output}\n{serve.output}"
     train.assert_nothing_left()
     assert "SIGKILL" in serve.output and "is started again (restart 1)" in serve.output
@@ -62,9 +61,12 @@ def test_a_served_engine_takes_turns_and_is_killed_in_the_trainers(tepo, argumen
     serve = tepo("serve", words[1], "--host", "127.0.0.2", *words[2:])
     train = tepo(*words)
     path, folder = run / "metrics.jsonl", Rendezvous(rendezvous)
-    train.until(lambda: path.exists() and path.read_text() and rendezvous.exists() and folder.turn() is not None, timeout=240)
-    server = serve.oldest_server(SERVER)
-    os.kill(server, signal.SIGKILL)
+
+    def has_the_devices() -> bool:
+        return path.exists() and bool(path.read_text()) and rendezvous.exists() and folder.turn() is not None
+
+    with train.stopped_when(has_the_devices, timeout=240):
+        os.kill(serve.oldest_server(SERVER), signal.SIGKILL)
     assert train.wait(240) == 0, f"{train.output}\n{serve.output}"
     train.assert_nothing_left()
     assert "SIGKILL" in serve.output and "is started again (restart 1)" in train.output

@@ -100,8 +100,8 @@ def test_servers_killed_and_frozen_in_mid_run_cost_no_sample(tepo, arguments, ba
         """Of the server that has served longest."""
         return command.oldest_server({"vllm": "-m vllm.entrypoints", "sglang": "in_server.sglang_server"}[engine])
 
-    command.until(lambda: steps() >= 2, timeout=240)
-    os.kill(first_process(), signal.SIGKILL)
+    with command.stopped_when(lambda: steps() >= 2, timeout=240):
+        os.kill(first_process(), signal.SIGKILL)
     command.until(lambda: "is started again (restart 1)" in command.output, timeout=240)
     seen = steps()
     command.until(lambda: steps() >= seen + 2, timeout=240)
