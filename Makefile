@@ -96,10 +96,10 @@ test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready $(SKY)/.ready
 	$(BIN)/python -m pytest -m "full and alone"
 
 test-full-runs:
-	$(BIN)/python -m pytest -m "full and not slurm and not image and not alone and e2e" $(RUNS)
+	$(BIN)/python -m pytest --durations=25 -m "full and not slurm and not image and not alone and e2e" $(RUNS)
 
 test-full-parts:
-	$(BIN)/python -m pytest -m "full and not slurm and not image and not alone and not e2e"
+	$(BIN)/python -m pytest --durations=25 -m "full and not slurm and not image and not alone and not e2e"
 
 # apt-get install slurm-wlm munge; as root
 test-slurm: $(READY) $(LAUNCH)/.ready

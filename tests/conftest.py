@@ -1,5 +1,6 @@
 """Set before torch is loaded: one thread a process, and the CPU platform with Megatron-Core imported once for all worlds."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -33,3 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark, folders in FOLDERS.items():
             if item.get_closest_marker(mark) and not any(item.path.is_relative_to(folder) for folder in folders):
                 raise pytest.UsageError(f"{item.nodeid} is marked {mark}: move it to {' or '.join(f.name for f in folders)}")
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking again and again through modules and tests, which all stay until the end."""
+    gc.freeze()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -62,6 +63,7 @@ def _fork(rank: int, size: int, door: socket.socket, folder: Path, fn: Callable[
             os.setpgid(pid, pid)  # here and in the child: whoever comes first
         return pid
     try:
+        gc.freeze()  # what the parent made is never garbage here: to look through it would copy its pages, a tenth of a world
         torch.set_num_threads(1)  # before any operator: the parent's thread pool did not survive the fork
         os.setpgid(0, 0)
         die_with_parent(parent, signal.SIGKILL)
