@@ -39,3 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Keep the garbage collector from looking again and again through modules and tests, which all stay until the end."""
     gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Let the interpreter end as usual."""
+    gc.unfreeze()
