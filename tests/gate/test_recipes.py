@@ -23,11 +23,16 @@ from tests.worlds import run_world
 JOBS = 8  # of a world that is forked at once
 
 
-def parts() -> Iterator[Any]:
-    """Yield each world's name with the first job of each part of it. `make test-fast` takes the first part of each world."""
+def _every_part() -> Iterator[tuple[str, int]]:
+    """Yield each world's name with the first job of each part of it."""
     for name, jobs in recipes.worlds().items():
-        for first in range(0, len(jobs), JOBS):
-            yield pytest.param(name, first, marks=[pytest.mark.slow] if first else [])
+        yield from ((name, first) for first in range(0, len(jobs), JOBS))
+
+
+def parts() -> Iterator[Any]:
+    """Yield every part; `make test-fast` takes the first one of each world."""
+    for name, first in _every_part():
+        yield pytest.param(name, first, marks=[pytest.mark.slow] if first else [])
 
 
 @pytest.fixture(scope="module")
@@ -42,24 +47,46 @@ def _material(folder: Path, job: recipes.JobPlan) -> Material:
 
 @pytest.mark.parametrize(("world", "first"), parts())
 def test_recipes_train_to_the_reference(world: str, first: int, folder: Path) -> None:
+    """In fp32, and in bf16 what differs from others in more than its objective."""
     plans = recipes.worlds()[world][first : first + JOBS]
+    names: list[str] = []  # of each job, as jobs and expected
     jobs: list[Job] = []
     expected: list[Trained] = []
-    for number, job in enumerate(plans):
-        material = _material(folder / f"{world}-{first + number}", job)
-        for precision in ("fp32", "bf16"):
-            cfg = plan.on_a_cpu(job.cfg, str(material.model), dict(job.layout), precision)
-            serves = precision == "fp32" and _is_first_of_its_kind(plans, number)
-            jobs.append(Job(cfg, material.steps, folder / f"{world}-{first + number}" if serves else None))
-        expected.append(common.expectation(jobs[-2].cfg, material))
-    ranks = run_world(jobs[0].cfg.parallel.world_size, run_jobs, jobs)
-    outcomes = [merged(of_ranks) for of_ranks in zip(*ranks, strict=True)]
-    for job, reference, (exact, rough) in zip(plans, expected, zip(outcomes[::2], outcomes[1::2], strict=True), strict=True):
-        what = f"{world}: {', '.join(job.names)}"
+    for number, recipe in enumerate(plans):
+        material = _material(folder / f"{world}-{first + number}", recipe)
+        serves = _is_first_of_its_kind(plans, number)
+        exact = plan.on_a_cpu(recipe.cfg, str(material.model), dict(recipe.layout), "fp32")
+        names.append(f"{world}: {', '.join(recipe.names)}")
+        jobs.append(Job(exact, material.steps, folder / f"{world}-{first + number}" if serves else None))
+        expected.append(common.expectation(exact, material))
+        if serves:
+            jobs.append(Job(plan.on_a_cpu(recipe.cfg, str(material.model), dict(recipe.layout), "bf16"), material.steps))
+            expected.append(expected[-1])
+            names.append(names[-1])
+    for what, job, outcome, reference in zip(names, jobs, _outcomes(jobs), expected, strict=True):
         print(what)
-        common.check_equal(exact, reference, what)
-        common.check_near(rough, reference, what)
-        _check_service(exact, what)
+        if job.cfg.model.precision == "fp32":
+            common.check_equal(outcome, reference, what)
+            _check_service(outcome, what)
+        else:
+            common.check_near(outcome, reference, what)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("world", "first"), _every_part())
+def test_recipes_train_near_the_reference_in_bf16(world: str, first: int, folder: Path) -> None:
+    plans = recipes.worlds()[world][first : first + JOBS]
+    materials = [_material(folder / f"{world}-{first + number}-bf16", job) for number, job in enumerate(plans)]
+    cfgs = [plan.on_a_cpu(job.cfg, str(m.model), dict(job.layout), "bf16") for job, m in zip(plans, materials, strict=True)]
+    outcomes = _outcomes([Job(cfg, m.steps) for cfg, m in zip(cfgs, materials, strict=True)])
+    for job, material, outcome in zip(plans, materials, outcomes, strict=True):
+        exact = plan.on_a_cpu(job.cfg, str(material.model), dict(job.layout), "fp32")
+        common.check_near(outcome, common.expectation(exact, material), f"{world}: {', '.join(job.names)}")
+
+
+def _outcomes(jobs: list[Job]) -> list[Outcome]:
+    ranks = run_world(jobs[0].cfg.parallel.world_size, run_jobs, jobs)
+    return [merged(of_ranks) for of_ranks in zip(*ranks, strict=True)]
 
 
 def _is_first_of_its_kind(plans: list[recipes.JobPlan], number: int) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.marks import marked, slow_but
+from tests.marks import full_but, marked, slow_but
 from tests.parallel import cases
 from tests.parallel.cases import LAYOUTS
 from tests.worlds import run_world
@@ -77,7 +77,7 @@ SHARING = [
 
 @pytest.mark.parametrize(
     ("name", "max_tokens", "training"),
-    slow_but([("1 rank", 40, {}), ("CP2 TP2+SP", 4096, {})], SHARING),
+    full_but([("1 rank", 40, {}), ("CP2 TP2+SP", 4096, {})], SHARING[-6:], SHARING),
 )
 def test_shared_prompts(shared: cases.Case, name: str, max_tokens: int, training: dict) -> None:
     """Groups of one, two and three, prompts of one token and more, whole and cut over small microbatches."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from tepo_megatron.actor.precision import alignment
 from tepo_megatron.config import Config, ModelConfig
 from tepo_megatron.config_io import plain, validate
-from tests.marks import marked, slow_but
+from tests.marks import full_but
 from tests.parallel import cases
 from tests.worlds import run_world
 
@@ -83,8 +84,14 @@ OVERLAPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("gather", [False, True], ids=["reduce", "reduce and gather"])
-@pytest.mark.parametrize("layout", slow_but(["DP2"], OVERLAPS))
+@pytest.mark.parametrize(
+    ("layout", "gather"),
+    full_but(
+        [("DP2", False), ("DP2", True)],
+        [(layout, True) for layout in OVERLAPS],
+        itertools.product(OVERLAPS, (False, True)),
+    ),
+)
 def test_overlapped_communication_trains_the_same_bits(case: cases.Case, layout: str, gather: bool) -> None:
     parallel = OVERLAPS[layout]
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": gather, "bucket_parameters": 20_000}
@@ -131,7 +138,7 @@ def test_whoever_needs_parameters_finds_them_whole(case: cases.Case) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("layout", ["1 rank", marked("TP2+SP", pytest.mark.slow), marked("PP2", pytest.mark.slow)])
+@pytest.mark.parametrize("layout", full_but(["1 rank"], ["TP2+SP"], ["1 rank", "TP2+SP", "PP2"]))
 def test_recomputed_activations_train_the_same_bits(case: cases.Case, layout: str, recompute: str) -> None:
     parallel = {"1 rank": {}, "TP2+SP": {"tp": 2, "sequence_parallel": True}, "PP2": {"pp": 2}}[layout]
     cfg = config(case, parallel, 96)
@@ -194,8 +201,14 @@ def test_what_backward_keeps_falls(case: cases.Case) -> None:
     assert kept["full"] < 0.5 * kept["selective"] and kept["selective"] < 0.9 * kept["none"], kept
 
 
-@pytest.mark.parametrize("layout", ["1 rank", marked("CP2 TP2+SP", pytest.mark.slow)])
-@pytest.mark.parametrize("precision", ["fp8-current", "fp8-blockwise"])
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    full_but(
+        [("1 rank", "fp8-current"), ("1 rank", "fp8-blockwise")],
+        [("CP2 TP2+SP", "fp8-current")],
+        itertools.product(["1 rank", "CP2 TP2+SP"], ["fp8-current", "fp8-blockwise"]),
+    ),
+)
 def test_tokens_that_fp8_pads_with_change_nothing(case: cases.Case, layout: str, precision: Any) -> None:
     parallel = {"1 rank": {}, "CP2 TP2+SP": {"cp": 2, "tp": 2, "sequence_parallel": True}}[layout]
     cfg = config(case, parallel, 128)
@@ -208,8 +221,7 @@ def test_tokens_that_fp8_pads_with_change_nothing(case: cases.Case, layout: str,
         assert max(cases.distance(x, y) for x, y in zip(a["weights"], b["weights"], strict=True)) < 1e-6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["CP2", "TP2+SP", "PP2 VPP2"])
+@pytest.mark.parametrize("layout", full_but([], ["PP2 VPP2"], ["CP2", "TP2+SP", "PP2 VPP2"]))
 def test_microbatches_of_one_length_train_the_same(case: cases.Case, layout: str) -> None:
     parallel = {"CP2": {"cp": 2}, "TP2+SP": {"tp": 2, "sequence_parallel": True}, "PP2 VPP2": {"pp": 2, "vpp": 2}}[layout]
     straight = run_world(2, trained, config(case, parallel, 96), case)

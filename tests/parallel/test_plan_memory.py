@@ -19,7 +19,7 @@ from tepo_megatron.plan.memory import ELEMENT, Model, checkpoint_bytes, offload_
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, rank_parameters
 from tepo_megatron.types import Rollout, TrainBatch
-from tests.marks import slow_but
+from tests.marks import full_but, slow_but
 from tests.parallel import cases
 from tests.parallel.test_families import MODELS, shaped
 from tests.tiny import tiny_model
@@ -184,7 +184,11 @@ def kept(rank: int, cfg: Config) -> tuple[int, int, int]:
     return sum(storage.nbytes() for storage in saved.values()), away.moved // 2, away.memory.allocated
 
 
-@pytest.mark.parametrize(("model", "layout", "precision", "training"), slow_but([KEPT[0], KEPT[3]], KEPT), ids=lambda x: str(x))
+@pytest.mark.parametrize(
+    ("model", "layout", "precision", "training"),
+    full_but([KEPT[0], KEPT[3]], [KEPT[5], KEPT[9], KEPT[11]], KEPT),
+    ids=lambda x: str(x),
+)
 def test_activations(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

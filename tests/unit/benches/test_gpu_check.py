@@ -100,7 +100,7 @@ def test_a_part_that_takes_too_long_is_cut_off_and_keeps_its_lines(tmp_path: Pat
     assert not left
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_layout_that_fails_leaves_the_others(tmp_path: Path) -> None:
     """Two key-value heads are not split over 3 ranks: that job fails with the rank's reason, and the next one trains."""
     here, case = Check("cpu", tmp_path, tmp_path / "lines", 60.0), cases.make_case(tmp_path, tied=True)
