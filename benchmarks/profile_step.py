@@ -77,9 +77,9 @@ def instrument(step: OurStep, timers: Timers) -> None:
     actor = step.actor
     timers.wrap(actor, "attach_old_stats", REST, within=OLD)
     timers.wrap(actor, "update", REST)
-    timers.wrap(actor, "_plan", "plan, pack")
-    timers.wrap(actor, "_microbatches", "plan, pack")
-    timers.wrap(actor_module, "plan_metrics", "metrics")
+    timers.wrap(actor.packer, "plan", "plan, pack")
+    timers.wrap(actor.packer, "pack", "plan, pack")
+    timers.wrap(actor.packer, "metrics", "metrics")
     timers.wrap(actor_module, "token_stats", "token statistics")
     timers.wrap(actor_module, "output_layer_stats", "output layer")  # used with training.logits_budget_mib
     timers.wrap(objective.Objective, "__call__", "loss")
@@ -87,7 +87,7 @@ def instrument(step: OurStep, timers: Timers) -> None:
     timers.wrap(diagnostics, "histograms", "metrics")
     timers.wrap(tally.Tally, "add", "metrics")
     timers.wrap(tally.Tally, "reduce", "metrics")
-    timers.wrap(actor._schedule, "_run", "schedule")
+    timers.wrap(actor.schedule, "_run", "schedule")
     timers.wrap(torch.autograd, "backward", BACKWARD)
     timers.wrap(schedules, "custom_backward", BACKWARD)
     timers.wrap(actor.config, "finalize_model_grads_func", "gradient reduction")

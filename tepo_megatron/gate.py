@@ -78,12 +78,17 @@ class WeightsGate:
         """Keep a copy of the actor's weights, delivered to the engine as `version`, as long as its rollouts may be used."""
         if not self._keeps or version in self._kept:
             return
-        unused = [self._kept.pop(v) for v in sorted(self._kept) if v < version - self._keeps]
+        unused = [self._kept.pop(v) for v in self.versions if v < version - self._keeps]
         if unused:  # reuse the buffer, because allocating page-locked memory is slow
             self._kept[version] = unused[0]
             unused[0].keep()
         else:
             self._kept[version] = self._actor.host_copy()
+
+    @property
+    def versions(self) -> list[int]:
+        """Return the versions of which a copy is kept, ascending."""
+        return sorted(self._kept)
 
     def before_updates(self, batch: TrainBatch, step: int) -> None:
         """Compare, in separate passes, the tokens whose log-probs no other pass of the step computes.
@@ -143,7 +148,7 @@ class WeightsGate:
             yield
             return
         if version not in self._kept:
-            known = ", ".join(map(str, sorted(self._kept))) or "none"
+            known = ", ".join(map(str, self.versions)) or "none"
             raise SyncError(
                 f"rollouts say that version {version} of the weights sampled them, which this run did not deliver (it keeps "
                 f"{known}): they cannot be compared with the actor; end the servers and start them again"

@@ -87,7 +87,7 @@ class RunLog:
     warnings of this process are logged like messages.
 
     Args:
-        run_dir: Folder of the run; it must exist.
+        run_dir: Folder of the run; it must exist. It stays as an attribute.
         cfg: Which outputs are on.
         steps: Steps of the whole run, for the progress line.
 
@@ -98,7 +98,7 @@ class RunLog:
     def __init__(self, run_dir: Path, cfg: LoggingConfig, steps: int) -> None:
         self._tensorboard = _open_tensorboard(run_dir) if cfg.tensorboard else None
         self._wandb = _open_wandb(run_dir, cfg.wandb_project) if cfg.wandb_project else None
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._metrics = _open_for_appending(run_dir / METRICS_FILE)
         lock(self._metrics, run_dir)
         self._log = _open_for_appending(run_dir / LOG_FILE)
@@ -139,14 +139,14 @@ class RunLog:
         if self._tensorboard is not None:
             for key, value in known.items():
                 self._tensorboard.add_scalar(key, value, global_step=step)
-            with writing(self._run_dir / "tensorboard"):
+            with writing(self.run_dir / "tensorboard"):
                 self._tensorboard.flush()
         if self._wandb is not None:
             self._wandb.log(known, step=step)
 
     def check_in_place(self) -> None:
         """Raise RunReplacedError if the open metrics file is no longer the one in the run's folder."""
-        path = self._run_dir / METRICS_FILE
+        path = self.run_dir / METRICS_FILE
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(self._metrics), path.stat()):
                 return
@@ -158,7 +158,7 @@ class RunLog:
     def sync(self) -> None:
         """Flush all records to the disk. Raise RunReplacedError or StorageError."""
         self.check_in_place()
-        with writing(self._run_dir / METRICS_FILE):
+        with writing(self.run_dir / METRICS_FILE):
             os.fsync(self._metrics)
 
     def rewind(self, step: int) -> list[str]:
@@ -168,7 +168,7 @@ class RunLog:
         TensorBoard is told to drop later steps. If the process is killed during this and calls it again, everything is moved
         exactly once. Return what was moved and what is wrong with the file, one sentence each.
         """
-        path = self._run_dir / METRICS_FILE
+        path = self.run_dir / METRICS_FILE
         data = path.read_bytes() if path.exists() else b""
         found = records.steps_of(records.parse_lines(data, _FIRST_KEY), last=step)
         kept = b"".join(line.raw + b"\n" for line in found.kept)
@@ -181,7 +181,7 @@ class RunLog:
             self._replace_metrics(kept)
         if self._tensorboard is not None:
             self._tensorboard.close()
-            self._tensorboard = _open_tensorboard(self._run_dir, forget_from=step + 1)
+            self._tensorboard = _open_tensorboard(self.run_dir, forget_from=step + 1)
         said = [f"{METRICS_FILE}: {fault}" for fault in found.faults]
         if found.later:
             said.append(f"{len(found.later)} recorded steps are taken again; their former records moved to {LOST_FILE}")
@@ -191,18 +191,18 @@ class RunLog:
 
     def _add_lost(self, lost: bytes) -> None:
         """Append to metrics.lost.jsonl on a new line. Repeated calls with the same data append it once."""
-        path = self._run_dir / LOST_FILE
+        path = self.run_dir / LOST_FILE
         known = path.read_bytes() if path.exists() else b""
         if not known.endswith(lost):
             replace_file(path, known + (b"" if known.endswith(b"\n") or not known else b"\n") + lost)
 
     def _replace_metrics(self, data: bytes) -> None:
         """Replace metrics.jsonl atomically. The new file is locked for this run before other processes can see it."""
-        path = self._run_dir / METRICS_FILE
+        path = self.run_dir / METRICS_FILE
         unfinished = path.with_name(path.name + ".partial")
         unfinished.write_bytes(data)
         file = _open_for_appending(unfinished)
-        lock(file, self._run_dir)
+        lock(file, self.run_dir)
         os.fsync(file)
         os.replace(unfinished, path)
         former, self._metrics = self._metrics, file
@@ -230,7 +230,7 @@ class RunLog:
         self._print(" ".join([first, *cells]), style)
 
     def _append(self, file: int, name: str, line: str) -> None:
-        with writing(self._run_dir / name):
+        with writing(self.run_dir / name):
             _append(file, line)
 
     def _print(self, text: str, style: str | None = None) -> None:

@@ -49,12 +49,13 @@ class HostActivations:
         least_bytes: Smaller tensors stay on the device.
 
     Attributes:
+        least_bytes: As given. It may be changed between two uses of the context.
         memory: Host memory, one stack per microbatch in flight. A microbatch begins with the forward pass of a chunk.
         moved: Bytes copied to the host so far.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], device: torch.device, least_bytes: int = LEAST_OFFLOADED) -> None:
-        self._chunks, self._least = chunks, least_bytes
+        self._chunks, self.least_bytes = chunks, least_bytes
         self.memory = HostStacks(device)
         self._stay: set[int] = set()
         self._stream: torch.cuda.Stream | None = None
@@ -76,7 +77,7 @@ class HostActivations:
     def _away(self, x: Tensor) -> Tensor | _Away:
         """Copy a tensor that autograd saves to the host, unless it must stay on the device."""
         storage = x.untyped_storage()
-        if _in_backward() or x.nbytes < self._least or type(x) is not Tensor or storage.data_ptr() in self._stay:
+        if _in_backward() or x.nbytes < self.least_bytes or type(x) is not Tensor or storage.data_ptr() in self._stay:
             return x
         if x.nbytes > storage.nbytes():  # expanded, like the experts' token indices: a copy takes more than it frees
             return x

@@ -20,6 +20,7 @@ from tepo_megatron.actor.kernels import check_transformer_engine, hardware, inst
 from tepo_megatron.actor.minibatch import MinibatchInputs
 from tepo_megatron.actor.offload import PARTS, Offload, Part
 from tepo_megatron.actor.output_rows import OutputRows
+from tepo_megatron.actor.packer import Packer
 from tepo_megatron.actor.precision import alignment, check_hardware
 from tepo_megatron.actor.reference import HostWeights
 from tepo_megatron.actor.schedule import Schedule
@@ -32,11 +33,8 @@ from tepo_megatron.losses.kl import ESTIMATORS
 from tepo_megatron.losses.objective import Objective
 from tepo_megatron.losses.weighting import BatchStatistics
 from tepo_megatron.ops.output_layer import output_layer_stats
-from tepo_megatron.ops.packing import pack
-from tepo_megatron.ops.pipeline_time import Pipeline
-from tepo_megatron.ops.planning import Plan, another_plan, plan_metrics, plan_microbatches
+from tepo_megatron.ops.planning import Plan, another_plan
 from tepo_megatron.ops.segments import Segments
-from tepo_megatron.ops.shared_prompts import LEAST_SAVED, Families
 from tepo_megatron.ops.vocab_parallel import token_stats
 from tepo_megatron.parallel import Groups
 from tepo_megatron.seeding import derive_seed, hash_rows
@@ -52,6 +50,20 @@ class Actor:
     """This rank's part of the policy: model, optimizer and pipeline schedule. All ranks call every public method.
 
     Token statistics are valid on the last pipeline stage. A pass without gradient takes the collectives of `WholeStats`.
+
+    Attributes:
+        family, arch: The model's family and architecture.
+        cfg, groups: The config and the mesh, as given.
+        config: Megatron's config of the model.
+        chunks: This rank's model chunks in DDP.
+        bindings: This rank's parameters with their Hugging Face names.
+        optimizer, scheduler: The optimizer and its learning-rate schedule.
+        packer: Divides a batch into microbatches.
+        schedule: Runs microbatches over the pipeline.
+        offloader: Offloads parts of the actor, for `offload` and `load`.
+        activations: Context of `training.offload_activations`; None without it.
+        reference: The reference policy's weights; None before `keep_reference`.
+        noise_floor: Noise floor of dH in nats; None before `measure_noise` has found one.
     """
 
     def __init__(self, cfg: Config, groups: Groups) -> None:
@@ -60,16 +72,15 @@ class Actor:
         self.arch = self.family.architecture(hf_config)
         self.cfg, self.groups = cfg, groups
         replays = cfg.rollout.replay_experts
-        self._shares = build.shares_prompts(cfg.training, cfg.model, groups.device, groups.cp.size)
+        shares = build.shares_prompts(cfg.training, cfg.model, groups.device, groups.cp.size)
         check_hardware(cfg.model, hardware(groups.device))
         check_transformer_engine(cfg.optimizer, cfg.parallel, installed())
-        self._alignment = alignment(cfg.model, cfg.parallel, cfg.training)
+        padding = alignment(cfg.model, cfg.parallel, cfg.training)
+        self.packer = Packer(cfg.training, groups, padding, shares_prompts=shares, replays_experts=replays)
         if cfg.parallel.tp_comm_overlap:
-            tokens = self._alignment.padded([1])[0] // groups.cp.size
+            tokens = padding.padded([1])[0] // groups.cp.size
             open_buffers(cfg.model, cfg.parallel, tokens, self.arch.hidden_size)
-        self.config = build.transformer_config(
-            self.arch, cfg.model, cfg.parallel, groups.device, cfg.training, replays, self._shares
-        )
+        self.config = build.transformer_config(self.arch, cfg.model, cfg.parallel, groups.device, cfg.training, replays, shares)
         chunks = build.build_chunks(self.config, self.arch, cfg.model, groups)
         self.bindings = bind(chunks, self.family, self.arch)
         # the weights must be loaded before the optimizer copies its fp32 masters from them
@@ -85,30 +96,29 @@ class Actor:
         experts = None
         if replays:
             experts = ExpertReplay(self.chunks, self.arch.sparse_layers, groups, cfg.parallel.sequence_parallel)
-        self._rows, self._schedule = rows, Schedule(self.chunks, rows, groups, experts)
-        self._offload = Offload(self.chunks, self.optimizer, groups.device)
-        self._activations = HostActivations(self.chunks, groups.device) if cfg.training.offload_activations else None
+        self._rows, self.schedule = rows, Schedule(self.chunks, rows, groups, experts)
+        self.offloader = Offload(self.chunks, self.optimizer, groups.device)
+        self.activations = HostActivations(self.chunks, groups.device) if cfg.training.offload_activations else None
         self._step = 0
         self._gathered = True
-        self._reference: HostWeights | None = None
+        self.reference: HostWeights | None = None
         self.noise_floor: float | None = None
-        self._pipeline = Pipeline(groups.pp.size, groups.vpp)
 
     def offload(self, *parts: Part) -> None:
         """Offload these parts, or all (see `Offload`). Until `load`, methods that need them raise RuntimeError."""
         self.finish_step()
-        self._offload.release(parts or PARTS)
+        self.offloader.release(parts or PARTS)
 
     def load(self, *parts: Part) -> None:
         """Restore these parts, or all, bit for bit. Gradients are 0."""
-        self._offload.restore(parts or PARTS)
+        self.offloader.restore(parts or PARTS)
 
     def require_loaded(self, what: str, *parts: Part) -> None:
         """Raise RuntimeError if one of these parts (default: all) is offloaded. `what` names the caller in the message.
 
         Also gather the parameters that an update left sharded, except for the next UPDATE, whose forward pass gathers them.
         """
-        self._offload.require(what, parts or PARTS)
+        self.offloader.require(what, parts or PARTS)
         if what != UPDATE:
             self.finish_step()
 
@@ -127,13 +137,13 @@ class Actor:
         path = self.cfg.model.reference or self.cfg.model.path
         load_hf(self.bindings, HfReader(path), self.family, self.arch, self.groups.tp)
         kept.exchange()  # restores the policy and keeps the reference
-        self._reference = kept
+        self.reference = kept
 
     def attach_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with the reference policy's log-probs; its own routers choose experts. Needs `keep_reference`."""
-        assert self._reference is not None, "keep_reference comes first"
-        with self._reference.in_place():
-            return replace(batch, ref_logprobs_N=self._whole_stats(batch, replays=False).logprob_R)
+        assert self.reference is not None, "keep_reference comes first"
+        with self.reference.in_place():
+            return replace(batch, ref_logprobs_N=self.logprobs(batch, replays=False))
 
     def reference_divergence(self, batch: TrainBatch, estimator: str) -> Tensor:
         """Return KL(old, reference) summed over each response: [B] fp64 nats on the host. Collectives: one broadcast over pp.
@@ -156,7 +166,7 @@ class Actor:
         """
         assert batch.old_entropies_N is not None, "attach_old_stats comes first"
         tokens = self.cfg.training.tokens_without_grad
-        plan = another_plan(partial(self._plan, batch), batch.lengths, self.groups.dp.size, tokens)
+        plan = another_plan(partial(self.packer.plan, batch), batch.lengths, self.groups.dp.size, tokens)
         if plan is None:
             return None
         again_N = self._whole_stats(batch, plan).entropy_R
@@ -185,9 +195,14 @@ class Actor:
         self.require_loaded("a copy of the weights", "parameters")
         return HostWeights([b.parameter for b in self.bindings])
 
-    def logprobs(self, batch: TrainBatch) -> Tensor:
-        """Return the log-probs of the response tokens under the current weights: fp32 [N] nats, valid on the last stage."""
-        return self._whole_stats(batch).logprob_R
+    def logprobs(self, batch: TrainBatch, replays: bool = True) -> Tensor:
+        """Return the log-probs of the response tokens under the current weights: fp32 [N] nats, valid on the last stage.
+
+        Args:
+            batch: The batch.
+            replays: False: the routers choose their experts, even under rollout.replay_experts.
+        """
+        return self._whole_stats(batch, replays=replays).logprob_R
 
     def start_step(self, step: int) -> None:
         """Advance the learning-rate schedule by one step (a rollout batch). Call it before the step's first update."""
@@ -214,7 +229,7 @@ class Actor:
         Raises:
             NumericalError: On every rank, for a loss (before the step) or a gradient norm that is not finite.
         """
-        plan = self._plan(batch)
+        plan = self.packer.plan(batch)
         tally = self.backward(batch, objective, plan)
         result = tally.reduce(self.groups)
         loss, _ = result.metrics["loss/total"]
@@ -230,8 +245,7 @@ class Actor:
                 f"gradient norm is {grad_norm} in step {self._step}, update {batch.update}; lower optimizer.lr"
             )
         result.metrics["actor/grad_norm"] = (float(grad_norm), 1.0)
-        waste = plan_metrics(plan, batch.lengths, self._alignment, self._pipeline, families=self._families(batch))
-        result.metrics.update((name, (value, 1.0)) for name, value in waste.items())
+        result.metrics.update((name, (value, 1.0)) for name, value in self.packer.metrics(batch, plan).items())
         if tally.whole is None:
             return result
         batch = batch.with_old_stats(tally.whole.gather())
@@ -246,7 +260,7 @@ class Actor:
             plan: Plan of its microbatches. None: the usual one.
         """
         self.require_loaded(UPDATE)
-        plan = plan or self._plan(batch)
+        plan = plan or self.packer.plan(batch)
         inputs = MinibatchInputs(batch, self.groups.device, self.noise_floor)
         weights = self._batch_statistics(batch, inputs, objective) if objective.needs_batch_statistics else None
         unmeasured = batch.update == 0 and batch.old_entropies_N is None
@@ -262,8 +276,8 @@ class Actor:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()  # also makes the next forward pass gather the parameters
         self.optimizer.zero_grad()
-        with self._activations or contextlib.nullcontext():
-            self._schedule.forward_backward(self._microbatches(batch, plan), loss, batch.num_tokens)
+        with self.activations or contextlib.nullcontext():
+            self.schedule.forward_backward(self.packer.pack(batch, plan), loss, batch.num_tokens)
         self._gathered = True
         return tally
 
@@ -290,45 +304,14 @@ class Actor:
         def visit(microbatch: PackedMicrobatch, output: Tensor) -> None:
             whole.add(microbatch, self._stats(microbatch, output))
 
-        plan = plan or self._plan(batch, self.cfg.training.tokens_without_grad)
-        self._schedule.forward(self._microbatches(batch, plan, replays), visit)
+        plan = plan or self.packer.plan(batch, self.cfg.training.tokens_without_grad)
+        self.schedule.forward(self.packer.pack(batch, plan, replays), visit)
         return whole.gather()
 
     def export_hf(self, out: Path, check_in_place: Callable[[], object] = lambda: None) -> None:
         """Write the current weights as a Hugging Face directory. Args: see `gather.export_hf`."""
         self.require_loaded("an export", "parameters")
         export_hf(self.bindings, self.arch, self.groups, Path(self.cfg.model.path), out, check_in_place)
-
-    def _plan(self, batch: TrainBatch, max_tokens: int | None = None, longest_first: bool = True) -> Plan:
-        """Return the plan of the microbatches. Under virtual pipelining their number is a multiple of pp."""
-        return plan_microbatches(
-            batch.lengths,
-            self.groups.dp.size,
-            max_tokens or self.cfg.training.max_tokens_per_microbatch,
-            self._alignment,
-            multiple_of=self.groups.pp.size if self.groups.vpp > 1 else 1,
-            longest_first=longest_first,
-            pipeline=self._pipeline,
-            families=self._families(batch),
-        )
-
-    def _families(self, batch: TrainBatch) -> Families | None:
-        """Return the prefix groups of the batch; None if no prompt is shared."""
-        if not self._shares:
-            return None
-        least_saved = 0 if self.cfg.training.share_prompts == "always" else LEAST_SAVED
-        return Families.of(batch.prompt_ids, batch.prompt_lengths, self._alignment.sequence, least_saved)
-
-    def _microbatches(self, batch: TrainBatch, plan: Plan, replays: bool = True) -> list[PackedMicrobatch]:
-        """Return this rank's packed microbatches, with the experts of their tokens if those are replayed."""
-        ids = [r.token_ids_L for r in batch.rollouts]
-        masks = [r.response_mask_L for r in batch.rollouts]
-        experts = batch.experts if replays and self.cfg.rollout.replay_experts else None
-        families = self._families(batch)
-        return [
-            pack(ids, masks, batch.first_tokens, indices, self._alignment, self.groups.cp.rank, experts, families)
-            for indices in plan[self.groups.dp.rank]
-        ]
 
     def _stats(self, microbatch: PackedMicrobatch, output: Tensor) -> TokenStats:
         """Return the statistics from `output`: logits [R, V / tp], or hidden states [R, H] under training.logits_budget_mib."""

@@ -45,6 +45,20 @@ class Bucket:
     total: int
     masks: tuple[Tensor | None, ...]
 
+    @classmethod
+    def of(cls, chunk_n: Tensor, pieces: tuple[int, ...], total: int, device: torch.device) -> Bucket:
+        """Return the bucket of these sequences, with its masks.
+
+        Args:
+            chunk_n: int64 on the host, tokens of each sequence's chunk.
+            pieces: Chunks that hold this rank's queries.
+            total: Chunks per sequence.
+            device: Device of the masks.
+        """
+        chunk = int(chunk_n.max())
+        masks = tuple(_mask(piece, chunk_n, chunk, device) for piece in pieces)
+        return cls(chunk_n.numel(), chunk, pieces, total, masks)
+
     @property
     def query_rows(self) -> int:
         """Return the number of this rank's queries, padding included."""
@@ -185,12 +199,10 @@ class Layout:
         buckets: list[Bucket] = []
         query_rows = key_rows = 0
         for members in _similar(lengths):
-            chunk = lengths[members[0]] // total
-            masks = tuple(_mask(piece, chunk_G[members], chunk, device) for piece in pieces)
-            bucket = Bucket(len(members), chunk, pieces, total, masks)
-            chunk_rows = torch.arange(query_rows, query_rows + bucket.query_rows, chunk)
+            bucket = Bucket.of(chunk_G[members], pieces, total, device)
+            chunk_rows = torch.arange(query_rows, query_rows + bucket.query_rows, bucket.chunk)
             query_first[members] = chunk_rows.view(len(pieces), len(members)).T
-            key_first[members] = torch.arange(key_rows, key_rows + bucket.key_rows, total * chunk)
+            key_first[members] = torch.arange(key_rows, key_rows + bucket.key_rows, total * bucket.chunk)
             query_rows, key_rows = query_rows + bucket.query_rows, key_rows + bucket.key_rows
             buckets.append(bucket)
         query_slot_S = concatenated_ranges(query_first.flatten(), chunk_G.repeat_interleave(len(pieces)))

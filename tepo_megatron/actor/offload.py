@@ -109,6 +109,11 @@ class Offload:
         """Return the bytes of host memory that the copies take."""
         return sum(arena.allocated for arena in self._arenas.values())
 
+    @property
+    def copies(self) -> list[Tensor]:
+        """Return the copies in host memory of all storages that are offloaded now, each a uint8 view of its part's arena."""
+        return [away.copy for parts in self._away.values() for away in parts if away.copy is not None]
+
     def _copied(self, part: Part) -> list[_Away]:
         """Start the copies of a part to the host, and return its storages, none if the part stays."""
         if self._targets[part] == "stays":
@@ -133,14 +138,14 @@ class Offload:
 
     def _tensors(self, part: Part) -> Iterator[Tensor]:
         if part == "optimizer":
-            yield from _optimizer_tensors(self._optimizer)
+            yield from optimizer_tensors(self._optimizer)
             return
         for chunk in self._chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 yield buffer.grad_data if part == "gradients" else buffer.param_data
 
 
-def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """Yield the fp32 masters and the optimizer state of each. Moments exist from the first step on."""
     parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
     for part in parts:

@@ -46,8 +46,14 @@ def rotate(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Tables:
-    """The tables of a microbatch: cos and sin [S, 1, D / 2], and the tensors and the dtype that they were computed for."""
+class RotaryTables:
+    """The tables of a microbatch.
+
+    Attributes:
+        cu_seqlens, freqs: The tensors that they were computed for.
+        dtype: The type of cos and sin.
+        cos, sin: [S, 1, D / 2], of each token's angles.
+    """
 
     cu_seqlens: Tensor
     freqs: Tensor
@@ -61,10 +67,14 @@ class _Tables:
 
 
 class PackedRotary:
-    """A replacement for Megatron's fused RoPE function for packed sequences. It caches the tables of the last microbatch."""
+    """A replacement for Megatron's fused RoPE function for packed sequences.
+
+    Attributes:
+        tables: The tables of the last microbatch, cached for its other layers; None: there are none.
+    """
 
     def __init__(self) -> None:
-        self._last: _Tables | None = None
+        self.tables: RotaryTables | None = None
         # for every microbatch whose `cu_seqlens` is alive: a pipeline recomputes one after the forward passes of later ones
         self._starts: MutableMapping[Tensor, Sequence[int]] = WeakTensorKeyDictionary()
 
@@ -79,7 +89,7 @@ class PackedRotary:
 
     def clear(self) -> None:
         """Drop the cached tables and all registered starts."""
-        self._last = None
+        self.tables = None
         self._starts.clear()
 
     def __call__(
@@ -99,15 +109,15 @@ class PackedRotary:
             [S, heads, D] in the type of `t`. Gradients: to `t`.
         """
         assert not interleaved, _NEVER_INTERLEAVED
-        if self._last is None or not self._last.are_of(cu_seqlens, freqs, t.dtype):
+        if self.tables is None or not self.tables.are_of(cu_seqlens, freqs, t.dtype):
             rows = zigzag_rows(cu_seqlens, cp_size, cp_rank)
             sequence = torch.searchsorted(cu_seqlens[1:].long(), rows, right=True)
             first = cu_seqlens[:-1].long()
             if (starts := self._starts.get(cu_seqlens)) is not None:
                 first = first - torch.tensor(starts, device=first.device)
             angle = freqs[rows - first[sequence], 0, :, : freqs.size(-1) // 2]
-            self._last = _Tables(cu_seqlens, freqs, t.dtype, angle.cos().to(t.dtype), angle.sin().to(t.dtype))
-        turned: Tensor = _Rotation.apply(t, self._last.cos, self._last.sin)
+            self.tables = RotaryTables(cu_seqlens, freqs, t.dtype, angle.cos().to(t.dtype), angle.sin().to(t.dtype))
+        turned: Tensor = _Rotation.apply(t, self.tables.cos, self.tables.sin)
         return turned
 
 

@@ -195,7 +195,7 @@ def add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.t(), hidden)
     elif total.device.type == "cuda":
-        _add_on_tensor_cores(total, gradient.t(), hidden)
+        add_on_tensor_cores(total, gradient.t(), hidden)
     else:
         wide = hidden.to(total.dtype)
         for at in range(0, total.size(0), CHUNK_COLUMNS):
@@ -211,7 +211,7 @@ def adds_within_product(version: str) -> bool:
 ADDS_WITHIN_PRODUCT = adds_within_product(torch.__version__)
 
 
-def _add_on_tensor_cores(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_on_tensor_cores(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a [V, r] @ b [r, H], both bf16, to the fp32 `total` [V, H]. Tensor cores multiply in bf16 and add in fp32.
 
     `out` must be the same tensor object as the one that is added to: PyTorch copies `total` first if `out` is another view of

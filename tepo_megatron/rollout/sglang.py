@@ -288,14 +288,18 @@ def parse_generated(answer: Any, prompt: Prompt, sampling: SamplingParams, versi
 
 
 @functools.cache
-def _found() -> Path:
+def default_python() -> Path:
+    """Return the Python of SGLang's servers where rollout.server.python is not set; the file may be missing.
+
+    It is this process's, if SGLang is installed here, else that of the environment next to this one, which `make sglang` makes.
+    """
     if find_spec("sglang") is not None:
         return Path(sys.executable)
     return Path(sys.prefix).with_name(ENVIRONMENT) / "bin" / "python"
 
 
 def _python(cfg: ServerConfig) -> Path:
-    python = Path(shutil.which(cfg.python) or cfg.python) if cfg.python else _found()
+    python = Path(shutil.which(cfg.python) or cfg.python) if cfg.python else default_python()
     if not python.is_file():
         raise ConfigError(
             f"rollout.engine=sglang: no Python with SGLang at {python}; run `make sglang`, or give rollout.server.python "

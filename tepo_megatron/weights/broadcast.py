@@ -91,7 +91,12 @@ class BroadcastSync:
     """Pushes the weights to the engine (`receiver`, given on rank 0 only) through process groups.
 
     Collectives over the host group: at construction two all-gathers; in a push three for each round, two for each forming of
-    groups, two more, and another two if the delivery is checked. `sent_bytes` counts the bytes that this rank has broadcast.
+    groups, two more, and another two if the delivery is checked.
+
+    Attributes:
+        rounds: Number of rounds of a delivery.
+        sent_bytes: Bytes that this rank has broadcast so far.
+        meetings: How often new groups were formed so far, or tried to be; counted on rank 0 only.
     """
 
     def __init__(
@@ -105,7 +110,7 @@ class BroadcastSync:
         self.cfg, self.groups, self.receiver = cfg, groups, receiver
         self._plan = Rounds(cfg, bindings, arch, groups)
         self.rounds = self._plan.count
-        self.sent_bytes = 0
+        self.sent_bytes = self.meetings = 0
         senders = self._plan.senders
         self._sender = senders.index(groups.rank) if groups.rank in senders else None  # index of this rank's group
         self._meeting: Meeting | None = None  # the spec of the current groups
@@ -118,7 +123,6 @@ class BroadcastSync:
         self._store: Store | None = None  # `_owned.store`
         self._address = ""
         self._ranks: dict[Taker, range] = {}  # ranks of each server of the last group spec, the same in every group
-        self._meetings = 0
         self._absent: list[str] = []  # names of the servers that missed the last group forming or round
 
     def push(self, version: int) -> None:
@@ -258,8 +262,8 @@ class BroadcastSync:
         for taker in takers:
             self._ranks[taker] = range(end, end + taker.ranks)
             end += taker.ranks
-        self._meetings += 1
-        name, senders = f"meeting-{self._meetings}", len(self._plan.senders)
+        self.meetings += 1
+        name, senders = f"meeting-{self.meetings}", len(self._plan.senders)
         seconds, join_seconds = self.cfg.timeout_seconds, self.cfg.join_limit(self.groups.device.type)
         owned = self._owned
         return Meeting(self._address, owned.port, name, senders, end, SENDER, seconds, join_seconds, owned.folder)

@@ -68,7 +68,7 @@ class Relay:
         self._written: list[tuple[int, Path]] = []  # (number of the round, file) of each file this rank wrote
         self._rows: dict[str, Tensor] = {}
         with plan.agreed() as said:
-            said.mine = _memory(stores.SHARED_MEMORY), scratch.new_name(stores.PURPOSE)
+            said.mine = memory_identity(stores.SHARED_MEMORY), scratch.new_name(stores.PURPOSE)
         self.machines = together([memory for memory, _ in said.all])
         self.folder = stores.SHARED_MEMORY / said.all[0][1]
         try:
@@ -205,8 +205,11 @@ def _routes(senders: Sequence[int], machines: Sequence[Sequence[int]]) -> list[R
     return routes
 
 
-def _memory(root: Path) -> tuple[str, int, int]:
-    """Return an identity of a folder that differs from that of any other machine or container. Raises ConfigError."""
+def memory_identity(root: Path) -> tuple[str, int, int]:
+    """Return an identity of a folder in shared memory: equal for those who see the same folder, under whatever path.
+
+    It differs from that of any folder of another machine or container. Raises ConfigError if there is no such folder.
+    """
     try:
         boot = _BOOT.read_text()
     except OSError:

@@ -71,8 +71,8 @@ def _train(job: Job, groups: Any) -> Outcome:
 
     cfg, out = job.cfg, Outcome()
     actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
-    if actor._activations is not None:
-        actor._activations._least = 1  # tiny tensors are moved too
+    if actor.activations is not None:
+        actor.activations.least_bytes = 1  # tiny tensors are moved too
     if objective.ref_beta:
         actor.keep_reference()
     turns = Colocation(actor, None, groups) if cfg.rollout.colocate else Apart()

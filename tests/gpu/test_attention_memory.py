@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tepo_megatron.actor.attention_layout import Bucket, _mask
+from tepo_megatron.actor.attention_layout import Bucket
 
 DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, CHANNELS = 32, 8, 128
@@ -12,9 +12,7 @@ PIECES, TOTAL = (0, 3), 4  # of the first of two context-parallel ranks
 
 def bucket_of(chunks: list[int], device: torch.device) -> Bucket:
     """Sequences of 4 chunks each, padded to the longest."""
-    chunk_n, longest = torch.tensor(chunks), max(chunks)
-    masks = tuple(_mask(piece, chunk_n, longest, device) for piece in PIECES)
-    return Bucket(len(chunks), longest, PIECES, TOTAL, masks)
+    return Bucket.of(torch.tensor(chunks), PIECES, TOTAL, device)
 
 
 def inputs_of(bucket: Bucket, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:

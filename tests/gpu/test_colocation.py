@@ -73,12 +73,12 @@ def test_page_locked_memory_is_what_the_plan_says(alone: Any, tmp_path: Path) ->
         start = time.perf_counter()
         actor.offload()
         middle = time.perf_counter()
-        copies = [away.copy for parts in actor._offload._away.values() for away in parts if away.copy is not None]
+        copies = actor.offloader.copies
         assert copies and all(copy.is_pinned() for copy in copies)
         actor.load()
-        print(f"offload {middle - start:.4f} s, load {time.perf_counter() - middle:.4f} s, {actor._offload.host_bytes} bytes")
+        print(f"offload {middle - start:.4f} s, load {time.perf_counter() - middle:.4f} s, {actor.offloader.host_bytes} bytes")
     family, arch = read_model(case.model)
-    assert actor._offload.host_bytes == offload_bytes(held(family.rows, arch, cfg.parallel, 0, 0), "bf16")
+    assert actor.offloader.host_bytes == offload_bytes(held(family.rows, arch, cfg.parallel, 0, 0), "bf16")
     copied = HostCopy().take(list(written(actor)))
     assert all(box.data.is_pinned() for box in copied if box.data.numel())
     assert torch.cuda.host_memory_stats().get("allocated_bytes.allocated", 0) == theirs

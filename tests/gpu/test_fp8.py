@@ -15,7 +15,7 @@ from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.ipc import lend
 from tepo_megatron.rollout.engine import Launch
 from tepo_megatron.rollout.engines import build_engine
-from tepo_megatron.rollout.sglang import _found
+from tepo_megatron.rollout.sglang import default_python
 from tepo_megatron.weights import fp8
 from tests.server.served import SAMPLING, logprob_diff, make_prompts
 from tests.tiny import VOCAB_SIZE, tiny_model
@@ -24,7 +24,7 @@ DEVICE = torch.device("cuda", 0)
 if torch.cuda.get_device_capability(DEVICE) < (8, 9):
     pytest.skip("this GPU does not compute in e4m3", allow_module_level=True)
 
-INSTALLED = {"vllm": importlib.util.find_spec("vllm") is not None, "sglang": _found().is_file()}
+INSTALLED = {"vllm": importlib.util.find_spec("vllm") is not None, "sglang": default_python().is_file()}
 EXTRA = {"vllm": ["--gpu-memory-utilization", "0.5"], "sglang": ["--mem-fraction-static", "0.5"]}
 
 

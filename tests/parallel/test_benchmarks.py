@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron import run_dir
-from tepo_megatron.cli import _tell_results
+from tepo_megatron import cli, run_dir
 from tepo_megatron.config import Config
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill
@@ -113,7 +112,7 @@ def test_a_run_that_gains_nothing_ends_early_and_is_finished(
     assert sorted(p.name for p in (cfg.run_dir / "checkpoints").iterdir()) == ["step-00000002"]
     resumed = replace(cfg, resume=True)
     assert run_dir.finished(resumed)
-    _tell_results(resumed)
+    assert cli.train(str(cfg.run_dir / "config.yaml"), ["--resume", "true"]) == 0
     told = capsys.readouterr().out
     assert "finished, with 2 steps" in told and "only --evaluation.patience null makes it go on" in told
     assert not run_dir.finished(replace(resumed, evaluation=replace(cfg.evaluation, patience=None)))

@@ -91,7 +91,7 @@ def push_twice(rank: int, cfg: Any, folder: Path) -> dict[str, Any]:
             sync.push(version)
             received.append(got(folder))
         assert servers.version == 2 and not servers.needs_weights
-        return {"sent": sync.sent_bytes, "rounds": sync.rounds, "meetings": sync._meetings, "received": received}
+        return {"sent": sync.sent_bytes, "rounds": sync.rounds, "meetings": sync.meetings, "received": received}
 
 
 @pytest.mark.parametrize("name", [marked(name, pytest.mark.slow if name == "PP2" else pytest.mark.full) for name in ROUNDS])
@@ -132,7 +132,7 @@ def push_and_lose(rank: int, cfg: Any, folder: Path, fault: str) -> dict[str, An
         sync.push(2)
         assert not servers.needs_weights
         events = "\n".join(servers.take_events())
-        return {"survivors": survivors, "again": got(folder), "events": events, "meetings": sync._meetings}
+        return {"survivors": survivors, "again": got(folder), "events": events, "meetings": sync.meetings}
 
 
 @pytest.mark.full

@@ -31,8 +31,8 @@ def _losses(rank: int, cfg: Config, batch: TrainBatch, offloads: bool) -> list[t
         stats = actor.attach_old_stats(batch)
         assert stats.old_logprobs_N is not None
         found.append(stats.old_logprobs_N.clone())
-        assert PACKED._last is not None and RotaryEmbedding.forward.cache_info().currsize > 0
-        tables = [weakref.ref(t) for t in (PACKED._last.freqs, PACKED._last.cos, PACKED._last.sin)]
+        assert PACKED.tables is not None and RotaryEmbedding.forward.cache_info().currsize > 0
+        tables = [weakref.ref(t) for t in (PACKED.tables.freqs, PACKED.tables.cos, PACKED.tables.sin)]
         if offloads:
             actor.offload("gradients", "optimizer")
             assert all(table() is not None for table in tables)

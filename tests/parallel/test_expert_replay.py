@@ -145,16 +145,16 @@ def own_choices(actor: Any, batch: TrainBatch) -> list[Tensor]:
     """[L, K, T] of each sequence, as the routers of the only rank choose them."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    experts = []
+    experts: list[Tensor] = []
+
+    def keep(microbatch: Any, output: Tensor) -> None:
+        experts.append(torch.stack(RouterReplay.get_recorded_data(), dim=1).to(torch.int16))
+
     for i in range(len(batch)):
         RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
-        (microbatch,) = actor._microbatches(one := batch.select([i], 0), [[[0]]], replays=False)
-        actor._schedule._experts, kept = None, actor._schedule._experts
-        actor._schedule.forward([microbatch], lambda microbatch, output: None)
-        actor._schedule._experts = kept
-        experts.append(torch.stack(RouterReplay.get_recorded_data(), dim=1).to(torch.int16))
-        assert experts[-1].shape == (one.lengths[0], len(actor.arch.sparse_layers), PER_TOKEN)
-        kept.clear()
+        one = batch.select([i], 0)
+        actor.schedule.forward(actor.packer.pack(one, [[[0]]], replays=False), keep)
+        assert [e.shape for e in experts[i:]] == [(one.lengths[0], len(actor.arch.sparse_layers), PER_TOKEN)]
     return experts
 
 
@@ -172,15 +172,11 @@ def own_and_others(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Tensor]:
     changed = [e.clone() for e in experts]
     first = changed[0][0, 1]  # of the first token, in the second of the layers
     first[0] = next(e for e in range(NUMBER) if e not in first)
-
-    def logprobs(batch: TrainBatch, replays: bool = True) -> Tensor:
-        return actor._whole_stats(batch, replays=replays).logprob_R
-
     out = {
-        "free": logprobs(batch, replays=False),
-        "own": logprobs(with_experts(batch, experts)),
-        "changed": logprobs(with_experts(batch, changed)),
-        "free again": logprobs(with_experts(batch, changed), replays=False),
+        "free": actor.logprobs(batch, replays=False),
+        "own": actor.logprobs(with_experts(batch, experts)),
+        "changed": actor.logprobs(with_experts(batch, changed)),
+        "free again": actor.logprobs(with_experts(batch, changed), replays=False),
     }
     out["reference"] = actor.attach_ref_logprobs(with_experts(batch, changed)).ref_logprobs_N
     parallel.shutdown()

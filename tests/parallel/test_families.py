@@ -151,7 +151,7 @@ def gathered_logits(actor: Any, batch: TrainBatch) -> Tensor:
         dist.all_gather(parts, logits_R.contiguous(), group=groups.tp.group)
         logits_N[microbatch.token_R] = torch.cat(parts, dim=-1)
 
-    actor._schedule.forward(actor._microbatches(batch, actor._plan(batch)), visit)
+    actor.schedule.forward(actor.packer.pack(batch, actor.packer.plan(batch)), visit)
     if groups.is_last_stage:
         dist.all_reduce(logits_N, group=groups.dp_cp.group)
     return groups.broadcast_from_last_stage(logits_N)[:, :VOCAB]

@@ -87,21 +87,23 @@ def verdicts(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
     actor = Actor(cfg, groups)
     gate = WeightsGate(cfg, actor, groups)
+    of_few_tokens = WeightsGate(replace(cfg, sync=replace(cfg.sync, compared_tokens=1)), actor, groups)
 
     def logprobs() -> torch.Tensor:
         actor.finish_step()
         return groups.broadcast_from_last_stage(actor.logprobs(batch).clone()).cpu()
 
-    gate.delivered(0)
+    for each in (gate, of_few_tokens):
+        each.delivered(0)
     of_0 = logprobs()
     actor.start_step(1)
     actor.update(batch, build_objective(cfg.objective))
     of_1 = logprobs()
-    gate.delivered(1)
+    for each in (gate, of_few_tokens):
+        each.delivered(1)
     weights = [b.parameter.detach().clone() for b in actor.bindings]
 
-    def judge(rollouts: tuple[Rollout, ...], **sync: Any) -> Any:
-        gate._cfg = replace(cfg, sync=replace(cfg.sync, **sync))
+    def judge(rollouts: tuple[Rollout, ...], gate: WeightsGate = gate) -> Any:
         try:
             gate.before_updates(replace(batch, rollouts=rollouts), step=2)
         except SyncError as e:
@@ -121,7 +123,7 @@ def verdicts(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
         "right": judge(right),
         "one server": judge(tuple(wrong)),
         "stale": judge(sampled(of_1, batch, 0, 1)),
-        "some": judge(right, compared_tokens=1),
+        "some": judge(right, of_few_tokens),
         "unknown": judge(sampled(of_0, batch, -1, 1)),
         "both": judge(tuple(of_both)),
     }
@@ -171,4 +173,4 @@ def kept_after(rank: int, cfg: Any, versions: int) -> tuple[list[int], int]:
     for version in range(versions):
         gate.delivered(version)
         gate.delivered(version)  # to a server that was started again
-    return sorted(gate._kept), len(copies)
+    return gate.versions, len(copies)

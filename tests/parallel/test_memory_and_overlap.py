@@ -30,6 +30,15 @@ def config(
     return validate(tree)
 
 
+def agree(actor: Any) -> bool:
+    """Whether the ranks that hold the same part of the model have the same parameters."""
+    axis = actor.groups.dp_cp
+    mine = torch.cat([b.parameter.detach().flatten() for b in actor.bindings])
+    theirs = [torch.empty_like(mine) for _ in range(axis.size)]
+    dist.all_gather(theirs, mine, group=axis.group)
+    return all(torch.equal(mine, other) for other in theirs)
+
+
 def trained(rank: int, cfg: Config, case: cases.Case, settle: bool = False, multiple: int | None = None) -> dict[str, Any]:
     """Some updates after another, then old statistics; settle: parameters are made whole after each update; multiple: that
     tokens are padded to, instead of the config's.
@@ -41,19 +50,19 @@ def trained(rank: int, cfg: Config, case: cases.Case, settle: bool = False, mult
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
     actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
-    if actor._activations is not None:
-        actor._activations._least = 1
+    if actor.activations is not None:
+        actor.activations.least_bytes = 1
     if multiple is not None:
-        actor._alignment = replace(actor._alignment, total=multiple)
+        actor.packer.alignment = replace(actor.packer.alignment, total=multiple)
     actor.start_step(1)
     results = []
     for i in range(UPDATES):
         results.append(actor.update(case.batches[i % len(case.batches)], objective))
         if settle:
             actor.finish_step()
-    whole = [actor._gathered]
+    whole = [agree(actor)]
     old = actor.attach_old_stats(replace(case.batches[0], update=0, old_logprobs_N=None, old_entropies_N=None))
-    whole.append(actor._gathered)
+    whole.append(agree(actor))
     out = {
         "norms": [r.metrics["actor/grad_norm"][0] for r in results],
         "losses": [r.metrics["loss/total"][0] for r in results],
@@ -61,7 +70,7 @@ def trained(rank: int, cfg: Config, case: cases.Case, settle: bool = False, mult
         "weights": [b.parameter.detach().clone() for b in actor.bindings],
         "whole": whole,
         "buckets": [len(chunk.bucket_groups) for chunk in actor.chunks],
-        "moved": actor._activations.moved if actor._activations is not None else 0,
+        "moved": actor.activations.moved if actor.activations is not None else 0,
     }
     parallel.shutdown()
     return out
@@ -118,16 +127,9 @@ def _stale(rank: int, cfg: Config, case: cases.Case) -> tuple[bool, bool]:
     actor = Actor(cfg, groups)
     actor.start_step(1)
     actor.update(case.batches[0], build_objective(cfg.objective))
-
-    def agree() -> bool:
-        mine = torch.cat([b.parameter.detach().flatten() for b in actor.bindings])
-        theirs = [torch.empty_like(mine) for _ in range(2)]
-        dist.all_gather(theirs, mine)
-        return torch.equal(*theirs)
-
-    before = agree()
+    before = agree(actor)
     actor.require_loaded("an export", "parameters")
-    after = agree()
+    after = agree(actor)
     parallel.shutdown()
     return before, after
 

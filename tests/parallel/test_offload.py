@@ -37,7 +37,7 @@ def config(model: Path, layout: str, precision: str) -> Config:
 
 def offloads(actor: Any, targets: str) -> None:
     """Have the actor offload as on that platform; on "cuda", to a second copy in host memory, whose first is really freed."""
-    actor._offload = Offload(actor.chunks, actor.optimizer, CPU, {"cpu": ON_CPU, "cuda": ON_CUDA}[targets])
+    actor.offloader = Offload(actor.chunks, actor.optimizer, CPU, {"cpu": ON_CPU, "cuda": ON_CUDA}[targets])
 
 
 def sizes(actor: Any, part: Part) -> list[int]:
@@ -100,12 +100,12 @@ def _round_trip(actor: Any, targets: str) -> None:
     actor.offload("parameters")
     for part in PARTS:
         assert sizes(actor, part) == ([0] * len(full[part]) if gone[part] else full[part]), part
-    host = actor._offload.host_bytes
+    host = actor.offloader.host_bytes
     assert (host > 0) == (targets == "cuda")
     actor.load("parameters")
     actor.offload("parameters")
     actor.load()
-    assert actor._offload.host_bytes == host, "the memory of the copies is used again"
+    assert actor.offloader.host_bytes == host, "the memory of the copies is used again"
     assert {part: sizes(actor, part) for part in PARTS} == full
     assert all(not p.main_grad.any() for chunk in actor.chunks for p in chunk.parameters())
 

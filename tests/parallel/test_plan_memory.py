@@ -53,7 +53,7 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
     """
     from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.actor.offload import ON_CUDA, Offload
+    from tepo_megatron.actor.offload import ON_CUDA, Offload, optimizer_tensors
     from tepo_megatron.checkpoint.state import written
     from tepo_megatron.checkpoint.tensors import HostCopy
     from tepo_megatron.platform import activate
@@ -61,16 +61,16 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
     actor = Actor(cfg, groups)
     actor.optimizer.step()
-    actor._offload = Offload(actor.chunks, actor.optimizer, groups.device, ON_CUDA)
+    actor.offloader = Offload(actor.chunks, actor.optimizer, groups.device, ON_CUDA)
     actor.offload()
     actor.load()
     actor.keep_reference()
-    assert actor._reference is not None
+    assert actor.reference is not None
     copied, boxes = HostCopy(), list(written(actor))
     copied.take(boxes)
     buffers = [b for chunk in actor.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weights = {b.param_data.untyped_storage()._cdata: b.param_data.untyped_storage() for b in buffers}
-    optimizer = {t.untyped_storage()._cdata: t.untyped_storage() for t in actor._offload._tensors("optimizer") if t.numel()}
+    optimizer = {t.untyped_storage()._cdata: t.untyped_storage() for t in optimizer_tensors(actor.optimizer) if t.numel()}
     out = {
         "pp": groups.pp.rank,
         "dp_cp": groups.dp_cp.rank,
@@ -78,8 +78,8 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
         "weights": sum(s.nbytes() for s in weights.values()),
         "gradients": sum(b.grad_data.nbytes for b in buffers),
         "optimizer": sum(s.nbytes() for key, s in optimizer.items() if key not in weights),
-        "host": actor._offload.host_bytes,
-        "reference": actor._reference.arena.allocated,
+        "host": actor.offloader.host_bytes,
+        "reference": actor.reference.arena.allocated,
         "checkpoint": copied.arena.allocated,
         "boxes": len(boxes),
     }
@@ -177,7 +177,7 @@ def kept(rank: int, cfg: Config) -> tuple[int, int, int]:
     actor.start_step(1)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         actor.backward(batch, objective)
-    away = actor._activations = HostActivations(actor.chunks, torch.device("cpu"), least_bytes=1)
+    away = actor.activations = HostActivations(actor.chunks, torch.device("cpu"), least_bytes=1)
     for _ in range(2):  # by the second time it is known how much a microbatch needs
         actor.backward(batch, objective)
     parallel.shutdown()

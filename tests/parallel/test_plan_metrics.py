@@ -18,13 +18,13 @@ def update(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
 
     actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
     tokens: list[int] = []
-    run = actor._schedule.forward_backward
+    run = actor.schedule.forward_backward
 
     def counted(microbatches: Any, *args: Any) -> None:
         tokens.extend(m.tokens_S.numel() for m in microbatches)
         run(microbatches, *args)
 
-    actor._schedule.forward_backward = counted  # type: ignore[method-assign]
+    actor.schedule.forward_backward = counted  # type: ignore[method-assign]
     actor.start_step(1)
     result = actor.update(batch, build_objective(cfg.objective))
     parallel.shutdown()

@@ -13,7 +13,7 @@ import torch
 
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import ConversionError
-from tepo_megatron.rollout.in_server.weight_files import Update, _shapes
+from tepo_megatron.rollout.in_server.weight_files import Update, tensor_shapes
 from tepo_megatron.rollout.servers.served_model import ServedModel
 from tests.marks import full_but
 from tests.parallel import cases
@@ -138,7 +138,9 @@ def test_a_server_is_told_the_model_that_the_export_writes(exported: Path) -> No
     served = ServedModel(folder / "hf", in_fp8=True)
     try:
         (weights,) = served.path.glob("*.safetensors")
-        assert _shapes(weights) == {n: shape for f in (folder / "fp8").glob("*.safetensors") for n, shape in _shapes(f).items()}
+        assert tensor_shapes(weights) == {
+            n: shape for f in (folder / "fp8").glob("*.safetensors") for n, shape in tensor_shapes(f).items()
+        }
         assert {n: t.dtype for n, t in tensors(served.path).items()} == {n: t.dtype for n, t in tensors(folder / "fp8").items()}
         assert weights.stat().st_blocks * 512 < 65_536 < weights.stat().st_size
         told, exports = (
@@ -155,10 +157,10 @@ def test_a_server_is_told_the_model_that_the_export_writes(exported: Path) -> No
 
 def push_change(rank: int, cfg: Any, sync: SyncConfig) -> dict[str, Any]:
     receiver = Keeper() if rank == 0 else None
-    pushing, _ = sync_of(cfg, sync, receiver)
+    pushing, actor = sync_of(cfg, sync, receiver)
     with pushing:
         pushing.push(1)
-        for binding in pushing._plan.sent:
+        for binding in actor.bindings:
             if "layers.1.mlp" in binding.name:
                 binding.parameter.data.view(-1)[0] += 1
         if receiver is not None:
@@ -173,7 +175,7 @@ def test_scales_are_left_out_with_their_weights(exported: Path) -> None:
     cfg = cases.run_config(folder / "hf", {"pp": 2})
     sync = replace(cfg.sync, bucket_mib=1, transport="ipc", quantize="fp8", delta=True)
     rank0 = run_world(2, push_change, cfg, sync)[0]
-    names = _shapes(next((folder / "fp8").glob("*.safetensors"))).keys()
+    names = tensor_shapes(next((folder / "fp8").glob("*.safetensors"))).keys()
     assert sorted([*rank0["received"], *rank0["kept"]]) == sorted(names)
     assert sorted(rank0["received"]) == sorted(n for n in names if ".layers.1." in n)
     assert any(n.endswith("_scale_inv") for n in rank0["kept"]) and any(n.endswith("_scale_inv") for n in rank0["received"])

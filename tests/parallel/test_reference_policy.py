@@ -135,8 +135,8 @@ def noise_and_passes(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
     batch = replace(actor.attach_old_stats(batch), update=0)
     floor = actor.measure_noise(batch)
     passes = []
-    run = actor._schedule.forward
-    actor._schedule.forward = lambda microbatches, visit: (passes.append(len(microbatches)), run(microbatches, visit))
+    run = actor.schedule.forward
+    actor.schedule.forward = lambda microbatches, visit: (passes.append(len(microbatches)), run(microbatches, visit))
     counted, losses = {}, {}
     for name in ("tepo", "steer"):
         for update in (0, 1):

@@ -34,13 +34,13 @@ def other_passes(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
 
     actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
     tokens: list[int] = []
-    forward = actor._schedule.forward
+    forward = actor.schedule.forward
 
     def counted(microbatches: Any, visit: Any) -> None:
         tokens.append(sum(m.tokens_S.numel() for m in microbatches))
         forward(microbatches, visit)
 
-    actor._schedule.forward = counted  # type: ignore[method-assign]
+    actor.schedule.forward = counted  # type: ignore[method-assign]
     actor.keep_reference()
     batch = actor.attach_ref_logprobs(actor.attach_old_stats(batch))
     out = {"noise": actor.measure_noise(batch), "tokens": tokens}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tepo_megatron import watch
 from tepo_megatron.parallel import world_store
 from tepo_megatron.timing import Clock
-from tepo_megatron.watch import BEAT_SECONDS, JOINING, Watch, here
+from tepo_megatron.watch import JOINING, Watch, here
 from tests.marks import full_but
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill
@@ -97,16 +99,16 @@ def test_ranks_that_do_not_get_on_are_told(tmp_path: Path) -> None:
     assert "  rank 0: step 0, old_stats, in all_reduce\n" in told and "  rank 1: step 0, old_stats\n" in told
 
 
-def test_a_rank_that_never_leaves_the_forming_of_a_group_is_reported(tmp_path: Path) -> None:
-    watch = Watch(
-        dist.HashStore(), 0, 1, tmp_path, silent_seconds=60.0, stuck_seconds=5 * BEAT_SECONDS, end=lambda *_: pytest.fail()
-    )
+def test_a_rank_that_never_leaves_the_forming_of_a_group_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "BEAT_SECONDS", 0.05)
+    stuck, ended = 20 * watch.BEAT_SECONDS, threading.Event()
     with here.within(f"{JOINING} meeting-1"):
-        for _ in range(6):
-            assert watch._fault() is None
-            watch._say()
-            watch._listen(watch._seen)
-    assert f"rank 0 has been in one place for 5 s: step {here.step}, joining the servers in meeting-1" in str(watch._fault())
+        start = time.monotonic()
+        with Watch(dist.HashStore(), 0, 1, tmp_path, silent_seconds=60.0, stuck_seconds=stuck, end=lambda *_: ended.set()):
+            assert ended.wait(60.0)
+        assert time.monotonic() - start >= stuck, "it was given its time"
+    told = (tmp_path / "hang.txt").read_text()
+    assert told.startswith(f"rank 0 has been in one place for 1 s: step {here.step}, joining the servers in meeting-1")
 
 
 def leaving(rank: int) -> int:

@@ -167,15 +167,20 @@ def test_buckets_bound_the_files(tmp_path: Path) -> None:
     assert [n for names in written.values() for n in names] == [n for n, _ in stream]
 
 
-def sync_of(cfg: Any, receiver: Recorder | None) -> Any:
+def actor_of(cfg: Any) -> Any:
     from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.platform import activate
+
+    return Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+
+
+def sync_of(cfg: Any, receiver: Recorder | None, actor: Any = None) -> Any:
+    """actor: whose weights are sent; None: a new one's."""
     from tepo_megatron.weights.sync import WeightSync
 
-    groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
-    actor = Actor(cfg, groups)
-    return WeightSync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
+    actor = actor or actor_of(cfg)
+    return WeightSync(cfg.sync, actor.bindings, actor.arch, actor.groups, receiver)
 
 
 def push_twice(rank: int, cfg: Any) -> Recorder | None:
@@ -238,12 +243,12 @@ class Keeper(Recorder):
 def push_changes(rank: int, cfg: Any) -> list[dict[str, Any]]:
     """What was taken in pushes of all, of nothing, after changes of an MLP and of all layers, and to who lacks them."""
     receiver = Keeper() if rank == 0 else None
-    taken = []
-    with sync_of(cfg, receiver) as sync:
+    taken, actor = [], actor_of(cfg)
+    with sync_of(cfg, receiver, actor) as sync:
         for version, change in enumerate(["", "nothing", "layers.1.mlp", "layers.", "nothing"]):
             if receiver is not None:
                 receiver.base = version - 1 if version < 4 else None
-            for binding in sync._plan.sent:
+            for binding in actor.bindings:
                 if change and change in binding.name:
                     binding.parameter.data.view(-1)[0] += 1
             sync.push(version)

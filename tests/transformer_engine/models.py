@@ -74,7 +74,7 @@ def actor(cfg: Config, groups: Groups) -> Actor:
 
 def frees_memory(made: Actor) -> None:
     """Have an actor really free what it offloads, to a copy in host memory, as on GPUs."""
-    made._offload = Offload(made.chunks, made.optimizer, torch.device("cpu"), ON_CUDA)
+    made.offloader = Offload(made.chunks, made.optimizer, torch.device("cpu"), ON_CUDA)
 
 
 def linear_modules(chunks: Iterable[torch.nn.Module]) -> list[Any]:

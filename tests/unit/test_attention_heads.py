@@ -42,9 +42,7 @@ def test_both_forms_of_a_bucket_are_equal(
 ) -> None:
     """Outputs and gradients of a rank of two under CP: its first chunk without a mask, its last one with."""
     heads, pieces, total = 4, (0, 3), 4
-    chunk_n = torch.tensor([CHUNK, CHUNK - 1])
-    masks = tuple(attention_layout._mask(piece, chunk_n, CHUNK, torch.device("cpu")) for piece in pieces)
-    bucket = Bucket(SEQUENCES, CHUNK, pieces, total, masks)
+    bucket = Bucket.of(torch.tensor([CHUNK, CHUNK - 1]), pieces, total, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     rows = ((bucket.query_rows, heads), (bucket.key_rows, kv_heads), (bucket.key_rows, kv_heads))
     inputs = [torch.randn(*n, CHANNELS, generator=generator, dtype=dtype) for n in rows]

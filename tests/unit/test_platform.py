@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tepo_megatron import platform
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.platform.adam import HostAdam
-from tepo_megatron.platform.mcore import _PagedStashFinder
+from tepo_megatron.platform.mcore import lend_triton_to_paged_stash
 from tests.tiny import tiny_qwen3
 
 
@@ -170,10 +170,7 @@ def test_host_adam_leaves_parameters_without_gradient() -> None:
 
 def test_paged_stash_is_lent_an_empty_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The form in which Megatron-Core 0.18 and later define their kernels."""
-    for name in (
-        "triton",
-        "triton.language",
-    ):  # where it is installed nothing is lent: see to it that none is found
+    for name in ("triton", "triton.language"):  # where it is installed nothing is lent: see to it that none is found
         monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "paged_stash.py").write_text(
         "import triton\n"
@@ -181,9 +178,16 @@ def test_paged_stash_is_lent_an_empty_triton(tmp_path: Path, monkeypatch: pytest
         "@triton.jit\n"
         "def kernel(n: tl.constexpr): return triton.__spec__ is None\n"
     )
-    spec = _PagedStashFinder().find_spec("megatron.core.transformer.moe.paged_stash", [str(tmp_path)])
+    before = sys.meta_path
+    monkeypatch.setattr(sys, "meta_path", [*before])
+    with monkeypatch.context() as without:
+        without.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+        lend_triton_to_paged_stash()
+    (finder,) = (each for each in sys.meta_path if each not in before)
+    spec = finder.find_spec("megatron.core.transformer.moe.paged_stash", [str(tmp_path)])
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.kernel(1)
     assert "triton" not in sys.modules
-    assert _PagedStashFinder().find_spec("elsewhere.paged_stash", [str(tmp_path)]) is None
+    assert finder.find_spec("elsewhere.paged_stash", [str(tmp_path)]) is None

@@ -31,7 +31,7 @@ class Update:
 
     def __init__(self, model: str | Path, tied_embeddings: bool) -> None:
         self._expected = {
-            name: shape for path in sorted(Path(model).glob("*.safetensors")) for name, shape in _shapes(path).items()
+            name: shape for path in sorted(Path(model).glob("*.safetensors")) for name, shape in tensor_shapes(path).items()
         }
         self._optional = {OUTPUT_LAYER} if tied_embeddings else set()
         self._given: set[str] = set()
@@ -50,7 +50,7 @@ class Update:
         try:
             for path in paths:
                 _check_owner(Path(path))
-            given = [item for path in paths for item in _shapes(path).items()]
+            given = [item for path in paths for item in tensor_shapes(path).items()]
         except FileNotFoundError as e:
             raise ValueError(
                 f"{e.filename} is not seen on {socket.gethostname()}: shared memory reaches servers on the machines of the "
@@ -119,7 +119,7 @@ def _refuse(faults: Mapping[str, Set[str]]) -> None:
         raise ValueError(f"what was sent are not the tensors of the model ({'; '.join(found)})")
 
 
-def _shapes(path: str | Path) -> dict[str, list[int]]:
+def tensor_shapes(path: str | Path) -> dict[str, list[int]]:
     """Return name -> shape of the tensors in a safetensors file, from its header: 8 bytes of length, then JSON."""
     with open(path, "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

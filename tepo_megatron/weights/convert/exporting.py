@@ -87,7 +87,7 @@ def export_hf(checkpoint: Path, out: Path, form: Format = Format(), base: Path |
         plan = plan_of(checkpoint, hf_config, reader, groups)
         announced = [_announced(slot, reader, form) for slot in plan.slots]
         sizes = [sum(t.nbytes for t in tensors.values()) for tensors in announced]
-        total, files = sum(sizes), _in_files(sizes)
+        total, files = sum(sizes), file_ranges(sizes)
         with new_directory(out, total) as filling, progress_bar("export", total) as advance:
             writer = SafetensorsWriter(filling, [_merged(announced[i] for i in file) for file in files])
 
@@ -113,7 +113,7 @@ def _convert(slot: Slot, reader: Reader, form: Format, writer: SafetensorsWriter
             advance(data.nbytes)
 
 
-def _in_files(sizes: Sequence[int]) -> list[range]:
+def file_ranges(sizes: Sequence[int]) -> list[range]:
     """Group consecutive slots into files. A slot that is larger than a file gets a file of its own.
 
     Args:

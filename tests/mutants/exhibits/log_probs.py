@@ -109,8 +109,8 @@ EXHIBITS = (
             "rollout.replay_experts."
         ),
         symbol="Actor.attach_ref_logprobs",
-        old="self._whole_stats(batch, replays=False).logprob_R",
-        new="self._whole_stats(batch).logprob_R",
+        old="self.logprobs(batch, replays=False)",
+        new="self.logprobs(batch)",
         tests=("tests/parallel/test_expert_replay.py::test_own_choices_are_replayed_bit_for_bit_and_another_one_shows",),
     ),
     Exhibit(

@@ -117,10 +117,10 @@ EXHIBITS = (
             "reported loss stays right everywhere."
         ),
         symbol="Actor.backward",
-        old="self._schedule.forward_backward(self._microbatches(batch, plan), loss, batch.num_tokens)",
+        old="self.schedule.forward_backward(self.packer.pack(batch, plan), loss, batch.num_tokens)",
         new=(
             "mine = [batch.response_lengths[i] for indices in plan[self.groups.dp.rank] for i in indices]\n"
-            "            self._schedule.forward_backward(self._microbatches(batch, plan), loss, sum(mine))"
+            "            self.schedule.forward_backward(self.packer.pack(batch, plan), loss, sum(mine))"
         ),
         tests=("tests/parallel/test_layouts.py::test_layout_equals_reference",),
     ),

@@ -152,7 +152,8 @@ def test_lost_records_move_once_whenever_the_move_is_cut_off(tmp_path: Path, mon
         assert log.rewind(0) == [] and not lost.exists()
         log.write(1, {"x": 1.0})
         log.write(2, {"x": 2.0})
-        os.write(log._metrics, b'{"step": 3, ')  # a kill in the midst of a line
+        with (cfg.run_dir / METRICS_FILE).open("ab") as file:
+            file.write(b'{"step": 3, ')  # a kill in the midst of a line
         assert [r["step"] for r in read_metrics(cfg.run_dir)] == [1, 2]
         for place in ("replace", "ftruncate"):
             with monkeypatch.context() as patched, pytest.raises(InterruptedError):

@@ -32,11 +32,11 @@ def test_one_operation_adds_bf16_products_to_the_fp32_sum(monkeypatch: pytest.Mo
     gradient, hidden = (torch.zeros(50, n, device="meta", dtype=torch.bfloat16) for n in (9000, 32))
     assert output_layer.ADDS_WITHIN_PRODUCT
     with Operations() as found:
-        output_layer._add_on_tensor_cores(total, gradient.t(), hidden)
+        output_layer.add_on_tensor_cores(total, gradient.t(), hidden)
     assert found.names == ["aten.addmm.dtype_out"] and found.largest == 0
     monkeypatch.setattr(output_layer, "ADDS_WITHIN_PRODUCT", False)
     with Operations() as found:
-        output_layer._add_on_tensor_cores(total, gradient.t(), hidden)
+        output_layer.add_on_tensor_cores(total, gradient.t(), hidden)
     assert found.names == 3 * ["aten.mm.dtype", "aten.add_.Tensor"] and found.largest == 4096 * 32
 
 
@@ -66,5 +66,5 @@ def test_a_sum_that_looks_like_a_bias_is_added_to_afterwards(shape: tuple[int, i
     total = torch.zeros(shape, device="meta")
     gradient, hidden = (torch.zeros(50, n, device="meta", dtype=torch.bfloat16) for n in shape)
     with Operations() as found:
-        output_layer._add_on_tensor_cores(total, gradient.t(), hidden)
+        output_layer.add_on_tensor_cores(total, gradient.t(), hidden)
     assert found.names == ["aten.mm.dtype", "aten.add_.Tensor"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tepo_megatron.errors import CheckpointError, ConversionError
-from tepo_megatron.weights.convert.exporting import _in_files
+from tepo_megatron.weights.convert.exporting import file_ranges
 from tepo_megatron.weights.convert.streams import STREAMS, Job, deal, work
 from tests.tiny import tiny_qwen3
 from tests.unit.weights.test_convert import succeed
@@ -112,10 +112,10 @@ def test_deal(sizes: list[int], hands: list[list[int]]) -> None:
 
 def test_a_model_of_two_gigabytes_has_several_files_and_a_large_one_no_small_ones() -> None:
     mib, gib = 2**20, 2**30
-    assert _in_files([600 * mib] + [100 * mib] * 14) == [range(1), range(1, 6), range(6, 11), range(11, 15)]
-    assert _in_files([gib] * 16) == [range(i, i + 2) for i in range(0, 16, 2)]
-    assert _in_files([gib] * 100) == [range(i, i + 4) for i in range(0, 100, 4)]
-    assert _in_files([1, 2]) == [range(2)]
+    assert file_ranges([600 * mib] + [100 * mib] * 14) == [range(1), range(1, 6), range(6, 11), range(11, 15)]
+    assert file_ranges([gib] * 16) == [range(i, i + 2) for i in range(0, 16, 2)]
+    assert file_ranges([gib] * 100) == [range(i, i + 4) for i in range(0, 100, 4)]
+    assert file_ranges([1, 2]) == [range(2)]
 
 
 def files(path: Path) -> dict[str, bytes]:

@@ -15,7 +15,7 @@ from tepo_megatron.actor.layout import check_layout, stage_layers
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.errors import CheckpointError, ConfigError, ConversionError
 from tepo_megatron.weights.families import FAMILIES, check_tokenizer, find_family
-from tepo_megatron.weights.gather import _place
+from tepo_megatron.weights.gather import bind
 from tepo_megatron.weights.ops import Architecture, Experts, FusedGateUp, FusedQKV, Replicated, Split, Vocabulary
 
 _COMMON = {
@@ -217,18 +217,31 @@ def test_each_operation_undoes_itself(op: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("local", "name", "expert"),
+    ("local", "name", "hf"),
     [
-        ("mlp.experts.local_experts.1.linear_fc2.weight", "mlp.experts.{expert}.linear_fc2.weight", 4),
-        ("mlp.experts.linear_fc1.weight2", "mlp.experts.{expert}.linear_fc1.weight", 5),  # Transformer Engine's grouped one
-        ("mlp.linear_fc1.weight", "mlp.linear_fc1.weight", 0),
-        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight", 0),
+        (
+            "mlp.experts.local_experts.1.linear_fc2.weight",
+            "mlp.experts.4.linear_fc2.weight",
+            ["mlp.experts.4.down_proj.weight"],
+        ),
+        (
+            "mlp.experts.linear_fc1.weight2",  # Transformer Engine's grouped one
+            "mlp.experts.5.linear_fc1.weight",
+            ["mlp.experts.5.gate_proj.weight", "mlp.experts.5.up_proj.weight"],
+        ),
+        ("mlp.linear_fc1.weight", "mlp.linear_fc1.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight", ["post_attention_layernorm.weight"]),
     ],
 )
-def test_where_a_parameter_stands_in_the_whole_model(local: str, name: str, expert: int) -> None:
+def test_where_a_parameter_stands_in_the_whole_model(local: str, name: str, hf: list[str]) -> None:
+    """Of a rank whose second layer is the model's eighth, with the fourth to the sixth of its experts."""
     layer = SimpleNamespace(layer_number=8, mlp=SimpleNamespace(local_expert_indices=[3, 4, 5]))
-    chunk: Any = SimpleNamespace(decoder=SimpleNamespace(layers=[None, layer]))
-    assert _place(chunk, f"decoder.layers.1.{local}") == (f"decoder.layers.{{layer}}.{name}", 7, expert)
+    parameters = {f"decoder.layers.1.{local}": torch.nn.Parameter(torch.zeros(1))}
+    chunk: Any = SimpleNamespace(decoder=SimpleNamespace(layers=[None, layer]), named_parameters=parameters.items)
+    config = PUBLISHED["Qwen3-30B-A3B"]
+    (binding,) = bind([chunk], find_family(config), read(config))
+    assert binding.name == f"decoder.layers.7.{name}"
+    assert binding.hf_names == tuple(f"model.layers.7.{each}" for each in hf)
 
 
 @pytest.mark.parametrize("kind", ["dict", "unigram", "added"])

@@ -18,7 +18,7 @@ from tepo_megatron.errors import ConfigError
 from tepo_megatron.rollout.in_server.weight_files import tensors
 from tepo_megatron.weights import meeting
 from tepo_megatron.weights.ops import Replicated
-from tepo_megatron.weights.relay import _memory, takers, together
+from tepo_megatron.weights.relay import memory_identity, takers, together
 from tepo_megatron.weights.rounds import cut as cut_into_buckets
 from tepo_megatron.weights.rounds import is_check_due, whole_bytes
 from tepo_megatron.weights.stores import Staging, make_folder, write_file
@@ -157,10 +157,10 @@ def test_a_machine_is_who_sees_the_same_shared_memory(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     (tmp_path / "link").symlink_to("a")
-    a, b, link = (_memory(tmp_path / name) for name in ("a", "b", "link"))
+    a, b, link = (memory_identity(tmp_path / name) for name in ("a", "b", "link"))
     assert a == link and a != b
     with pytest.raises(ConfigError, match=r"/none on .*: No such file or directory; .*set sync\.folder"):
-        _memory(tmp_path / "none")
+        memory_identity(tmp_path / "none")
 
 
 def test_the_store_is_at_an_address_that_those_see_who_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,81 @@
+"""Divide a batch into microbatches over the data-parallel ranks, and pack those of this rank."""
+
+from __future__ import annotations
+
+from tepo_megatron.config import TrainingConfig
+from tepo_megatron.ops.alignment import Alignment
+from tepo_megatron.ops.packing import pack
+from tepo_megatron.ops.pipeline_time import Pipeline
+from tepo_megatron.ops.planning import Plan, plan_metrics, plan_microbatches
+from tepo_megatron.ops.shared_prompts import LEAST_SAVED, Families
+from tepo_megatron.parallel import Groups
+from tepo_megatron.types import PackedMicrobatch, TrainBatch
+
+
+class Packer:
+    """Plans the microbatches of a batch, the same plan on every rank, and packs them. It uses no collectives.
+
+    Args:
+        cfg: `max_tokens_per_microbatch` bounds a microbatch; `share_prompts` says which prompts are worth sharing.
+        groups: The mesh.
+        alignment: The padding that mesh and precision require.
+        shares_prompts: Whether sequences with the same prompt share it.
+        replays_experts: Whether microbatches carry the experts of their tokens.
+
+    Attributes:
+        alignment: The padding, as given.
+    """
+
+    def __init__(
+        self, cfg: TrainingConfig, groups: Groups, alignment: Alignment, shares_prompts: bool, replays_experts: bool
+    ) -> None:
+        self.alignment = alignment
+        self._cfg, self._groups, self._shares, self._replays = cfg, groups, shares_prompts, replays_experts
+        self._pipeline = Pipeline(groups.pp.size, groups.vpp)
+
+    def plan(self, batch: TrainBatch, max_tokens: int | None = None, longest_first: bool = True) -> Plan:
+        """Return the plan of the microbatches. Under virtual pipelining their number is a multiple of pp.
+
+        Args:
+            batch: The batch, the same on all ranks.
+            max_tokens: Most tokens of a microbatch. None: that of an update, `training.max_tokens_per_microbatch`.
+            longest_first: See `plan_microbatches`.
+        """
+        return plan_microbatches(
+            batch.lengths,
+            self._groups.dp.size,
+            max_tokens or self._cfg.max_tokens_per_microbatch,
+            self.alignment,
+            multiple_of=self._groups.pp.size if self._groups.vpp > 1 else 1,
+            longest_first=longest_first,
+            pipeline=self._pipeline,
+            families=self._families(batch),
+        )
+
+    def pack(self, batch: TrainBatch, plan: Plan, replays: bool = True) -> list[PackedMicrobatch]:
+        """Return this rank's packed microbatches.
+
+        Args:
+            batch: The batch.
+            plan: Its plan.
+            replays: False: without the experts of the tokens, even if they are replayed.
+        """
+        ids = [r.token_ids_L for r in batch.rollouts]
+        masks = [r.response_mask_L for r in batch.rollouts]
+        experts = batch.experts if replays and self._replays else None
+        families = self._families(batch)
+        return [
+            pack(ids, masks, batch.first_tokens, indices, self.alignment, self._groups.cp.rank, experts, families)
+            for indices in plan[self._groups.dp.rank]
+        ]
+
+    def metrics(self, batch: TrainBatch, plan: Plan) -> dict[str, float]:
+        """Return the metrics of the batch's plan. See `plan_metrics`."""
+        return plan_metrics(plan, batch.lengths, self.alignment, self._pipeline, families=self._families(batch))
+
+    def _families(self, batch: TrainBatch) -> Families | None:
+        """Return the prefix groups of the batch; None if no prompt is shared."""
+        if not self._shares:
+            return None
+        least_saved = 0 if self._cfg.share_prompts == "always" else LEAST_SAVED
+        return Families.of(batch.prompt_ids, batch.prompt_lengths, self.alignment.sequence, least_saved)
