@@ -147,6 +147,6 @@ EXHIBITS = (
         symbol="Objective.__call__",
         old="entropy_change_R = stats.entropy_R.detach() - inputs.old_entropy_R",
         new="entropy_change_R = inputs.old_entropy_R - stats.entropy_R.detach()",
-        tests=("tests/unit/losses/test_objectives.py::test_entropy_tolerance_counts_small_changes_as_none",),
+        tests=("tests/unit/losses/test_objective_rows.py::test_a_row_computes_its_method",),
     ),
 )
