@@ -90,16 +90,16 @@ test-runs:
 test-servers:
 	$(BIN)/python -m pytest -m "not full and server and not e2e" $(SERVERS)
 
-# in the same two
+# in the same two. ARGS: --rotate 3 for a third of the cases of each test, others at each commit
 test-full: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready $(SKY)/.ready
 	@$(MAKE) --no-print-directory -j2 --output-sync=target --keep-going test-full-runs test-full-parts
 	$(BIN)/python -m pytest -m "full and alone"
 
 test-full-runs:
-	$(BIN)/python -m pytest --durations=25 -m "full and not slurm and not image and not alone and e2e" $(RUNS)
+	$(BIN)/python -m pytest $(ARGS) -m "full and not slurm and not image and not alone and e2e" $(RUNS)
 
 test-full-parts:
-	$(BIN)/python -m pytest --durations=25 -m "full and not slurm and not image and not alone and not e2e"
+	$(BIN)/python -m pytest $(ARGS) -m "full and not slurm and not image and not alone and not e2e"
 
 # apt-get install slurm-wlm munge; as root
 test-slurm: $(READY) $(LAUNCH)/.ready
