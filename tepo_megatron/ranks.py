@@ -86,6 +86,11 @@ class RankProcesses:
                 )
             )  # fmt: skip
 
+    @property
+    def pids(self) -> list[int]:
+        """Process IDs of the ranks that were started, in their order."""
+        return [process.pid for process in self._started]
+
     def wait(self) -> dict[int, Failure]:
         """Return {} once all ranks have ended without error. After a first failure, end the others and return all failures."""
         while True:
