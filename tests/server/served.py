@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import psutil
-import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen3ForCausalLM
@@ -74,20 +74,18 @@ def serve(
 
 
 @contextmanager
-def another_engine(served: Served, monkeypatch: pytest.MonkeyPatch, **rollout: Any) -> Iterator[Fleet]:
-    """A second engine, ready, that knows the first server by its URL. The first engine needs an update afterwards.
+def another_engine(served: Served, **rollout: Any) -> Iterator[Fleet]:
+    """A second engine, ready, that knows the first server by its URL. After updates by it the first engine has to update again.
 
     Args:
         served: Whose first server it is.
-        monkeypatch: Sets the server's key.
         rollout: Fields of RolloutConfig.
     """
     address = served.engine.endpoints[0].address
     assert address is not None
-    monkeypatch.setenv(KEY_VARIABLE, address.key)
     cfg = RolloutConfig(engine=served.name, server=ServerConfig(urls=[address.url], tp=served.tp), **rollout)
     launch = Launch(served.log_path.parent / "model", MAX_MODEL_LEN, platform="cpu", precision="fp32", seed=0)
-    with build_engine(cfg, launch, served.log_path) as engine:
+    with mock.patch.dict(os.environ, {KEY_VARIABLE: address.key}), build_engine(cfg, launch, served.log_path) as engine:
         engine.start()
         engine.wait_ready()
         yield engine

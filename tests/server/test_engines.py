@@ -302,16 +302,14 @@ def test_layers_that_are_left_out_stay(served: Served, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_flight", ["continue", pytest.param("restart", marks=pytest.mark.full)])
-def test_what_is_under_way_goes_on_under_new_weights(
-    in_flight: str, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_under_way_goes_on_under_new_weights(in_flight: str, served: Served, tmp_path: Path) -> None:
     """Every token has the log-prob of the weights that it is said to be of, given all tokens before it."""
     old, version = served.model, served.engine.version
     new = tiny_qwen3(tmp_path / "new", tied=True, seed=200 + version)
     (tmp_path / "old").mkdir()
     old_files, files = save_weights(old, tmp_path / "old", files=1), save_weights(new, tmp_path, files=1)
     prompts, sampling = make_prompts(48, seed=12), replace(SAMPLING, samples=8, max_tokens=100, stop_token_ids=())
-    with another_engine(served, monkeypatch, max_staleness=1, in_flight=in_flight) as engine:
+    with another_engine(served, max_staleness=1, in_flight=in_flight) as engine:
         engine.update_weights(old_files, version)
         groups = engine.open()
         groups.add(prompts, sampling, seed=0)

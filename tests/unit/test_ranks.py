@@ -56,7 +56,7 @@ time.sleep(600)
 
 
 def test_a_failure_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tepo_megatron.ranks._GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("tepo_megatron.ranks.GRACE_SECONDS", 0.5)
     with RankProcesses(["-c", RANKS], 2, tmp_path, {}, []) as ranks:
         ranks.start()
         failures = ranks.wait()
