@@ -139,14 +139,14 @@ from tests.unit.rollout.test_remote import trainer
 
 engines.ENGINES["vllm"] = ScriptedApi
 with trainer(Path(sys.argv[1]), **json.loads(sys.argv[2])) as fleet:
-    getattr(fleet, sys.argv[3])(*json.loads(sys.argv[4]))
+    {"update": lambda: fleet.begin_update(5), "sleep": fleet.sleep}[sys.argv[3]]()
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def killed_trainer(folder: Path, settings: dict[str, Any], method: str, *args: Any) -> None:
-    """A `trainer` in a process of its own, which is killed after one call of a method of its fleet."""
-    command = [sys.executable, "-c", KILLED, str(folder), json.dumps(settings), method, json.dumps(args)]
+def killed_trainer(folder: Path, settings: dict[str, Any], after: str) -> None:
+    """A `trainer` in a process of its own, which is killed `after` it has begun an "update", or put its servers to "sleep"."""
+    command = [sys.executable, "-c", KILLED, str(folder), json.dumps(settings), after]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
@@ -208,7 +208,7 @@ def test_a_server_that_dies_says_so_though_the_trainer_saw_it_first(serving: Cal
 def test_a_server_that_a_killed_run_left_half_way_starts_anew(serving: Callable[..., Serving], tmp_path: Path) -> None:
     serve = serving(servers=1)
     settings: dict[str, Any] = {"rendezvous": str(serve.rendezvous.folder)}
-    killed_trainer(tmp_path, settings, "begin_update", 5)
+    killed_trainer(tmp_path, settings, after="update")
     start = serve.records()[0].start
     with (
         pytest.raises(RolloutError, match=r"is used by the run .*/run; wait for its end"),

@@ -121,7 +121,7 @@ def test_a_killed_trainers_turn_ends_when_its_run_is_resumed(
 ) -> None:
     serve = serving(servers=1, colocate=True)
     settings: dict[str, Any] = {"colocate": True, "rendezvous": str(serve.rendezvous.folder)}
-    killed_trainer(tmp_path, settings, "sleep")
+    killed_trainer(tmp_path, settings, after="sleep")
     turn = serve.rendezvous.turn()
     assert turn is not None and turn.run == str(tmp_path / "run")
     with trainer(tmp_path, **settings) as resumed:
