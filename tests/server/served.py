@@ -83,7 +83,8 @@ def another_engine(served: Served, **rollout: Any) -> Iterator[Fleet]:
     """
     address = served.engine.endpoints[0].address
     assert address is not None
-    cfg = RolloutConfig(engine=served.name, server=ServerConfig(urls=[address.url], tp=served.tp), **rollout)
+    server = ServerConfig(urls=[address.url], tp=served.tp, ready_seconds=60, restarts=0)
+    cfg = RolloutConfig(engine=served.name, server=server, **rollout)
     launch = Launch(served.log_path.parent / "model", MAX_MODEL_LEN, platform="cpu", precision="fp32", seed=0)
     with mock.patch.dict(os.environ, {KEY_VARIABLE: address.key}), build_engine(cfg, launch, served.log_path) as engine:
         engine.start()
