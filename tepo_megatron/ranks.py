@@ -20,7 +20,7 @@ from tepo_megatron.escaping import escaped
 from tepo_megatron.memory_kills import MemoryKills
 
 _POLL_SECONDS = 0.1
-_GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
@@ -86,6 +86,11 @@ class RankProcesses:
                 )
             )  # fmt: skip
 
+    @property
+    def pids(self) -> list[int]:
+        """Process IDs of the ranks that were started, in their order."""
+        return [process.pid for process in self._started]
+
     def wait(self) -> dict[int, Failure]:
         """Return {} once all ranks have ended without error. After a first failure, end the others and return all failures."""
         while True:
@@ -101,7 +106,7 @@ class RankProcesses:
     def _end(self) -> None:
         """Send SIGTERM to the ranks and the processes of their sessions, then SIGKILL to those that are left."""
         self._send(signal.SIGTERM)
-        deadline = time.monotonic() + _GRACE_SECONDS
+        deadline = time.monotonic() + GRACE_SECONDS
         while any(process.poll() is None for process in self._started) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS / 10)
         self._send(signal.SIGKILL)

@@ -28,7 +28,7 @@ from tepo_megatron.run_lock import FolderIdentity
 BEAT_SECONDS = 1.0
 TRAINING = ("old_stats", "update")  # phases in which every rank makes progress; in others a rank may wait for rank 0
 JOINING = "joining the servers in"  # + the group's name: a phase with its own deadline, where every rank progresses
-_VERDICT = "watch/verdict"
+VERDICT = "watch/verdict"  # key of the explanation that every rank ends with; the rank that finds a fault first sets it
 _COLLECTIVES = os.path.join("torch", "distributed", "")
 
 
@@ -169,12 +169,12 @@ class Watch:
         with contextlib.suppress(RuntimeError):  # of the store, which the other thread reports
             while not self._over.wait(BEAT_SECONDS):
                 self._say()
-                if self._store.check([_VERDICT]):
-                    self._leave(self._store.get(_VERDICT).decode())
+                if self._store.check([VERDICT]):
+                    self._leave(self._store.get(VERDICT).decode())
                 self._listen(self._seen)
                 self._unanswered = 0
                 if fault := self._fault():
-                    self._leave(self._store.compare_set(_VERDICT, "", f"{fault}\n{self._places()}").decode())
+                    self._leave(self._store.compare_set(VERDICT, "", f"{fault}\n{self._places()}").decode())
 
     def _hold_store(self) -> None:
         """Detect a store that does not answer. A store frozen with its machine blocks its callers for ever."""

@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -56,12 +58,6 @@ class Elsewhere:
         return RolloutError(f"{self.name} {what}")
 
 
-class Alive(ServerProcess):
-    """Its process never ends."""
-
-    running = True  # type: ignore[assignment]
-
-
 def reward(url: str) -> object:
     term = HttpTerm(url, timeout_seconds=DEADLINE, attempts=1, backoff_seconds=0.0, key_variable="TEPO_TEST_KEY")
     with contextlib.closing(term):
@@ -99,11 +95,21 @@ def health(url: str) -> object:
 
 
 def wait_ready(url: str) -> object:
-    server = Alive(
-        ["nothing"], env={}, health_url=f"{url}/health", log_path=Path("/nowhere/log"), ready_seconds=DEADLINE, name="it"
-    )
-    server._deadline = time.monotonic() + DEADLINE
-    server.wait_ready()
+    """The process lives, and its health is asked for elsewhere."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = ServerProcess(
+            ["sleep", "600"],
+            env=dict(os.environ),
+            health_url=f"{url}/health",
+            log_path=Path(folder) / "log",
+            ready_seconds=DEADLINE,
+            name="it",
+        )
+        server.start()
+        try:
+            server.wait_ready()
+        finally:
+            server.stop(at_once=True)
     return None
 
 

@@ -8,19 +8,26 @@ from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 
 class ScriptedGroups:
-    """See `engine.Groups`. generate: of the engine."""
+    """See `engine.Groups`.
+
+    Args:
+        generate: That of the engine.
+
+    Attributes:
+        there: Groups that `next` has not returned yet; it returns the last one first.
+    """
 
     def __init__(self, generate: Callable[[Sequence[Prompt], SamplingParams, int], list[Rollout]]) -> None:
         self._generate = generate
-        self._there: list[list[Rollout]] = []
+        self.there: list[list[Rollout]] = []
 
     def add(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
         rollouts = self._generate(prompts, sampling, seed)
         n = sampling.samples
-        self._there += [rollouts[i * n : (i + 1) * n] for i in range(len(prompts))]
+        self.there += [rollouts[i * n : (i + 1) * n] for i in range(len(prompts))]
 
     def next(self) -> list[Rollout] | None:
-        return self._there.pop() if self._there else None
+        return self.there.pop() if self.there else None
 
     def close(self) -> None:
-        self._there = []
+        self.there = []

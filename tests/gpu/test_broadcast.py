@@ -29,7 +29,7 @@ device = torch.device("cuda", 1)
 torch.cuda.set_device(device)
 inbox = Inbox()
 inbox.join(Meeting(**json.loads(sys.argv[1])), device)
-assert inbox._membership.joined.wait(60)
+assert inbox.membership.joined.wait(60)
 inbox.begin(sys.argv[2], tied_embeddings=False)
 for line in sys.stdin:
     for name, tensor in inbox.take([line]):

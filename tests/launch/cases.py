@@ -79,11 +79,12 @@ def prepare(folder: Path) -> None:
 def dry_runs(folder: Path) -> dict[str, tuple[int, str, str]]:
     """Of all cases, as they are told for a project in /project."""
     prepare(folder)
-    calls = {name: [*_before_dashes(words, "--executor", "slurm", "--dry-run")] for name, words in CASES.items()}
+    calls = {name: [*before_dashes(words, "--executor", "slurm", "--dry-run")] for name, words in CASES.items()}
     return {name: (s, out.replace(str(folder), "/project"), err) for name, (s, out, err) in call(folder, calls).items()}
 
 
-def _before_dashes(words: list[str], *more: str) -> list[str]:
+def before_dashes(words: list[str], *more: str) -> list[str]:
+    """The words with others before their "--", where those of a command begin; at the end if there is none."""
     at = words.index("--") if "--" in words else len(words)
     return [*words[:at], *more, *words[at:]]
 

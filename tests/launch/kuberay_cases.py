@@ -37,7 +37,7 @@ def prepare(folder: Path) -> dict[str, object]:
 def dry_runs(folder: Path) -> dict[str, tuple[int, str, str]]:
     """Of all cases, as they are told for a project in /project, whose checksum is said to be c0ffee."""
     prepare(folder)
-    calls = {name: cases._before_dashes(words, "--executor", "kuberay", "--dry-run") for name, words in CASES.items()}
+    calls = {name: cases.before_dashes(words, "--executor", "kuberay", "--dry-run") for name, words in CASES.items()}
     found = {}
     for name, (status, out, said) in cases.call(folder, calls).items():
         home = folder / ("out" if name == "kuberay_convert" else "runs/qwen") / "launch"

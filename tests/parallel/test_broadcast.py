@@ -146,6 +146,7 @@ def test_the_servers_that_live_get_everything_and_go_on_when_one_is_lost(tmp_pat
     assert len(rank0["survivors"]) == 2 and all(is_model(r, expected) for r in rank0["survivors"])
     assert len(rank0["again"]) == 1 and is_model(rank0["again"][0], expected)
     assert "server 1 is started again (restart 1)" in rank0["events"] and "server 0" not in rank0["events"]
+    assert ("it has ended with exit status 3" in rank0["events"]) == (fault != "freeze"), "it was lost in another way"
     assert rank0["meetings"] == 3  # of all, without the lost one, with that one alone
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,14 +20,16 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.rollout.engine import Launch
 from tepo_megatron.rollout.engines import build_engine
-from tepo_megatron.rollout.servers.client import Client
 from tepo_megatron.rollout.servers.fleet import Fleet
 from tepo_megatron.rollout.servers.local import LocalServer
 from tepo_megatron.rollout.servers.process import LOOPBACK
+from tepo_megatron.rollout.servers.rendezvous import KEY_VARIABLE
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tests.direct_requests import ask
 from tests.tiny import VOCAB_SIZE, tiny_qwen3
 
 EOS = 2
+MAX_MODEL_LEN = 256
 MAX_LOGPROB_DIFF = 1e-4
 SAMPLING = SamplingParams(samples=4, temperature=0.7, max_tokens=20, stop_token_ids=(EOS,))
 
@@ -39,6 +42,7 @@ class Served:
     engine: Fleet
     model: PreTrainedModel
     log_path: Path
+    tp: int
 
 
 @contextmanager
@@ -60,25 +64,37 @@ def serve(
         (folder / "model" / "generation_config.json").write_text(json.dumps(generation_config))
     settings = {"kv_cache_gib": 0.25, "ready_seconds": 240, "restarts": 0} | server
     cfg = RolloutConfig(engine=name, servers=servers, server=ServerConfig(**settings))
-    launch = Launch(folder / "model", max_model_len=256, platform="cpu", precision="fp32", seed=0, host=host)
+    launch = Launch(folder / "model", MAX_MODEL_LEN, platform="cpu", precision="fp32", seed=0, host=host)
     log_path = folder / "server.log"
     keys = mock.patch("tepo_megatron.rollout.servers.local.secrets.token_urlsafe", lambda size: "-" + secrets.token_hex(size))
     with keys, build_engine(cfg, launch, log_path) as engine:  # one key in 64 begins like an option
         engine.start()
         engine.wait_ready()
-        yield Served(name, engine, model, log_path)
+        yield Served(name, engine, model, log_path, cfg.server.tp)
+
+
+@contextmanager
+def another_engine(served: Served, **rollout: Any) -> Iterator[Fleet]:
+    """A second engine, ready, that knows the first server by its URL. After updates by it the first engine has to update again.
+
+    Args:
+        served: Whose first server it is.
+        rollout: Fields of RolloutConfig.
+    """
+    address = served.engine.endpoints[0].address
+    assert address is not None
+    server = ServerConfig(urls=[address.url], tp=served.tp, ready_seconds=60, restarts=0)
+    cfg = RolloutConfig(engine=served.name, server=server, **rollout)
+    launch = Launch(served.log_path.parent / "model", MAX_MODEL_LEN, platform="cpu", precision="fp32", seed=0)
+    with mock.patch.dict(os.environ, {KEY_VARIABLE: address.key}), build_engine(cfg, launch, served.log_path) as engine:
+        engine.start()
+        engine.wait_ready()
+        yield engine
 
 
 def call(served: Served, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     """One request with the key, past the engine. Raises RequestFailed."""
-    return served.engine._loop.run(client(served).send(method, path, body))
-
-
-def client(served: Served, server: int = 0) -> Client:
-    """The connections to one server."""
-    found = served.engine._members[server].endpoint.client
-    assert found is not None
-    return found
+    return ask(served.engine, 0, method, path, body)
 
 
 def make_prompts(count: int, seed: int) -> list[Prompt]:
@@ -123,9 +139,8 @@ def save_weights(model: Qwen3ForCausalLM, folder: Path, files: int) -> list[Path
 
 def server_processes(engine: Fleet, server: int = 0) -> list[psutil.Process]:
     """The guard, the server's first process and those that it started."""
-    behind = engine._members[server].endpoint.server
+    behind = engine.endpoints[server].server
     assert isinstance(behind, LocalServer)
-    process = behind.process
-    assert process is not None and process._guard is not None
-    guard = psutil.Process(process._guard.pid)
+    assert behind.process is not None and behind.process.guard_pid is not None
+    guard = psutil.Process(behind.process.guard_pid)
     return [guard, *guard.children(recursive=True)]

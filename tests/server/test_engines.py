@@ -29,13 +29,14 @@ from tepo_megatron.rollout.sglang import generate_request
 from tepo_megatron.rollout.vllm import completion_request
 from tepo_megatron.types import Prompt, SamplingParams
 from tepo_megatron.weights.stores import write_file
+from tests.direct_requests import connected
 from tests.server.served import (
     EOS,
     MAX_LOGPROB_DIFF,
     SAMPLING,
     Served,
+    another_engine,
     call,
-    client,
     logprob_diff,
     make_prompts,
     responses,
@@ -179,7 +180,7 @@ def test_samples_of_equal_prompts_are_independent(served: Served) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "another address"])
 def test_only_health_answers_without_the_key(served: Served, host: str) -> None:
     """Every route that the server has, by its own account, wherever it is reached."""
-    url = client(served).url
+    url = served.engine.endpoints[0].address.url
     routes = {
         (method.upper(), re.sub(r"{[^}]*}", "x", path))
         for path, methods in call(served, "GET", "/openapi.json")["paths"].items()
@@ -196,7 +197,7 @@ def test_only_health_answers_without_the_key(served: Served, host: str) -> None:
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer"}):
                 answer = stranger.request(method, path, json={}, headers=headers)
                 assert answer.status_code == 401, (method, path, headers)
-    key = served.engine._members[0].endpoint.address.key
+    key = served.engine.endpoints[0].address.key
     assert key not in served.log_path.read_text()
     assert not any(key in word for process in server_processes(served.engine) for word in process.cmdline())
 
@@ -265,13 +266,13 @@ def test_checksums_tell_other_weights_as_far_as_they_reach(served: Served, tmp_p
     for model in (served.model, new):
         if model is new:
             engine.update_weights(save_weights(new, tmp_path, files=2), version)
-        answers.append(engine._loop.run(engine._members[0].endpoint.checksums()))
+        answers.append(connected(engine, 0, lambda client: engine.endpoints[0].api.checksums(client.send)))
         sent.append({name: crc32(weight) for name, weight in model.named_parameters()})
     served.model = new
     checks = Checks(same_precision=True)
     checks.compare(version - 1, {"server 0": answers[0]}, sent[0])
-    assert checks._stale(answers[1], sent[1]) == []
-    stale = set(checks._stale(answers[0], sent[1]))
+    assert checks.stale(answers[1], sent[1]) == []
+    stale = set(checks.stale(answers[0], sent[1]))
     packed = {n for n in sent[0] if "_proj." in n} if served.name == "vllm" else set()
     assert stale == {n for n in sent[0] if sent[0][n] != sent[1][n]} - packed and len(stale) > 3
     with pytest.raises(SyncError, match=r"server 0 and server 1 serve different ones: .*embed_tokens"):
@@ -303,19 +304,22 @@ def test_layers_that_are_left_out_stay(served: Served, tmp_path: Path) -> None:
 @pytest.mark.parametrize("in_flight", ["continue", pytest.param("restart", marks=pytest.mark.full)])
 def test_what_is_under_way_goes_on_under_new_weights(in_flight: str, served: Served, tmp_path: Path) -> None:
     """Every token has the log-prob of the weights that it is said to be of, given all tokens before it."""
-    engine, old, version = served.engine, served.model, served.engine.version
-    engine._cfg = replace(engine._cfg, max_staleness=1, in_flight=in_flight)
+    old, version = served.model, served.engine.version
     new = tiny_qwen3(tmp_path / "new", tied=True, seed=200 + version)
-    files = save_weights(new, tmp_path, files=1)
+    (tmp_path / "old").mkdir(mode=0o700)  # from another one no server reads
+    old_files, files = save_weights(old, tmp_path / "old", files=1), save_weights(new, tmp_path, files=1)
     prompts, sampling = make_prompts(48, seed=12), replace(SAMPLING, samples=8, max_tokens=100, stop_token_ids=())
-    groups = engine.open()
-    groups.add(prompts, sampling, seed=0)
-    time.sleep(0.7)
-    started = time.monotonic()
-    engine.update_weights(files, version + 1)
-    seconds = time.monotonic() - started
-    made = [r for group in iter(groups.next, None) for r in group]
-    engine._cfg = replace(engine._cfg, max_staleness=0, in_flight="finish")
+    with another_engine(served, max_staleness=1, in_flight=in_flight) as engine:
+        engine.update_weights(old_files, version)
+        groups = engine.open()
+        groups.add(prompts, sampling, seed=0)
+        time.sleep(0.7)
+        started = time.monotonic()
+        engine.update_weights(files, version + 1)
+        seconds = time.monotonic() - started
+        made = [r for group in iter(groups.next, None) for r in group]
+        again = responses(engine.generate(prompts, sampling, seed=0)) if in_flight == "restart" else {}
+    served.engine.update_weights(files, version + 1)  # which the fixture's engine did not send
     served.model = new
     assert sorted(r.prompt_id for r in made) == sorted(p.id for p in prompts for _ in range(8))
     assert {r.stop_reason for r in made} <= {"stop", "length"}
@@ -327,7 +331,6 @@ def test_what_is_under_way_goes_on_under_new_weights(in_flight: str, served: Ser
         assert not of_it or logprob_diff(model, of_it, sampling.temperature) <= MAX_LOGPROB_DIFF
     if in_flight == "restart":
         assert not mixed
-        again = responses(engine.generate(prompts, sampling, seed=0))
         anew = {r.prompt_id for r in made if r.policy_version == version + 1}
         found = responses(made)
         assert anew and all(found[i] == again[i] for i in anew)

@@ -56,7 +56,7 @@ time.sleep(600)
 
 
 def test_a_failure_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tepo_megatron.ranks._GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("tepo_megatron.ranks.GRACE_SECONDS", 0.5)
     with RankProcesses(["-c", RANKS], 2, tmp_path, {}, []) as ranks:
         ranks.start()
         failures = ranks.wait()
@@ -73,7 +73,8 @@ def test_a_signal_ends_the_ranks_and_its_handlers_are_restored(tmp_path: Path) -
     sleeping = RankProcesses(["-c", "import time; time.sleep(600)"], 2, tmp_path, {}, [])
     with pytest.raises(KeyboardInterrupt, match="signal SIGTERM"), interrupted_by_signals(), sleeping as ranks:
         ranks.start()
-        pids = [process.pid for process in ranks._started]
+        pids = ranks.pids
+        assert len(pids) == 2
         ranks.wait()
     assert signal.getsignal(signal.SIGTERM) is before
     for pid in pids:

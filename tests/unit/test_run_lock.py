@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import queue
 import shutil
 import socket
 import subprocess
@@ -16,12 +17,13 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron import run_dir
+from tepo_megatron import watch as watching
 from tepo_megatron.config import LoggingConfig
 from tepo_megatron.errors import ConfigError, RunReplacedError
 from tepo_megatron.heartbeats import HeartbeatFolder
 from tepo_megatron.run_lock import LOCK_FILE, FolderIdentity, RunLock
 from tepo_megatron.sinks import METRICS_FILE, RunLog
-from tepo_megatron.watch import Watch
+from tepo_megatron.watch import VERDICT, Watch
 from tests.unit.config.test_run_dir import RUN, config, write_run
 
 # Takes the lock again and again; inside it, what no two may do at once.
@@ -143,29 +145,34 @@ def moved_away(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("happens", [replaced_as_a_whole, replaced_inside, moved_away])
-def test_the_explanation_of_a_hang_is_not_written_into_another_run(happens: Callable[[Path], None], tmp_path: Path) -> None:
+def test_the_explanation_of_a_hang_is_not_written_into_another_run(
+    happens: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder that is made in the place of a removed one often has its inode number, unless that is kept."""
+    monkeypatch.setattr(watching, "BEAT_SECONDS", 0.05)
     folder = tmp_path / "a"
     folder.mkdir()
     (folder / LOCK_FILE).write_text("ours")
     (tmp_path / "beats").mkdir()
-    ends: list[str] = []
+    store = HeartbeatFolder(tmp_path / "beats")
+    store.set(VERDICT, "rank 0 hangs")
 
-    def watch() -> Watch:
-        store = HeartbeatFolder(tmp_path / "beats")
-        seconds = {"silent_seconds": 60.0, "stuck_seconds": 60.0}
-        return Watch(store, 0, 1, folder, **seconds, end=lambda text, _: ends.append(text))
+    def watch() -> tuple[Watch, queue.SimpleQueue[str]]:
+        """A watch, and what it ends with: more than once where it does not end the process."""
+        ends = queue.SimpleQueue[str]()
+        return Watch(store, 0, 1, folder, silent_seconds=60.0, stuck_seconds=60.0, end=lambda text, _: ends.put(text)), ends
 
-    watch()._leave("rank 0 hangs")
+    first, ends = watch()
+    with first:
+        assert ends.get(timeout=30) == "rank 0 hangs"
     assert (folder / "hang.txt").read_text() == "rank 0 hangs\n" and (folder / "stacks" / "rank-0.txt").exists()
     (folder / "hang.txt").unlink()
     shutil.rmtree(folder / "stacks")
-    late, identity = watch(), FolderIdentity(folder)
+    (late, ends), identity = watch(), FolderIdentity(folder)
     assert identity.is_in_place()
     happens(folder)
     assert not identity.is_in_place()
-    late._leave("rank 0 hangs")
-    assert ends == ["rank 0 hangs"] * 2
+    with late:
+        assert ends.get(timeout=30) == "rank 0 hangs"
     assert not (folder / "hang.txt").exists() and not (folder / "stacks").exists()
     identity.close()
-    late._identity.close()

@@ -42,6 +42,7 @@ class Inbox:
 
     Attributes:
         lent: The round that was taken last lies in memory of the trainer, which overwrites it two rounds later.
+        membership: Membership in the groups that were joined last; None while there is none.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class Inbox:
         self._before: int | None = None
         self._coming: int | None = None
         self._device = _CPU
-        self._membership: Membership | None = None
+        self.membership: Membership | None = None
 
     def begin(self, model: str | Path, tied_embeddings: bool, device: torch.device = _CPU) -> None:
         """Begin an update, and forget what an earlier one gave.
@@ -101,13 +102,13 @@ class Inbox:
         self.leave()
         self._device = device
         rank = meeting.first + (dist.get_rank() if dist.is_initialized() else 0)
-        self._membership = Membership(meeting, rank, device)
+        self.membership = Membership(meeting, rank, device)
 
     def leave(self) -> None:
         """Leave all groups."""
-        if self._membership is not None:
-            self._membership.leave()
-        self._membership = None
+        if self.membership is not None:
+            self.membership.leave()
+        self.membership = None
 
     def take(self, sources: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]] | None:
         """Receive one round, and return an iterator over its (name, tensor), which has to be used up before the next round.
@@ -164,7 +165,7 @@ class Inbox:
 
         None: they did not arrive.
         """
-        member = self._membership
+        member = self.membership
         if member is None or not member.joined.is_set():
             return None
         rows = []

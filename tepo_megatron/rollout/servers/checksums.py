@@ -55,7 +55,7 @@ class Checks:
             different = sorted(name for name in served.keys() | them.keys() if served.get(name) != them.get(name))
             if different:
                 raise SyncError(f"weights of version {version}: {first} and {server} serve different ones: {_some(different)}")
-        stale = self._stale(served, sent)
+        stale = self.stale(served, sent)
         if stale:
             raise SyncError(
                 f"weights of version {version}: {', '.join(known)} still serve{'s' * (len(known) == 1)} those of before: "
@@ -63,8 +63,16 @@ class Checks:
             )
         self._served, self._sent = served, dict(sent)
 
-    def _stale(self, served: Mapping[str, str], sent: Mapping[str, int]) -> list[str]:
-        """Return the Hugging Face names of tensors that changed although no rank's part of them did."""
+    def stale(self, served: Mapping[str, str], sent: Mapping[str, int]) -> list[str]:
+        """Return the Hugging Face names of tensors whose sent CRC-32 changed since the last `compare`, and their checksums not.
+
+        A tensor with several parts, one for each rank, is stale if no part changed. Where the servers serve another precision
+        (`same_precision`), the result is empty unless all changed tensors are stale.
+
+        Args:
+            served: "rank:parameter" -> checksum, of one server.
+            sent: Hugging Face name -> CRC-32 of the tensor in this version.
+        """
         parts: dict[str, list[str]] = {}
         for key in served:
             parts.setdefault(key.rpartition(":")[2], []).append(key)

@@ -29,6 +29,7 @@ from tepo_megatron.rollout.servers.growth import GrowthLimit
 from tepo_megatron.rollout.servers.member import Life, Member
 from tepo_megatron.rollout.servers.rest import Rest
 from tepo_megatron.rollout.servers.standstill import Standstill
+from tepo_megatron.rollout.servers.status import ServerStatus, refuse_other_weights, require_enough, status_of
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 RETRY_SECONDS = 0.2  # before a request is sent again, doubled each time
@@ -43,10 +44,13 @@ class Fleet:
         cfg: Only attempts, in_flight, min_servers, only, server.concurrency, server.precision, server.restarts,
             server.backoff_seconds and server.restart_after_growth_gib are used.
         standstill: Quiesces servers that others start, where they have to sleep (`rollout.colocate`). None: not needed.
+
+    Attributes:
+        endpoints: The servers, in the order in which they were given. Only the fleet may call methods that change them.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig, standstill: Standstill | None = None) -> None:
-        self._cfg, self._endpoints, self._standstill = cfg, endpoints, standstill
+        self._cfg, self.endpoints, self._standstill = cfg, endpoints, standstill
         self._members: list[Member[Endpoint]] = []
         self._version = INITIAL_VERSION
         self._loop = LoopThread("fleet")
@@ -71,6 +75,10 @@ class Fleet:
         """Return whether a healthy server waits for the weights of `version`."""
         return any(m.up and m.endpoint.version != self._version for m in self._members)
 
+    def status(self) -> tuple[ServerStatus, ...]:
+        """Return the state of all servers now, in the order of `endpoints`; empty before `start`."""
+        return tuple(status_of(member) for member in self._members)
+
     def take_events(self) -> list[str]:
         """Return what happened to servers since the last call, one message each, and forget it."""
         events, self._events = self._events, []
@@ -87,8 +95,8 @@ class Fleet:
         self._checks = Checks(same_precision=self._cfg.server.precision is None)
         self._rest = Rest(self._changed, self._standstill, self._growth)
         self._rest.rise()  # a killed run may have left its device lease
-        self._members = [Member(e, self._cfg.server, self._tell, self._event, self._rest.may_start) for e in self._endpoints]
-        for endpoint in self._endpoints:
+        self._members = [Member(e, self._cfg.server, self._tell, self._event, self._rest.may_start) for e in self.endpoints]
+        for endpoint in self.endpoints:
             endpoint.launch()
         self._loop.run(self._keep_all())
 
@@ -193,17 +201,17 @@ class Fleet:
         """See `RolloutEngine.sleep`. A server that fails to sleep is ended. No server is started while the fleet sleeps."""
         self._require_start()
         self._loop.run(self._rest.sleep(self._members))
-        self._check_enough()
+        require_enough(self._members, self._cfg.min_servers)
 
     def wake(self, part: EnginePart) -> None:
         """See `RolloutEngine.wake`. A server that fails to wake is ended, and restarted once all parts are awake."""
         self._require_start()
         self._loop.run(self._rest.wake(self._members, part))
-        self._check_enough()
+        require_enough(self._members, self._cfg.min_servers)
 
     def resident_bytes(self) -> int:
         """See `RolloutEngine.resident_bytes`."""
-        return sum(endpoint.resident_bytes for endpoint in self._endpoints)
+        return sum(endpoint.resident_bytes for endpoint in self.endpoints)
 
     @property
     def restarts(self) -> int:
@@ -213,9 +221,9 @@ class Fleet:
     def close(self) -> None:
         """End all servers; bounded in time. May be called again, and before `start`."""
         self._loop.stop()
-        with ThreadPoolExecutor(len(self._endpoints)) as threads:  # each stop takes some seconds
-            list(threads.map(lambda endpoint: endpoint.stop(), self._endpoints))
-        for endpoint in self._endpoints:
+        with ThreadPoolExecutor(len(self.endpoints)) as threads:  # each stop takes some seconds
+            list(threads.map(lambda endpoint: endpoint.stop(), self.endpoints))
+        for endpoint in self.endpoints:
             endpoint.forget()
         self._rest.rise()
         self._keepers, self._updating = [], []
@@ -247,7 +255,7 @@ class Fleet:
     async def _until_settled(self) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: all(m.up or m.lost for m in self._members))
-        self._check_enough()
+        require_enough(self._members, self._cfg.min_servers)
 
     async def _generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int, deliver: Deliver | None = None
@@ -311,25 +319,16 @@ class Fleet:
         """Wait for and return the least loaded server with a free slot, preferring others to `avoid`. Raises RolloutError."""
         while True:
             async with self._changed:
-                self._check_enough()
+                require_enough(self._members, self._cfg.min_servers)
                 serving = [(m, m.life) for m in self._members if m.life is not None and m.endpoint.version == self._version]
                 if self._rest.asleep:
                     serving = []  # requests that their caller has abandoned
                 free = [each for each in serving if each[0].endpoint.in_flight < self._cfg.server.concurrency]
                 if self._cfg.only and not serving:
-                    self._refuse_other_weights()
+                    refuse_other_weights(self._members)
                 if free:
                     return min(free, key=lambda each: (each[0].endpoint is avoid, each[0].endpoint.in_flight))
                 await self._changed.wait()
-
-    def _refuse_other_weights(self) -> None:
-        """Raise RolloutError if a server needs weights that nobody will send (`rollout.only`)."""
-        for member in self._members:
-            if member.up and member.endpoint.version == UNKNOWN_VERSION:
-                raise RolloutError(
-                    f"rollout.only=true samples with the weights of model.path, and {member.endpoint.name} serves others, "
-                    "which another run sent; start it again"
-                )
 
     async def _begin(self, version: int) -> None:
         self._version = version
@@ -362,7 +361,7 @@ class Fleet:
             return False
         async with self._changed:
             await self._changed.wait_for(lambda: all(m.lost or m.life not in (None, life) for m, life in ended))
-        self._check_enough()
+        require_enough(self._members, self._cfg.min_servers)
         return True
 
     async def _until_idle(self) -> None:
@@ -428,19 +427,6 @@ class Fleet:
         except SyncError:
             self._refused = f"the check of version {self._version} failed"
             raise
-
-    def _check_enough(self) -> None:
-        """Raise RolloutError if fewer than `min_servers` servers are left."""
-        lost = [m.lost for m in self._members if m.lost is not None]
-        left = len(self._members) - len(lost)
-        if left < self._cfg.min_servers:
-            if len(self._members) == 1:
-                raise RolloutError(str(lost[0]))
-            reasons = "\n".join(str(error) for error in lost)
-            raise RolloutError(
-                f"{left} of {len(self._members)} inference servers are left, fewer than rollout.min_servers="
-                f"{self._cfg.min_servers}:\n{reasons}"
-            )
 
     def _event(self, text: str) -> None:
         self._events.append(text)

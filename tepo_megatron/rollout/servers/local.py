@@ -29,6 +29,10 @@ class LocalServer:
         launch: What the server is started with.
         log_path: The server's log.
         key: The key that the server requires. None: a new one at each start.
+
+    Attributes:
+        process: The process of the last `launch`; None before the first.
+        address: Where that process listens, or will; None before the first `launch`.
     """
 
     again = "is started again"
@@ -39,7 +43,7 @@ class LocalServer:
         self.name, self.log_path = name, log_path
         self._api, self._cfg, self._launch, self._key = api, cfg, launch, key
         self.process: ServerProcess | None = None
-        self._address: Address | None = None
+        self.address: Address | None = None
         self._door: socket.socket | None = None  # keeps the port from others until the server listens there
         self._served: ServedModel | None = None
 
@@ -66,20 +70,20 @@ class LocalServer:
             folder=self._served.folder,
         )
         process.start()
-        self.process, self._address = process, Address(url, key)
+        self.process, self.address = process, Address(url, key)
 
     async def reached(self) -> Address:
         """Wait until the server is healthy, and return its address.
 
         Raises RolloutError if it ends, or is not healthy `rollout.server.ready_seconds` after its start.
         """
-        if self.process is None or self._address is None:
+        if self.process is None or self.address is None:
             raise RolloutError(f"{self.name} is not running")
         try:
             await asyncio.to_thread(self.process.wait_ready)
         finally:
             self._let_go()
-        return self._address
+        return self.address
 
     async def failure(self, what: str) -> RolloutError:
         """Return an error that says `what` the server did, whether it died of it, and how its log ends."""

@@ -150,6 +150,11 @@ class ServerProcess:
         self._has_ended()
 
     @property
+    def guard_pid(self) -> int | None:
+        """Process ID of the guard, whose descendants are the server's processes; None before `start`."""
+        return None if self._guard is None else self._guard.pid
+
+    @property
     def running(self) -> bool:
         """Return whether the server's first process lives, and the guard that would end the others."""
         return self._guard is not None and not self._has_ended()

@@ -147,7 +147,7 @@ class Slow(ScriptedGroups):
     def add(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
         made = ScriptedGroups(self._generate)
         made.add(prompts, sampling, seed)
-        self._there = [*made._there, *self._there]  # the oldest arrive first
+        self.there = [*made.there, *self.there]  # the oldest arrive first
 
 
 def over_slow_groups() -> tuple[Collector, PromptStream, ScriptedEngine]:

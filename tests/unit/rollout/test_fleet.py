@@ -22,6 +22,7 @@ from tepo_megatron.rollout.servers.endpoint import Endpoint
 from tepo_megatron.rollout.servers.fleet import Fleet
 from tepo_megatron.rollout.servers.local import LocalServer
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tests.direct_requests import ask
 from tests.scripted_api import ScriptedApi
 
 pytestmark = pytest.mark.slow
@@ -57,18 +58,15 @@ def fleet(
 
 
 def behave(fleet: Fleet, server: int, **behaviour: Any) -> None:
-    client = fleet._members[server].endpoint.client
-    assert client is not None
-    fleet._loop.run(client.send("POST", "/behave", behaviour))
+    ask(fleet, server, "POST", "/behave", behaviour)
 
 
 def process(fleet: Fleet, server: int) -> psutil.Process:
     """The server's first process."""
-    behind = fleet._members[server].endpoint.server
+    behind = fleet.endpoints[server].server
     assert isinstance(behind, LocalServer)
-    found = behind.process
-    assert found is not None and found._guard is not None
-    return psutil.Process(found._guard.pid).children()[0]
+    assert behind.process is not None and behind.process.guard_pid is not None
+    return psutil.Process(behind.process.guard_pid).children()[0]
 
 
 def ids(rollouts: list[Rollout]) -> list[list[int]]:
@@ -200,7 +198,7 @@ def test_weights_that_come_in_mid_generation_wait_for_what_is_being_sampled(expe
         assert ids(rollouts) == expected
         versions = [r.policy_version for r in rollouts]
         assert set(versions) == {1, 2} and two.take_events() == []
-        assert {r.servers for r in rollouts} == {((0, endpoint.name),) for endpoint in two._endpoints}
+        assert {r.servers for r in rollouts} == {((0, endpoint.name),) for endpoint in two.endpoints}
         assert all(len(set(versions[i : i + 3])) == 1 for i in range(0, len(versions), 3)), "a group of two versions"
 
 
@@ -221,7 +219,7 @@ def test_groups_stream_in_as_they_are_done_and_to_close_the_stream_ends_the_rest
         groups.close()
         assert time.monotonic() - started < 15.0
         assert all(ids(group) == expected[3 * group[0].prompt_id :][:3] for group in first)
-        until(lambda: not any(m.endpoint.in_flight for m in two._members), seconds=4.0)
+        until(lambda: not any(server.in_flight for server in two.status()), seconds=4.0)
         with pytest.raises(RolloutError, match="max_tokens is too large"):
             groups.add(PROMPTS, SamplingParams(samples=1, max_tokens=101), seed=0)
             groups.next()
@@ -235,7 +233,7 @@ def test_what_is_under_way_when_new_weights_come(in_flight: str, expected: list[
             behave(two, i, slow=3.0 if in_flight == "finish" else 15.0)  # of all five tokens
         groups = two.open()
         groups.add(PROMPTS[:8], SAMPLING, seed=7)
-        until(lambda: sum(m.endpoint.in_flight for m in two._members) == 8)
+        until(lambda: sum(server.in_flight for server in two.status()) == 8)
         time.sleep(1.0 if in_flight == "finish" else 4.0)
         for i in range(2):
             behave(two, i)  # the requests after these are fast

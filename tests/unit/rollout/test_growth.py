@@ -13,6 +13,7 @@ from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout.engines import beginning
 from tepo_megatron.rollout.servers.fleet import Fleet
 from tepo_megatron.rollout.servers.local import LocalServer
+from tests.direct_requests import ask
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, expected, fleet, ids, process, until  # noqa: F401
 
 pytestmark = pytest.mark.slow
@@ -31,8 +32,7 @@ def step(fleet: Fleet, version: int) -> list[list[int]]:
 
 def served(fleet: Fleet) -> list[int]:
     """The versions that the servers themselves say they have."""
-    clients = [m.endpoint.client for m in fleet._members]
-    return [fleet._loop.run(client.send("GET", "/about"))["version"] for client in clients if client is not None]
+    return [ask(fleet, server, "GET", "/about")["version"] for server in range(len(fleet.endpoints))]
 
 
 def test_one_that_has_grown_is_restarted_before_the_next_weights_and_gets_them(
@@ -93,7 +93,7 @@ def test_what_is_under_way_is_waited_for_or_cut_off_first(
         behave(one, 0, grow=2 * MIB, slow=2.0 if in_flight == "finish" else 15.0)  # of all five tokens
         groups = one.open()
         groups.add(PROMPTS[:4], SAMPLING, seed=7)
-        until(lambda: sum(m.endpoint.in_flight for m in one._members) == 4)
+        until(lambda: sum(server.in_flight for server in one.status()) == 4)
         time.sleep(0.2 if in_flight == "finish" else 4.0)
         one.update_weights([], version=2)
         assert one.restarts == 1 and not one.needs_weights
@@ -121,10 +121,10 @@ def test_one_that_is_put_to_sleep_is_ended_and_comes_back_when_all_are_awake(
         first = process(two, 0)
         behave(two, 0, grow=2 * MIB)
         two.sleep()
-        assert not first.is_running() and not two._members[0].endpoint.running, "it holds memory still"
+        assert not first.is_running() and not two.status()[0].running, "it holds memory still"
         two.wake("weights")
         time.sleep(0.3)
-        assert not two._members[0].endpoint.running, "it takes memory that is the trainer's"
+        assert not two.status()[0].running, "it takes memory that is the trainer's"
         two.update_weights([], 3)
         two.wake("kv_cache")
         assert ids(two.generate(PROMPTS, SAMPLING, seed=7)) == expected
@@ -138,7 +138,7 @@ def test_one_that_does_not_come_back_ends_the_run(tmp_path: Path) -> None:
         step(one, 0)
         step(one, 1)
         behave(one, 0, grow=2 * MIB)
-        behind = one._members[0].endpoint.server
+        behind = one.endpoints[0].server
         assert isinstance(behind, LocalServer)
         behind.log_path = tmp_path / "0.log" / "below a file"
         failed: list[str] = []

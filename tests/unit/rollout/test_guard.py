@@ -55,7 +55,7 @@ for i, kind in enumerate(kinds):
     servers.append((folder, ServerProcess(command, env=dict(os.environ), health_url="", log_path=Path(out) / f"{i}.log",
                                           ready_seconds=60, folder=folder.path)))
     servers[-1][1].start()
-about = [[s._guard.pid, str(folder.path)] for folder, s in servers]
+about = [[s.guard_pid, str(folder.path)] for folder, s in servers]
 (Path(out) / "part").write_text(json.dumps(about))
 (Path(out) / "part").rename(Path(out) / "about")
 while True:

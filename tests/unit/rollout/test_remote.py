@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -129,6 +130,27 @@ def serving(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
             serve.process.kill()
 
 
+KILLED = """
+import json, os, signal, sys
+from pathlib import Path
+from tepo_megatron.rollout import engines
+from tests.scripted_api import ScriptedApi
+from tests.unit.rollout.test_remote import trainer
+
+engines.ENGINES["vllm"] = ScriptedApi
+with trainer(Path(sys.argv[1]), **json.loads(sys.argv[2])) as fleet:
+    {"update": lambda: fleet.begin_update(5), "sleep": fleet.sleep}[sys.argv[3]]()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def killed_trainer(folder: Path, settings: dict[str, Any], after: str) -> None:
+    """A `trainer` in a process of its own, which is killed `after` it has begun an "update", or put its servers to "sleep"."""
+    command = [sys.executable, "-c", KILLED, str(folder), json.dumps(settings), after]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+
 def server_process(serving: Serving, record: Record) -> psutil.Process:
     """The first process of the server with this record."""
     port = record.url.rpartition(":")[2]
@@ -186,11 +208,7 @@ def test_a_server_that_dies_says_so_though_the_trainer_saw_it_first(serving: Cal
 def test_a_server_that_a_killed_run_left_half_way_starts_anew(serving: Callable[..., Serving], tmp_path: Path) -> None:
     serve = serving(servers=1)
     settings: dict[str, Any] = {"rendezvous": str(serve.rendezvous.folder)}
-    with pytest.raises(ZeroDivisionError), trainer(tmp_path, **settings) as killed:
-        killed.begin_update(5)
-        for endpoint in killed._endpoints:
-            endpoint.server.stop = lambda: None  # type: ignore[method-assign]  # whoever is killed gives nothing back
-        _ = 1 / 0
+    killed_trainer(tmp_path, settings, after="update")
     start = serve.records()[0].start
     with (
         pytest.raises(RolloutError, match=r"is used by the run .*/run; wait for its end"),
@@ -218,23 +236,32 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     folder = tmp_path_factory.mktemp("one")
     server = LocalServer("it", ScriptedApi(), ServerConfig(), launch_of(folder, host="127.0.0.2"), folder / "log", KEY)
     server.launch()
-    assert server.process is not None and server._address is not None
-    server.process.wait_ready()
-    yield folder, server._address.url
+    yield folder, asyncio.run(server.reached()).url
     server.stop()
     server.forget()
 
 
+def open_sockets() -> set[str]:
+    """The sockets that this process has open, by inode."""
+    found = set()
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found.add(os.readlink(file))
+    return {link for link in found if link.startswith("socket:")}
+
+
 def test_a_servers_port_is_nobody_elses_until_it_listens_there(tmp_path: Path) -> None:
     server = LocalServer("it", ScriptedApi(), ServerConfig(ready_seconds=60), launch_of(tmp_path), tmp_path / "log", KEY)
+    before = open_sockets()
     server.launch()
     try:
-        assert server._address is not None
-        port = int(server._address.url.rpartition(":")[2])
+        assert server.address is not None
+        port = int(server.address.url.rpartition(":")[2])
         with socket.socket() as other, pytest.raises(OSError, match="in use"):  # its process has hardly begun
             other.bind(("127.0.0.1", port))
-        assert asyncio.run(server.reached()) == server._address
-        assert server._door is None
+        assert len(open_sockets() - before) == 1  # holds the port
+        assert asyncio.run(server.reached()) == server.address
+        assert open_sockets() <= before
     finally:
         server.stop()
         server.forget()
@@ -250,7 +277,7 @@ def test_weights_of_another_run_are_never_taken_for_the_first_ones(
         assert {r.policy_version for r in earlier.generate(PROMPTS[:2], SAMPLING, seed=0)} == {INITIAL_VERSION}
         earlier.update_weights([], version=0)
     with trainer(folder, urls=[url]) as later:
-        assert later._members[0].endpoint.version == UNKNOWN_VERSION and later.needs_weights
+        assert later.status()[0].version == UNKNOWN_VERSION and later.needs_weights
         later.update_weights([], version=0)  # the same number, other weights
         assert not later.needs_weights
         assert {r.policy_version for r in later.generate(PROMPTS[:2], SAMPLING, seed=0)} == {0}
@@ -271,7 +298,7 @@ def test_a_server_is_taken_from_the_rendezvous_and_given_back(
     rendezvous, record = Rendezvous(tmp_path), record_of(folder, url)
     rendezvous.publish(record)
     with trainer(folder, servers=2, ready_seconds=3, rendezvous=str(tmp_path)) as fleet:
-        assert [member.up for member in fleet._members].count(True) == 1
+        assert [server.up for server in fleet.status()].count(True) == 1
         fleet.update_weights([], version=8)
         assert {r.policy_version for r in fleet.generate(PROMPTS[:2], SAMPLING, seed=0)} == {8}
         with (

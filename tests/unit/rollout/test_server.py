@@ -77,8 +77,7 @@ def healthy(start: Start, tmp_path: Path) -> Callable[..., tuple[ServerProcess, 
             port = held.getsockname()[1]
             server = start(HEALTHY, str(port), str(tmp_path / "pids"), *args, port=port)
             server.wait_ready()
-        assert server._guard is not None
-        pids = [server._guard.pid, *json.loads((tmp_path / "pids").read_text())]
+        pids = [server.guard_pid, *json.loads((tmp_path / "pids").read_text())]
         return server, [psutil.Process(pid) for pid in pids]
 
     return begin
@@ -278,7 +277,7 @@ worker = os.fork()  # lives on, which must not keep the server alive
 if worker == 0:
     time.sleep(20)
     os._exit(0)
-print(server._guard.pid, worker, flush=True)
+print(server.guard_pid, worker, flush=True)
 time.sleep(60)
 """
 

@@ -19,6 +19,7 @@ from tepo_megatron.rollout.servers.fleet import Fleet
 from tepo_megatron.rollout.servers.local import LocalServer
 from tepo_megatron.rollout.sglang import SglangApi
 from tepo_megatron.rollout.vllm import VllmApi
+from tests.direct_requests import ask
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, expected, fleet, ids, process, until  # noqa: F401
 
 pytestmark = pytest.mark.slow
@@ -26,9 +27,7 @@ pytestmark = pytest.mark.slow
 
 def told(fleet: Fleet, server: int) -> list[str]:
     """What the server itself says that it has released."""
-    client = fleet._members[server].endpoint.client
-    assert client is not None
-    released: list[str] = fleet._loop.run(client.send("GET", "/health"))["asleep"]
+    released: list[str] = ask(fleet, server, "GET", "/health")["asleep"]
     return released
 
 
@@ -90,7 +89,7 @@ def test_sleep_waits_for_what_is_being_sampled(tmp_path: Path) -> None:
         answers: list[int] = []
         asking = threading.Thread(target=lambda: answers.append(len(two.generate(first, SAMPLING, seed=7))))
         asking.start()
-        until(lambda: any(m.endpoint.in_flight for m in two._members))
+        until(lambda: any(server.in_flight for server in two.status()))
         two.sleep()
         asking.join()
         assert answers == [12] and two.take_events() == []
@@ -104,10 +103,10 @@ def test_a_server_that_dies_asleep_is_started_when_the_others_are_awake(
         two.update_weights([], version=1)
         two.sleep()
         process(two, 0).kill()
-        until(lambda: not two._members[0].up)
+        until(lambda: not two.status()[0].up)
         two.wake("weights")
         time.sleep(0.3)  # several times what it would wait before a start
-        assert not two._members[0].endpoint.running
+        assert not two.status()[0].running
         two.update_weights([], 2)
         two.wake("kv_cache")
         rollouts = two.generate(PROMPTS, SAMPLING, seed=7)
@@ -134,7 +133,7 @@ def test_a_server_that_fails_at_it_is_ended_and_comes_back(
         behave(two, 0, **{how: True, "at": at})
         two.sleep()
         if at == "/sleep":
-            assert not first.is_running() and not two._members[0].endpoint.running, "it may hold memory still"
+            assert not first.is_running() and not two.status()[0].running, "it may hold memory still"
         wake(two, 2)
         assert ids(two.generate(PROMPTS, SAMPLING, seed=7)) == expected
         until(lambda: two.needs_weights)
@@ -151,14 +150,15 @@ def test_a_server_that_is_being_started_is_waited_for_and_then_put_to_sleep(
     with fleet(tmp_path, servers=2) as two:
         two.update_weights([], version=1)
         monkeypatch.setenv("TEPO_SCRIPTED_START_SECONDS", "3")  # of those that start from here on
-        first, behind = process(two, 0), two._members[0].endpoint.server
+        first, behind = process(two, 0), two.endpoints[0].server
         assert isinstance(behind, LocalServer)
         before = behind.process
         first.kill()
         until(lambda: behind.process is not before)
-        assert two._members[0].between  # launched again, not yet up
+        coming = two.status()[0]
+        assert coming.running and not coming.up  # launched again
         two.sleep()
-        assert two._members[0].up and [told(two, i) for i in range(2)] == [["weights", "kv_cache"]] * 2
+        assert two.status()[0].up and [told(two, i) for i in range(2)] == [["weights", "kv_cache"]] * 2
         wake(two, 2)
         assert not two.needs_weights  # the update was of both
 

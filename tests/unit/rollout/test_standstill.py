@@ -17,8 +17,16 @@ from tepo_megatron.errors import RolloutError
 from tepo_megatron.rollout.servers.fleet import Fleet
 from tepo_megatron.rollout.servers.rendezvous import Rendezvous, keeper_name, this_host
 from tepo_megatron.rollout.servers.standstill import Standstill
-from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids, until
-from tests.unit.rollout.test_remote import Serving, record_of, scripted, server_process, serving, trainer  # noqa: F401
+from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, ids, until
+from tests.unit.rollout.test_remote import (  # noqa: F401
+    Serving,
+    killed_trainer,
+    record_of,
+    scripted,
+    server_process,
+    serving,
+    trainer,
+)
 from tests.unit.rollout.test_sleep import told, wake
 
 BOTH_PARTS = ["weights", "kv_cache"]
@@ -48,7 +56,7 @@ def test_a_server_that_dies_in_the_trainers_turn_is_started_after_it(
         dead = serves[0].records()[0]
         serve = next(s for s in serves if s.process.pid == dead.pid)
         server_process(serve, dead).kill()
-        until(lambda: not all(m.up for m in fleet._members))
+        until(lambda: not all(server.up for server in fleet.status()))
         until(lambda: "is started again" in serve.log.read_text())  # it would be, 0.05 s later
         time.sleep(1.0)
         assert servers_of(serve) == 0 and len(serve.records()) == 1
@@ -95,9 +103,7 @@ def test_a_server_that_fails_to_sleep_is_gone_before_the_trainer_has_the_devices
 ) -> None:
     serve = serving(servers=1, colocate=True)
     with trainer(tmp_path, colocate=True, rendezvous=str(serve.rendezvous.folder)) as fleet:
-        client = fleet._members[0].endpoint.client
-        assert client is not None
-        fleet._loop.run(client.send("POST", "/behave", {"refuse": True, "at": "/sleep"}))
+        behave(fleet, 0, refuse=True, at="/sleep")
         fleet.sleep()
         assert servers_of(serve) == 0
         fleet.wake("weights")
@@ -115,14 +121,9 @@ def test_a_killed_trainers_turn_ends_when_its_run_is_resumed(
 ) -> None:
     serve = serving(servers=1, colocate=True)
     settings: dict[str, Any] = {"colocate": True, "rendezvous": str(serve.rendezvous.folder)}
-    with pytest.raises(ZeroDivisionError), trainer(tmp_path, **settings) as killed:
-        killed.sleep()
-        turn = serve.rendezvous.turn()
-        killed._standstill = killed._rest._standstill = None  # whoever is killed gives nothing back
-        for endpoint in killed._endpoints:
-            endpoint.server.stop = lambda: None  # type: ignore[method-assign]
-        _ = 1 / 0
-    assert turn is not None and serve.rendezvous.turn() == turn
+    killed_trainer(tmp_path, settings, after="sleep")
+    turn = serve.rendezvous.turn()
+    assert turn is not None and turn.run == str(tmp_path / "run")
     with trainer(tmp_path, **settings) as resumed:
         assert serve.rendezvous.turn() is None
         resumed.update_weights([], version=1)

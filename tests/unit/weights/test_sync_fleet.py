@@ -11,6 +11,7 @@ import pytest
 from tepo_megatron.errors import SyncError
 from tepo_megatron.rollout.engine import INITIAL_VERSION
 from tepo_megatron.rollout.servers.fleet import Fleet
+from tests.direct_requests import ask
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, fleet, process, until
 
 pytestmark = pytest.mark.slow
@@ -19,9 +20,7 @@ ROUNDS = [[Path("a"), Path("b")], [Path("c")]]
 
 def about(fleet: Fleet, server: int) -> Any:
     """What the server tells of its last update."""
-    client = fleet._members[server].endpoint.client
-    assert client is not None
-    return fleet._loop.run(client.send("GET", "/health"))
+    return ask(fleet, server, "GET", "/health")
 
 
 def loaded(fleet: Fleet, server: int) -> Any:
@@ -58,7 +57,7 @@ def test_a_server_that_dies_of_it_asks_for_the_weights_and_the_others_go_on(at: 
         two.begin_update(1)
         two.load(ROUNDS[0]).result()
         if at != "/update":
-            until(lambda: two._members[0].up and two._members[0]._restarts == 1)  # back before the update is over
+            until(lambda: two.status()[0].up and two.status()[0].restarts == 1)  # back before the update is over
         two.load(ROUNDS[1]).result()
         two.finish_update()
         assert versions(two) == {1} and loaded(two, 1) == ["a", "b", "c"]

@@ -1,0 +1,33 @@
+"""Requests to one server of a fleet over a connection of their own, past the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from tepo_megatron.rollout.servers.client import Client
+from tepo_megatron.rollout.servers.fleet import Fleet
+
+Answer = TypeVar("Answer")
+SECONDS = 120.0  # of a request
+
+
+def connected(fleet: Fleet, server: int, use: Callable[[Client], Awaitable[Answer]]) -> Answer:
+    """Return what `use` returns, given a connection to one server at the address that it had when it was last ready."""
+    address = fleet.endpoints[server].address
+    assert address is not None, "it has never been ready"
+
+    async def run() -> Answer:
+        client = Client(address.url, address.key, request_seconds=SECONDS, silent_seconds=SECONDS)
+        try:
+            return await use(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def ask(fleet: Fleet, server: int, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    """Send one request with the server's key and return its JSON answer. Raises RequestFailed."""
+    return connected(fleet, server, lambda client: client.send(method, path, body))
