@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.rollout import record
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import HalfALine, Kill, Outcome
 
@@ -108,6 +109,20 @@ def test_the_kill_of_one_of_two_ranks(straight: Callable[[int], Outcome], model:
         Kill(CHECKPOINT + "saving:write_items", step=4, after=True, rank=1),
     )
     w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(2))
+
+
+def test_prompts_that_were_sampled_ahead_of_a_kill_are_not_lost(model: Path, tmp_path: Path) -> None:
+    """A checkpoint holds the place of what was trained: the next step's rollouts are there when it is written."""
+
+    def prompts(folder: Path, *kills: Kill) -> list[list[int]]:
+        ahead = {"max_staleness": 1, "record": True, "filter_uniform_groups": False, "max_refills": 0}
+        cfg = w.run_config(model, folder, rollout=ahead, checkpoint={"every": 1, "asynchronous": False})
+        w.lineage(cfg, folder / "journal", *kills)
+        steps = [record.read(cfg.run_dir / record.FOLDER, step)[0] for step in range(1, w.STEPS + 1)]
+        return [[r.prompt_id for r in rollouts] for rollouts in steps]
+
+    killed = prompts(tmp_path / "killed", Kill("tepo_megatron.sinks:RunLog.write", step=4))
+    assert killed == prompts(tmp_path / "straight") and len({tuple(step) for step in killed}) == w.STEPS
 
 
 @pytest.mark.full

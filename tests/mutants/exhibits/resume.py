@@ -21,7 +21,7 @@ EXHIBITS = (
         symbol="MainDriver.state",
         old='"prompts": self._positions.get(step),',
         new='"prompts": self._source.position() if self._prompts is not None else None,',
-        tests=("tests/e2e/test_ahead.py::test_whoever_resumes_loses_no_prompt_and_uses_none_twice",),
+        tests=("tests/parallel/test_resume.py::test_prompts_that_were_sampled_ahead_of_a_kill_are_not_lost",),
     ),
     Exhibit(
         name="the_epoch_begins_again_on_resume",

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,9 @@ def test_a_single_server_that_is_killed_comes_back_when_it_gets_its_weights(expe
         killer.start()
         helper = threading.Thread(target=lambda: (until(lambda: one.needs_weights), one.update_weights([], version=2)))
         helper.start()
-        assert ids(one.generate(PROMPTS, SAMPLING, seed=7)) == expected
+        rollouts = one.generate(PROMPTS, SAMPLING, seed=7)
+        assert ids(rollouts) == expected
+        assert {r.policy_version for r in rollouts} == {2}, "it was asked before it had the weights"
         helper.join()
 
 
@@ -193,7 +196,13 @@ def test_weights_that_come_in_mid_generation_wait_for_what_is_being_sampled(expe
             behave(two, i, slow=0.4)  # five times at least
         updates = threading.Timer(0.5, lambda: two.update_weights([], version=2))
         updates.start()
-        rollouts = two.generate(PROMPTS, SAMPLING, seed=7)
+        with ThreadPoolExecutor(1) as thread:
+            sampled = thread.submit(two.generate, PROMPTS, SAMPLING, 7)
+            try:
+                rollouts = sampled.result(60)
+            except TimeoutError:
+                two.close()  # samples of mixed weights are asked for again and again
+                raise
         updates.join()
         assert ids(rollouts) == expected
         versions = [r.policy_version for r in rollouts]
