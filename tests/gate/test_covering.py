@@ -39,7 +39,7 @@ def test_what_is_refused_and_why() -> None:
         assert reason in found[pair], pair
 
 
-@pytest.mark.parametrize("number", full_but([1], [], range(len(ROWS))))
+@pytest.mark.parametrize("number", full_but([1], [2, 3, 6], range(len(ROWS))))
 def test_a_row_trains_to_the_reference(number: int, tmp_path: Path) -> None:
     row = ROWS[number]
     family, tied = covering.family_of(row)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from tests.server.served import MAX_LOGPROB_DIFF, SAMPLING, logprob_diff, make_prompts, serve
 from tests.tiny import VOCAB_SIZE, tiny_model
 
-pytestmark = [pytest.mark.server, pytest.mark.full]
+pytestmark = pytest.mark.server
 
 
 def tiny_moe(path: Path, seed: int = 0) -> PreTrainedModel:
