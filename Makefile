@@ -170,7 +170,7 @@ $(READY): pyproject.toml requirements/cpu.txt
 	$(BIN)/uv pip install --no-config --python $(BIN)/python --no-deps --quiet --editable .; \
 	echo "$$sum" > $(READY)
 
-# this package is there for the loader of its weights (rollout/in_server/sglang_loader.py)
+# this package is there for the loader of its weights (weight_sync/receiver/sglang_loader.py)
 $(SGLANG)/.ready: $(READY) requirements/sglang-cpu.txt
 	@sum=$$(cat requirements/sglang-cpu.txt | sha256sum); \
 	if [ "$$(cat $@ 2>/dev/null)" = "$$sum" ]; then touch $@; exit 0; fi; \

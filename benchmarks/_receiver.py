@@ -18,8 +18,8 @@ from typing import Any, Self
 
 import torch
 
-from tepo_megatron.channel import Bucket, Meeting, Source, Taker
-from tepo_megatron.rollout.in_server.inbox import Inbox
+from tepo_megatron.weight_sync.channel import Bucket, Meeting, Source, Taker
+from tepo_megatron.weight_sync.receiver.inbox import Inbox
 
 
 class Receiver:

@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks.checkpoint import SHAPES
 from examples.arithmetic import base_model, task
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import load_config, validate
+from tepo_megatron.config.io import load_config, validate
 from tepo_megatron.types import Rollout
 
 DEMO = Path(__file__).parents[1] / "examples/demo.yaml"

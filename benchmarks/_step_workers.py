@@ -20,8 +20,8 @@ from benchmarks import _step_cases as cases
 from benchmarks._mends import MENDS, Mend
 from benchmarks._plain_step import FORMS, PlainStep
 from tepo_megatron.config import Config
-from tepo_megatron.processes import die_with_parent
 from tepo_megatron.types import Rollout
+from tepo_megatron.utils.processes import die_with_parent
 
 WORKERS = {**{f"plain {form}": 1 for form in FORMS}, "tp1": 1, "tp2": 2}  # name -> number of processes
 STEP_SECONDS = 300.0  # a step that takes longer has failed
@@ -35,8 +35,8 @@ class OurStep:
         from tepo_megatron.platform import activate
 
         platform = activate(cfg.platform)
-        from tepo_megatron import parallel
         from tepo_megatron.actor.actor import Actor
+        from tepo_megatron.distributed import parallel
         from tepo_megatron.losses import build_objective
 
         self.cfg, self.rollouts, self.steps = cfg, rollouts, 0
@@ -45,8 +45,8 @@ class OurStep:
 
     def __call__(self) -> Updates:
         """Run one step as `train.py` does; return (loss, gradient norm) of each update."""
-        from tepo_megatron.advantages import group_advantages
-        from tepo_megatron.step_log import StepLog
+        from tepo_megatron.controller.step_log import StepLog
+        from tepo_megatron.losses.advantages import group_advantages
         from tepo_megatron.types import TrainBatch
 
         actor, log, out = self.actor, StepLog(), []

@@ -32,7 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from tepo_megatron.config_io import validate
+from tepo_megatron.config.io import validate
 from tepo_megatron.platform import Platform, activate
 
 if TYPE_CHECKING:
@@ -76,12 +76,12 @@ def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> No
         platform: The activated platform.
         temporary: Folder for the model and, by default, the checkpoints.
     """
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.checkpoint.agreement import from_main
     from tepo_megatron.checkpoint.checkpoints import Checkpoints
     from tepo_megatron.checkpoint.state import written
     from tepo_megatron.config import CheckpointConfig
+    from tepo_megatron.distributed import parallel
 
     model = _write_model(args.model, temporary) if args.model in SHAPES else Path(args.model)
     world = int(os.environ["WORLD_SIZE"])

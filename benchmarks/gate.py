@@ -34,12 +34,12 @@ def measure(repetitions: int) -> list[dict[str, Any]]:
     from tepo_megatron.platform import activate
 
     platform = activate("cpu")
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.gate import WeightsGate
+    from tepo_megatron.controller.gate import WeightsGate
+    from tepo_megatron.controller.step_log import StepLog
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
-    from tepo_megatron.step_log import StepLog
-    from tepo_megatron.timing import Clock
+    from tepo_megatron.observability.timing import Clock
     from tepo_megatron.train import learn
 
     class Off(WeightsGate):

@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from tepo_megatron.sinks import read_metrics
+from tepo_megatron.observability.sinks import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINE_CORE, TRAINER_CORE = 0, 1

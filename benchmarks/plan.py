@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import validate
+from tepo_megatron.config.io import validate
 from tepo_megatron.plan.activations import Recompute
 from tepo_megatron.plan.compute import Machine
 from tepo_megatron.plan.gpus import GPUS

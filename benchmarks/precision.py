@@ -36,13 +36,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from examples.arithmetic import task
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import load_config
+from tepo_megatron.config.io import load_config
 from tepo_megatron.platform import activate
 from tepo_megatron.types import Rollout, TrainBatch
 
 if TYPE_CHECKING:
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.parallel import Groups
+    from tepo_megatron.distributed.parallel import Groups
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "benchmarks/results/precision.json"
@@ -160,8 +160,8 @@ def step(cfg: Config, name: str, groups: Groups, rollouts: list[Rollout]) -> dic
         rollouts: The rollout batch.
     """
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.advantages import group_advantages
     from tepo_megatron.losses import build_objective
+    from tepo_megatron.losses.advantages import group_advantages
     from tepo_megatron.losses.kl import mask_falling_entropy
 
     precision, inputs, weights = VARIANTS[name]
@@ -243,7 +243,7 @@ def main() -> None:
         os.environ.setdefault(name, value)
     platform = activate("cpu")
     from benchmarks.results import surroundings
-    from tepo_megatron import parallel
+    from tepo_megatron.distributed import parallel
 
     rollouts = sampled(args.model, args.prompts)
     with tempfile.TemporaryDirectory() as folder:

@@ -32,7 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks._measure import Times, interleaved, load
 from benchmarks._step_workers import world
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import validate
+from tepo_megatron.config.io import validate
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.planning import plan_metrics, plan_microbatches
 from tepo_megatron.ops.shared_prompts import LEAST_SAVED, Families
@@ -142,8 +142,8 @@ def measure(names: list[str], repetitions: int, quick: bool) -> list[dict[str, A
     from tepo_megatron.platform import activate
 
     platform = activate("cpu")
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
-from tepo_megatron.rollout.engine import Launch
-from tepo_megatron.rollout.engines import build_engine
+from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.types import Prompt, SamplingParams
 
 PROMPTS, SAMPLING = 32, SamplingParams(samples=4, max_tokens=20)

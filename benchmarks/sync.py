@@ -35,18 +35,18 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks._receiver import Receiver
 from benchmarks._weights import QUICK, SHAPE, copy_seconds
-from tepo_megatron.channel import Meeting, Source, Taker
 from tepo_megatron.config import Config, RolloutConfig, ServerConfig
-from tepo_megatron.config_io import validate
+from tepo_megatron.config.io import validate
+from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.engines import build_engine
+from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.platform import activate
-from tepo_megatron.rollout.engine import Launch
-from tepo_megatron.rollout.engines import build_engine
-from tepo_megatron.rollout.servers.fleet import Fleet
+from tepo_megatron.weight_sync.channel import Meeting, Source, Taker
 
 if TYPE_CHECKING:  # Megatron-Core is imported after the platform is active
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.weights.broadcast import BroadcastSync
-    from tepo_megatron.weights.sync import WeightSync
+    from tepo_megatron.weight_sync.broadcast import BroadcastSync
+    from tepo_megatron.weight_sync.sync import WeightSync
 
 TARGETS = {"shm": 3.0, "group": 10.0, "ipc": 3.0}  # limits, in copies
 
@@ -135,8 +135,8 @@ def measure(actor: Actor, cfg: Config, engine: Fleet | None, nbytes: int, pushes
         pushes: Number of counted pushes.
     """
     source = torch.ones(nbytes, dtype=torch.uint8)
-    from tepo_megatron.weights.broadcast import BroadcastSync
-    from tepo_megatron.weights.sync import WeightSync
+    from tepo_megatron.weight_sync.broadcast import BroadcastSync
+    from tepo_megatron.weight_sync.sync import WeightSync
 
     receiver = Timed(engine) if engine is not None else None
     main, grouped = actor.groups.is_main, cfg.sync.transport == "group"
@@ -216,8 +216,8 @@ def main() -> None:
             "sync": {"bucket_mib": args.bucket_mib, "verify_every": int(args.verify), "transport": args.transport},
         })  # fmt: skip
         platform = activate("cpu")
-        from tepo_megatron import parallel
         from tepo_megatron.actor.actor import Actor
+        from tepo_megatron.distributed import parallel
 
         groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
         actor = Actor(cfg, groups)

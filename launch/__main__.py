@@ -12,10 +12,10 @@ from launch import jobs
 from launch.executors import EXECUTORS, Executor
 from launch.layout import lay_out
 from launch.profile import Cluster, load_cluster
-from tepo_megatron import run_dir
-from tepo_megatron.config_io import load_config
+from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import ConfigError, TepoError
-from tepo_megatron.escaping import escaped
+from tepo_megatron.observability import run_dir
+from tepo_megatron.utils.escaping import escaped
 
 USAGE = """
   python -m launch CONFIG --executor slurm --cluster PROFILE [--dry-run] [--after FOLDER] [--section.key VALUE ...]

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import sys
 
-from tepo_megatron import run_dir
-from tepo_megatron.config_io import load_config
+from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import TepoError
+from tepo_megatron.observability import run_dir
 
 
 def begin(config: str, task_id: str) -> int:

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tepo_megatron import records
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.escaping import escaped
+from tepo_megatron.utils import records
+from tepo_megatron.utils.escaping import escaped
 
 _RECORD = "job.json"
 

@@ -27,7 +27,7 @@ from urllib3.exceptions import HTTPError
 from launch.profile import Cluster
 from launch.ray_plan import OF_RAY, RayJob
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.escaping import excerpt
+from tepo_megatron.utils.escaping import excerpt
 
 _KIND = {"group": "ray.io", "version": "v1", "plural": "rayjobs"}
 _ANSWER_SECONDS = 30

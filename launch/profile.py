@@ -13,7 +13,7 @@ from pydantic import Field
 
 from launch.sections import KubeRayConfig, SkypilotConfig, SlurmConfig
 from tepo_megatron.config.fields import NonNegative, Positive, config
-from tepo_megatron.config_io import read_yaml, validate_as
+from tepo_megatron.config.io import read_yaml, validate_as
 
 _SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$")
 _NAME = re.compile(r"[A-Z_][A-Z0-9_]*")  # NeMo-Run converts names to capitals

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tepo_megatron import __version__, run_dir
+from tepo_megatron import __version__
 from tepo_megatron.errors import ConfigError, TepoError
-from tepo_megatron.escaping import escaped
-from tepo_megatron.run_lock import RunLock
+from tepo_megatron.observability import run_dir
+from tepo_megatron.utils.escaping import escaped
+from tepo_megatron.utils.run_lock import RunLock
 
 if TYPE_CHECKING:  # heavy imports come later, where an interrupt is reported in one line
     from tepo_megatron.config import Config
@@ -114,13 +115,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "serve":
             return serve(args.config, args.host, args.address, overrides)
         if args.command == "doctor":
-            from tepo_megatron.config_io import load_config
+            from tepo_megatron.config.io import load_config
             from tepo_megatron.doctor import doctor
 
             return doctor(load_config(args.config, overrides), preflight, start, args.quick)
         if args.command == "ablate":
             from tepo_megatron.ablation import ablate
-            from tepo_megatron.launcher import inside_torchrun
+            from tepo_megatron.launcher.launcher import inside_torchrun
 
             if inside_torchrun():
                 raise ConfigError("tepo ablate starts the ranks of its runs itself; call it outside of torchrun")
@@ -153,8 +154,8 @@ def train(config_path: str, overrides: list[str]) -> int:
         config_path: Path of the YAML file.
         overrides: The remaining arguments.
     """
-    from tepo_megatron.config_io import load_with_sources
-    from tepo_megatron.launcher import inside_torchrun, run_rank
+    from tepo_megatron.config.io import load_with_sources
+    from tepo_megatron.launcher.launcher import inside_torchrun, run_rank
 
     cfg, layers = load_with_sources(config_path, overrides)
     is_main = not inside_torchrun() or os.environ["RANK"] == "0"
@@ -184,9 +185,9 @@ def serve(config_path: str, host: str, address: str | None, overrides: list[str]
         address: Name by which other machines reach this one; None: the host, or this machine's name.
         overrides: The remaining arguments.
     """
-    from tepo_megatron.config_io import load_config
+    from tepo_megatron.config.io import load_config
+    from tepo_megatron.inference.servers.serve import serve
     from tepo_megatron.rollout.experts import check_experts
-    from tepo_megatron.rollout.servers.serve import serve
     from tepo_megatron.weights.hf_io import HfReader
 
     cfg = load_config(config_path, overrides)
@@ -221,7 +222,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
         args: The parsed options.
         overrides: The remaining arguments.
     """
-    from tepo_megatron.config_io import load_config
+    from tepo_megatron.config.io import load_config
     from tepo_megatron.plan.command import Request, plan
 
     for name in ("gpus", "prompt", "response"):
@@ -270,7 +271,7 @@ def start(cfg: Config) -> None:
 
     Raises a TepoError, which is also written to the run's log.txt.
     """
-    from tepo_megatron.launcher import RanksFailed, launch
+    from tepo_megatron.launcher.launcher import RanksFailed, launch
 
     with run_dir.claim(cfg) as lock:
         try:
@@ -286,9 +287,9 @@ def preflight(cfg: Config) -> None:
     """Check everything that can be refused before a process is started. Raises a TepoError."""
     from tepo_megatron.actor.layout import check_layout
     from tepo_megatron.actor.precision import check_shapes
+    from tepo_megatron.controller.method import resolve
     from tepo_megatron.evaluation.problems import check_sources
-    from tepo_megatron.method import resolve
-    from tepo_megatron.open_files import check_open_files
+    from tepo_megatron.launcher.open_files import check_open_files
     from tepo_megatron.rewards import check_reward
     from tepo_megatron.rollout.custom import load_function
     from tepo_megatron.rollout.experts import check_experts, replayed_routing

@@ -7,25 +7,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tepo_megatron import parallel, watch
 from tepo_megatron.actor.actor import Actor
-from tepo_megatron.advantages import group_advantages, penalized
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
-from tepo_megatron.colocation import Apart, Colocation, everybody
 from tepo_megatron.config import Config, ParallelConfig
-from tepo_megatron.config_io import plain
-from tepo_megatron.driver import Driver, EngineFactory
-from tepo_megatron.gate import WeightsGate
+from tepo_megatron.config.io import plain
+from tepo_megatron.controller.colocation import Apart, Colocation, everybody
+from tepo_megatron.controller.driver import Driver, EngineFactory
+from tepo_megatron.controller.gate import WeightsGate
+from tepo_megatron.controller.memory_report import MemoryReport
+from tepo_megatron.controller.schedule import Schedule
+from tepo_megatron.controller.step_log import StepLog
+from tepo_megatron.distributed import parallel
 from tepo_megatron.losses import Objective, build_objective
-from tepo_megatron.memory_report import MemoryReport
+from tepo_megatron.losses.advantages import group_advantages, penalized
+from tepo_megatron.observability import watch
+from tepo_megatron.observability.timing import Clock
 from tepo_megatron.platform import Platform
-from tepo_megatron.schedule import Schedule
-from tepo_megatron.seeding import derive_seed
-from tepo_megatron.step_log import StepLog
-from tepo_megatron.timing import Clock
 from tepo_megatron.types import Rollout, TrainBatch
-from tepo_megatron.weights.broadcast import BroadcastSync
-from tepo_megatron.weights.sync import NoSync, WeightSync, check_one_host
+from tepo_megatron.utils.seeding import derive_seed
+from tepo_megatron.weight_sync.broadcast import BroadcastSync
+from tepo_megatron.weight_sync.sync import NoSync, WeightSync, check_one_host
 
 
 def train(

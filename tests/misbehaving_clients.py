@@ -23,17 +23,17 @@ from typing import Any
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
+from tepo_megatron.inference.cut import Ask
+from tepo_megatron.inference.engine import Address, EngineApi
+from tepo_megatron.inference.servers import client as client_module
+from tepo_megatron.inference.servers import process as process_module
+from tepo_megatron.inference.servers.client import Client, RequestFailed, healthy
+from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.process import ServerProcess
+from tepo_megatron.inference.sglang import SglangApi
+from tepo_megatron.inference.vllm import VllmApi
 from tepo_megatron.rewards.remote import HttpTerm
 from tepo_megatron.rewards.terms import Response
-from tepo_megatron.rollout.cut import Ask
-from tepo_megatron.rollout.engine import Address, EngineApi
-from tepo_megatron.rollout.servers import client as client_module
-from tepo_megatron.rollout.servers import process as process_module
-from tepo_megatron.rollout.servers.client import Client, RequestFailed, healthy
-from tepo_megatron.rollout.servers.endpoint import Endpoint
-from tepo_megatron.rollout.servers.process import ServerProcess
-from tepo_megatron.rollout.sglang import SglangApi
-from tepo_megatron.rollout.vllm import VllmApi
 from tepo_megatron.types import Prompt, SamplingParams
 from tests.graded import decode, rollout
 from tests.misbehaving import ENDLESS

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tepo_megatron.platform import activate
-from tepo_megatron.processes import die_with_parent
+from tepo_megatron.utils.processes import die_with_parent
 
 ROOT = Path(__file__).parents[1]
 

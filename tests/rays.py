@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launch.ray_plan import OF_RAY
-from tepo_megatron.processes import die_with_parent
+from tepo_megatron.utils.processes import die_with_parent
 from tests.launch.cases import PYTHON
 from tests.slurm import free_port
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import to_yaml, validate
-from tepo_megatron.metrics import Metrics
+from tepo_megatron.config.io import to_yaml, validate
+from tepo_megatron.observability.metrics import Metrics
+from tepo_megatron.observability.sinks import COLUMNS
 from tepo_megatron.rollout import record
-from tepo_megatron.sinks import COLUMNS
 from tepo_megatron.types import Rollout
 
 SUMMARY = {

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.channel import Bucket, Kept, Meeting, Source
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.rollout.engine import About, EnginePart, Launch, Send, StaleWeights, served_label
-from tepo_megatron.rollout.samples import checked_rollout, parsed
+from tepo_megatron.inference.engine import About, EnginePart, Launch, Send, StaleWeights, served_label
+from tepo_megatron.inference.samples import checked_rollout, parsed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.weight_sync.channel import Bucket, Kept, Meeting, Source
 from tests.scripted_server import KEY
 
 

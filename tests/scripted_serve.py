@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from tepo_megatron.config_io import load_config
-from tepo_megatron.rollout import engines
-from tepo_megatron.rollout.servers.serve import serve
+from tepo_megatron.config.io import load_config
+from tepo_megatron.inference import engines
+from tepo_megatron.inference.servers.serve import serve
 from tests.scripted_api import ScriptedApi
 
 if __name__ == "__main__":

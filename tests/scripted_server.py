@@ -150,7 +150,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def join(self, body: dict[str, Any]) -> None:
         """Each rank in its place."""
-        from tepo_megatron.channel import Meeting
+        from tepo_megatron.weight_sync.channel import Meeting
 
         first = body["first"]
         for i, rank in enumerate(Handler.ranks):
@@ -186,7 +186,7 @@ class Rank:
     def __init__(self, model: str, number: int) -> None:
         import torch
 
-        from tepo_megatron.rollout.in_server.inbox import Inbox
+        from tepo_megatron.weight_sync.receiver.inbox import Inbox
 
         self.model, self.number, self.device = model, number, torch.device("cpu")
         self.inbox, self.tensors, self.meeting = Inbox(), {}, None
@@ -200,7 +200,7 @@ class Rank:
 
     def form_only(self) -> None:
         """Come, and form the first sender's group, which nobody has broadcast in yet."""
-        from tepo_megatron.channel import came_key, form_group, join_store, tell
+        from tepo_megatron.weight_sync.channel import came_key, form_group, join_store, tell
 
         store = join_store(self.meeting)
         rank = self.meeting.first
@@ -223,7 +223,7 @@ class Rank:
     def leave_in_the_midst(self, text: str) -> None:
         import torch
 
-        from tepo_megatron.channel import Bucket
+        from tepo_megatron.weight_sync.channel import Bucket
 
         bucket = Bucket.from_json(text)
         row = torch.zeros(bucket.nbytes, dtype=torch.uint8)

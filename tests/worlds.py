@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import tepo_megatron.actor.actor  # noqa: F401  imported here, else by every rank anew
-from tepo_megatron.processes import die_with_parent
+from tepo_megatron.utils.processes import die_with_parent
 
 _POLL_SECONDS = 0.003
 _STACK_SECONDS = 0.3  # for the ranks to write their stacks after a timeout

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import load_config
+from tepo_megatron.config.io import load_config
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.workload import Workload
 from tepo_megatron.platform import activate
-from tepo_megatron.processes import die_with_parent
 from tepo_megatron.types import Rollout, TrainBatch
+from tepo_megatron.utils.processes import die_with_parent
 
 OLD, UPDATES = "old log-probs", "updates"
 
@@ -56,8 +56,8 @@ class Steps:
 
     def __init__(self, cfg: Config, work: Workload) -> None:
         platform = activate(cfg.platform)
-        from tepo_megatron import parallel
         from tepo_megatron.actor.actor import Actor
+        from tepo_megatron.distributed import parallel
         from tepo_megatron.losses import build_objective
 
         self.cfg, self.rollouts = cfg, rollouts(cfg, work)
@@ -68,7 +68,7 @@ class Steps:
 
     def begin(self, step: int) -> TrainBatch:
         """Make the first half of a step; return its batch with the old statistics."""
-        from tepo_megatron.advantages import group_advantages
+        from tepo_megatron.losses.advantages import group_advantages
 
         self.actor.start_step(step)
         batch = TrainBatch.build(self.rollouts, group_advantages(self.rollouts, self.objective.advantage))
@@ -137,7 +137,7 @@ def main() -> None:
         found = {"seconds": steps.seconds, "peak_gib": peak, "noise": noise, "tokens": tokens}
         (folder / "found.json").write_text(json.dumps(found))
         torch.save(logprobs_N.float().cpu(), folder / "logprobs.pt")
-    from tepo_megatron import parallel
+    from tepo_megatron.distributed import parallel
 
     parallel.shutdown()
 

@@ -37,9 +37,9 @@ from torch import Tensor
 
 from benchmarks.gpu._step_rank import OLD, UPDATES
 from benchmarks.results import ROOT, surroundings
-from tepo_megatron.config_io import load_config
+from tepo_megatron.config.io import load_config
 from tepo_megatron.plan.command import Request, predictor_of
-from tepo_megatron.processes import die_with_parent
+from tepo_megatron.utils.processes import die_with_parent
 
 PRECISIONS = ("bf16", "fp8-current", "fp8-blockwise")
 PLANNED = {OLD: ("old log-probs",), UPDATES: ("forward and backward", "gradients and weights over dp", "optimizer")}

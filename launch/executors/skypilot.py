@@ -21,7 +21,7 @@ from launch.nemo_sky import ManagedJob
 from launch.profile import Cluster
 from launch.sections import SkypilotConfig
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import to_yaml
+from tepo_megatron.config.io import to_yaml
 from tepo_megatron.errors import ConfigError
 
 NAME, RUN_IS_HERE = "skypilot", False

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.fields import NonNegative, config
-from tepo_megatron.config_io import parse_overrides, read_layers, read_yaml, set_key, validate_as
+from tepo_megatron.config.io import parse_overrides, read_layers, read_yaml, set_key, validate_as
 from tepo_megatron.errors import ConfigError, TepoError
 
 SET_BY_THE_RUNNER = {"name": "`runs` and `seeds`", "seed": "`seeds`", "output": "`output`", "overwrite": "`overwrite`"}

@@ -11,8 +11,8 @@ from tepo_megatron.ablation.statistics import mean_of_last, steps_to_share_of_be
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation import Scores, read_evaluation
 from tepo_megatron.evaluation.statistics import Estimate, over_problems, paired_difference
+from tepo_megatron.observability.sinks import read_metrics
 from tepo_megatron.report.drawing import Curves
-from tepo_megatron.sinks import read_metrics
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from tepo_megatron.ablation.plan import Plan, read_plan
 from tepo_megatron.ablation.results import Outcome, read_outcome, rows
 from tepo_megatron.ablation.table import print_table, to_json, to_markdown
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import load_config
+from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import ConfigError, TepoError
-from tepo_megatron.escaping import escaped
+from tepo_megatron.utils.escaping import escaped
 
 
 def ablate(path: str | Path, words: list[str], check: Callable[[Config], None], train: Callable[[Config], None]) -> int:

@@ -13,8 +13,8 @@ from rich.table import Table
 from tepo_megatron.ablation.plan import Plan
 from tepo_megatron.ablation.results import Row
 from tepo_megatron.ablation.statistics import SHARE_OF_BEST, WINDOW
-from tepo_megatron.escaping import escaped
 from tepo_megatron.evaluation.statistics import NORMAL_95, Estimate
+from tepo_megatron.utils.escaping import escaped
 
 NOTHING = "–"  # noqa: RUF001
 FILE_WIDTH = 170  # width in characters if the output is no terminal

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tepo_megatron.host_sizes import LEAST_OFFLOADED
 from tepo_megatron.platform.host_memory import HostPiece, HostStacks
+from tepo_megatron.platform.host_sizes import LEAST_OFFLOADED
 
 
 @dataclass

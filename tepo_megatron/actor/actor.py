@@ -28,6 +28,7 @@ from tepo_megatron.actor.tally import Tally, UpdateResult
 from tepo_megatron.actor.user_buffers import open_buffers
 from tepo_megatron.actor.whole_stats import WholeStats
 from tepo_megatron.config import Config
+from tepo_megatron.distributed.parallel import Groups
 from tepo_megatron.errors import NumericalError
 from tepo_megatron.losses.kl import ESTIMATORS
 from tepo_megatron.losses.objective import Objective
@@ -36,9 +37,8 @@ from tepo_megatron.ops.output_layer import output_layer_stats
 from tepo_megatron.ops.planning import Plan, another_plan
 from tepo_megatron.ops.segments import Segments
 from tepo_megatron.ops.vocab_parallel import token_stats
-from tepo_megatron.parallel import Groups
-from tepo_megatron.seeding import derive_seed, hash_rows
 from tepo_megatron.types import PackedMicrobatch, TokenStats, TrainBatch
+from tepo_megatron.utils.seeding import derive_seed, hash_rows
 from tepo_megatron.weights.families import find_family, read_config
 from tepo_megatron.weights.gather import bind, export_hf, load_hf
 from tepo_megatron.weights.hf_io import HfReader

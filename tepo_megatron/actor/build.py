@@ -21,8 +21,8 @@ from tepo_megatron.actor.kernels import Kernels, choose, installed
 from tepo_megatron.actor.layout import stage_layers
 from tepo_megatron.actor.modules import ApexRMSNorm, RMSNorm
 from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from tepo_megatron.distributed.parallel import Groups
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.parallel import Groups
 from tepo_megatron.weights.ops import Architecture, padded_vocab_size
 
 _TRAINING = TrainingConfig()

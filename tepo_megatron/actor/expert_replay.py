@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
-from tepo_megatron.parallel import Groups
+from tepo_megatron.distributed.parallel import Groups
 
 
 class ExpertReplay:

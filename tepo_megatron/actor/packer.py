@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tepo_megatron.config import TrainingConfig
+from tepo_megatron.distributed.parallel import Groups
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.ops.pipeline_time import Pipeline
 from tepo_megatron.ops.planning import Plan, plan_metrics, plan_microbatches
 from tepo_megatron.ops.shared_prompts import LEAST_SAVED, Families
-from tepo_megatron.parallel import Groups
 from tepo_megatron.types import PackedMicrobatch, TrainBatch
 
 

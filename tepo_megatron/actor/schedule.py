@@ -14,9 +14,9 @@ from torch import Tensor
 from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.output_rows import OutputRows
 from tepo_megatron.actor.rotary import PACKED
-from tepo_megatron.parallel import Groups
+from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.observability.watch import here
 from tepo_megatron.types import PackedMicrobatch
-from tepo_megatron.watch import here
 
 # (microbatch, logits [R, V / tp] in the model's dtype, or hidden states [R, H]) -> its part of the loss; the parts are summed
 LossFunction = Callable[[PackedMicrobatch, Tensor], Tensor]

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.actor.whole_stats import WholeStats
-from tepo_megatron.histogram import BINS
+from tepo_megatron.distributed.parallel import Groups
 from tepo_megatron.losses.diagnostics import HISTOGRAMS, METRICS
-from tepo_megatron.metrics import Pair
+from tepo_megatron.observability.histogram import BINS
+from tepo_megatron.observability.metrics import Pair
 from tepo_megatron.ops.segments import Segments
-from tepo_megatron.parallel import Groups
 from tepo_megatron.types import LossOutput, PackedMicrobatch, TokenStats, TrainBatch
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.parallel import Groups
+from tepo_megatron.distributed.parallel import Groups
 from tepo_megatron.types import PackedMicrobatch, TokenStats
 
 

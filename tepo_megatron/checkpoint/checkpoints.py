@@ -25,9 +25,9 @@ from tepo_megatron.checkpoint.state import CONTENT
 from tepo_megatron.checkpoint.tensors import HostCopy
 from tepo_megatron.checkpoint.views import Views
 from tepo_megatron.config import CheckpointConfig
+from tepo_megatron.distributed.own_peers import own_peers_only
+from tepo_megatron.distributed.parallel import Groups
 from tepo_megatron.errors import CheckpointError
-from tepo_megatron.own_peers import own_peers_only
-from tepo_megatron.parallel import Groups
 
 _FAREWELL_SECONDS = 60.0  # how long an error that ends the run waits for the save in flight
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from tepo_megatron.checkpoint.state import Box
 from tepo_megatron.checkpoint.tensors import chunk
 from tepo_megatron.errors import CheckpointError
-from tepo_megatron.restricted_pickle import MetadataReader
+from tepo_megatron.utils.restricted_pickle import MetadataReader
 
 
 class Reader:

@@ -20,8 +20,8 @@ from tepo_megatron.checkpoint.files import FileSum, check, read_manifest, shares
 from tepo_megatron.checkpoint.reading import Reader
 from tepo_megatron.checkpoint.saving import RUN
 from tepo_megatron.checkpoint.state import wanted
+from tepo_megatron.distributed.parallel import Groups
 from tepo_megatron.errors import CheckpointError
-from tepo_megatron.parallel import Groups
 
 FORMAT = 1  # version of run.json and of the folder's content
 _log = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from tepo_megatron.checkpoint.planning import Plans, make_room
 from tepo_megatron.checkpoint.state import Box
 from tepo_megatron.checkpoint.tensors import Stored, pickled, write_items, write_metadata
 from tepo_megatron.errors import CheckpointError
-from tepo_megatron.run_lock import FolderIdentity
-from tepo_megatron.storage import disk_fault
+from tepo_megatron.utils.run_lock import FolderIdentity
+from tepo_megatron.utils.storage import disk_fault
 
 T = TypeVar("T")
 

@@ -84,7 +84,7 @@ def doctor(cfg: Config, check: Callable[[Config], None], start: Callable[[Config
     Returns:
         The exit status: 1 if a check failed, else 0.
     """
-    from tepo_megatron.launcher import launch
+    from tepo_megatron.launcher.launcher import launch
 
     count = {"pass": 0, "warn": 0, "fail": 0, "skip": 0}
     for finding in examine(cfg, check, start, launch, quick):

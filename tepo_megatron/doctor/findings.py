@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tepo_megatron.errors import TepoError
-from tepo_megatron.escaping import escaped
+from tepo_megatron.utils.escaping import escaped
 
 Verdict = Literal["pass", "warn", "fail", "skip"]
 

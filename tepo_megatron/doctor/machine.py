@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from tepo_megatron.config import Config
 from tepo_megatron.doctor.findings import Finding
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.rollout.servers.process import choose_port
+from tepo_megatron.inference.servers.process import choose_port
 from tepo_megatron.weights.hf_io import HfReader
 
 DISTRIBUTION = "tepo-megatron"

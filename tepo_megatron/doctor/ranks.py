@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import load_config, plain
-from tepo_megatron.launcher import run_rank
+from tepo_megatron.config.io import load_config, plain
+from tepo_megatron.launcher.launcher import run_rank
 from tepo_megatron.platform import Platform
 
 RESULT = "ranks.json"
@@ -28,7 +28,7 @@ def measure(cfg: Config, platform: Platform) -> None:
         cfg: The config of the run.
         platform: Names the backends.
     """
-    from tepo_megatron import parallel
+    from tepo_megatron.distributed import parallel
 
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
     axes = {"tp": groups.tp, "pp": groups.pp, "cp": groups.cp, "dp": groups.dp, "ep": groups.ep}
@@ -39,7 +39,7 @@ def measure(cfg: Config, platform: Platform) -> None:
 
 
 def _bandwidth(axis: object, device: torch.device) -> float:
-    from tepo_megatron.parallel import Axis
+    from tepo_megatron.distributed.parallel import Axis
 
     assert isinstance(axis, Axis)
     x = torch.ones(NUMEL, device=device)

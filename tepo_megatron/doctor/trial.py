@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron import run_dir
 from tepo_megatron.config import Config
 from tepo_megatron.doctor.findings import Finding
-from tepo_megatron.sinks import read_metrics
+from tepo_megatron.observability import run_dir
+from tepo_megatron.observability.sinks import read_metrics
 
 MOST_PROMPTS = 8
 NEAR = 0.3  # share of sync.max_logprob_diff

@@ -34,7 +34,7 @@ def hf_model(path: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator
             f"{path}: no such directory; give a Hugging Face model, a run, or a Megatron checkpoint "
             "(`hf download REPO --local-dir DIR` fetches a model)"
         )
-    from tepo_megatron.weights.convert.places import megatron_directory
+    from tepo_megatron.convert.places import megatron_directory
 
     checkpoint = megatron_directory(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     if not (checkpoint / ".metadata").exists():
@@ -58,10 +58,10 @@ def is_model(folder: Path) -> bool:
 def _convert(checkpoint: Path, out: Path) -> None:
     """Convert the checkpoint on the CPU, even if the machine has a GPU."""
     from tepo_megatron.platform import activate
-    from tepo_megatron.quiet import quiet_upstream
+    from tepo_megatron.utils.quiet import quiet_upstream
 
     quiet_upstream()
     activate("cpu")
-    from tepo_megatron.weights.convert.exporting import export_hf
+    from tepo_megatron.convert.exporting import export_hf
 
     export_hf(checkpoint, out)

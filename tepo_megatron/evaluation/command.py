@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import get_args
 
 from tepo_megatron.config import Benchmark, Config
-from tepo_megatron.config_io import read_layers, with_overrides
-from tepo_megatron.config_layers import Layers
+from tepo_megatron.config.io import read_layers, with_overrides
+from tepo_megatron.config.layers import Layers
 from tepo_megatron.data import load_tokenizer, stop_tokens
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
@@ -21,10 +21,10 @@ from tepo_megatron.evaluation.problems import Problems, load_benchmarks
 from tepo_megatron.evaluation.published import rows_of
 from tepo_megatron.evaluation.samples import sample_benchmark
 from tepo_megatron.evaluation.tables import beside_the_paper, figures
+from tepo_megatron.inference.engine import Launch, RolloutEngine
+from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
-from tepo_megatron.rollout.engine import Launch, RolloutEngine
-from tepo_megatron.rollout.engines import build_engine
 
 # Nothing is trained, even if the config is for training: no ranks, and servers that keep the weights of the checkpoint.
 _SERVES_ALONE = (

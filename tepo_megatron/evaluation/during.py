@@ -15,8 +15,8 @@ from tepo_megatron.evaluation.folder import RECORD_FILE, EvaluationFolder, read_
 from tepo_megatron.evaluation.problems import Problems
 from tepo_megatron.evaluation.results import Result, over_benchmarks
 from tepo_megatron.evaluation.samples import sample_benchmark
+from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.rewards import Reward
-from tepo_megatron.rollout.engine import RolloutEngine
 
 FOLDER = "evaluation"  # in the run's folder
 _LOGGER = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from tepo_megatron.config import Config
 from tepo_megatron.evaluation.during import Benchmarks, in_words
 from tepo_megatron.evaluation.records import write_evaluation
 from tepo_megatron.evaluation.runner import Accuracy, evaluate
+from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.rewards import Reward
-from tepo_megatron.rollout.engine import RolloutEngine
-from tepo_megatron.seeding import derive_seed
 from tepo_megatron.types import Prompt, SamplingParams
+from tepo_megatron.utils.seeding import derive_seed
 
 
 class Evaluations:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron import records
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.runner import Accuracy
-from tepo_megatron.sinks import replace_file
+from tepo_megatron.observability.sinks import replace_file
+from tepo_megatron.utils import records
 
 EVALUATION_FILE = "evaluation.jsonl"
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tepo_megatron.evaluation.statistics import standard_error
+from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.rewards import Reward
-from tepo_megatron.rollout.engine import RolloutEngine
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 

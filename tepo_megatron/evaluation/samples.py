@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron import records
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.problems import Problems
+from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.rewards import Reward
 from tepo_megatron.rewards.boxed import last_boxed
-from tepo_megatron.rollout.engine import RolloutEngine
-from tepo_megatron.seeding import derive_seed
+from tepo_megatron.utils import records
+from tepo_megatron.utils.seeding import derive_seed
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tepo_megatron.escaping import escaped
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.published import COLUMNS, Published
 from tepo_megatron.evaluation.results import Comparison, Result, over_benchmarks, over_samples
 from tepo_megatron.evaluation.statistics import Interval
+from tepo_megatron.utils.escaping import escaped
 
 NOTHING = "–"  # noqa: RUF001
 FILE_WIDTH = 150  # width in characters if the output is no terminal

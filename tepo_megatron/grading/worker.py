@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from tepo_megatron.processes import die_with_parent
+from tepo_megatron.utils.processes import die_with_parent
 
 _ALARM_AGAIN_SECONDS = 0.25
 _DETAIL_CHARS = 500
@@ -68,7 +68,7 @@ def pattern(expression: str) -> Grader:
 
 def custom(spec: str) -> Grader:
     """Return the grader (prompt, response, answer) -> graded with the user function's value, or failed with the error."""
-    from tepo_megatron.user_file import load, told
+    from tepo_megatron.utils.user_file import load, told
 
     found = load(spec, "function")
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tepo_megatron.advantages import ADVANTAGES
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses import contradictions, diagnostics
+from tepo_megatron.losses.advantages import ADVANTAGES
 from tepo_megatron.losses.aggregate import AGGREGATES
 from tepo_megatron.losses.correction import CORRECTIONS
 from tepo_megatron.losses.entropy import advantage_with_entropy

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 from tepo_megatron.config import Config, OptimizerConfig, ParallelConfig
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.host_sizes import arena_bytes
 from tepo_megatron.plan import activations, parameters
 from tepo_megatron.plan.activations import Kept, Kernels, Recompute
 from tepo_megatron.plan.gpus import ASSUMED, GIB, GPUS_PER_NODE, Assumptions, Gpu
 from tepo_megatron.plan.parameters import Held
 from tepo_megatron.plan.placement import placement_of
+from tepo_megatron.platform.host_sizes import arena_bytes
 from tepo_megatron.weights.families import Family
 from tepo_megatron.weights.ops import Architecture
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import plain
+from tepo_megatron.config.io import plain
 from tepo_megatron.report import held_out
 from tepo_megatron.report.charts import Chart, chart
 from tepo_megatron.report.drawing import BLUE, GREEN, ORANGE, PERCENT, PURPLE, RED, from_zero, stacked

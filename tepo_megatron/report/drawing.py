@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from tepo_megatron.sinks import Value
+from tepo_megatron.observability.sinks import Value
 
 INK, MUTED, GREY, GRID = "#1f2933", "#6b7785", "#c3cad3", "#e6e9ee"
 BLUE, ORANGE, GREEN, PURPLE, RED = "#2f6fde", "#e8833a", "#2a9d78", "#8a63d2", "#d64550"

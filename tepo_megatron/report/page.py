@@ -13,13 +13,13 @@ import jinja2
 from markupsafe import Markup
 
 from tepo_megatron import __version__
-from tepo_megatron.config_io import to_yaml
+from tepo_megatron.config.io import to_yaml
+from tepo_megatron.config.safety import SafetyCheck, safety_checks
 from tepo_megatron.report import benchmarks, charts, comparison, figures, held_out, samples, words
 from tepo_megatron.report.charts import Chart, Section
 from tepo_megatron.report.drawing import BLUE, MUTED
 from tepo_megatron.report.run import Run, facts
 from tepo_megatron.report.svg import css_color
-from tepo_megatron.safety import SafetyCheck, safety_checks
 
 _TEMPLATES = Path(__file__).parent / "templates"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import load_config
+from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import DataError
+from tepo_megatron.observability.sinks import METRICS_FILE, read_steps
 from tepo_megatron.report.drawing import Curves
-from tepo_megatron.sinks import METRICS_FILE, read_steps
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tepo_megatron.errors import RewardError
-from tepo_megatron.memory_kills import MemoryKills
 from tepo_megatron.rewards.process import START_SECONDS, Outcome, Worker, WorkerBroken
+from tepo_megatron.utils.memory_kills import MemoryKills
 
 _log = logging.getLogger(__name__)
 _MOST_REPORTED = 10  # lost workers that one pool reports

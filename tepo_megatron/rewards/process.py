@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tepo_megatron.processes import has_ended
+from tepo_megatron.utils.processes import has_ended
 
 WORKER = Path(__file__).parents[1] / "grading" / "worker.py"
 START_SECONDS = 120.0  # a start takes under a second on an idle machine, but the machine may be loading a model

@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 
 from tepo_megatron.errors import ConfigError, RewardError
-from tepo_megatron.escaping import excerpt
-from tepo_megatron.exchange import Answer, BadAnswer, BlockingHttp, ExchangeFailed, TimedOut
 from tepo_megatron.rewards.terms import Response, Verdict
+from tepo_megatron.utils.escaping import excerpt
+from tepo_megatron.utils.exchange import Answer, BadAnswer, BlockingHttp, ExchangeFailed, TimedOut
 
 ANSWER_BYTES, SAMPLE_BYTES = 2**20, 4096  # the largest answer is the first, plus the second for each sample
 _PASSING = frozenset({408, 425, 429})  # client errors (4xx) that another attempt may not meet

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tepo_megatron import user_file
 from tepo_megatron.errors import ConfigError, RewardError
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
 from tepo_megatron.rewards.terms import Response, Verdict
+from tepo_megatron.utils import user_file
 
 
 class FormatTerm:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tepo_megatron.advantages import informative
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import SyncError
-from tepo_megatron.metrics import Metrics
+from tepo_megatron.inference.engine import INITIAL_VERSION, Groups, RolloutEngine
+from tepo_megatron.losses.advantages import informative
+from tepo_megatron.observability.metrics import Metrics
+from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rewards import STATUSES, Reward
 from tepo_megatron.rewards.overlong import OverlongShaping
-from tepo_megatron.rollout.engine import INITIAL_VERSION, Groups, RolloutEngine
-from tepo_megatron.seeding import derive_seed
-from tepo_megatron.timing import Clock
 from tepo_megatron.types import Prompt, Rollout, Routing, SamplingParams
+from tepo_megatron.utils.seeding import derive_seed
 
 
 class Collector:

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from tepo_megatron.errors import RolloutError, TepoError
-from tepo_megatron.rollout.cut import continued
-from tepo_megatron.seeding import derive_seed
+from tepo_megatron.inference.cut import continued
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.utils.seeding import derive_seed
 
 # (context, sampling, seed) -> one sample; the context is a Prompt with the id of the original prompt
 Ask = Callable[[Prompt, SamplingParams, int], Awaitable[Rollout]]

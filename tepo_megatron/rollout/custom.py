@@ -15,14 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tepo_megatron import user_file
-from tepo_megatron.channel import Meeting, Source, Taker
 from tepo_megatron.errors import ConfigError, RolloutError
+from tepo_megatron.inference.engine import Deliver, EnginePart, Groups, RolloutEngine
+from tepo_megatron.inference.loop import Arrivals, LoopThread
 from tepo_megatron.rollout.conversation import Conversation, Decode, Encode, OutOfRoom, WeightsChanged
-from tepo_megatron.rollout.engine import Deliver, EnginePart, Groups, RolloutEngine
-from tepo_megatron.rollout.loop import Arrivals, LoopThread
-from tepo_megatron.seeding import derive_seed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.utils import user_file
+from tepo_megatron.utils.seeding import derive_seed
+from tepo_megatron.weight_sync.channel import Meeting, Source, Taker
 
 CLOSE_SECONDS = 5.0  # time for running functions to end; one that blocks its thread never does
 

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tepo_megatron.errors import DataError
-from tepo_megatron.metrics import Metrics
-from tepo_megatron.storage import writing
+from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.types import Rollout
+from tepo_megatron.utils.storage import writing
 from tepo_megatron.weights.hf_io import follow_umask
 
 FOLDER = "rollouts"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tepo_megatron.errors import DataError
-from tepo_megatron.metrics import Metrics
+from tepo_megatron.observability.metrics import Metrics
+from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rollout import record
-from tepo_megatron.timing import Clock
 from tepo_megatron.types import Rollout, Routing
 
 

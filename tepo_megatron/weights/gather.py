@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tepo_megatron.distributed.parallel import Axis, Groups
 from tepo_megatron.errors import CheckpointError, ConversionError, RunReplacedError
-from tepo_megatron.parallel import Axis, Groups
-from tepo_megatron.storage import writing
+from tepo_megatron.utils.storage import writing
 from tepo_megatron.weights import hf_io
 from tepo_megatron.weights.families import Family, Row, check_tokenizer
 from tepo_megatron.weights.ops import Architecture, Replicated

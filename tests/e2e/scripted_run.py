@@ -3,7 +3,8 @@
 import functools
 import sys
 
-from tepo_megatron import cli, launcher
+from tepo_megatron import cli
+from tepo_megatron.launcher import launcher
 
 if __name__ == "__main__":
     if launcher.inside_torchrun():

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import load_config
+from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.launcher import run_rank
+from tepo_megatron.launcher.launcher import run_rank
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.scripted_groups import ScriptedGroups
 

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tepo_megatron.processes import die_with_parent
+from tepo_megatron.utils.processes import die_with_parent
 from tests import rays
 from tests.e2e.test_faults import SHORT
 from tests.e2e.test_slurm import no_secret_in, prompts_of, steps_of, words_of

@@ -120,7 +120,7 @@ def test_a_run_listens_on_loopback_alone_and_another_user_reaches_nothing(
 RANK = """
 import datetime, os, sys, time
 import torch, torch.distributed as dist
-from tepo_megatron.own_peers import own_peers_only
+from tepo_megatron.distributed.own_peers import own_peers_only
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 folder, rank = sys.argv[1], int(sys.argv[2])

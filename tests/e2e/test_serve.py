@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tepo_megatron.inference.servers.rendezvous import Rendezvous
 from tepo_megatron.rollout import record
-from tepo_megatron.rollout.servers.rendezvous import Rendezvous
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e, pytest.mark.full]
 STEPS = 8

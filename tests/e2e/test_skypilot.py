@@ -25,7 +25,7 @@ from launch.executors import skypilot
 from launch.layout import Layout, lay_out
 from launch.profile import Cluster
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import load_config, to_yaml, validate_as
+from tepo_megatron.config.io import load_config, to_yaml, validate_as
 from tests.e2e.conftest import settings
 from tests.e2e.test_faults import SHORT
 from tests.parallel import resume_worlds as w

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tepo_megatron.config_io import load_config
+from tepo_megatron.config.io import load_config
+from tepo_megatron.controller.step_log import KEYS, PHASES
 from tepo_megatron.rollout import record
-from tepo_megatron.step_log import KEYS, PHASES
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e]
 

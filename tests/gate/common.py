@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tepo_megatron.config import Config
 from tepo_megatron.losses import build_objective
-from tepo_megatron.seeding import derive_seed, hash_rows
 from tepo_megatron.types import Rollout, TrainBatch
+from tepo_megatron.utils.seeding import derive_seed, hash_rows
 from tests.gate import reference
 from tests.gate.data import Material, response_logprobs
 from tests.gate.world import Outcome, distance

@@ -15,9 +15,9 @@ from typing import Any
 
 from tepo_megatron.actor.layout import check_layout
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import validate
+from tepo_megatron.config.io import validate
+from tepo_megatron.controller.method import resolve
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.method import resolve
 from tepo_megatron.weights.families import find_family
 from tepo_megatron.weights.ops import Architecture
 from tests.gate import plan

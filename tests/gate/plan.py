@@ -10,8 +10,8 @@ import itertools
 from typing import Any
 
 from tepo_megatron.config import Config
+from tepo_megatron.config.io import plain, validate
 from tepo_megatron.config.platform_defaults import PLATFORM_DEFAULTS
-from tepo_megatron.config_io import plain, validate
 from tests.gate.data import LONGEST, PROMPTS, TEMPERATURE
 
 RANKS = 4  # of a world

@@ -49,8 +49,8 @@ class Outcome:
 
 def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Outcome]:
     """In a forked rank: every job, one after the other, on the mesh of the first one's layout."""
-    from tepo_megatron import parallel
     from tepo_megatron.actor import offload
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     # what a GPU does: optimizer and parameters leave the device, instead of staying where device and host share memory
@@ -63,10 +63,10 @@ def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Outcome]:
 
 def _train(job: Job, groups: Any) -> Outcome:
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.colocation import Apart, Colocation
+    from tepo_megatron.controller.colocation import Apart, Colocation
+    from tepo_megatron.controller.step_log import StepLog
     from tepo_megatron.losses import build_objective
-    from tepo_megatron.step_log import StepLog
-    from tepo_megatron.timing import Clock
+    from tepo_megatron.observability.timing import Clock
     from tepo_megatron.train import learn
 
     cfg, out = job.cfg, Outcome()
@@ -104,7 +104,7 @@ def _train(job: Job, groups: Any) -> Outcome:
 
 def _gate(actor: Any, step: int, groups: Any) -> Any:
     """A gate that knows the versions of the rollouts of `step` + 1, all of them with the actor's weights."""
-    from tepo_megatron.gate import WeightsGate
+    from tepo_megatron.controller.gate import WeightsGate
 
     gate = WeightsGate(actor.cfg, actor, groups)
     for version in range(step - actor.cfg.rollout.max_staleness, step + 1):
@@ -114,8 +114,8 @@ def _gate(actor: Any, step: int, groups: Any) -> Any:
 
 def _deliver(actor: Any, turns: Any, folder: Path, version: int) -> dict[str, Tensor] | None:
     """Send the weights as the config says, in the state that colocation is in then; return what arrived, on rank 0."""
-    from tepo_megatron.weights.broadcast import BroadcastSync
-    from tepo_megatron.weights.sync import WeightSync
+    from tepo_megatron.weight_sync.broadcast import BroadcastSync
+    from tepo_megatron.weight_sync.sync import WeightSync
 
     cfg, groups = actor.cfg, actor.groups
     with contextlib.ExitStack() as stack:

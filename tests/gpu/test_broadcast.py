@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.channel import SENDER, Bucket, Channel, Content, Meeting, arrived_key
-from tepo_megatron.meeting_store import open_store
+from tepo_megatron.distributed.meeting_store import open_store
+from tepo_megatron.weight_sync.channel import SENDER, Bucket, Channel, Content, Meeting, arrived_key
 
 if torch.cuda.device_count() < 2:
     pytest.skip("NCCL takes no two ranks on one GPU", allow_module_level=True)
@@ -22,8 +22,8 @@ ROUNDS = 3
 NUMEL = 2**24
 RECEIVER = """
 import json, sys, torch
-from tepo_megatron.channel import Meeting
-from tepo_megatron.rollout.in_server.inbox import Inbox
+from tepo_megatron.weight_sync.channel import Meeting
+from tepo_megatron.weight_sync.receiver.inbox import Inbox
 
 device = torch.device("cuda", 1)
 torch.cuda.set_device(device)

@@ -22,7 +22,7 @@ MIB = 2**20
 def test_the_actor_leaves_the_gpu_and_comes_back_bit_for_bit(alone: Any, tmp_path: Path, precision: str) -> None:
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.checkpoint.optimizer import shards
-    from tepo_megatron.config_io import plain, validate
+    from tepo_megatron.config.io import plain, validate
     from tepo_megatron.losses import build_objective
     from tests.parallel import cases
 
@@ -55,7 +55,7 @@ def test_page_locked_memory_is_what_the_plan_says(alone: Any, tmp_path: Path) ->
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.checkpoint.state import written
     from tepo_megatron.checkpoint.tensors import HostCopy
-    from tepo_megatron.config_io import plain, validate
+    from tepo_megatron.config.io import plain, validate
     from tepo_megatron.plan.memory import offload_bytes
     from tepo_megatron.plan.models import read_model
     from tepo_megatron.plan.parameters import held
@@ -102,8 +102,8 @@ def test_host_memory_is_unlocked_and_locked_again() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_vllm_leaves_the_gpu_and_serves_what_it_is_given_when_it_is_back(tmp_path: Path) -> None:
-    from tepo_megatron.rollout.engine import Launch
-    from tepo_megatron.rollout.engines import build_engine
+    from tepo_megatron.inference.engine import Launch
+    from tepo_megatron.inference.engines import build_engine
     from tests.server.served import SAMPLING, logprob_diff, make_prompts, save_weights
 
     tiny_qwen3(tmp_path / "model", tied=True, seed=0)

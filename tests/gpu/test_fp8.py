@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tepo_megatron.channel import Bucket, pack
 from tepo_megatron.config import RolloutConfig, ServerConfig
-from tepo_megatron.ipc import lend
-from tepo_megatron.rollout.engine import Launch
-from tepo_megatron.rollout.engines import build_engine
-from tepo_megatron.rollout.sglang import default_python
+from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.engines import build_engine
+from tepo_megatron.inference.sglang import default_python
+from tepo_megatron.weight_sync.channel import Bucket, pack
+from tepo_megatron.weight_sync.ipc import lend
 from tepo_megatron.weights import fp8
 from tests.server.served import SAMPLING, logprob_diff, make_prompts
 from tests.tiny import VOCAB_SIZE, tiny_model

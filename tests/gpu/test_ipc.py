@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.channel import Bucket, pack
-from tepo_megatron.ipc import lend
+from tepo_megatron.weight_sync.channel import Bucket, pack
+from tepo_megatron.weight_sync.ipc import lend
 
 ROUNDS = 6  # each of two rows is written, and its handle opened, three times
 NUMEL = 2**24
 DEVICE = torch.device("cuda", 0)
 RECEIVER = """
 import sys, torch
-from tepo_megatron.rollout.in_server.inbox import Inbox
+from tepo_megatron.weight_sync.receiver.inbox import Inbox
 
 device = torch.device("cuda", 0)
 inbox = Inbox()

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from tepo_megatron.channel import SENDER, BrokenChannel, Channel, Meeting
-from tepo_megatron.meeting_store import open_store
+from tepo_megatron.distributed.meeting_store import open_store
+from tepo_megatron.weight_sync.channel import SENDER, BrokenChannel, Channel, Meeting
 
 
 def test_a_member_that_never_comes_does_not_hang_the_sender() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import plain, validate
+from tepo_megatron.config.io import plain, validate
 from tests.parallel import cases
 from tests.processes import run_processes
 

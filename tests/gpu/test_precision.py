@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 
 from tepo_megatron.actor import kernels, precision
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import plain, validate
+from tepo_megatron.config.io import plain, validate
 from tepo_megatron.errors import ConfigError
 from tests.parallel import cases
 from tests.tiny import tiny_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tepo_megatron.weights.stores import Staging
+from tepo_megatron.weight_sync.stores import Staging
 
 
 def test_what_is_staged_is_what_was_on_the_gpu() -> None:

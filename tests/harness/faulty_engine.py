@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tepo_megatron.channel import Kept, Meeting, Source, Taker
 from tepo_megatron.config import Config
-from tepo_megatron.gate import pieces
-from tepo_megatron.rollout.engine import in_words
-from tepo_megatron.rollout.in_server.inbox import Inbox
-from tepo_megatron.seeding import derive_seed
+from tepo_megatron.controller.gate import pieces
+from tepo_megatron.inference.engine import in_words
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.utils.seeding import derive_seed
+from tepo_megatron.weight_sync.channel import Kept, Meeting, Source, Taker
+from tepo_megatron.weight_sync.receiver.inbox import Inbox
 from tests.e2e.scripted_worker import ScriptedEngine
 from tests.harness import experts
 

@@ -1,4 +1,4 @@
-"""Count the files that the processes of a short run have open at once: where `tepo_megatron/open_files.py` has its figure from.
+"""Count the files that the processes of a short run have open at once: where `tepo_megatron/launcher/open_files.py` has its figure from.
 
     python -m tests.harness.open_files [--engine vllm|sglang|scripted] [--tp 2] [--dp 1] [--steps 4]
 
@@ -17,8 +17,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.config_io import load_config
-from tepo_megatron.open_files import needed_open_files
+from tepo_megatron.config.io import load_config
+from tepo_megatron.launcher.open_files import needed_open_files
 from tests.e2e.conftest import Command, commands, settings
 from tests.harness.chaos import roles_of
 from tests.tiny import tiny_qwen3

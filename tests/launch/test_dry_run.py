@@ -18,7 +18,7 @@ from launch.__main__ import main
 from launch.executors.slurm import batch_setup
 from launch.profile import Cluster
 from launch.sections import SlurmConfig
-from tepo_megatron.config_io import validate, validate_as
+from tepo_megatron.config.io import validate, validate_as
 from tests.launch import cases
 
 SLURM = ["run.yaml", "--executor", "slurm"]

@@ -13,7 +13,7 @@ from launch.checks import check_paths, check_run, check_secrets
 from launch.layout import Layout, lay_out
 from launch.profile import Cluster, load_cluster
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import validate, validate_as
+from tepo_megatron.config.io import validate, validate_as
 from tepo_megatron.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -149,9 +149,9 @@ def test_launch_knows_little_of_the_training_code_and_few_files_of_nemo_run() ->
         "tepo_megatron",
         "tepo_megatron.config",
         "tepo_megatron.config.fields",
-        "tepo_megatron.config_io",
+        "tepo_megatron.config.io",
         "tepo_megatron.errors",
-        "tepo_megatron.escaping",
+        "tepo_megatron.utils.escaping",
     }
     for path in (ROOT / "launch").rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))

@@ -13,7 +13,7 @@ from launch import begin
 from launch.executors import skypilot
 from launch.layout import lay_out
 from launch.profile import Cluster
-from tepo_megatron.config_io import validate, validate_as
+from tepo_megatron.config.io import validate, validate_as
 from tepo_megatron.errors import ConfigError
 from tests.launch import cases
 from tests.launch import skypilot_cases as sky

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import validate
+from tepo_megatron.config.io import validate
 from tepo_megatron.types import Rollout, TrainBatch
 from tests.reference import tepo as reference
 from tests.tiny import tiny_qwen3
@@ -179,8 +179,8 @@ def permuted(batch: TrainBatch, seed: int) -> TrainBatch:
 
 def train_steps(rank: int, cfg: Config, batches: tuple[TrainBatch, ...]) -> list[dict[str, Any]]:
     """In a forked rank: the optimizer steps, each as {loss, grad_norm, gradients, weights}; tensors on stage owners only."""
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(cfg.parallel, activate(cfg.platform), cfg.seed)

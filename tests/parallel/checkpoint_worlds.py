@@ -28,8 +28,8 @@ def run_config(model: Path, layout: dict[str, Any], precision: str = "fp32") -> 
 
 
 def start(cfg: Config) -> Any:
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     return Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))

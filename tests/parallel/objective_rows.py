@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import validate
+from tepo_megatron.config.io import validate
 from tests.gate.data import LONGEST, PROMPTS, TEMPERATURE, Material
 from tests.reference.methods import CORRECTION_BOUNDS, METHODS
 from tests.reference.parts import Method

@@ -19,15 +19,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tepo_megatron import report, run_dir
+from tepo_megatron import report
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import validate
+from tepo_megatron.config.io import validate
+from tepo_megatron.inference.engine import INITIAL_VERSION
+from tepo_megatron.observability import run_dir
 from tepo_megatron.platform import activate
-from tepo_megatron.quiet import quiet_upstream
-from tepo_megatron.rollout.engine import INITIAL_VERSION
-from tepo_megatron.seeding import derive_seed
 from tepo_megatron.train import train
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.utils.quiet import quiet_upstream
+from tepo_megatron.utils.seeding import derive_seed
 from tests.e2e.scripted_worker import ScriptedEngine
 from tests.tiny import tiny_qwen3
 from tests.worlds import run_world
@@ -54,7 +55,7 @@ class Kill:
 
     def arm(self, journal: Path) -> None:
         """In the process that is to die; it tells the journal."""
-        from tepo_megatron.schedule import Schedule
+        from tepo_megatron.controller.schedule import Schedule
 
         now, calls = 0, 0
 

@@ -17,8 +17,8 @@ LAYOUTS = [{}, {"tp": 2, "sequence_parallel": True}, {"pp": 2, "vpp": 2}, {"cp":
 
 
 def start(cfg: Any) -> Any:
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     return Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron import cli, run_dir
+from tepo_megatron import cli
 from tepo_megatron.config import Config
+from tepo_megatron.observability import run_dir
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill
 
@@ -84,7 +85,7 @@ def test_the_best_checkpoint_stays(model: Path, tmp_path: Path, measure: str) ->
     evaluation = {**BENCHMARKS, "every": 1} if measure == "benchmarks" else {"every": 1, "samples": 4}
     checkpoint = {"every": 1, "keep_last": 1, "keep_best": True, "asynchronous": False}
     cfg = w.run_config(model, tmp_path, evaluation=evaluation, checkpoint=checkpoint)
-    w.lineage(cfg, tmp_path / "journal", Kill("tepo_megatron.sinks:RunLog.write", step=4))
+    w.lineage(cfg, tmp_path / "journal", Kill("tepo_megatron.observability.sinks:RunLog.write", step=4))
     if measure == "benchmarks":
         records = [json.loads((cfg.run_dir / "evaluation" / f"step-{s:08d}" / "evaluation.json").read_text()) for s in range(6)]
         means = [sum(b["result"]["accuracy"]["mean"] for b in r["benchmarks"].values()) / 2 for r in records]

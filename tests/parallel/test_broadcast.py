@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import SyncError
-from tepo_megatron.rollout.engine import Launch
-from tepo_megatron.rollout.servers.endpoint import Endpoint
-from tepo_megatron.rollout.servers.fleet import Fleet
-from tepo_megatron.rollout.servers.local import LocalServer
+from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.fleet import Fleet
+from tepo_megatron.inference.servers.local import LocalServer
 from tests.marks import marked
 from tests.parallel import cases
 from tests.parallel.test_weights import ROUNDS, tensors, tiny_moe
@@ -47,10 +47,10 @@ def fleet(folder: Path, model: Path, servers: int, **server: Any) -> Iterator[Fl
 
 
 def sync_of(cfg: Any, receiver: Fleet | None) -> Any:
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
-    from tepo_megatron.weights.broadcast import BroadcastSync
+    from tepo_megatron.weight_sync.broadcast import BroadcastSync
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
     actor = Actor(cfg, groups)

@@ -13,7 +13,7 @@ import pytest
 
 from tepo_megatron.actor.offload import PARTS
 from tepo_megatron.config import ParallelConfig
-from tepo_megatron.memory_report import MemoryReport
+from tepo_megatron.controller.memory_report import MemoryReport
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill
 from tests.worlds import run_world
@@ -70,8 +70,8 @@ def test_a_run_in_turns_is_the_same_run(model: Path, apart: w.Outcome, tmp_path:
     "kill",
     [
         Kill("tepo_megatron.checkpoint.checkpoints:Checkpoints.save", step=4, after=True),
-        Kill("tepo_megatron.colocation:Colocation.train", step=4, call=1),
-        Kill("tepo_megatron.weights.sync:WeightSync.push", step=3, rank=1),
+        Kill("tepo_megatron.controller.colocation:Colocation.train", step=4, call=1),
+        Kill("tepo_megatron.weight_sync.sync:WeightSync.push", step=3, rank=1),
     ],
     ids=str,
 )
@@ -114,8 +114,8 @@ class Scribe:
 
 
 def _turns(rank: int, file: Path) -> list[str]:
-    from tepo_megatron import parallel
-    from tepo_megatron.colocation import Colocation
+    from tepo_megatron.controller.colocation import Colocation
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(ParallelConfig(tp=2), activate("cpu"), 0)
@@ -163,7 +163,7 @@ def test_who_goes_first(tmp_path: Path) -> None:
 
 
 def _report(rank: int) -> tuple[dict[str, float | None], str]:
-    from tepo_megatron import parallel
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(ParallelConfig(dp=2), activate("cpu"), 0)

@@ -19,9 +19,9 @@ from tests.worlds import run_world
 
 def _losses(rank: int, cfg: Config, batch: TrainBatch, offloads: bool) -> list[torch.Tensor]:
     """Old log-probs before and after an update; the parameters leave and come back after each pass."""
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.actor.rotary import PACKED
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 

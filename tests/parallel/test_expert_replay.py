@@ -107,8 +107,8 @@ def expected(model: Path, given: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def old_pass_and_gradients(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 
@@ -162,8 +162,8 @@ def own_and_others(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Tensor]:
     """Log-probs of free routers, of their choices replayed, of those with one changed, of free routers again, and those of a
     reference policy, which is the policy.
     """
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))

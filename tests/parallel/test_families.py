@@ -159,10 +159,10 @@ def gathered_logits(actor: Any, batch: TrainBatch) -> Tensor:
 
 def visit_model(rank: int, cfg: Any, sequences: list[Tensor], out: Path) -> dict[str, Any]:
     """In a forked rank: export, push to an engine, logits of all positions; on one rank also a continuation, token by token."""
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
-    from tepo_megatron.weights.sync import WeightSync
+    from tepo_megatron.weight_sync.sync import WeightSync
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
     actor = Actor(cfg, groups)
@@ -246,8 +246,8 @@ def test_fields_of_earlier_files_mean_the_same(folder: Path, tmp_path: Path) -> 
 
 
 def logits_only(rank: int, cfg: Any, sequences: list[Tensor]) -> Tensor:
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     return gathered_logits(Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0)), batch_of(sequences))
@@ -307,8 +307,8 @@ def in_file_names(model: str, named: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def train_once(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 

@@ -78,9 +78,9 @@ def sampled(logprobs_N: torch.Tensor, batch: TrainBatch, version: int, servers: 
 
 def verdicts(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
     """What the gate says of rollouts of version 0, by four servers, when the actor has version 1."""
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.gate import WeightsGate
+    from tepo_megatron.controller.gate import WeightsGate
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 
@@ -160,9 +160,9 @@ def test_versions_that_no_rollout_can_be_of_are_forgotten(case: cases.Case) -> N
 
 def kept_after(rank: int, cfg: Any, versions: int) -> tuple[list[int], int]:
     """The versions that are kept after so many, and how many copies were made in all."""
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.gate import WeightsGate
+    from tepo_megatron.controller.gate import WeightsGate
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import validate
+from tepo_megatron.config.io import validate
+from tepo_megatron.config.safety import checks_that_are_off, safety_checks
+from tepo_megatron.controller.method import resolve
 from tepo_megatron.errors import ConfigError, SyncError
-from tepo_megatron.method import resolve
-from tepo_megatron.safety import checks_that_are_off, safety_checks
 from tepo_megatron.types import Rollout, TrainBatch
 from tests.parallel import cases
 from tests.parallel.test_gate import sampled
@@ -115,13 +115,13 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
     """Return for each config whether `learn` ends on stale rollouts that say to be of the newest version; where rollouts may be
     a step old, on such that say to be of the version before; last, whether it ends on rollouts of the weights that they say.
     """
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.gate import WeightsGate
+    from tepo_megatron.controller.gate import WeightsGate
+    from tepo_megatron.controller.step_log import StepLog
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
+    from tepo_megatron.observability.timing import Clock
     from tepo_megatron.platform import activate
-    from tepo_megatron.step_log import StepLog
-    from tepo_megatron.timing import Clock
     from tepo_megatron.train import learn
 
     groups = parallel.initialize(configs[0].parallel, activate("cpu"), 0)

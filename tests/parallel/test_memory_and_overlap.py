@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tepo_megatron.actor.precision import alignment
 from tepo_megatron.config import Config, ModelConfig
-from tepo_megatron.config_io import plain, validate
+from tepo_megatron.config.io import plain, validate
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.worlds import run_world
@@ -43,8 +43,8 @@ def trained(rank: int, cfg: Config, case: cases.Case, settle: bool = False, mult
     """Some updates after another, then old statistics; settle: parameters are made whole after each update; multiple: that
     tokens are padded to, instead of the config's.
     """
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 
@@ -118,8 +118,8 @@ def test_overlapped_communication_trains_the_same_bits(case: cases.Case, layout:
 
 def _stale(rank: int, cfg: Config, case: cases.Case) -> tuple[bool, bool]:
     """Whether parameters are the same on both ranks after an update, before and after they were made whole."""
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 
@@ -163,8 +163,8 @@ def test_activations_on_the_host_train_the_same_bits(case: cases.Case) -> None:
 
 def _saved_bytes(rank: int, cfg: Config, case: cases.Case) -> int:
     """What autograd holds for backward at the end of a forward pass, parameters aside."""
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 

@@ -11,7 +11,7 @@ import torch
 
 from tepo_megatron.actor.offload import ON_CPU, ON_CUDA, PARTS, Offload, Part
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import plain, validate
+from tepo_megatron.config.io import plain, validate
 from tepo_megatron.platform import memory
 from tepo_megatron.types import TrainBatch
 from tests.marks import full_but
@@ -55,8 +55,8 @@ def sizes(actor: Any, part: Part) -> list[int]:
 
 def trained(rank: int, cfg: Config, batches: Sequence[TrainBatch], targets: str | None) -> dict[str, Any]:
     """Losses, gradient norms, weights and moments of some updates; with parts offloaded and loaded before and after each."""
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 
@@ -126,9 +126,9 @@ def test_training_goes_on_as_if_nothing_had_left(case: cases.Case, layout: str, 
 
 
 def _refused(rank: int, cfg: Config, batch: TrainBatch) -> list[str]:
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.checkpoint.state import wanted, written
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron import parallel
-from tepo_megatron.config_io import plain, validate
+from tepo_megatron.config.io import plain, validate
+from tepo_megatron.distributed import parallel
 from tepo_megatron.errors import ConfigError, TepoError
 from tepo_megatron.platform import activate
 from tepo_megatron.train import train

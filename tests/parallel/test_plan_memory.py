@@ -11,13 +11,13 @@ import torch
 from transformers import PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import plain, validate
-from tepo_megatron.host_sizes import arena_bytes
+from tepo_megatron.config.io import plain, validate
 from tepo_megatron.plan import activations
 from tepo_megatron.plan.activations import ON_CPU, final_norm_terms, kept_terms, output_bytes
 from tepo_megatron.plan.memory import ELEMENT, Model, checkpoint_bytes, offload_bytes, state_bytes, training
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, rank_parameters
+from tepo_megatron.platform.host_sizes import arena_bytes
 from tepo_megatron.types import Rollout, TrainBatch
 from tests.marks import full_but, slow_but
 from tests.parallel import cases
@@ -51,11 +51,11 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
     """In a forked rank: bytes of the buffers and of the optimizer's tensors after one step with gradients of zero, and of the
     host memory that they take as on a GPU.
     """
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.actor.offload import ON_CUDA, Offload, optimizer_tensors
     from tepo_megatron.checkpoint.state import written
     from tepo_megatron.checkpoint.tensors import HostCopy
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
@@ -155,9 +155,9 @@ def kept(rank: int, cfg: Config) -> tuple[int, int, int]:
     parameters'; of the copies that `training.offload_activations` makes of tensors of every size; and of the host memory that
     they take.
     """
-    from tepo_megatron import parallel
     from tepo_megatron.actor.activations import HostActivations
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 

@@ -11,8 +11,8 @@ from tests.worlds import run_world
 
 def update(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
     """In a forked rank: one update; its metrics, and the tokens of the microbatches that this rank ran."""
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 

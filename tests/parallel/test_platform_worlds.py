@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron import parallel
 from tepo_megatron.config import ParallelConfig
+from tepo_megatron.distributed import parallel
 from tepo_megatron.platform import activate
 from tests.marks import slow_but
 from tests.worlds import run_world

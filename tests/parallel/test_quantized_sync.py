@@ -13,8 +13,8 @@ import torch
 
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import ConversionError
-from tepo_megatron.rollout.in_server.weight_files import Update, tensor_shapes
-from tepo_megatron.rollout.servers.served_model import ServedModel
+from tepo_megatron.inference.servers.served_model import ServedModel
+from tepo_megatron.weight_sync.receiver.weight_files import Update, tensor_shapes
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.test_broadcast import fleet, got
@@ -50,11 +50,11 @@ def convert(rank: int, words: list[str]) -> int:
 
 
 def sync_of(cfg: Any, sync: SyncConfig, receiver: Any) -> tuple[Any, Any]:
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
-    from tepo_megatron.weights.broadcast import BroadcastSync
-    from tepo_megatron.weights.sync import WeightSync
+    from tepo_megatron.weight_sync.broadcast import BroadcastSync
+    from tepo_megatron.weight_sync.sync import WeightSync
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
     actor = Actor(cfg, groups)

@@ -33,8 +33,8 @@ def other(case: cases.Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(cfg: Any) -> Any:
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     return Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
@@ -42,7 +42,7 @@ def build(cfg: Any) -> Any:
 
 def with_reference(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
     """What the reference policy gives, and whether the policy came through it unchanged."""
-    from tepo_megatron import parallel
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
 
     actor = build(cfg)
@@ -117,7 +117,7 @@ def test_the_penalty_is_in_the_loss_on_every_layout(case: cases.Case, other: Pat
 
 
 def plain_step(rank: int, cfg: Any, batch: Any) -> float:
-    from tepo_megatron import parallel
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
 
     actor = build(cfg)
@@ -128,7 +128,7 @@ def plain_step(rank: int, cfg: Any, batch: Any) -> float:
 
 def noise_and_passes(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
     """The noise floor, and how many forward passes each update's statistics take."""
-    from tepo_megatron import parallel
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import OBJECTIVES
 
     actor = build(cfg)

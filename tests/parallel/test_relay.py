@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tepo_megatron import scratch
 from tepo_megatron.errors import TepoError
-from tepo_megatron.weights import stores
+from tepo_megatron.utils import scratch
+from tepo_megatron.weight_sync import stores
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.test_weights import ROUNDS, Keeper, Recorder, push_changes, push_twice, sync_of, tensors, tiny_moe
@@ -52,7 +52,7 @@ class Counted:
 
 def simulated(rank: int, machines: Sequence[int], root: Path, fn: Callable[..., Any], *args: Any) -> tuple[Any, list[Any]]:
     """(result of `fn(rank, *args)`, broadcasts) where this rank's machine has a folder of `root` as its shared memory."""
-    from tepo_megatron.weights import relay
+    from tepo_megatron.weight_sync import relay
 
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     mine = stores.SHARED_MEMORY = memory(root, machines[rank])
@@ -132,7 +132,7 @@ def test_what_did_not_change_does_not_travel(tmp_path: Path, name: str) -> None:
 
 def push_and_fail(rank: int, cfg: Any, fault: str, root: Path) -> tuple[str, list[str]]:
     """The error, and what the machines had before any rank closed."""
-    from tepo_megatron.weights import relay
+    from tepo_megatron.weight_sync import relay
 
     original, writes = stores.save_file, 0
 

@@ -29,9 +29,9 @@ PLACES = {
     "tepo_megatron.actor.actor:Actor.attach_old_stats": True,
     "tepo_megatron.actor.actor:Actor.update": True,
     "tepo_megatron.platform.adam:HostAdam._update": True,  # one parameter of an optimizer step
-    "tepo_megatron.weights.sync:WeightSync.push": True,
+    "tepo_megatron.weight_sync.sync:WeightSync.push": True,
     ENGINE + "update_weights": False,
-    "tepo_megatron.sinks:RunLog.write": False,
+    "tepo_megatron.observability.sinks:RunLog.write": False,
     CHECKPOINT + "checkpoints:Checkpoints.save": True,
     CHECKPOINT + "tensors:HostCopy.take": True,
     CHECKPOINT + "planning:Plans.agree": True,
@@ -48,9 +48,9 @@ AT_THE_END = {
     "tepo_megatron.weights.hf_io:publish": False,
     EVALUATION + "evaluate": False,
     EVALUATION + "write_evaluation": False,
-    "tepo_megatron.driver:replace_file": False,  # of the summary
+    "tepo_megatron.controller.driver:replace_file": False,  # of the summary
     "tepo_megatron.report:write_report": False,
-    "tepo_megatron.driver:MainDriver.finish": False,
+    "tepo_megatron.controller.driver:MainDriver.finish": False,
 }
 
 
@@ -90,7 +90,7 @@ def test_kills_in_one_run(straight: Callable[[int], Outcome], model: Path, tmp_p
         tmp_path / "journal",
         Kill(ENGINE + "generate", step=1, after=True),  # before the first checkpoint
         Kill("tepo_megatron.actor.actor:Actor.update", step=2, call=2),
-        HalfALine("tepo_megatron.sinks:RunLog.write", step=2),
+        HalfALine("tepo_megatron.observability.sinks:RunLog.write", step=2),
         Kill(CHECKPOINT + "saving:write_manifest", step=3),
         Kill(CHECKPOINT + "folder:_to_deleted", step=3, call=2, after=True),
         Kill("tepo_megatron.weights.hf_io:publish"),
@@ -121,7 +121,7 @@ def test_prompts_that_were_sampled_ahead_of_a_kill_are_not_lost(model: Path, tmp
         steps = [record.read(cfg.run_dir / record.FOLDER, step)[0] for step in range(1, w.STEPS + 1)]
         return [[r.prompt_id for r in rollouts] for rollouts in steps]
 
-    killed = prompts(tmp_path / "killed", Kill("tepo_megatron.sinks:RunLog.write", step=4))
+    killed = prompts(tmp_path / "killed", Kill("tepo_megatron.observability.sinks:RunLog.write", step=4))
     assert killed == prompts(tmp_path / "straight") and len({tuple(step) for step in killed}) == w.STEPS
 
 
@@ -131,10 +131,10 @@ def test_more_kills_in_one_run(straight: Callable[[int], Outcome], model: Path, 
     w.lineage(
         cfg,
         tmp_path / "journal",
-        Kill("tepo_megatron.sinks:RunLog.write", step=1, after=True),
-        Kill("tepo_megatron.sinks:RunLog.rewind"),
-        Kill("tepo_megatron.sinks:os.ftruncate"),  # the lost records are written, and not yet cut off
-        Kill("tepo_megatron.weights.sync:WeightSync.push", step=1, after=True),
+        Kill("tepo_megatron.observability.sinks:RunLog.write", step=1, after=True),
+        Kill("tepo_megatron.observability.sinks:RunLog.rewind"),
+        Kill("tepo_megatron.observability.sinks:os.ftruncate"),  # the lost records are written, and not yet cut off
+        Kill("tepo_megatron.weight_sync.sync:WeightSync.push", step=1, after=True),
         Kill("tepo_megatron.rewards.terms:WeightedReward.score", step=2, after=True),
         Kill("tepo_megatron.platform.adam:HostAdam._update", step=2, call=9, rank=1),
         Kill(CHECKPOINT + "restoring:restore", after=True, rank=1),

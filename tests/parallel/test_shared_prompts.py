@@ -28,8 +28,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
 
 def other_passes(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
     """In a forked rank: old and reference statistics and the noise floor, and how many tokens their forward passes had."""
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tepo_megatron import watch
-from tepo_megatron.parallel import world_store
-from tepo_megatron.timing import Clock
-from tepo_megatron.watch import JOINING, Watch, here
+from tepo_megatron.distributed.parallel import world_store
+from tepo_megatron.observability import watch
+from tepo_megatron.observability.timing import Clock
+from tepo_megatron.observability.watch import JOINING, Watch, here
 from tests.marks import full_but
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill
@@ -144,7 +144,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("tepo_megatron.actor.actor:Actor.attach_old_stats", 1, marks=pytest.mark.full),
         pytest.param("tepo_megatron.actor.actor:Actor.update", 1, marks=pytest.mark.slow),
         pytest.param("tepo_megatron.platform.adam:HostAdam._update", 0, marks=pytest.mark.full),
-        pytest.param("tepo_megatron.weights.sync:WeightSync.push", 1, marks=pytest.mark.full),
+        pytest.param("tepo_megatron.weight_sync.sync:WeightSync.push", 1, marks=pytest.mark.full),
         pytest.param("tepo_megatron.checkpoint.checkpoints:Checkpoints.save", 1, marks=pytest.mark.full),
         pytest.param("tepo_megatron.actor.actor:Actor.export_hf", 0, marks=pytest.mark.full),
     ],

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load, load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from tepo_megatron.channel import Bucket, crc32
 from tepo_megatron.errors import CheckpointError, SyncError
-from tepo_megatron.ipc import borrowed
+from tepo_megatron.weight_sync.channel import Bucket, crc32
+from tepo_megatron.weight_sync.ipc import borrowed
 from tests.marks import slow_but
 from tests.parallel import cases
 from tests.tiny import tiny_model, tiny_qwen3
@@ -114,10 +114,10 @@ class Late(Future[None]):
 
 
 def export_and_push(rank: int, cfg: Any, out: Path) -> dict[str, Any]:
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
-    from tepo_megatron.weights.sync import WeightSync
+    from tepo_megatron.weight_sync.sync import WeightSync
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
     actor = Actor(cfg, groups)
@@ -168,8 +168,8 @@ def test_buckets_bound_the_files(tmp_path: Path) -> None:
 
 
 def actor_of(cfg: Any) -> Any:
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     return Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
@@ -177,7 +177,7 @@ def actor_of(cfg: Any) -> Any:
 
 def sync_of(cfg: Any, receiver: Recorder | None, actor: Any = None) -> Any:
     """actor: whose weights are sent; None: a new one's."""
-    from tepo_megatron.weights.sync import WeightSync
+    from tepo_megatron.weight_sync.sync import WeightSync
 
     actor = actor or actor_of(cfg)
     return WeightSync(cfg.sync, actor.bindings, actor.arch, actor.groups, receiver)
@@ -284,7 +284,7 @@ def test_only_layers_that_changed_are_sent_and_the_rest_is_named(tmp_path: Path,
 
 
 def push_and_fail(rank: int, cfg: Any, cannot_write: int | None, refuses: int | None) -> tuple[str, list[str]]:
-    from tepo_megatron.weights import stores as module
+    from tepo_megatron.weight_sync import stores as module
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -333,7 +333,7 @@ def test_a_fault_in_mid_push_ends_it_on_every_rank(tmp_path: Path, fault: str, l
 
 
 def test_folders_of_killed_runs_are_removed_and_those_in_use_are_not() -> None:
-    from tepo_megatron.weights import stores
+    from tepo_megatron.weight_sync import stores
 
     mine, lock = stores.make_folder()
     abandoned, abandoned_lock = stores.make_folder()
@@ -356,8 +356,8 @@ def test_an_export_that_fails_leaves_nothing_that_looks_complete(tmp_path: Path)
 
 
 def export_onto_a_full_disk(rank: int, cfg: Any, out: Path) -> None:
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
     from tepo_megatron.weights import hf_io
 
@@ -383,11 +383,11 @@ def test_an_export_into_a_run_that_was_replaced_writes_nothing_there(tmp_path: P
 
 
 def export_into_a_replaced_run(rank: int, cfg: Any, run: Path, when: int) -> None:
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.config import LoggingConfig
+    from tepo_megatron.distributed import parallel
+    from tepo_megatron.observability.sinks import RunLog
     from tepo_megatron.platform import activate
-    from tepo_megatron.sinks import RunLog
 
     actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
     if rank != 0:
@@ -407,8 +407,8 @@ def export_into_a_replaced_run(rank: int, cfg: Any, run: Path, when: int) -> Non
 
 
 def build_actor(rank: int, cfg: Any) -> None:
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))

@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
-from tepo_megatron.rollout.engine import Launch
-from tepo_megatron.rollout.engines import build_engine
-from tepo_megatron.rollout.servers.fleet import Fleet
-from tepo_megatron.rollout.servers.local import LocalServer
-from tepo_megatron.rollout.servers.process import LOOPBACK
-from tepo_megatron.rollout.servers.rendezvous import KEY_VARIABLE
+from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.engines import build_engine
+from tepo_megatron.inference.servers.fleet import Fleet
+from tepo_megatron.inference.servers.local import LocalServer
+from tepo_megatron.inference.servers.process import LOOPBACK
+from tepo_megatron.inference.servers.rendezvous import KEY_VARIABLE
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.direct_requests import ask
 from tests.tiny import VOCAB_SIZE, tiny_qwen3
@@ -66,7 +66,7 @@ def serve(
     cfg = RolloutConfig(engine=name, servers=servers, server=ServerConfig(**settings))
     launch = Launch(folder / "model", MAX_MODEL_LEN, platform="cpu", precision="fp32", seed=0, host=host)
     log_path = folder / "server.log"
-    keys = mock.patch("tepo_megatron.rollout.servers.local.secrets.token_urlsafe", lambda size: "-" + secrets.token_hex(size))
+    keys = mock.patch("tepo_megatron.inference.servers.local.secrets.token_urlsafe", lambda size: "-" + secrets.token_hex(size))
     with keys, build_engine(cfg, launch, log_path) as engine:  # one key in 64 begins like an option
         engine.start()
         engine.wait_ready()

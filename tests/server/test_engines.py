@@ -19,16 +19,16 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3ForCausalLM
 
-from tepo_megatron.channel import Bucket, crc32, pack
 from tepo_megatron.errors import RolloutError, SyncError
-from tepo_megatron.ipc import lend
-from tepo_megatron.rollout.engine import INITIAL_VERSION
-from tepo_megatron.rollout.servers.checksums import Checks
-from tepo_megatron.rollout.servers.client import RequestFailed
-from tepo_megatron.rollout.sglang import generate_request
-from tepo_megatron.rollout.vllm import completion_request
+from tepo_megatron.inference.engine import INITIAL_VERSION
+from tepo_megatron.inference.servers.checksums import Checks
+from tepo_megatron.inference.servers.client import RequestFailed
+from tepo_megatron.inference.sglang import generate_request
+from tepo_megatron.inference.vllm import completion_request
 from tepo_megatron.types import Prompt, SamplingParams
-from tepo_megatron.weights.stores import write_file
+from tepo_megatron.weight_sync.channel import Bucket, crc32, pack
+from tepo_megatron.weight_sync.ipc import lend
+from tepo_megatron.weight_sync.stores import write_file
 from tests.direct_requests import connected
 from tests.server.served import (
     EOS,

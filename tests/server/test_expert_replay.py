@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
-from tepo_megatron.rollout.engine import Launch
-from tepo_megatron.rollout.engines import build_engine
+from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.types import NO_EXPERT, Rollout, Routing, TrainBatch
 from tests.parallel import cases
 from tests.parallel.test_expert_replay import own_choices
@@ -43,8 +43,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def megatrons(rank: int, cfg: Any, batch: TrainBatch) -> tuple[list[Tensor], Tensor]:
     """What its routers choose, and the log-probs with the engine's choices."""
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))

@@ -20,15 +20,16 @@ from unittest import mock
 
 import pytest
 
-from tepo_megatron import report, run_dir
+from tepo_megatron import report
 from tepo_megatron.config import Config
-from tepo_megatron.gate import pieces
+from tepo_megatron.controller.gate import pieces
+from tepo_megatron.inference.engines import ENGINES, launch_of
+from tepo_megatron.inference.servers.local import LocalServer
+from tepo_megatron.observability import run_dir
 from tepo_megatron.platform import activate
-from tepo_megatron.quiet import quiet_upstream
 from tepo_megatron.rollout import record
-from tepo_megatron.rollout.engines import ENGINES, launch_of
-from tepo_megatron.rollout.servers.local import LocalServer
 from tepo_megatron.train import train
+from tepo_megatron.utils.quiet import quiet_upstream
 from tests.harness.stale_weights import FUNCTION
 from tests.parallel import resume_worlds as w
 from tests.server.planted.sitecustomize import CONTROL

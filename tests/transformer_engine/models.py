@@ -18,8 +18,8 @@ from tepo_megatron.actor.actor import Actor
 from tepo_megatron.actor.offload import ON_CUDA, Offload
 from tepo_megatron.actor.precision import check_shapes
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import plain, validate
-from tepo_megatron.parallel import Groups
+from tepo_megatron.config.io import plain, validate
+from tepo_megatron.distributed.parallel import Groups
 from tests.parallel import cases
 from tests.tiny import tiny_model
 

@@ -23,7 +23,7 @@ Content = dict[str, Any]
 
 def _content(rank: int, cfg: Config, batches: tuple[Any, ...] = ()) -> Content:
     """What the actor's checkpoint holds after some updates: "boxes", "objects", "common", "wanted"; the bits that follow."""
-    from tepo_megatron import parallel
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     actor = models.actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
@@ -54,7 +54,7 @@ def _next(actor: Any, batches: tuple[Any, ...]) -> tuple[float, dict[str, torch.
 
 def _resumed(rank: int, cfg: Config, batches: tuple[Any, ...], whole: dict[str, torch.Tensor], count: tuple[int, int]) -> Any:
     """The second update of a fresh actor that was given the whole tensors of a checkpoint."""
-    from tepo_megatron import parallel
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     actor = models.actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))

@@ -36,7 +36,7 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainBatch, ...]:
 
 
 def _actor(cfg: Config) -> Any:
-    from tepo_megatron import parallel
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     return models.actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))

@@ -21,7 +21,7 @@ def _built(rank: int, cfg: Config) -> dict[str, bool]:
     """By type of module: whether it adds gradients inside of its products."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from tepo_megatron import parallel
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)

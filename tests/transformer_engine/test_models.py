@@ -35,7 +35,7 @@ Facts = dict[str, Any]
 
 def _facts(rank: int, path: Path, name: str, precision: str) -> Facts:
     """What the actors of one precision hold: "te" as on GPUs, "plain" as on a CPU, by the name in the whole model."""
-    from tepo_megatron import parallel
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
     from tepo_megatron.weights.gather import iterate_hf
 

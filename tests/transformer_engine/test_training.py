@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, cases.Case]:
 
 def _train(rank: int, cfg: Config, batches: tuple[TrainBatch, ...], change: Change | None = None) -> list[dict[str, Any]]:
     """The steps of an actor as on GPUs; change: applied to it first."""
-    from tepo_megatron import parallel
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     actor = models.actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
@@ -93,7 +93,7 @@ def test_output_layer_in_chunks(made: dict[str, cases.Case], embeddings: str, la
 
 def _straight(rank: int, cfg: Config, batches: tuple[TrainBatch, ...]) -> dict[str, torch.Tensor]:
     """The weights after all steps, none of which is looked at in between."""
-    from tepo_megatron import parallel
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 

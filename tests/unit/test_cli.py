@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron import cli, run_dir
+from tepo_megatron import cli
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import load_config, to_yaml, validate
+from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.observability import run_dir
 
 
 def config(folder: Path, **change: object) -> Config:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from launch.jobs import progress
 from tepo_megatron.config import LoggingConfig
-from tepo_megatron.records import Steps, parse_lines, steps_of
-from tepo_megatron.sinks import LOST_FILE, METRICS_FILE, RunLog, read_metrics
+from tepo_megatron.observability.sinks import LOST_FILE, METRICS_FILE, RunLog, read_metrics
+from tepo_megatron.utils.records import Steps, parse_lines, steps_of
 
 WRITTEN, CHECKPOINT = 6, 4  # the run had recorded so many steps, and goes on from the checkpoint of that one
 RECORDS = [{"step": s, "reward/mean": s / 8, "loss/kl": None, "actor/grad_norm": 1e-3 * s} for s in range(1, WRITTEN + 1)]
@@ -281,7 +281,7 @@ def test_recorded_rollouts(tmp_path: Path) -> None:
     import torch
 
     from tepo_megatron.errors import DataError
-    from tepo_megatron.metrics import Metrics
+    from tepo_megatron.observability.metrics import Metrics
     from tepo_megatron.rollout import record
     from tepo_megatron.types import Rollout
 

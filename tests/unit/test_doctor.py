@@ -20,10 +20,10 @@ from transformers import AutoTokenizer
 
 from tepo_megatron.cli import preflight
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import validate
+from tepo_megatron.config.io import validate
 from tepo_megatron.doctor import doctor, examine, machine, trial, versions
 from tepo_megatron.doctor.findings import Finding
-from tepo_megatron.escaping import escaped
+from tepo_megatron.utils.escaping import escaped
 from tests.tiny import tiny_qwen3
 
 

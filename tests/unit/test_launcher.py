@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tepo_megatron.launcher import threads_of_rank
+from tepo_megatron.launcher.launcher import threads_of_rank
 
 
 def test_ranks_share_the_cores_and_each_has_a_thread() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.memory_kills import MemoryKills, memory_group
+from tepo_megatron.utils.memory_kills import MemoryKills, memory_group
 from tests.hurting import memory_group as limited
 
 V1 = ("cgroup", "4:memory:{path}\n1:cpu:/\n0::/\n", "memory.oom_control", "memory.limit_in_bytes", "rw,memory")
@@ -82,7 +82,7 @@ def test_a_kernel_that_counts_nothing_leaves_it_open(tmp_path: Path) -> None:
 GREEDY = """
 import subprocess, sys
 sys.stdin.readline()
-from tepo_megatron.memory_kills import MemoryKills
+from tepo_megatron.utils.memory_kills import MemoryKills
 kills = MemoryKills()
 ended = subprocess.run([sys.executable, "-c", "kept = bytes(1) * 2**29"])
 print(ended.returncode, kills.explain())

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tepo_megatron.escaping import escaped
-from tepo_megatron.exchange import ERROR_BYTES, BadAnswer, BlockingHttp, TimedOut
+from tepo_megatron.utils.escaping import escaped
+from tepo_megatron.utils.exchange import ERROR_BYTES, BadAnswer, BlockingHttp, TimedOut
 from tests import misbehaving
 from tests.misbehaving_clients import ASKS_FOR_HEALTH, CLIENTS, DEADLINE, KEY
 

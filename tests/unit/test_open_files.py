@@ -9,9 +9,9 @@ import pytest
 
 PROGRAM = """
 import resource, sys
-from tepo_megatron.config_io import load_config
+from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.open_files import check_open_files, needed_open_files
+from tepo_megatron.launcher.open_files import check_open_files, needed_open_files
 cfg = load_config("examples/demo.yaml", [])
 soft, hard = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard or needed_open_files(cfg)))

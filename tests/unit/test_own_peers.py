@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tepo_megatron.channel import BrokenChannel, Meeting, join_store
-from tepo_megatron.meeting_store import FolderStore
-from tepo_megatron.own_peers import Stranger, own_peers_only
+from tepo_megatron.distributed.meeting_store import FolderStore
+from tepo_megatron.distributed.own_peers import Stranger, own_peers_only
+from tepo_megatron.weight_sync.channel import BrokenChannel, Meeting, join_store
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -15,9 +15,8 @@ from benchmarks.plan import ROWS, predicted_seconds, table
 from tepo_megatron.actor.precision import optimizer_fields
 from tepo_megatron.cli import main
 from tepo_megatron.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from tepo_megatron.config_io import load_config, validate
+from tepo_megatron.config.io import load_config, validate
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.escaping import escaped
 from tepo_megatron.plan import activations
 from tepo_megatron.plan.command import Request, plan, predictor_of
 from tepo_megatron.plan.compute import Machine, attention_operations, feed_forward_operations, layer_operations, stage_seconds
@@ -37,6 +36,7 @@ from tepo_megatron.plan.parameters import held, stages, total_parameters
 from tepo_megatron.plan.placement import placement_of
 from tepo_megatron.plan.search import judge, search
 from tepo_megatron.plan.workload import Workload
+from tepo_megatron.utils.escaping import escaped
 
 RECIPES = sorted(Path("examples/recipes").glob("*.yaml"))
 PAGE = Path("docs/plan.md").read_text()

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.config_io import load_config
+from tepo_megatron.config.io import load_config
+from tepo_megatron.controller.method import resolve
 from tepo_megatron.evaluation import benchmarks
-from tepo_megatron.host_sizes import block_bytes
-from tepo_megatron.method import resolve
 from tepo_megatron.plan.command import Request, predictor_of
 from tepo_megatron.plan.gpus import ASSUMED, GPUS
 from tepo_megatron.plan.memory import FP8_WORKSPACES, Model, host_bytes, states, training
@@ -20,6 +19,7 @@ from tepo_megatron.plan.parameters import held, total_parameters
 from tepo_megatron.plan.step import REFILLS
 from tepo_megatron.plan.whole_run import BENCHMARKS, WholeRun, asked, time_range, whole_run
 from tepo_megatron.plan.workload import Workload, max_refills
+from tepo_megatron.platform.host_sizes import block_bytes
 from tests.unit.test_plan import RECIPES, config, run
 
 

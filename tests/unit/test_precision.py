@@ -15,7 +15,7 @@ from transformers import Qwen3MoeConfig
 
 from tepo_megatron.actor import kernels, precision
 from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from tepo_megatron.config_io import validate
+from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.weights.ops import Architecture, Experts
@@ -246,8 +246,8 @@ def test_packed_tokens_of_a_rank(name: str, parallel: dict[str, Any], multiple: 
 
 def _outside(rank: int, path: Path) -> dict[str, str]:
     """Classes of the modules that hold parameters, by name, of a model with the fields of FP8."""
-    from tepo_megatron import parallel
     from tepo_megatron.actor import build
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
     from tepo_megatron.weights.families import find_family, read_config
 
@@ -262,8 +262,8 @@ def _outside(rank: int, path: Path) -> dict[str, str]:
 
 
 def _router(rank: int, path: Path) -> list[tuple[Any, ...]]:
-    from tepo_megatron import parallel
     from tepo_megatron.actor import build
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
     from tepo_megatron.weights.families import find_family, read_config
 

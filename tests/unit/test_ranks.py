@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.heartbeats import HeartbeatFolder
-from tepo_megatron.memory_kills import MemoryKills
-from tepo_megatron.private import check_private, make_private_folder
-from tepo_megatron.ranks import ERROR_FILE, Failure, RankProcesses, first_failure, interrupted_by_signals
+from tepo_megatron.launcher.ranks import ERROR_FILE, Failure, RankProcesses, first_failure, interrupted_by_signals
+from tepo_megatron.utils.heartbeats import HeartbeatFolder
+from tepo_megatron.utils.memory_kills import MemoryKills
+from tepo_megatron.utils.private import check_private, make_private_folder
 
 
 def message(text: str, expected: bool, when: float) -> dict[str, object]:
@@ -56,7 +56,7 @@ time.sleep(600)
 
 
 def test_a_failure_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tepo_megatron.ranks.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("tepo_megatron.launcher.ranks.GRACE_SECONDS", 0.5)
     with RankProcesses(["-c", RANKS], 2, tmp_path, {}, []) as ranks:
         ranks.start()
         failures = ranks.wait()
@@ -83,7 +83,7 @@ def test_a_signal_ends_the_ranks_and_its_handlers_are_restored(tmp_path: Path) -
 
 
 def test_a_rank_leaves_its_message_whole_and_for_whom_it_was_started(tmp_path: Path) -> None:
-    say = "from tepo_megatron.ranks import leave_message; leave_message('why', expected=True)"
+    say = "from tepo_megatron.launcher.ranks import leave_message; leave_message('why', expected=True)"
     full = subprocess.run(
         [sys.executable, "-c", say], env={**os.environ, ERROR_FILE: "/dev/full/none", "RANK": "3"},
         check=True, timeout=60, capture_output=True, text=True,

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron import run_dir
-from tepo_megatron import watch as watching
 from tepo_megatron.config import LoggingConfig
 from tepo_megatron.errors import ConfigError, RunReplacedError
-from tepo_megatron.heartbeats import HeartbeatFolder
-from tepo_megatron.run_lock import LOCK_FILE, FolderIdentity, RunLock
-from tepo_megatron.sinks import METRICS_FILE, RunLog
-from tepo_megatron.watch import VERDICT, Watch
+from tepo_megatron.observability import run_dir
+from tepo_megatron.observability import watch as watching
+from tepo_megatron.observability.sinks import METRICS_FILE, RunLog
+from tepo_megatron.observability.watch import VERDICT, Watch
+from tepo_megatron.utils.heartbeats import HeartbeatFolder
+from tepo_megatron.utils.run_lock import LOCK_FILE, FolderIdentity, RunLock
 from tests.unit.config.test_run_dir import RUN, config, write_run
 
 # Takes the lock again and again; inside it, what no two may do at once.
@@ -31,7 +31,7 @@ CONTENDER = """
 import os, sys, time
 from pathlib import Path
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.run_lock import RunLock
+from tepo_megatron.utils.run_lock import RunLock
 
 folder, wins = Path(sys.argv[1]), 0
 while wins < 100:

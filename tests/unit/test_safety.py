@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.config_io import validate
-from tepo_megatron.safety import checks_that_are_off, safety_checks
+from tepo_megatron.config.io import validate
+from tepo_megatron.config.safety import checks_that_are_off, safety_checks
 
 
 def config(**sections: Any) -> Any:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron import scratch
-from tepo_megatron.scratch import PrivateFolder
+from tepo_megatron.utils import scratch
+from tepo_megatron.utils.scratch import PrivateFolder
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from tepo_megatron.scratch import PrivateFolder
+from tepo_megatron.utils.scratch import PrivateFolder
 folder = PrivateFolder("test", Path(sys.argv[1]))
 (folder.path / "file").touch()
 print(folder.path, flush=True)

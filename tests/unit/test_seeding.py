@@ -2,7 +2,7 @@
 
 import torch
 
-from tepo_megatron.seeding import derive_seed, hash_rows
+from tepo_megatron.utils.seeding import derive_seed, hash_rows
 
 
 def test_keys_follow_their_rows() -> None:

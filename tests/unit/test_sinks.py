@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron import sinks
 from tepo_megatron.config import LoggingConfig
 from tepo_megatron.errors import ConfigError, DataError
-from tepo_megatron.sinks import COLUMNS, RunLog, read_metrics
+from tepo_megatron.observability import sinks
+from tepo_megatron.observability.sinks import COLUMNS, RunLog, read_metrics
 
 RECORD = {column.key: 0.5 for column in COLUMNS} | {"rollout/kept_groups": 12, "loss/total": -0.25}
 
@@ -48,7 +48,7 @@ def test_each_record_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
-        "from tepo_megatron.sinks import RunLog; from tepo_megatron.config import LoggingConfig\n"
+        "from tepo_megatron.observability.sinks import RunLog; from tepo_megatron.config import LoggingConfig\n"
         "log = RunLog(Path(sys.argv[1]), LoggingConfig(), steps=10**6)\n"
         "for step in range(1, 10**6): log.write(step, {'padding': 1.0} | {f'key{i}': i for i in range(500)})\n"
     )

@@ -10,7 +10,7 @@ import pytest
 from safetensors import SafetensorError
 
 from tepo_megatron.errors import ConfigError, StorageError
-from tepo_megatron.storage import disk_fault, writing
+from tepo_megatron.utils.storage import disk_fault, writing
 
 
 @pytest.mark.parametrize(

@@ -29,23 +29,23 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tepo_megatron.checkpoint.reading import Reader as ResumeReader
+from tepo_megatron.convert.dist_reader import Reader as ConversionReader
 from tepo_megatron.errors import CheckpointError
 from tepo_megatron.evaluation.checkpoint import hf_model
-from tepo_megatron.restricted_pickle import METADATA, load_metadata, restricted_loading
-from tepo_megatron.weights.convert.dist_reader import Reader as ConversionReader
+from tepo_megatron.utils.restricted_pickle import METADATA, load_metadata, restricted_loading
 
 PACKAGE = Path(__file__).parents[2] / "tepo_megatron"
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
 READS = {"load", "loads", "Unpickler", "open"}
 NAMES = {"eval", "exec", "compile", "__import__"}
-HARMLESS = {"checkpoint/generators.py", "weights/convert/dist_reader.py", "rollout/vllm.py"}  # what these may call
+HARMLESS = {"checkpoint/generators.py", "convert/dist_reader.py", "inference/vllm.py"}  # what these may call
 WORDS = re.compile("|".join([*MODULES, *NAMES, "exec_module", r"load\(", "load_all", "read_pickle", "trust_remote_code"]))
 # file -> what it may call, with the reason
 ALLOWED = {
     "restricted_pickle.py": {"pickle.Unpickler"},  # with its own find_class
     "checkpoint/generators.py": {"torch.load(weights_only=True)"},
-    "weights/convert/dist_reader.py": {"torch.load(weights_only=True)"},
-    "rollout/vllm.py": {"np.load(allow_pickle=False)"},
+    "convert/dist_reader.py": {"torch.load(weights_only=True)"},
+    "inference/vllm.py": {"np.load(allow_pickle=False)"},
     "user_file.py": {"exec_module"},  # a Python file that the user's config names
 }
 

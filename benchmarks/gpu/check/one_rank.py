@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.gpu.check.lines import Check
 from benchmarks.gpu.check.model import random_model, run_tree
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import validate
+from tepo_megatron.config.io import validate
 from tepo_megatron.platform import activate
 
 
@@ -29,8 +29,8 @@ def actor_of(check: Check, **sections: dict[str, Any]) -> Iterator[tuple[Any, Co
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ.update(world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     platform = activate(cfg.platform)
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.distributed import parallel
 
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
     try:

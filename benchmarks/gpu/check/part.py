@@ -14,7 +14,7 @@ from benchmarks.gpu.check.lines import Check
 
 def main() -> None:
     """Run the part's code; lines that failed do not change the exit status."""
-    from tepo_megatron.processes import die_with_parent
+    from tepo_megatron.utils.processes import die_with_parent
 
     die_with_parent(os.getppid(), signal.SIGKILL)  # also if the command is killed
     name, platform, folder, file, seconds = sys.argv[1:]

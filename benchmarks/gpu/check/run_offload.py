@@ -53,8 +53,8 @@ def run(check: Check) -> None:
 
 def _update(check: Check, actor: Any, cfg: Any) -> None:
     """Take one optimizer step, so that the optimizer has moments."""
-    from tepo_megatron.advantages import group_advantages
     from tepo_megatron.losses import build_objective
+    from tepo_megatron.losses.advantages import group_advantages
 
     prompt, response, *_ = LENGTHS[check.platform]
     objective = build_objective(cfg.objective)

@@ -14,7 +14,7 @@ import yaml
 from benchmarks.gpu.check.lines import Check
 from benchmarks.gpu.check.model import LENGTHS, random_model, run_tree
 from benchmarks.gpu.step import OLD, PLANNED, UPDATES, measured
-from tepo_megatron.config_io import load_config
+from tepo_megatron.config.io import load_config
 from tepo_megatron.plan.command import Request, predictor_of
 from tepo_megatron.plan.gpus import GIB, GPUS
 from tepo_megatron.plan.memory import training

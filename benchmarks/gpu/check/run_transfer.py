@@ -13,7 +13,7 @@ from benchmarks._weights import copy_seconds
 from benchmarks.gpu.check.lines import Check, Skip
 from benchmarks.gpu.check.model import random_model
 from benchmarks.gpu.check.one_rank import actor_of
-from tepo_megatron.config_io import plain, validate
+from tepo_megatron.config.io import plain, validate
 
 PUSHES = 3  # the first one warms up
 SHARED_MEMORY = "/dev/shm"
@@ -24,7 +24,7 @@ def run(check: Check) -> None:
     """Push the weights with each transport, and time plain copies of as many bytes."""
     model = random_model(check)
     with actor_of(check, sync={"bucket_mib": BUCKET_MIB[check.platform]}) as (actor, cfg):
-        from tepo_megatron.weights.sync import WeightSync
+        from tepo_megatron.weight_sync.sync import WeightSync
 
         nbytes = sum(b.parameter.nbytes for b in actor.bindings)
         for transport in ("ipc", "shm"):

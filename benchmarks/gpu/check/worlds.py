@@ -26,10 +26,10 @@ from torch.distributed.rendezvous import rendezvous
 from benchmarks.gpu.check.lines import Check
 from benchmarks.results import ROOT
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import plain, validate
+from tepo_megatron.config.io import plain, validate
 from tepo_megatron.platform import activate
 from tepo_megatron.platform.staged_gloo import VARIABLE
-from tepo_megatron.processes import die_with_parent
+from tepo_megatron.utils.processes import die_with_parent
 from tests.parallel import cases
 from tests.processes import command
 

@@ -8,8 +8,8 @@ import yaml
 
 from tepo_megatron.ablation.plan import Plan, read_plan
 from tepo_megatron.config import Config
+from tepo_megatron.controller.method import resolve
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.method import resolve
 
 ROOT = Path(__file__).parents[3]
 BASE = {

@@ -11,15 +11,15 @@ import matplotlib
 import pytest
 import yaml
 
-from tepo_megatron import run_dir
 from tepo_megatron.ablation import ablate
 from tepo_megatron.ablation.picture import draw
 from tepo_megatron.ablation.plan import read_plan
 from tepo_megatron.ablation.results import read_outcome, rows
 from tepo_megatron.config import Config
+from tepo_megatron.controller.method import resolve
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.evaluation import Accuracy, write_evaluation
-from tepo_megatron.method import resolve
+from tepo_megatron.observability import run_dir
 from tepo_megatron.report import STYLE
 
 BASE = {"name": "b", "platform": "cpu", "model": {"path": "m"}, "data": {"train": "t.jsonl", "eval": "e.jsonl"}}

@@ -6,7 +6,7 @@ import pytest
 
 from tepo_megatron.actor.layout import check_layout
 from tepo_megatron.config import ParallelConfig
-from tepo_megatron.config_io import load_config, to_yaml, validate
+from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.weights.ops import Architecture
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import load_config, to_yaml
+from tepo_megatron.config.io import load_config, to_yaml
 from tepo_megatron.errors import ConfigError
 
 BASE: dict[str, Any] = {

@@ -11,8 +11,8 @@ import pytest
 
 import tepo_megatron
 from tepo_megatron.config import Config
+from tepo_megatron.config.io import plain, validate
 from tepo_megatron.config.platform_defaults import PLATFORM_BRANCHES, PLATFORM_DEFAULTS, default_of
-from tepo_megatron.config_io import plain, validate
 from tests.gate import plan
 
 PACKAGE = Path(tepo_megatron.__file__).parent

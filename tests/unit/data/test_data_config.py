@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import DataConfig, DataSet
-from tepo_megatron.config_io import load_config, to_yaml, validate
+from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.data.sources import Source
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.run_dir import prepare
+from tepo_megatron.observability.run_dir import prepare
 
 
 def config(data: dict[str, Any], **more: Any) -> Any:

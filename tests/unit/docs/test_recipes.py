@@ -12,10 +12,10 @@ import yaml
 from examples.paper.dapo_math import convert
 from tepo_megatron.cli import preflight
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import load_config
+from tepo_megatron.config.io import load_config
+from tepo_megatron.controller.method import resolve
 from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.evaluation.problems import check_sources
-from tepo_megatron.method import resolve
 
 PAPER = Path("examples/paper")
 README = (PAPER / "README.md").read_text()

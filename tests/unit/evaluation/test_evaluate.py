@@ -19,7 +19,7 @@ from tepo_megatron.evaluation.command import Request, run, settings
 from tepo_megatron.evaluation.folder import read_record
 from tepo_megatron.evaluation.results import result
 from tepo_megatron.evaluation.samples import read_samples
-from tepo_megatron.rollout.engine import Launch
+from tepo_megatron.inference.engine import Launch
 from tests.e2e.scripted_worker import ScriptedEngine
 from tests.tiny import tiny_qwen3
 from tests.worlds import run_world
@@ -181,7 +181,7 @@ def test_what_is_taken_for_a_checkpoint(model: Path, tmp_path: Path) -> None:
 
 def converted_and_evaluated(rank: int, model: Path, engines: Engines, tmp_path: Path) -> None:
     """Of a world of its own: the conversion joins one."""
-    from tepo_megatron.weights.convert.importing import import_hf
+    from tepo_megatron.convert.importing import import_hf
 
     run_folder = tmp_path / "run"
     for step in (1, 2):

@@ -11,16 +11,16 @@ import torch
 
 from tepo_megatron.actor.tally import UpdateResult
 from tepo_megatron.config import SyncConfig
-from tepo_megatron.config_io import validate
+from tepo_megatron.config.io import validate
+from tepo_megatron.controller.step_log import KEYS, StepLog
 from tepo_megatron.errors import DataError, SyncError
 from tepo_megatron.evaluation import Scores, in_run, read_evaluation, write_evaluation
 from tepo_megatron.evaluation.runner import Accuracy, accuracy
-from tepo_megatron.histogram import counts
-from tepo_megatron.metrics import Metrics
-from tepo_megatron.step_log import KEYS, StepLog
-from tepo_megatron.timing import Clock
+from tepo_megatron.observability.histogram import counts
+from tepo_megatron.observability.metrics import Metrics
+from tepo_megatron.observability.timing import Clock
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.weights.sync import check_mismatch
+from tepo_megatron.weight_sync.sync import check_mismatch
 
 
 def graded(prompt: int, score: float) -> Rollout:

@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from tepo_megatron.advantages import ADVANTAGES, group_advantages, informative, split_groups
+from tepo_megatron.losses.advantages import ADVANTAGES, group_advantages, informative, split_groups
 from tepo_megatron.types import Rollout
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.advantages import group_advantages, penalized
 from tepo_megatron.losses import OBJECTIVES
+from tepo_megatron.losses.advantages import group_advantages, penalized
 from tepo_megatron.losses.kl import ESTIMATORS
 from tepo_megatron.rewards.overlong import OverlongShaping
 from tepo_megatron.types import Rollout

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.packing import TARGET, longest_first, measure
+from tepo_megatron.controller.step_log import KEYS
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.pipeline_time import Pipeline, one_forward_one_backward, tapered
 from tepo_megatron.ops.planning import Plan, another_plan, plan_metrics, plan_microbatches, sequence_costs
-from tepo_megatron.step_log import KEYS
 
 LENGTHS = st.lists(st.integers(2, 60), min_size=0, max_size=40)
 PIPELINES = st.sampled_from([Pipeline(), Pipeline(2), Pipeline(4), Pipeline(2, 2)])

@@ -10,12 +10,12 @@ import pytest
 from matplotlib.figure import Figure
 
 from tepo_megatron import report
-from tepo_megatron.config_io import load_config
+from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import DataError
+from tepo_megatron.observability.sinks import read_metrics
 from tepo_megatron.report import Curves, Summary, read_run, write_report
 from tepo_megatron.report.picture import write_picture
 from tepo_megatron.report.run import facts
-from tepo_megatron.sinks import read_metrics
 from tests.marks import slow_but
 from tests.report_runs import SUMMARY, measured, records, write_run
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tepo_megatron.config import RewardConfig
-from tepo_megatron.config_io import validate_as
+from tepo_megatron.config.io import validate_as
 from tepo_megatron.errors import ConfigError, RewardError
 from tepo_megatron.rewards import build_reward, check_reward
 from tepo_megatron.types import Rollout

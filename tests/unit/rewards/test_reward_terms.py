@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tepo_megatron.config import LengthTermConfig, RewardConfig
-from tepo_megatron.config_io import to_yaml, validate, validate_as
+from tepo_megatron.config.io import to_yaml, validate, validate_as
 from tepo_megatron.errors import ConfigError, RewardError
 from tepo_megatron.rewards import build_reward, check_reward, gold_fault
 from tepo_megatron.rewards.boxed import last_answer

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tepo_megatron.channel import SENDER, BrokenChannel, Channel, Meeting, came_key, off_key, tell
-from tepo_megatron.meeting_store import open_store
+from tepo_megatron.distributed.meeting_store import open_store
+from tepo_megatron.weight_sync.channel import SENDER, BrokenChannel, Channel, Meeting, came_key, off_key, tell
 
 CPU = torch.device("cpu")
 MEMBER = """
 import json, os, signal, sys
 import torch, torch.distributed as dist
-from tepo_megatron.channel import Meeting, form_group
+from tepo_megatron.weight_sync.channel import Meeting, form_group
 
 meeting = Meeting(**json.loads(sys.argv[1]))
 group = form_group(meeting, 0, meeting.first, torch.device("cpu"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.errors import SyncError
-from tepo_megatron.rollout.servers.checksums import Checks
+from tepo_megatron.inference.servers.checksums import Checks
 from tests.unit.rollout.test_fleet import behave, fleet, process, until
 
 EMPTY = hashlib.sha256(b"").hexdigest()

@@ -19,16 +19,16 @@ from examples.arithmetic.task import END, build_tokenizer, make_problem
 from examples.tools.calculator import result
 from tepo_megatron.config import RewardConfig, RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
+from tepo_megatron.inference.engine import Launch, Send
+from tepo_megatron.inference.samples import checked_rollout
+from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.fleet import Fleet
+from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.context_parallel import shard_zigzag_packed
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
-from tepo_megatron.rollout.engine import Launch, Send
-from tepo_megatron.rollout.samples import checked_rollout
-from tepo_megatron.rollout.servers.endpoint import Endpoint
-from tepo_megatron.rollout.servers.fleet import Fleet
-from tepo_megatron.rollout.servers.local import LocalServer
 from tepo_megatron.types import Prompt, Rollout, SamplingParams, TrainBatch
 from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_fleet import behave, process

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tepo_megatron.config import Config
-from tepo_megatron.config_io import validate
+from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.rollout.engines import launch_beside_ranks
-from tepo_megatron.rollout.servers.environment import devices
+from tepo_megatron.inference.engines import launch_beside_ranks
+from tepo_megatron.inference.servers.environment import devices
 
 
 def config(**rollout: Any) -> Config:

@@ -16,20 +16,20 @@ from torch import Tensor
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.config_io import validate
+from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError, DataError, RolloutError
-from tepo_megatron.metrics import Metrics
+from tepo_megatron.inference.cut import CUT, joined, rest
+from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.samples import checked_rollout
+from tepo_megatron.inference.sglang import SglangApi, generate_request, parse_generated
+from tepo_megatron.inference.vllm import VllmApi, parse_completion
+from tepo_megatron.observability.metrics import Metrics
+from tepo_megatron.observability.timing import Clock
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.rollout import record
-from tepo_megatron.rollout.cut import CUT, joined, rest
-from tepo_megatron.rollout.engine import Launch
 from tepo_megatron.rollout.experts import check_experts, replayed_routing
 from tepo_megatron.rollout.replay import Replay
-from tepo_megatron.rollout.samples import checked_rollout
-from tepo_megatron.rollout.sglang import SglangApi, generate_request, parse_generated
-from tepo_megatron.rollout.vllm import VllmApi, parse_completion
-from tepo_megatron.timing import Clock
 from tepo_megatron.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")

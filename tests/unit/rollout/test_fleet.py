@@ -18,10 +18,10 @@ import pytest
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import RolloutError, SyncError
-from tepo_megatron.rollout.engine import Launch
-from tepo_megatron.rollout.servers.endpoint import Endpoint
-from tepo_megatron.rollout.servers.fleet import Fleet
-from tepo_megatron.rollout.servers.local import LocalServer
+from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.fleet import Fleet
+from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.direct_requests import ask
 from tests.scripted_api import ScriptedApi

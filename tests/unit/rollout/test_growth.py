@@ -10,9 +10,9 @@ import pytest
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.rollout.engines import beginning
-from tepo_megatron.rollout.servers.fleet import Fleet
-from tepo_megatron.rollout.servers.local import LocalServer
+from tepo_megatron.inference.engines import beginning
+from tepo_megatron.inference.servers.fleet import Fleet
+from tepo_megatron.inference.servers.local import LocalServer
 from tests.direct_requests import ask
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, expected, fleet, ids, process, until  # noqa: F401
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tepo_megatron import scratch
+from tepo_megatron.utils import scratch
 
 # A server that, like vLLM with open requests, ignores SIGTERM, and an engine process that notices nothing by itself, unless it
 # has the lifeline that our plugins give to those of real engines. `apart`: that one has left the server's session.
@@ -31,7 +31,7 @@ if kind != "engine":
                               env=os.environ | ({} if kind == "lifeline" else {"TEPO_SERVER_GUARD": ""}))
 else:
     if os.environ["TEPO_SERVER_GUARD"]:
-        from tepo_megatron.rollout.in_server import lifeline
+        from tepo_megatron.weight_sync.receiver import lifeline
         lifeline.hold()
     segment = shared_memory.SharedMemory(create=True, size=4096)
     resource_tracker.unregister(segment._name, "shared_memory")  # as if that process had been killed, too
@@ -43,9 +43,9 @@ time.sleep(300) if kind == "engine" else sys.exit(engine.wait())
 OWNER = """
 import json, os, sys, time
 from pathlib import Path
-from tepo_megatron.rollout.servers.process import ServerProcess
-from tepo_megatron.scratch import PrivateFolder
-from tepo_megatron.rollout.servers import guard, process
+from tepo_megatron.inference.servers.process import ServerProcess
+from tepo_megatron.utils.scratch import PrivateFolder
+from tepo_megatron.inference.servers import guard, process
 process.GRACE_SECONDS = 0.2
 code, out, *kinds = sys.argv[1:]
 servers = []
@@ -150,7 +150,7 @@ sys.stdin.readline()
 LOOKING = """
 import os, subprocess, sys, time
 from pathlib import Path
-from tepo_megatron.rollout.servers import guard
+from tepo_megatron.inference.servers import guard
 segments = guard.Segments(Path(sys.argv[1]))
 server = subprocess.Popen([sys.executable, "-S", "-c", sys.argv[2]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 deadline = time.monotonic() + guard.SETTLE_SECONDS + 0.5

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tepo_megatron.channel import (
+from tepo_megatron.distributed.meeting_store import open_store
+from tepo_megatron.weight_sync.channel import (
     SENDER,
     BrokenChannel,
     Bucket,
@@ -30,8 +31,7 @@ from tepo_megatron.channel import (
     joined_key,
     tell,
 )
-from tepo_megatron.meeting_store import open_store
-from tepo_megatron.rollout.in_server.inbox import Inbox
+from tepo_megatron.weight_sync.receiver.inbox import Inbox
 
 CPU = torch.device("cpu")
 MODEL = {

@@ -11,7 +11,7 @@ ROUND = """
 import torch
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
 from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload, record_metadata_for_reloading
-from tepo_megatron.rollout.in_server.vllm_plugin import own_waiting_tensors
+from tepo_megatron.weight_sync.receiver.vllm_plugin import own_waiting_tensors
 
 class Joined(torch.nn.Module):  # as a linear module whose parameter comes in two parts
     def __init__(self):

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tepo_megatron.errors import DataError
-from tepo_megatron.metrics import Metrics
+from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.rollout import record
 from tepo_megatron.types import Rollout
 

@@ -23,13 +23,13 @@ import pytest
 import yaml
 
 from tepo_megatron.config import Config, RolloutConfig, ServerConfig
-from tepo_megatron.config_io import validate
+from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.rollout import engines
-from tepo_megatron.rollout.engine import INITIAL_VERSION, UNKNOWN_VERSION, Launch
-from tepo_megatron.rollout.servers.fleet import Fleet
-from tepo_megatron.rollout.servers.local import LocalServer, url_of
-from tepo_megatron.rollout.servers.rendezvous import KEY_FILE, KEY_VARIABLE, Record, Rendezvous, fingerprint
+from tepo_megatron.inference import engines
+from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION, Launch
+from tepo_megatron.inference.servers.fleet import Fleet
+from tepo_megatron.inference.servers.local import LocalServer, url_of
+from tepo_megatron.inference.servers.rendezvous import KEY_FILE, KEY_VARIABLE, Record, Rendezvous, fingerprint
 from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids, until
 
@@ -155,7 +155,7 @@ def server_process(serving: Serving, record: Record) -> psutil.Process:
     """The first process of the server with this record."""
     port = record.url.rpartition(":")[2]
     return next(psutil.Process(pid) for pid, line in serving.lines().items() if "tests.scripted_server" in line
-                and port in line[-2:] and "tepo_megatron.rollout.servers.guard" not in line)  # fmt: skip
+                and port in line[-2:] and "tepo_megatron.inference.servers.guard" not in line)  # fmt: skip
 
 
 @pytest.mark.full
@@ -436,7 +436,7 @@ def test_a_key_that_protects_nothing_is_refused(bad: str, monkeypatch: pytest.Mo
 
 
 def test_no_server_starts_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tepo_megatron.rollout.in_server.vllm_auth import API_KEY_VARIABLE, RequireKey
+    from tepo_megatron.weight_sync.receiver.vllm_auth import API_KEY_VARIABLE, RequireKey
 
     for key in (None, ""):
         monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
@@ -445,7 +445,7 @@ def test_no_server_starts_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(RuntimeError, match="without a key"):
             RequireKey(None)  # type: ignore[arg-type]
         env = dict(os.environ) | ({} if key is None else {"TEPO_SGLANG_KEY": key})
-        command = [sys.executable, "-P", "-m", "tepo_megatron.rollout.in_server.sglang_server", "--host", "0.0.0.0"]
+        command = [sys.executable, "-P", "-m", "tepo_megatron.weight_sync.receiver.sglang_server", "--host", "0.0.0.0"]
         ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
         assert ended.returncode == 1 and "without a key" in ended.stderr
 

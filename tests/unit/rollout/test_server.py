@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.rollout.servers import process as server_module
-from tepo_megatron.rollout.servers.process import LOOPBACK, ServerProcess, choose_port, hold_port
+from tepo_megatron.inference.servers import process as server_module
+from tepo_megatron.inference.servers.process import LOOPBACK, ServerProcess, choose_port, hold_port
 from tests.hurting import NOTHING, memory_group
 
 # Answers /health, and starts a process that, like vLLM's EngineCore, does not notice its parent's death.
@@ -267,7 +267,7 @@ def test_the_end_of_the_thread_that_started_it_is_not_the_end_of_the_server(heal
 OWNER = """
 import os, sys, time
 from pathlib import Path
-from tepo_megatron.rollout.servers.process import ServerProcess
+from tepo_megatron.inference.servers.process import ServerProcess
 port, code, *args = sys.argv[1:]
 server = ServerProcess([sys.executable, "-S", "-c", code, port, *args], env=dict(os.environ),
                        health_url=f"http://127.0.0.1:{port}/health", log_path=Path(args[0] + ".log"), ready_seconds=20)

@@ -13,11 +13,11 @@ import torch
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.rollout.engine import INITIAL_VERSION, Launch, StaleWeights
-from tepo_megatron.rollout.in_server.sglang_server import hide, murmur_hash32
-from tepo_megatron.rollout.samples import prompt_seed
-from tepo_megatron.rollout.sglang import SglangApi, generate_request, parse_generated
+from tepo_megatron.inference.engine import INITIAL_VERSION, Launch, StaleWeights
+from tepo_megatron.inference.samples import prompt_seed
+from tepo_megatron.inference.sglang import SglangApi, generate_request, parse_generated
 from tepo_megatron.types import Prompt, SamplingParams
+from tepo_megatron.weight_sync.receiver.sglang_server import hide, murmur_hash32
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
 SAMPLING = SamplingParams(samples=2, temperature=0.7, max_tokens=3, stop_token_ids=(2,))

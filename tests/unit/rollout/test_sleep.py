@@ -14,11 +14,11 @@ import pytest
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.rollout.engine import Launch
-from tepo_megatron.rollout.servers.fleet import Fleet
-from tepo_megatron.rollout.servers.local import LocalServer
-from tepo_megatron.rollout.sglang import SglangApi
-from tepo_megatron.rollout.vllm import VllmApi
+from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.servers.fleet import Fleet
+from tepo_megatron.inference.servers.local import LocalServer
+from tepo_megatron.inference.sglang import SglangApi
+from tepo_megatron.inference.vllm import VllmApi
 from tests.direct_requests import ask
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, expected, fleet, ids, process, until  # noqa: F401
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.rollout.servers.fleet import Fleet
-from tepo_megatron.rollout.servers.rendezvous import Rendezvous, keeper_name, this_host
-from tepo_megatron.rollout.servers.standstill import Standstill
+from tepo_megatron.inference.servers.fleet import Fleet
+from tepo_megatron.inference.servers.rendezvous import Rendezvous, keeper_name, this_host
+from tepo_megatron.inference.servers.standstill import Standstill
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, ids, until
 from tests.unit.rollout.test_remote import (  # noqa: F401
     Serving,
@@ -34,7 +34,7 @@ BOTH_PARTS = ["weights", "kv_cache"]
 
 def servers_of(serve: Serving) -> int:
     """First processes of servers that live under this `tepo serve`, on their way or up."""
-    return sum("tepo_megatron.rollout.servers.guard" in line for line in serve.lines().values())
+    return sum("tepo_megatron.inference.servers.guard" in line for line in serve.lines().values())
 
 
 def versions(fleet: Fleet) -> set[int]:

@@ -12,11 +12,11 @@ import torch
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.rollout.engine import EngineApi, Launch, StaleWeights, served_label
-from tepo_megatron.rollout.engines import build_engine
-from tepo_megatron.rollout.samples import LARGEST_SEED, prompt_seed
-from tepo_megatron.rollout.sglang import SglangApi
-from tepo_megatron.rollout.vllm import VllmApi, completion_request, parse_completion
+from tepo_megatron.inference.engine import EngineApi, Launch, StaleWeights, served_label
+from tepo_megatron.inference.engines import build_engine
+from tepo_megatron.inference.samples import LARGEST_SEED, prompt_seed
+from tepo_megatron.inference.sglang import SglangApi
+from tepo_megatron.inference.vllm import VllmApi, completion_request, parse_completion
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")

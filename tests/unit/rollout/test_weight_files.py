@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.rollout.in_server.weight_files import Update, tensors
+from tepo_megatron.weight_sync.receiver.weight_files import Update, tensors
 
 MODEL = {"a.weight": torch.zeros(3, 2), "b.weight": torch.zeros(4), "lm_head.weight": torch.zeros(3, 2)}
 

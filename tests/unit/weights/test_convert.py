@@ -124,9 +124,9 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 def chunks_of(layout: dict[str, int], model: Path) -> tuple[Any, list[Any], Any, Any]:
     """The mesh, this rank's empty model chunks, and what the config says."""
-    from tepo_megatron import parallel
     from tepo_megatron.actor import build
     from tepo_megatron.config import ModelConfig, ParallelConfig
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
     from tepo_megatron.weights.families import find_family, read_config
 
@@ -221,10 +221,10 @@ def four_heads() -> Any:
 
 
 def train_and_save(rank: int, cfg: Any, folder: Path) -> None:
-    from tepo_megatron import parallel
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.checkpoint.checkpoints import Checkpoints
     from tepo_megatron.config import CheckpointConfig
+    from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))

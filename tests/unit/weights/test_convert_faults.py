@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.convert import CONFIG, make_model
+from tepo_megatron.convert.output import new_directory
 from tepo_megatron.errors import CheckpointError
-from tepo_megatron.weights.convert.output import new_directory
 from tests.tiny import tiny_qwen3
 from tests.unit.weights.test_convert import ROOT, command, convert, in_bf16, succeed, tensors
 from tests.worlds import run_world

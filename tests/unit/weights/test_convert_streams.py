@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tepo_megatron.convert.exporting import file_ranges
+from tepo_megatron.convert.streams import STREAMS, Job, deal, work
 from tepo_megatron.errors import CheckpointError, ConversionError
-from tepo_megatron.weights.convert.exporting import file_ranges
-from tepo_megatron.weights.convert.streams import STREAMS, Job, deal, work
 from tests.tiny import tiny_qwen3
 from tests.unit.weights.test_convert import succeed
 
@@ -131,7 +131,7 @@ def files(path: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_output_is_the_same_byte_for_byte_whichever_thread_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three times: as it comes, then with one of the threads held up, then the other."""
-    from tepo_megatron.weights.convert import exporting, importing
+    from tepo_megatron.convert import exporting, importing
 
     monkeypatch.setattr(exporting, "_SMALLEST_FILE", 500_000)
     monkeypatch.setattr(exporting, "_LARGEST_FILE", 500_000)

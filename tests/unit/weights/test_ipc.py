@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.channel import Bucket, pack
-from tepo_megatron.ipc import Handle, borrowed, lend
-from tepo_megatron.rollout.in_server.inbox import Inbox
-from tepo_megatron.rollout.servers.environment import devices
+from tepo_megatron.inference.servers.environment import devices
+from tepo_megatron.weight_sync.channel import Bucket, pack
+from tepo_megatron.weight_sync.ipc import Handle, borrowed, lend
+from tepo_megatron.weight_sync.receiver.inbox import Inbox
 from tepo_megatron.weights import fp8
 
 CPU = torch.device("cpu")
@@ -28,8 +28,8 @@ MODEL = {
 }
 READER = """
 import sys, torch
-from tepo_megatron.channel import Bucket
-from tepo_megatron.ipc import borrowed
+from tepo_megatron.weight_sync.channel import Bucket
+from tepo_megatron.weight_sync.ipc import borrowed
 bucket = Bucket.from_json(sys.stdin.readline())
 with borrowed(bucket.handle, torch.device("cpu")) as row:
     print(*row[:bucket.nbytes].tolist())

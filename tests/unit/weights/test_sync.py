@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.channel import crc32
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.rollout.in_server.weight_files import tensors
-from tepo_megatron.weights import meeting
+from tepo_megatron.weight_sync import meeting
+from tepo_megatron.weight_sync.channel import crc32
+from tepo_megatron.weight_sync.receiver.weight_files import tensors
+from tepo_megatron.weight_sync.relay import memory_identity, takers, together
+from tepo_megatron.weight_sync.rounds import cut as cut_into_buckets
+from tepo_megatron.weight_sync.rounds import is_check_due, whole_bytes
+from tepo_megatron.weight_sync.stores import Staging, make_folder, write_file
+from tepo_megatron.weight_sync.sync import check_one_host
 from tepo_megatron.weights.ops import Replicated
-from tepo_megatron.weights.relay import memory_identity, takers, together
-from tepo_megatron.weights.rounds import cut as cut_into_buckets
-from tepo_megatron.weights.rounds import is_check_due, whole_bytes
-from tepo_megatron.weights.stores import Staging, make_folder, write_file
-from tepo_megatron.weights.sync import check_one_host
 
 SENT = {
     "a.weight": torch.arange(6.0).reshape(2, 3),

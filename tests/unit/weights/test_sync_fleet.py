@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tepo_megatron.errors import SyncError
-from tepo_megatron.rollout.engine import INITIAL_VERSION
-from tepo_megatron.rollout.servers.fleet import Fleet
+from tepo_megatron.inference.engine import INITIAL_VERSION
+from tepo_megatron.inference.servers.fleet import Fleet
 from tests.direct_requests import ask
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, fleet, process, until
 

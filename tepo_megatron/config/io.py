@@ -1,0 +1,238 @@
+"""Read configs from YAML files and the command line. Errors name the key and the fix."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from tepo_megatron.config import Config
+from tepo_megatron.config.layers import Layers
+from tepo_megatron.errors import ConfigError
+
+T = typing.TypeVar("T")
+_ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file on top of its base files, apply the overrides and validate the result.
+
+    Args:
+        path: The YAML file.
+        overrides: Arguments of the form `--key.sub value` or `--key.sub=value`.
+
+    Raises:
+        ConfigError: The message names the file that set the key, the key and the fix.
+    """
+    return load_with_sources(path, overrides or [])[0]
+
+
+def load_with_sources(path: str | Path, overrides: list[str]) -> tuple[Config, Layers]:
+    """Return the config as `load_config` does, and the layers, which know the file that set each key.
+
+    Args:
+        path: The YAML file.
+        overrides: As in `load_config`.
+    """
+    layers = read_layers(path)
+    return with_overrides(layers, overrides, str(path)), layers
+
+
+def with_overrides(layers: Layers, overrides: list[str], source: str) -> Config:
+    """Return the config of these layers with the command line's overrides on top. Raises ConfigError as `load_config` does.
+
+    Args:
+        layers: The files; the overrides are added to them.
+        overrides: As in `load_config`.
+        source: Name in errors about keys that no layer set.
+    """
+    for key, value in parse_overrides(overrides):
+        words: dict[str, Any] = {}
+        set_key(words, key, value)
+        layers.add(words, "command line")
+    return validate_as(Config, layers.tree, source, layers)
+
+
+def read_layers(path: str | Path) -> Layers:
+    """Read a config file, the file that its `base:` names, the base of that one, and so on; return their layers.
+
+    A `base` is a path relative to the file that names it. Raises ConfigError for an unreadable file, a `base` that is not a
+    path, and base files that form a circle.
+    """
+    found: list[tuple[str, dict[str, Any]]] = []
+    while True:
+        names = [name for name, _ in found]
+        if any(os.path.realpath(path) == os.path.realpath(name) for name in names):
+            chain = " -> ".join([*names, str(path)])
+            raise ConfigError(f"{names[0]}: its base files form a circle: {chain}; remove one `base`")
+        try:
+            tree = read_yaml(path)
+        except ConfigError as e:
+            raise ConfigError(f"{e} (the base of {names[-1]})" if names else str(e)) from None
+        found.append((str(path), tree))
+        if "base" not in tree:
+            break
+        base = tree.pop("base")
+        if not isinstance(base, str):
+            raise ConfigError(f"{path}: base: one path of a YAML file, not {base!r}; let that file name the next")
+        path = os.path.normpath(Path(path).parent / base)
+    layers = Layers()
+    for name, tree in reversed(found):
+        layers.add(tree, name)
+    return layers
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file. Raises ConfigError naming the file."""
+    try:
+        tree = yaml.safe_load(Path(path).read_text())
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot read the config file ({e.strerror}); give the path of a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: not valid YAML: {e}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a config is a mapping of keys, not {type(tree).__name__}")
+    return tree
+
+
+def validate(tree: dict[str, Any], source: str = "config") -> Config:
+    """Return a plain mapping as a Config. Raises one ConfigError with a line per fault.
+
+    Args:
+        tree: The keys and values.
+        source: Name of the mapping in errors.
+    """
+    return validate_as(Config, tree, source)
+
+
+def validate_as(cls: type[T], tree: dict[str, Any], source: str, layers: Layers | None = None) -> T:
+    """Return a plain mapping as a dataclass of `config`.
+
+    Args:
+        cls: The dataclass.
+        tree: The keys and values.
+        source: Name in errors about keys that no layer set.
+        layers: The layers that `tree` comes from, if any; errors then name the files that set the keys.
+
+    Raises:
+        ConfigError: One line per fault.
+    """
+    try:
+        return TypeAdapter(cls).validate_python(tree)
+    except ValidationError as e:
+        lines = []
+        for err in e.errors():
+            loc = tuple(part for part in err["loc"] if not str(part).startswith("<"))  # names of possible types are no keys
+            where = ", ".join(layers.sources(loc, err["msg"]) if layers else ()) or source
+            lines.append(f"{where}: {_explain(cls, loc, err)}")
+        raise ConfigError("\n".join(lines)) from None
+
+
+def to_yaml(cfg: Config) -> str:
+    """Return the resolved config as YAML that `load_config` reads."""
+    return yaml.safe_dump(plain(cfg), sort_keys=False)
+
+
+def plain(cfg: Config) -> dict[str, Any]:
+    """Return the resolved config as plain JSON values."""
+    return typing.cast(dict[str, Any], _ADAPTER.dump_python(cfg, mode="json"))
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], above: str = "") -> list[str]:
+    """Return a line for each key on which two plain configs differ: "optimizer.lr was 1e-06 and is 2e-06".
+
+    Args:
+        before, after: The configs.
+        above: Prefix of the keys, for nested sections.
+    """
+    lines = []
+    for name in [*before, *(n for n in after if n not in before)]:
+        key, old, new = f"{above}{name}", before.get(name), after.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += differences(old, new, f"{key}.")
+        elif old != new:
+            lines.append(f"{key} was {old} and is {new}")
+    return lines
+
+
+def parse_overrides(words: list[str]) -> list[tuple[str, Any]]:
+    """Parse ["--a.b", "1", "--c=x"] into [("a.b", 1), ("c", "x")]; values are read as YAML. Raises ConfigError."""
+    pairs: list[tuple[str, Any]] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise ConfigError(f"{word}: expected --key value (or --key=value)")
+        key, has_value, text = word[2:].partition("=")
+        if not has_value:
+            if not rest:
+                raise ConfigError(f"--{key}: the value is missing")
+            text = rest.pop(0)
+        try:
+            pairs.append((key, yaml.safe_load(text)))
+        except yaml.YAMLError:
+            raise ConfigError(f"--{key}: {text!r} is not a YAML value; quote it") from None
+    return pairs
+
+
+def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set tree[a][b] = value for "a.b"; missing sections are added. Raises ConfigError if `a` is a value, not a section.
+
+    Args:
+        tree: Changed in place.
+        dotted: The key.
+        value: Its value.
+    """
+    *parents, leaf = dotted.split(".")
+    for name in parents:
+        child = tree.get(name)
+        if child is None:
+            child = tree[name] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"--{dotted}: {name} is a value, not a section")
+        tree = child
+    tree[leaf] = value
+
+
+def _explain(root: type, loc: tuple[Any, ...], error: Any) -> str:
+    """Return one validation error as a line that names the key and the fix."""
+    key = ".".join(str(part) for part in loc) or "config"
+    if error["type"] == "unexpected_keyword_argument":
+        close = difflib.get_close_matches(str(loc[-1]), _fields_at(root, loc[:-1]), n=1)
+        return f"{key}: unknown key" + (
+            f"; did you mean {close[0]}?" if close else f"; see {root.__module__.replace('.', '/')}.py for all keys"
+        )
+    if error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+        return f"{key}: this key is required"
+    if error["type"] == "union_tag_not_found":
+        return f"{key}: the key `type` is required"
+    message = error["msg"].removeprefix("Value error, ")
+    given = "" if isinstance(error["input"], dict) or "Args" in type(error["input"]).__name__ else f" (got {error['input']!r})"
+    return f"{key}: {message}{given}"
+
+
+def _fields_at(root: type, loc: tuple[Any, ...]) -> list[str]:
+    """Return the keys of the section at `loc`."""
+    cls: Any = root
+    for part in loc:
+        if dataclasses.is_dataclass(cls):
+            cls = typing.get_type_hints(cls).get(str(part))
+        elif isinstance(part, str):  # in a list of sections of several types: select this section's type
+            cls = next((x for x in _sections_in(cls) if part in typing.get_args(typing.get_type_hints(x)["type"])), None)
+        else:  # an index into a list
+            lists = [hint for hint in (cls, *typing.get_args(cls)) if typing.get_origin(hint) is list]
+            cls = typing.get_args(lists[0])[0] if lists else cls
+    return [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+
+
+def _sections_in(hint: Any) -> list[type]:
+    """Return the section classes that occur in a type hint."""
+    inner = [section for arg in typing.get_args(hint) for section in _sections_in(arg)]
+    return [hint] if dataclasses.is_dataclass(hint) and isinstance(hint, type) else inner

@@ -1,0 +1,240 @@
+"""Export a Megatron-Core checkpoint, whatever layout wrote it, to a Hugging Face directory."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
+
+from tepo_megatron.convert.dist_reader import Reader, read_common
+from tepo_megatron.convert.importing import check_finite
+from tepo_megatron.convert.output import new_directory
+from tepo_megatron.convert.places import carried_folder
+from tepo_megatron.convert.plan import Plan, Slot, make_plan
+from tepo_megatron.convert.progress import Advance, progress_bar
+from tepo_megatron.convert.safetensors_writer import SafetensorsWriter
+from tepo_megatron.convert.streams import Job, work
+from tepo_megatron.convert.world import world_of_one
+from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.errors import ConversionError
+from tepo_megatron.weights import fp8
+from tepo_megatron.weights.families import read_config
+from tepo_megatron.weights.hf_io import carry_over, set_config
+
+_LARGEST_FILE, _SMALLEST_FILE = 4 * 2**30, 512 * 2**20  # bytes
+_FILES = 8  # number for a model of medium size: enough for the streams to end at about the same time
+
+
+@dataclass(frozen=True)
+class Format:
+    """The dtypes of an exported model.
+
+    Attributes:
+        dtype: dtype of all tensors; None: as they are stored.
+        fp8_blockwise: store the linear layers of the decoder in blockwise FP8 (weights/fp8.py).
+    """
+
+    dtype: torch.dtype | None = None
+    fp8_blockwise: bool = False
+
+    def convert(self, slot: Slot, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """Return what is written for one HF tensor: named tensors, more than one if it is quantized.
+
+        Args:
+            slot: the parameter that the tensor belongs to.
+            name: name of the HF tensor.
+            tensor: the whole HF tensor; on the meta device, only shapes and dtypes are computed.
+
+        Raises:
+            ConversionError: a value is not finite in the new dtype.
+        """
+        if self.fp8_blockwise and fp8.is_quantized(slot.binding.row.op, tensor):
+            return fp8.parts(slot.binding.row.op, name, tensor)
+        cast = tensor if self.dtype is None else tensor.to(self.dtype)
+        if cast.dtype != tensor.dtype and not cast.is_meta:
+            check_finite(cast, f"{name} in {str(self.dtype).removeprefix('torch.')} (give another --dtype, or none) would")
+        return [(name, cast)]
+
+
+def export_hf(checkpoint: Path, out: Path, form: Format = Format(), base: Path | None = None) -> int:  # noqa: B008
+    """Write the model of a Megatron checkpoint to a HF directory, and return the bytes of tensors written.
+
+    The memory that it takes is that of `import_hf`.
+
+    Args:
+        checkpoint: directory of the checkpoint.
+        out: the directory to write; it must not exist, and is absent after an error.
+        form: the dtypes to write.
+        base: a HF directory with config and tokenizer, for a checkpoint that carries none.
+
+    Raises:
+        ConversionError: the model is not supported, or its tensors do not fit or are not finite. The message names file and
+            tensor.
+        CheckpointError: a file is missing or damaged, or `out` cannot be written.
+    """
+    folder = carried_folder(checkpoint, base)
+    hf_config = read_config(folder)
+    with world_of_one() as groups:
+        reader = Reader(checkpoint)
+        plan = plan_of(checkpoint, hf_config, reader, groups)
+        announced = [_announced(slot, reader, form) for slot in plan.slots]
+        sizes = [sum(t.nbytes for t in tensors.values()) for tensors in announced]
+        total, files = sum(sizes), file_ranges(sizes)
+        with new_directory(out, total) as filling, progress_bar("export", total) as advance:
+            writer = SafetensorsWriter(filling, [_merged(announced[i] for i in file) for file in files])
+
+            def job(i: int) -> Job:
+                slot = plan.slots[i]
+                return Job(partial(_convert, slot, reader, form, writer, advance), max(sizes[i], _stored(slot, reader).nbytes))
+
+            try:
+                work([[job(i) for i in file] for file in files])
+                writer.finish()
+            finally:
+                writer.close()
+            carry_over(folder, filling)
+            set_config(filling, _config_changes(plan, _merged(announced), hf_config))
+    return total
+
+
+def _convert(slot: Slot, reader: Reader, form: Format, writer: SafetensorsWriter, advance: Advance) -> None:
+    """Read one parameter, and write its HF tensors."""
+    for name, tensor in zip(slot.hf_names, hf_tensors(slot, reader), strict=True):
+        for part, data in form.convert(slot, name, tensor):
+            writer.write(part, data)
+            advance(data.nbytes)
+
+
+def file_ranges(sizes: Sequence[int]) -> list[range]:
+    """Group consecutive slots into files. A slot that is larger than a file gets a file of its own.
+
+    Args:
+        sizes: bytes that each slot writes.
+
+    Returns:
+        The indices of the slots in each file.
+    """
+    limit = min(_LARGEST_FILE, max(_SMALLEST_FILE, sum(sizes) // _FILES))
+    files: list[range] = []
+    first = size = 0
+    for i, n in enumerate(sizes):
+        if size and size + n > limit:
+            files.append(range(first, i))
+            first, size = i, 0
+        size += n
+    return [*files, range(first, len(sizes))]
+
+
+def plan_of(checkpoint: Path, hf_config: Mapping[str, Any], reader: Reader, groups: Groups) -> Plan:
+    """Return the plan of a Megatron checkpoint, after a check that its tensors are those of its config.json.
+
+    Args:
+        checkpoint: directory of the checkpoint.
+        hf_config: content of config.json.
+        reader: of the checkpoint.
+        groups: a mesh of one rank.
+
+    Raises:
+        ConversionError: a tensor is missing, left over or of another shape, or the model is not supported.
+    """
+    content = read_common(checkpoint).get("content_metadata")
+    plan = make_plan(hf_config, groups, content)
+    expected = {p.key: p for slot in plan.slots for p in slot.pieces(slot.binding.parameter.detach())}
+    for key, piece in expected.items():
+        if key not in reader.tensors:
+            raise ConversionError(f"{checkpoint}: tensor {key} is missing; the checkpoint does not belong to config.json")
+        stored = reader.tensors[key].size
+        fits = stored == torch.Size(piece.global_shape)
+        if piece.allow_shape_mismatch:  # the vocabulary may be padded for another number of ranks
+            fits = stored[0] >= plan.arch.vocab_size and stored[1:] == torch.Size(piece.global_shape[1:])
+        if not fits:
+            raise ConversionError(
+                f"{checkpoint}: tensor {key} has the shape {tuple(stored)}, "
+                f"but config.json asks for {tuple(piece.global_shape)}"
+            )
+    roots = {key.split(".")[0] for key in expected}  # keys of the optimizer's state begin otherwise
+    if extra := {key for key in reader.tensors if key.split(".")[0] in roots} - expected.keys():
+        raise ConversionError(
+            f"{checkpoint}: tensor {min(extra)} (and {len(extra) - 1} more) has no place in a model of this config.json"
+        )
+    return plan
+
+
+def hf_tensors(slot: Slot, reader: Reader) -> list[Tensor]:
+    """Return the HF tensors of a parameter in their stored dtype, contiguous.
+
+    Args:
+        slot: the parameter.
+        reader: of the checkpoint.
+
+    Raises:
+        ConversionError: a value is not finite.
+    """
+    parameter = read_parameter(slot, reader)
+    check_finite(parameter, f"{reader.directory}: {slot.binding.name}")
+    return [t.contiguous() for t in slot.to_hf(parameter)]
+
+
+def read_parameter(slot: Slot, reader: Reader) -> Tensor:
+    """Return a whole Megatron parameter.
+
+    Args:
+        slot: the parameter.
+        reader: of the checkpoint.
+    """
+    announced = slot.pieces(slot.binding.parameter.detach())
+    if len(announced) == 1:
+        return _read(announced[0], reader)
+    parameter = torch.empty(slot.shape, dtype=reader.tensors[announced[0].key].properties.dtype)
+    pieces = slot.pieces(parameter)
+    for piece in pieces:
+        piece.data.copy_(_read(piece, reader))
+    return slot.merged(parameter, pieces)
+
+
+def _read(piece: ShardedTensor, reader: Reader) -> Tensor:
+    """Read the data of one piece."""
+    shape = (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
+    return reader.region(piece.key, piece.global_offset, shape).view(piece.local_shape)
+
+
+def _announced(slot: Slot, reader: Reader, form: Format) -> dict[str, Tensor]:
+    """Return the tensors that will be written for a parameter, by name, on the meta device."""
+    announced: dict[str, Tensor] = {}
+    for name, tensor in zip(slot.hf_names, slot.to_hf(_stored(slot, reader)), strict=True):
+        announced.update(form.convert(slot, name, tensor))
+    return announced
+
+
+def _merged(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def _stored(slot: Slot, reader: Reader) -> Tensor:
+    """Return the Megatron parameter in the dtype of the checkpoint, on the meta device."""
+    parameter = slot.binding.parameter.detach()
+    return parameter.to(reader.tensors[slot.pieces(parameter)[0].key].properties.dtype)
+
+
+def _config_changes(plan: Plan, announced: Mapping[str, Tensor], hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json that must change to describe the written tensors."""
+    sizes: Counter[torch.dtype] = Counter()
+    for name, tensor in announced.items():
+        if tensor.dtype != torch.float8_e4m3fn and not name.endswith(fp8.SCALE_SUFFIX):
+            sizes[tensor.dtype] += math.prod(tensor.shape)
+    field = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
+    changes: dict[str, Any] = {field: str(sizes.most_common(1)[0][0]).removeprefix("torch.")}
+    if any(name.endswith(fp8.SCALE_SUFFIX) for name in announced):
+        whole = [
+            n.removesuffix(".weight") for n in announced if n.endswith(".weight") and n + fp8.SCALE_SUFFIX not in announced
+        ]
+        changes["quantization_config"] = fp8.config([*whole, *(["lm_head"] if plan.arch.tied_embeddings else [])])
+    return changes

@@ -1,0 +1,130 @@
+"""Import a Hugging Face directory as a Megatron-Core checkpoint that loads on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.convert import HF_FOLDER
+from tepo_megatron.convert.dist_writer import Stream, Writer, without_checksums
+from tepo_megatron.convert.output import new_directory
+from tepo_megatron.convert.plan import Plan, Slot, make_plan
+from tepo_megatron.convert.progress import progress_bar
+from tepo_megatron.convert.streams import STREAMS, Job, deal, work
+from tepo_megatron.convert.world import world_of_one
+from tepo_megatron.errors import ConversionError
+from tepo_megatron.weights.families import check_tokenizer, read_config
+from tepo_megatron.weights.hf_io import HfReader, carry_over
+
+
+def import_hf(source: Path, out: Path) -> int:
+    """Write a HF model as a torch_dist checkpoint, every tensor in its dtype, and return the bytes of tensors written.
+
+    Peak memory is the program itself, the tensors of one parameter (HF's, and Megatron's if it is not the same tensor), and
+    those of a smaller parameter.
+
+    Args:
+        source: the HF directory.
+        out: the directory to write; it must not exist, and is absent after an error.
+
+    Raises:
+        ConversionError: the model is not supported, or its tensors do not fit or are not finite. The message names file and
+            tensor.
+        CheckpointError: a file is missing or damaged, or `out` cannot be written.
+    """
+    hf_config = read_config(source)
+    with world_of_one() as groups:
+        reader = HfReader(source)
+        plan = read_plan(source, hf_config, reader, groups)
+        tensors = reader.shapes()
+        for slot in plan.slots:
+            slot.from_hf(
+                [tensors[n] for n in slot.hf_names]
+            )  # on the meta device: this checks shapes and dtypes before anything is written
+        sizes = [sum(tensors[n].nbytes for n in slot.hf_names) for slot in plan.slots]
+        total = sum(sizes)
+        with new_directory(out, total) as filling, progress_bar("import", total) as advance:
+            (filling / HF_FOLDER).mkdir()
+            carry_over(source, filling / HF_FOLDER)
+            writer = Writer(filling, STREAMS)
+
+            def job(i: int, stream: Stream) -> Job:
+                return Job(lambda: advance(_convert(plan.slots[i], reader, stream)), sizes[i])
+
+            try:
+                for kept in plan.objects:
+                    writer.streams[0].add_object(kept)
+                with without_checksums():
+                    hands = zip(deal(sizes, STREAMS), writer.streams, strict=True)
+                    work([[*(job(i, stream) for i in hand), Job(stream.close)] for hand, stream in hands])
+                writer.finish({})
+            finally:
+                writer.close(sync=False)
+    return total
+
+
+def _convert(slot: Slot, reader: HfReader, stream: Stream) -> int:
+    """Read one parameter, write its pieces, and return its size in bytes."""
+    parameter = slot.from_hf([reader.get(n) for n in slot.hf_names])
+    check_finite(parameter, f"{reader.path}: {', '.join(slot.hf_names)}")
+    for piece in slot.pieces(parameter):
+        stream.add(piece)
+    return parameter.nbytes
+
+
+def read_plan(source: Path, hf_config: Mapping[str, Any], reader: HfReader, groups: Any) -> Plan:
+    """Return the plan of a HF directory, after a check that its tensors and its tokenizer fit its config.json.
+
+    Args:
+        source: the HF directory.
+        hf_config: content of config.json.
+        reader: of the directory.
+        groups: a mesh of one rank.
+
+    Raises:
+        ConversionError: the model is quantized or not supported, a tensor is missing or left over, or the tokenizer has ids
+            beyond the vocabulary.
+    """
+    if "quantization_config" in hf_config:
+        raise ConversionError(
+            f"{source / 'config.json'}: the weights are quantized (quantization_config), which is not read; "
+            "give the checkpoint from which they were made"
+        )
+    plan = make_plan(hf_config, groups)
+    check_tokenizer(source, plan.arch.vocab_size)
+    expected = plan.family.tensor_names(plan.arch)
+    if missing := expected - reader.names():
+        raise ConversionError(
+            f"{source}: tensor {min(missing)} (and {len(missing) - 1} more) is missing; the weights do not belong to this "
+            "config.json, or a file was not copied"
+        )
+    extra = {n for n in reader.names() - expected if not plan.family.ignores(n)}
+    if plan.arch.tied_embeddings and "lm_head.weight" in extra:
+        if not torch.equal(reader.get("lm_head.weight"), reader.get("model.embed_tokens.weight")):
+            raise ConversionError(
+                f"{source}: lm_head.weight differs from model.embed_tokens.weight, but config.json has "
+                "tie_word_embeddings=true; set it to false, or remove lm_head.weight"
+            )
+        extra.remove("lm_head.weight")
+    if extra:
+        raise ConversionError(
+            f"{source}: tensor {min(extra)} (and {len(extra) - 1} more) is in no row of family {plan.family.name}; the weights "
+            "do not belong to this config.json"
+        )
+    return plan
+
+
+def check_finite(tensor: Tensor, what: str) -> None:
+    """Raise ConversionError when a value is infinite or NaN.
+
+    Args:
+        tensor: the values.
+        what: beginning of the message, which names what holds the values.
+    """
+    # A sum is several times faster than a test of each value. It is not finite if a value is not, but may also overflow.
+    if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
+        raise ConversionError(f"{what} hold values that are not finite; the file is damaged, or the model has diverged")

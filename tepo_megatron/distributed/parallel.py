@@ -1,0 +1,227 @@
+"""The device mesh. This module is the only wrapper of Megatron-Core's `parallel_state`.
+
+Axes: dp (data), tp (tensor), pp (pipeline), cp (context) and ep (expert parallelism, which divides the ranks of dp x cp).
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from tepo_megatron.config import ParallelConfig
+from tepo_megatron.config.io import differences
+from tepo_megatron.distributed.own_peers import own_peers_only
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.observability.watch import BeatStore
+from tepo_megatron.platform import Platform
+from tepo_megatron.utils.heartbeats import HeartbeatFolder
+from tepo_megatron.utils.private import WORLD_FOLDER, check_private
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One mesh axis as this rank sees it: its size, this rank's index on it, and the process group of the ranks along it."""
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Axis:
+        """Return the axis of an initialised process group."""
+        return cls(group.size(), group.rank(), group)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The mesh of this run, as this rank sees it.
+
+    Attributes:
+        dp: Data parallelism.
+        tp: Tensor parallelism.
+        pp: Pipeline parallelism.
+        cp: Context parallelism.
+        ep: Expert parallelism.
+        dp_cp: The ranks over which a gradient is summed, dp x cp.
+        expert_dp: The ranks of dp_cp that hold the same experts, dp x cp / ep. Experts are split over tp like other weights.
+        host: All ranks, for objects on the host. Ranks wait here for rank 0 while it generates, for as long as it takes: rank
+            0's own requests have deadlines, and if rank 0 ends, the other ranks end too.
+        vpp: Virtual pipeline stages (model chunks) per rank.
+        device: This rank's device.
+    """
+
+    dp: Axis
+    tp: Axis
+    pp: Axis
+    cp: Axis
+    ep: Axis
+    dp_cp: Axis
+    expert_dp: Axis
+    host: dist.ProcessGroup
+    vpp: int
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's index in the world."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks in the world."""
+        return dist.get_world_size()
+
+    @property
+    def is_main(self) -> bool:
+        """Return whether this is rank 0, which communicates with engines, graders and the user."""
+        return self.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Return whether this rank is on the last pipeline stage, which has the output layer and computes the loss."""
+        return self.pp.rank == self.pp.size - 1
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Return whether this rank exports its shards to engines and files: the first of dp x cp."""
+        return self.dp_cp.rank == 0
+
+    @property
+    def is_first_expert_replica(self) -> bool:
+        """Return whether this rank exports its experts' shards to engines and files: the first of `expert_dp`."""
+        return self.expert_dp.rank == 0
+
+    @property
+    def owner(self) -> str:
+        """Return a file name part, unique to each rank of pp x ep. Tensor-parallel rank 0 writes the file."""
+        return f"stage{self.pp.rank:02d}" + (f"-experts{self.ep.rank:02d}" if self.ep.size > 1 else "")
+
+    def broadcast_from_last_stage(self, x: torch.Tensor) -> torch.Tensor:
+        """Overwrite `x` on every pipeline stage with the last stage's values. Collectives: one broadcast over pp if pp > 1."""
+        if self.pp.size > 1:
+            dist.broadcast(x, group_src=self.pp.size - 1, group=self.pp.group)
+        return x
+
+
+def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mapping[str, Any] | None = None) -> Groups:
+    """Join the world that the launcher or torchrun describes (RANK, WORLD_SIZE, ...) and build the mesh.
+
+    Args:
+        cfg: Sizes of the mesh and time-outs.
+        platform: Names of the backends.
+        seed: Seed of the model-parallel random states.
+        config: This rank's whole config as plain JSON, to be compared with rank 0's. None: it is not compared.
+
+    Raises:
+        ConfigError: The world size is not tp*pp*cp*dp, or (raised on all ranks) a rank has another config than rank 0.
+        Stranger: Another user of this machine took part in forming the groups.
+    """
+    world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    if world_size != cfg.world_size:
+        raise ConfigError(
+            f"parallel: tp*pp*cp*dp = {cfg.tp}*{cfg.pp}*{cfg.cp}*{cfg.dp} = {cfg.world_size} ranks, but {world_size} were "
+            f"started; set parallel.dp so that the product is {world_size}, or start {cfg.world_size} ranks"
+        )
+    device = platform.device(local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with own_peers_only():
+        if not dist.is_initialized():
+            _join_world(platform.backend, world_size, datetime.timedelta(seconds=cfg.timeout_seconds))
+        if config is not None:
+            _refuse_other_configs(config)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=cfg.tp,
+            pipeline_model_parallel_size=cfg.pp,
+            virtual_pipeline_model_parallel_size=cfg.vpp if cfg.vpp > 1 else None,
+            context_parallel_size=cfg.cp,
+            expert_model_parallel_size=cfg.ep,
+            expert_tensor_parallel_size=cfg.tp,
+            distributed_timeout_minutes=max(1, round(cfg.timeout_seconds / 60)),
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        host = dist.new_group(backend=platform.host_backend, timeout=datetime.timedelta(days=30))
+    return _mesh(device, host)
+
+
+def _join_world(backend: str, world_size: int, timeout: datetime.timedelta) -> None:
+    """Initialise torch.distributed through the launcher's private folder if there is one, else through torchrun's store."""
+    if WORLD_FOLDER not in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    folder = Path(os.environ[WORLD_FOLDER])
+    check_private(folder)
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=world_size, timeout=timeout)
+
+
+def _refuse_other_configs(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError on all ranks if one has another config than rank 0, and name that rank.
+
+    Configs are compared through the world's store, because collectives do not work between ranks that disagree about their
+    groups.
+    """
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    own = json.dumps(config, sort_keys=True)
+    store.set(f"config/{rank}", json.dumps({"host": socket.gethostname(), "sha256": _sha256(own), "config": own}))
+    if rank == 0:
+        told = (json.loads(store.get(f"config/{other}")) for other in range(1, dist.get_world_size()))
+        store.set("config/verdict", _verdict(config, _sha256(own), list(told)))
+    if verdict := store.get("config/verdict").decode():
+        raise ConfigError(verdict)
+
+
+def _verdict(config: Mapping[str, Any], sha256: str, others: Sequence[Mapping[str, str]]) -> str:
+    """Return the message for the first rank, from rank 1 on, whose config differs from rank 0's; empty if none differs."""
+    for rank, other in enumerate(others, start=1):
+        if other["sha256"] != sha256:
+            changed = "; ".join(differences(config, json.loads(other["config"]))) or "only the order of keys"
+            return (
+                f"rank {rank} on {other['host']} was started with another config than rank 0 ({changed}); start all ranks of a "
+                f"run with the same file and the same options"
+            )
+    return ""
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def world_store() -> BeatStore:
+    """Return the hang watchdog's store: the launcher's private folder, or a connection of its own to torchrun's store."""
+    if WORLD_FOLDER in os.environ:
+        return HeartbeatFolder(Path(os.environ[WORLD_FOLDER]) / "heartbeats")
+    return dist.distributed_c10d._get_default_store().clone()
+
+
+def _mesh(device: torch.device, host: dist.ProcessGroup) -> Groups:
+    """Return the mesh that `parallel_state` holds."""
+    return Groups(
+        host=host,
+        dp=Axis.of(parallel_state.get_data_parallel_group()),
+        tp=Axis.of(parallel_state.get_tensor_model_parallel_group()),
+        pp=Axis.of(parallel_state.get_pipeline_model_parallel_group()),
+        cp=Axis.of(parallel_state.get_context_parallel_group()),
+        ep=Axis.of(parallel_state.get_expert_model_parallel_group()),
+        dp_cp=Axis.of(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        expert_dp=Axis.of(parallel_state.get_expert_data_parallel_group()),
+        vpp=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        device=device,
+    )
+
+
+def shutdown() -> None:
+    """Destroy the mesh's process groups and leave the world."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

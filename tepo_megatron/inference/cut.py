@@ -1,0 +1,97 @@
+"""Partial rollouts: keep the tokens of aborted requests and resubmit prompt + partial response under the new weights.
+
+An aborted request returns the tokens sampled so far, with their log-probs. The remaining response is requested with prompt +
+partial response as the prompt. The new weights alone sample it, with a new KV cache, and each token has its weight version.
+Both engines can also resume requests after a pause, but only SGLang reports which token came from which weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.utils.seeding import derive_seed
+
+CUT = "abort"  # stop reason of an aborted response, in both engines
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A generation request: `sampling.samples` responses to a prompt."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    seed: int
+
+
+def rest(cut: Rollout, prompt: Prompt, sampling: SamplingParams, seed: int) -> Ask:
+    """Return the request that continues an aborted response, with one sample.
+
+    Args:
+        cut: The aborted response.
+        prompt: Its original prompt.
+        sampling: Of the original request; `max_tokens` is the limit of the whole response.
+        seed: Seed of the continuation. It must depend on the place in the group and the number of tokens so far, so that no
+            random number is used twice. The engine adds the prompt's id.
+    """
+    tokens = tuple(cut.token_ids_L.tolist())
+    longer = replace(prompt, token_ids=tokens)
+    left = sampling.max_tokens - (len(tokens) - len(prompt.token_ids))
+    return Ask(longer, replace(sampling, samples=1, max_tokens=left), seed)
+
+
+def rests(group: Sequence[Rollout], prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[int, Ask]:
+    """Return the requests that continue the aborted responses of a group, by their index in it.
+
+    Args:
+        group: Responses to one prompt.
+        prompt, sampling, seed: Of the group's original request.
+    """
+    return {
+        place: rest(r, prompt, sampling, derive_seed(seed, "rest", place, r.token_ids_L.numel()))
+        for place, r in enumerate(group)
+        if r.stop_reason == CUT
+    }
+
+
+def joined(cut: Rollout, end: Rollout) -> Rollout:
+    """Merge an aborted response and its continuation, which may have been aborted itself.
+
+    Args:
+        cut: The aborted response.
+        end: The response to the request of `rest`; stop reason and experts of the result are its own.
+    """
+    if not cut.response_length:
+        return end
+    begun, versions = cut.token_ids_L.numel(), list(cut.later_versions)
+    newest = versions[-1][1] if versions else cut.policy_version
+    if end.response_length:
+        versions += [change for change in [(begun, end.policy_version), *end.later_versions] if change[1] != newest]
+    servers = cut.servers
+    if end.response_length:
+        servers = continued(servers, [(begun if place == 0 else place, name) for place, name in end.servers])
+    return replace(
+        end,
+        response_mask_L=torch.cat([cut.response_mask_L, end.response_mask_L[begun:]]),
+        rollout_logprobs_L=torch.cat([cut.rollout_logprobs_L, end.rollout_logprobs_L[begun:]]),
+        policy_version=cut.policy_version,
+        later_versions=tuple(versions),
+        servers=servers,
+    )
+
+
+def continued(servers: Sequence[tuple[int, str]], more: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
+    """Return `Rollout.servers` of a sequence: that of its first tokens, extended by that of its later tokens.
+
+    Args:
+        servers: (index of the first token, server name) of the first tokens.
+        more: The same for the later tokens; the indices count from the start of the sequence.
+    """
+    all_of_them = list(servers)
+    for place, name in more:
+        if not all_of_them or all_of_them[-1][1] != name:
+            all_of_them.append((place, name))
+    return tuple(all_of_them)

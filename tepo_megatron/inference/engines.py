@@ -1,0 +1,158 @@
+"""Build the engine that `rollout.engine` names, with servers of this machine, at URLs, or from a rendezvous folder.
+
+A new engine is a file with an `EngineApi` and a row in `ENGINES`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tepo_megatron.config import Config, RolloutConfig, ServerConfig
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.inference.engine import EngineApi, Launch, Server
+from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.fleet import Fleet
+from tepo_megatron.inference.servers.local import LocalServer
+from tepo_megatron.inference.servers.process import GRACE_SECONDS
+from tepo_megatron.inference.servers.remote import FoundServer, NamedServer
+from tepo_megatron.inference.servers.rendezvous import Rendezvous
+from tepo_megatron.inference.servers.standstill import Standstill
+from tepo_megatron.inference.sglang import SglangApi
+from tepo_megatron.inference.vllm import VllmApi
+
+ENGINES: Mapping[str, Callable[[], EngineApi]] = {"vllm": VllmApi, "sglang": SglangApi}
+
+
+def launch_of(cfg: Config, first_device: int = 0) -> Launch:
+    """Return the settings with which the servers of a run are started.
+
+    Args:
+        cfg: Config of the run.
+        first_device: Index of the servers' first GPU among those that this process sees.
+    """
+    return Launch(
+        model_path=Path(cfg.model.path),
+        max_model_len=cfg.served_tokens,
+        platform=cfg.platform,
+        precision=cfg.rollout.server.precision or cfg.model.dtype,
+        seed=cfg.seed,
+        sleeps=cfg.rollout.colocate,
+        returns_experts=cfg.rollout.replay_experts,
+        first_device=first_device,
+        maps_memory=cfg.sync.transport == "ipc",
+        in_fp8=cfg.sync.quantize == "fp8",
+    )
+
+
+def launch_beside_ranks(cfg: Config) -> Launch:
+    """Return the settings of servers that a rank starts: on the ranks' own GPUs (`rollout.colocate`), else on those after them.
+
+    Raises ConfigError if this machine has too few GPUs.
+    """
+    first = 0 if cfg.rollout.colocate else int(os.environ.get("LOCAL_WORLD_SIZE", cfg.parallel.world_size))
+    own = cfg.rollout.server.urls is None and cfg.rollout.server.rendezvous is None
+    wanted, there = first + cfg.rollout.servers * cfg.rollout.server.tp, torch.cuda.device_count()
+    if own and cfg.platform == "cuda" and there < wanted:
+        raise ConfigError(
+            f"{first} ranks, and rollout.servers={cfg.rollout.servers} of rollout.server.tp={cfg.rollout.server.tp}, "
+            f"take {wanted} GPUs, and this machine has {there}; let them take turns (rollout.colocate=true), or give servers "
+            "machines of their own (rollout.server.rendezvous)"
+        )
+    return launch_of(cfg, first)
+
+
+def beginning(cfg: RolloutConfig, log_path: Path) -> list[str]:
+    """Return lines for the user: where the engine comes from, and a warning if the servers' memory is not limited.
+
+    Args:
+        cfg: Of a run that has an engine.
+        log_path: See `build_engine`.
+    """
+    told = []
+    limit = cfg.server.restart_after_growth_gib
+    if limit and (cfg.server.others or cfg.only):
+        why = "no weights are sent, between which that is done" if cfg.only else "their memory is not known here"
+        told = [f"servers are not restarted when they grow (rollout.server.restart_after_growth_gib={limit:g}): {why}"]
+    return [*told, _where_from(cfg, log_path)]
+
+
+def build_engine(cfg: RolloutConfig, launch: Launch, log_path: Path) -> Fleet:
+    """Build the fleet of the config. Its servers are not started yet.
+
+    Args:
+        cfg: The rollout section of the config.
+        launch: What the servers are started with.
+        log_path: Log of a single server that is started here, in the folder of the run; several servers append their index.
+    """
+    apis = [ENGINES[cfg.engine]() for _ in range(cfg.servers)]
+    standstill: Standstill | None = None
+    servers: list[NamedServer] | list[FoundServer] | list[LocalServer]
+    if cfg.server.urls is not None:
+        servers = [NamedServer(name_of(cfg, i), cfg.server, launch, url) for i, url in enumerate(cfg.server.urls)]
+    elif cfg.server.rendezvous is not None:
+        rendezvous, run = Rendezvous(Path(cfg.server.rendezvous)), log_path.parent
+        servers = found = _found(cfg, rendezvous, launch, run)
+        if cfg.colocate:
+            standstill = _standstill(found, rendezvous, run, cfg.server, launch)
+    else:
+        servers = local_servers(cfg, apis, launch, log_path)
+    pairs: list[tuple[Server, EngineApi]] = list(zip(servers, apis, strict=True))
+    return Fleet([Endpoint(server, api, cfg.server, launch.max_model_len) for server, api in pairs], cfg, standstill)
+
+
+def local_servers(
+    cfg: RolloutConfig, apis: list[EngineApi], launch: Launch, log_path: Path, key: str | None = None
+) -> list[LocalServer]:
+    """Build the servers of this machine, each on its own GPUs.
+
+    Args:
+        cfg: The rollout section of the config.
+        apis: One per server.
+        launch: Settings of the first server; the others take the GPUs after its GPUs.
+        log_path: See `build_engine`.
+        key: The key that all servers require. None: each makes its own.
+    """
+    logs = [log_path if cfg.servers == 1 else log_path.with_stem(f"{log_path.stem}-{i}") for i in range(cfg.servers)]
+    here = [replace(launch, first_device=launch.first_device + i * cfg.server.tp) for i in range(cfg.servers)]
+    return [LocalServer(name_of(cfg, i), apis[i], cfg.server, here[i], logs[i], key) for i in range(cfg.servers)]
+
+
+def name_of(cfg: RolloutConfig, i: int) -> str:
+    """Return the name of a server in messages.
+
+    Args:
+        cfg: Its number of servers counts: a single one has no index in its name.
+        i: Index of the server.
+    """
+    return "the inference server" if cfg.servers == 1 else f"inference server {i}"
+
+
+def _found(cfg: RolloutConfig, rendezvous: Rendezvous, launch: Launch, run: Path) -> list[FoundServer]:
+    used = set[str]()
+    return [
+        FoundServer(name_of(cfg, i), cfg.server, launch, rendezvous, engine=cfg.engine, run=run, used=used)
+        for i in range(cfg.servers)
+    ]
+
+
+def _standstill(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg: ServerConfig, launch: Launch) -> Standstill:
+    def starts() -> list[str]:
+        return [server.start for server in servers if server.start is not None]
+
+    # A starting server is ended only once it is up, and a pending health request may take up to silent_seconds.
+    seconds = cfg.ready_limit(launch.platform) + cfg.silent_seconds + 5 * GRACE_SECONDS
+    return Standstill(rendezvous, str(run.resolve()), starts, seconds)
+
+
+def _where_from(cfg: RolloutConfig, log_path: Path) -> str:
+    server = cfg.server
+    if server.urls is not None:
+        return f"{cfg.engine} at {', '.join(server.urls)}"
+    if server.rendezvous is not None:
+        return f"{cfg.engine}: looking for rollout.servers={cfg.servers} in {server.rendezvous}"
+    return f"starting {cfg.engine}; its log: {log_path}"

@@ -1,0 +1,156 @@
+"""HTTP client of one inference server: requests, and a watch over the server's health."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tepo_megatron.utils.escaping import excerpt
+from tepo_megatron.utils.exchange import (
+    CONNECT_SECONDS,
+    CONTROL_BYTES,
+    ERROR_BYTES,
+    Answer,
+    BadAnswer,
+    ExchangeFailed,
+    Http,
+    TimedOut,
+    to_json,
+)
+
+HEALTH_SECONDS = 1.0
+
+
+class RequestFailed(Exception):
+    """A request to a server failed. `what` is a phrase that follows the server's name in messages.
+
+    Attributes:
+        answered: The server answered, but with an error; it may still be usable.
+        refused: The server rejected the request as wrong (4xx); the server itself is fine.
+    """
+
+    def __init__(self, what: str, *, answered: bool = False, refused: bool = False) -> None:
+        super().__init__(what)
+        self.what, self.answered, self.refused = what, answered, refused
+
+
+class Client:
+    """Exchanges JSON with one server, and watches its health. Use it in one event loop.
+
+    Args:
+        url: Base URL of the server.
+        key: Sent with every request.
+        request_seconds: Time limit of one whole exchange.
+        silent_seconds: Time without an answer from `/health` after which the server counts as hung.
+    """
+
+    def __init__(self, url: str, key: str, *, request_seconds: float, silent_seconds: float) -> None:
+        self.url = url
+        self._request_seconds, self._silent_seconds = request_seconds, silent_seconds
+        self._asking, self._resting = asyncio.Lock(), False  # held during a health request
+        self._http = Http(url, key)
+
+    async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None, most_bytes: int = CONTROL_BYTES) -> Any:
+        """Send one request and return the JSON answer. A request is never repeated, because it may have had its effect.
+
+        An answer without a content type is returned as text: some of SGLang's answers are a bare line.
+
+        Args:
+            method: HTTP method.
+            path: Path with query string.
+            body: Sent as JSON. None: no body.
+            most_bytes: Size limit of the answer in bytes.
+
+        Raises:
+            RequestFailed: No answer within `request_seconds`, a broken connection, or an error answer.
+        """
+        try:
+            answer = await self._http.exchange(
+                method, path, seconds=self._request_seconds, most_bytes=most_bytes, body=to_json(body)
+            )
+            if answer.ok:
+                return answer.text if answer.content_type is None else answer.json()
+        except TimedOut:
+            raise RequestFailed(
+                f"did not answer {path} within {self._request_seconds:g} s; raise rollout.server.request_seconds if it was busy"
+            ) from None
+        except BadAnswer as e:
+            raise RequestFailed(f"answered {path} with {e}", answered=True) from None
+        except ExchangeFailed as e:
+            raise RequestFailed(f"broke off {path} ({e})") from None
+        what = f"answered {path} with {answer.status}: {_message(answer)}"
+        raise RequestFailed(what, answered=True, refused=400 <= answer.status < 500)
+
+    async def rest(self) -> None:
+        """Pause health requests: from now on the watch only checks that the server accepts a connection.
+
+        Returns when no health request is in flight. SGLang samples a token to answer `/health`, which kills a server that is
+        asleep or about to sleep.
+        """
+        async with self._asking:
+            self._resting = True
+
+    def rise(self) -> None:
+        """Resume health requests."""
+        self._resting = False
+
+    async def _ask_for_health(self) -> None:
+        """Check the server's health once. Raises ExchangeFailed, or BadAnswer with the status if that is an error."""
+        limit = max(HEALTH_SECONDS, self._silent_seconds)
+        async with self._asking:
+            if self._resting:
+                await self._http.exchange("HEAD", "/", seconds=limit, most_bytes=ERROR_BYTES)
+                return
+            answer = await self._http.exchange("GET", "/health", seconds=limit, most_bytes=ERROR_BYTES)
+            if not answer.ok:
+                raise BadAnswer(str(answer.status))
+
+    async def illness(self) -> str:
+        """Watch the server's health. Returns once the server is unhealthy, with a phrase that says how.
+
+        Unhealthy means: it accepts no connections, reports an error itself, or is silent for `silent_seconds`. vLLM, when it is
+        asked to end, waits for its open requests without ever answering them: only its health shows that.
+        """
+        heard = time.monotonic()
+        while True:
+            await asyncio.sleep(HEALTH_SECONDS)
+            try:
+                await self._ask_for_health()
+                heard = time.monotonic()
+            except TimedOut:
+                if time.monotonic() - heard >= self._silent_seconds:
+                    return (
+                        f"did not answer /health for {self._silent_seconds:g} s; raise rollout.server.silent_seconds if it "
+                        "was busy"
+                    )
+            except BadAnswer as e:
+                return f"answered /health with {e}"
+            except ExchangeFailed as e:
+                return f"takes no connections ({e})"
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.close()
+
+
+async def healthy(url: str) -> bool:
+    """Return whether a server at `url` reports that it takes requests."""
+    http = Http(url)
+    try:
+        return (await http.exchange("GET", "/health", seconds=CONNECT_SECONDS, most_bytes=ERROR_BYTES)).status == 200
+    except ExchangeFailed:
+        return False
+    finally:
+        await http.close()
+
+
+def _message(answer: Answer) -> str:
+    """Return an error answer's message on one line, cut at 500 characters: {"error": {"message": ...}} or {"message": ...}."""
+    try:
+        told = answer.json()
+        text = str(told["error"]["message"] if "error" in told else told["message"])
+    except (BadAnswer, KeyError, TypeError, IndexError):
+        text = answer.text
+    return excerpt(text, 500)

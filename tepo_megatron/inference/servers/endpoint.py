@@ -1,0 +1,294 @@
+"""One inference server as its users see it: its connection, and the version of the weights that it serves.
+
+Only the `Server` behind it knows whether the server is a process of this machine or one that others started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from tepo_megatron.config import ServerConfig
+from tepo_megatron.errors import ConfigError, RolloutError, SyncError
+from tepo_megatron.inference.cut import Ask
+from tepo_megatron.inference.engine import (
+    ENGINE_PARTS,
+    INITIAL_LABEL,
+    INITIAL_VERSION,
+    UNKNOWN_VERSION,
+    About,
+    Address,
+    EngineApi,
+    EnginePart,
+    Send,
+    Server,
+)
+from tepo_megatron.inference.samples import answer_bytes
+from tepo_megatron.inference.servers.client import Client, RequestFailed
+from tepo_megatron.types import Rollout
+from tepo_megatron.utils.escaping import excerpt
+from tepo_megatron.weight_sync.channel import Kept, Meeting, Source
+
+Asked = TypeVar("Asked")
+# Errors raised when an answer does not have the engine's shape.
+_ODD_ANSWER = (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError)
+
+
+def _odd(error: Exception) -> str:
+    return f"answered with something other than was asked for ({excerpt(repr(error))})"
+
+
+class Connected:
+    """A server across its restarts, and the connection to it.
+
+    All methods except `stop` and `forget` run in one event loop.
+
+    Args:
+        server: Starts and ends the server, or finds one.
+        api: The engine's HTTP interface.
+        cfg: Only the time limits are used.
+
+    Attributes:
+        client: Connection to the current start of the server; None while there is none.
+        address, about: Address and self-description since the last `ready`; None before the first.
+    """
+
+    def __init__(self, server: Server, api: EngineApi, cfg: ServerConfig) -> None:
+        self.server, self.api, self._cfg = server, api, cfg
+        self.client: Client | None = None
+        self.address: Address | None = None
+        self.about: About | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the server in messages."""
+        return self.server.name
+
+    def launch(self) -> None:
+        """Start the server and return at once.
+
+        Raises RolloutError (busy port, unwritable log), ConfigError (not installed, no key).
+        """
+        self.server.launch()
+
+    async def ready(self) -> None:
+        """Return when the server takes requests. Raises RolloutError, or ConfigError if the server does not fit the run."""
+        cfg, address = self._cfg, await self.server.reached()
+        client = Client(address.url, address.key, request_seconds=cfg.request_seconds, silent_seconds=cfg.silent_seconds)
+        self.client, self.address = client, address
+        try:
+            about = await self.api.about(client.send)
+            self.about = replace(about, engine_version=excerpt(about.engine_version, 60))
+            await self._greet(client, self.about)
+        except RequestFailed as e:
+            raise await self.failure(e.what) from None
+        except _ODD_ANSWER as e:
+            if isinstance(e, ConfigError):
+                raise
+            raise await self.failure(f"does not tell what it serves ({excerpt(repr(e))}); is this {self.api.name}?") from None
+
+    async def _greet(self, client: Client, about: About) -> None:
+        """Hook for subclasses: the first requests to a healthy server."""
+
+    async def failure(self, what: str) -> RolloutError:
+        """Return an error that says `what` the server did, whether it died, and where to look."""
+        return await self.server.failure(what)
+
+    @property
+    def running(self) -> bool:
+        """Return whether the server is alive, as far as this is known without a request."""
+        return self.server.running
+
+    def stop(self) -> None:
+        """Release the server at the end of the run. May be called again, before `launch`, and from any thread."""
+        self.server.stop()
+
+    async def close(self) -> None:
+        """End this start of an ill server at once, and close the connection."""
+        await self.server.end()
+        if self.client is not None:
+            await self.client.close()
+        self.client = None
+
+    def forget(self) -> None:
+        """Remove the files that were made for the server."""
+        self.server.forget()
+
+
+class Endpoint(Connected):
+    """A server of a fleet, with the version of its weights.
+
+    Args:
+        server, api, cfg: See `Connected`.
+        max_model_len: Longest sequence in tokens (prompt and response) that the run may request.
+
+    Attributes:
+        ranks: Number of processes that hold the model.
+        version: Version of the weights that the server serves.
+        in_flight: Number of requests in flight.
+        asleep: Parts whose memory is released.
+        answered: The server has answered a generation request since it was launched.
+    """
+
+    def __init__(self, server: Server, api: EngineApi, cfg: ServerConfig, max_model_len: int) -> None:
+        super().__init__(server, api, cfg)
+        self._max_model_len, self.ranks = max_model_len, cfg.tp
+        self.version = INITIAL_VERSION
+        self._coming = INITIAL_VERSION  # target version of the update under way
+        self.in_flight = 0
+        self.asleep: frozenset[EnginePart] = frozenset()
+        self.answered = False
+
+    def launch(self) -> None:
+        """See `Connected.launch`. A new server starts awake."""
+        super().launch()
+        self.asleep, self.answered = frozenset(), False
+
+    @property
+    def host(self) -> str:
+        """Host name or address of the server, as seen from here. Raises RolloutError if it is not connected."""
+        self._connected()
+        assert self.address is not None
+        return str(urlsplit(self.address.url).hostname)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Resident memory of the server's processes on this machine, in bytes. 0 if others run the server."""
+        return self.server.resident_bytes
+
+    async def _greet(self, client: Client, about: About) -> None:
+        """Check that the server can serve the run, and find out whether it serves its initial weights."""
+        if about.max_model_len < self._max_model_len:
+            raise ConfigError(
+                f"{self.name} takes sequences of {about.max_model_len} tokens, and this run asks for up to "
+                f"{self._max_model_len} (rollout.max_sequence_tokens, or data.max_prompt_tokens + "
+                "rollout.max_response_tokens; for benchmarks data.max_prompt_tokens + evaluation.benchmark_tokens); start it "
+                "for that many, or lower one of them"
+            )
+        await self.api.prepare(client.send)
+        self.version = INITIAL_VERSION if about.label == INITIAL_LABEL else UNKNOWN_VERSION
+
+    async def generate(self, asks: Sequence[Ask]) -> list[Rollout]:
+        """Return the requested samples, by request and sample index, sampled with the current `version`.
+
+        Raises:
+            RequestFailed: A request failed.
+            RolloutError: An answer is not what was asked for.
+        """
+        client, version = self._connected(), self.version
+
+        async def generate(ask: Ask) -> list[Rollout]:
+            send = functools.partial(client.send, most_bytes=answer_bytes(ask.prompt, ask.sampling))
+            return await self._asked(self.api.generate(send, ask.prompt, ask.sampling, ask.seed, version))
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                answers = [tasks.create_task(generate(ask)) for ask in asks]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        self.answered = True
+        return [replace(rollout, servers=((0, self.name),)) for answer in answers for rollout in answer.result()]
+
+    async def interrupt(self) -> None:
+        """Abort the requests in flight; they are answered with the tokens sampled so far. Raises RequestFailed."""
+        await self.api.interrupt(self._connected().send)
+
+    async def begin_update(self, version: int) -> None:
+        """Begin an update to `version`.
+
+        After an update that failed or was broken off, the server can no longer be trusted: it stays healthy and keeps its old
+        version label.
+
+        Raises:
+            SyncError: The server refuses the weights. The other four methods of an update raise the same errors.
+            RequestFailed: The server cannot be reached.
+        """
+        self.version, self._coming = UNKNOWN_VERSION, version
+        await self._updating(self.api.begin_update)
+
+    async def keep(self, base: int, names: Sequence[str]) -> None:
+        """Announce the tensors that the update leaves unchanged.
+
+        Args:
+            base: Version whose tensors are kept.
+            names: Hugging Face names.
+        """
+        await self._updating(lambda send: self.api.keep(send, Kept(self._coming, base, tuple(names))))
+
+    async def join(self, meeting: Meeting) -> None:
+        """Have the server's ranks join process groups with ranks of the trainer."""
+        await self._updating(lambda send: self.api.join(send, meeting))
+
+    async def load(self, sources: Sequence[Source]) -> None:
+        """Load the tensors of these sources."""
+        await self._updating(lambda send: self.api.load(send, sources))
+
+    async def finish_update(self) -> None:
+        """Finish the update: the server serves the loaded weights, and `version` is the new version."""
+        await self._updating(lambda send: self.api.finish_update(send, self._coming))
+        self.version = self._coming
+
+    async def checksums(self) -> Mapping[str, str] | None:
+        """See `EngineApi.checksums`.
+
+        Raises SyncError if the server does not report them, RequestFailed if it cannot be reached.
+        """
+        try:
+            return await self.api.checksums(self._connected().send)
+        except RequestFailed as e:
+            if e.answered:
+                raise SyncError(f"checksums of version {self.version}: {self.name} {e.what}") from None
+            raise
+        except _ODD_ANSWER as e:
+            raise SyncError(f"checksums of version {self.version}: {self.name} {_odd(e)}") from None
+
+    async def _updating(self, say: Callable[[Send], Awaitable[None]]) -> None:
+        try:
+            await say(self._connected().send)
+        except RequestFailed as e:
+            if e.answered:
+                raise SyncError(f"weights of version {self._coming}: {self.name} {e.what}") from None
+            raise
+        except _ODD_ANSWER as e:
+            if isinstance(e, ConfigError):
+                raise
+            raise SyncError(f"weights of version {self._coming}: {self.name} {_odd(e)}") from None
+
+    async def sleep(self) -> None:
+        """Release the memory of the weights and the KV cache.
+
+        Raises:
+            RequestFailed: The request failed. After an error, here or in `wake`, the memory that the server holds is unknown.
+            RolloutError: The answer is not what was asked for.
+        """
+        client = self._connected()
+        await client.rest()
+        self.version = UNKNOWN_VERSION
+        await self._asked(self.api.sleep(client.send))
+        self.asleep = frozenset(ENGINE_PARTS)
+
+    async def wake(self, part: EnginePart) -> None:
+        """Allocate the memory of `part` again. Raises as `sleep` does."""
+        client = self._connected()
+        await self._asked(self.api.wake(client.send, part))
+        self.asleep -= {part}
+        if not self.asleep:
+            client.rise()
+
+    async def _asked(self, asking: Awaitable[Asked]) -> Asked:
+        """Await an answer. Raises RolloutError if its shape is not the engine's, and what `asking` raises."""
+        try:
+            return await asking
+        except _ODD_ANSWER as e:
+            if isinstance(e, ConfigError):
+                raise
+            raise RolloutError(f"{self.name} {_odd(e)}") from None
+
+    def _connected(self) -> Client:
+        if self.client is None:
+            raise RolloutError(f"{self.name} is not running")
+        return self.client

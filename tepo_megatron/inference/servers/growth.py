@@ -1,0 +1,61 @@
+"""Restart servers whose memory has grown too far, at moments when they are idle.
+
+A long run must not end because an engine leaks memory. What a healthy server needs depends on the model, the engine and its
+settings, so the limit is relative. The baseline of each incarnation is measured after it has answered a batch of requests, when
+everything that is set up lazily is there. The incarnation is ended once it holds more than the limit beyond that baseline. The
+default of 4 GiB is ten times what the caches of a vLLM server were seen to take after that point (docs/faults.md). Samples
+depend on weights, prompt and seed alone, so such a restart does not change the results of a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from weakref import WeakKeyDictionary
+
+from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.member import Life, Member, Planned
+
+_GIB = 2**30
+
+
+class GrowthLimit:
+    """Ends incarnations of servers whose resident memory has grown beyond a limit.
+
+    Args:
+        gib: GiB of resident memory that a server may hold beyond its baseline. 0: no limit.
+    """
+
+    def __init__(self, gib: float) -> None:
+        self._gib = gib
+        self._first: WeakKeyDictionary[Life, int] = WeakKeyDictionary()  # baseline in bytes
+
+    async def end_grown(self, idle: Iterable[tuple[Member[Endpoint], Life]]) -> list[tuple[Member[Endpoint], Life]]:
+        """End the servers that have grown too far. `Member.keep` restarts them.
+
+        The first call that sees an incarnation records its baseline.
+
+        Args:
+            idle: Servers without requests, with the incarnation that is to be measured. A server is skipped if it has not
+                answered a request in that incarnation. One whose memory is not known here (`servers/remote.py`) reports 0
+                bytes, so it is never ended.
+
+        Returns:
+            The servers that were asked to end; they may still be up when this returns.
+        """
+        ended = []
+        for member, life in idle if self._gib else ():
+            if member.life is not life or not member.endpoint.answered:
+                continue
+            now = await asyncio.to_thread(lambda endpoint: endpoint.resident_bytes, member.endpoint)
+            first = self._first.setdefault(life, now)
+            if now - first > self._gib * _GIB:
+                life.end(Planned(self._why(member.endpoint.name, first, now)))
+                ended.append((member, life))
+        return ended
+
+    def _why(self, name: str, first: int, now: int) -> str:
+        return (
+            f"{name} holds {now / _GIB:.2f} GiB, and held {first / _GIB:.2f} GiB after its first requests: it has grown by "
+            f"more than rollout.server.restart_after_growth_gib={self._gib:g}"
+        )

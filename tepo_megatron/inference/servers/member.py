@@ -1,0 +1,162 @@
+"""Supervision of one server of a fleet: restart it when it fails, and give it up when restarts do not help."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from tepo_megatron.config import ServerConfig
+from tepo_megatron.errors import RolloutError, TepoError
+from tepo_megatron.inference.servers.client import RequestFailed
+from tepo_megatron.inference.servers.endpoint import Connected
+
+LONGEST_PAUSE = 30.0  # seconds; upper limit of the back-off before a restart
+C = TypeVar("C", bound=Connected)
+MOST_ERRORS = 3  # consecutive error answers after which a server is restarted
+
+
+class Planned(RolloutError):
+    """Reason for ending a healthy server. The server is restarted at once, and the restart does not count as a failure."""
+
+
+class Life:
+    """One incarnation of a server, from healthy to ended. Whoever finds a reason to end it calls `end`."""
+
+    def __init__(self) -> None:
+        self._end: asyncio.Future[RolloutError | None] = asyncio.get_running_loop().create_future()
+
+    def end(self, why: RolloutError | None) -> None:
+        """Request the end of this incarnation. Only the first call has an effect.
+
+        Args:
+            why: The reason. None: the reason is the one that the health watch reports.
+        """
+        if not self._end.done():
+            self._end.set_result(why)
+
+    async def ended(self) -> RolloutError | None:
+        """Wait until `end` is called, and return the reason that was given."""
+        return await self._end
+
+
+class Member(Generic[C]):
+    """Slot of one server in the fleet: watches the server, restarts it with exponential back-off, and declares it lost.
+
+    All methods run in one event loop.
+
+    Args:
+        endpoint: The server's connection.
+        cfg: Only `restarts` and `backoff_seconds` are used.
+        tell: Awaited whenever the state of this slot changes; it wakes those who wait for a change.
+        event: Receives messages for the user.
+        may_start: Set while servers may be started (a start takes the server's whole memory). None: always.
+
+    Attributes:
+        life: Current incarnation; None while the server is not healthy.
+        lost: The error for which the server is no longer restarted; None while it is not lost.
+        again: Number of restarts so far, planned ones included.
+    """
+
+    def __init__(
+        self,
+        endpoint: C,
+        cfg: ServerConfig,
+        tell: Callable[[], Awaitable[None]],
+        event: Callable[[str], None],
+        may_start: asyncio.Event | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.life: Life | None = None
+        self.lost: TepoError | None = None
+        self.again = 0
+        self._ending = False  # it was up, and it is not decided yet whether it is lost
+        self._cfg, self._tell, self._event, self._may_start = cfg, tell, event, may_start
+        self._restarts = self._errors = 0  # failures and error answers since the last good answer
+
+    @property
+    def up(self) -> bool:
+        """Return whether the server takes requests."""
+        return self.life is not None
+
+    @property
+    def between(self) -> bool:
+        """Return whether the slot is in transition: not up, but its process may hold memory, or its loss is undecided."""
+        return not self.up and (self._ending or self.endpoint.running)
+
+    async def keep(self) -> None:
+        """Supervise the server, which was launched already, until it is lost or this task is cancelled."""
+        endpoint, once_up = self.endpoint, False
+        try:
+            while True:
+                try:
+                    await endpoint.ready()
+                    once_up = True
+                    error = await self._live()
+                except RolloutError as e:
+                    error = e
+                await endpoint.close()
+                pause = self._pause(error, once_up)
+                self._ending = False
+                self.again += 1
+                await self._tell()
+                number = f" (restart {self._restarts}) after {pause:g} s" if pause is not None else ""
+                self._event(f"{error}\n{endpoint.name} {endpoint.server.again}{number}")
+                await asyncio.sleep(pause or 0.0)
+                while self._may_start is not None and not self._may_start.is_set():
+                    await self._may_start.wait()
+                endpoint.launch()
+        except TepoError as e:
+            self.lost = e
+        except Exception as e:  # a bug here must not leave everyone waiting
+            self.lost = RolloutError(f"{endpoint.name}: {e!r}")
+            raise
+        finally:
+            self._ending = False
+            await self._tell()
+
+    def _pause(self, error: RolloutError, once_up: bool) -> float | None:
+        """Return the seconds until the next start, None for a planned restart. Raise `error` if the server is lost."""
+        if isinstance(error, Planned):
+            return None
+        self._restarts += 1
+        # A server that fails before it ever served has a wrong setting, which retries would only hide.
+        if not once_up or self._restarts > self._cfg.restarts:
+            raise error
+        return min(LONGEST_PAUSE, self._cfg.backoff_seconds * 2 ** (self._restarts - 1))
+
+    def delivered(self) -> None:
+        """Reset the failure counters after a good answer."""
+        self._restarts = self._errors = 0
+
+    async def failed(self, life: Life, cause: RequestFailed) -> RolloutError:
+        """Return the error of a failed request, and end the incarnation if the server cannot be trusted to go on.
+
+        The incarnation goes on if the server answered with an error, has done so fewer than `MOST_ERRORS` times since its last
+        good answer, and its process is running.
+
+        Args:
+            life: Incarnation in which the request was sent. If it is over already, nothing is ended.
+            cause: How the request failed.
+        """
+        if life is not self.life or self.endpoint.client is None:  # another request failed before: this incarnation is over
+            return RolloutError(f"{self.endpoint.name} {cause.what}")
+        error = await self.endpoint.failure(cause.what)
+        self._errors += 1
+        if not cause.answered or self._errors >= MOST_ERRORS or not self.endpoint.running:
+            life.end(error)
+        return error
+
+    async def _live(self) -> RolloutError:
+        """Publish a new incarnation, wait until it has to end, and return the reason."""
+        assert self.endpoint.client is not None
+        life = self.life = Life()
+        watch = asyncio.create_task(self.endpoint.client.illness())
+        watch.add_done_callback(lambda _: life.end(None))
+        await self._tell()
+        try:
+            return await life.ended() or await self.endpoint.failure(watch.result())
+        finally:
+            self.life, self._ending = None, True
+            watch.cancel()
+            await self._tell()

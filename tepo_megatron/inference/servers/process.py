@@ -1,0 +1,293 @@
+"""The process of an inference server: start it, wait until it is ready, watch it, and end all of its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import psutil
+
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.inference.servers import guard
+from tepo_megatron.utils.exchange import ERROR_BYTES, BlockingHttp, ExchangeFailed
+from tepo_megatron.utils.memory_kills import MemoryKills
+from tepo_megatron.utils.processes import end_family, has_ended
+
+LOOPBACK = "127.0.0.1"
+POLL_SECONDS = 0.2
+HEALTH_SECONDS = 5.0
+_ENDED_POLL_SECONDS = 0.02
+# vLLM ends all its processes about 2 s after SIGTERM, also while it is still loading a model.
+GRACE_SECONDS = 10.0
+# An error message shows the last LOG_LINES lines of the log, and up to LOG_CAUSES distinct errors from above them.
+LOG_LINES = 20
+LOG_CAUSES = 3
+LOG_BYTES = 65536
+_START = b"=== start "
+_ERROR = re.compile(rb"(?<![^ ])[\w.]+(Error|Exception): .+")
+# Output of extension modules while an interpreter exits after an error: it would push the error out of the tail.
+_NOISE = re.compile(rb"nanobind:|^ - (leaked |\.\.\. skipped)|resource_tracker|^\s*warnings\.warn\(|^See https://nanobind")
+
+
+def choose_port(port: int, host: str = LOOPBACK) -> int:
+    """Return a port on which nothing listens.
+
+    Args:
+        port: The wanted port. 0: any free port.
+        host: Address to listen on.
+
+    Raises:
+        RolloutError: The port is in use or cannot be bound.
+    """
+    with hold_port(port, host) as held:
+        return int(held.getsockname()[1])
+
+
+def hold_port(port: int, host: str = LOOPBACK) -> socket.socket:
+    """Return a socket bound to the port of `choose_port`.
+
+    Nobody else is given that port as a free one until the socket is closed.
+
+    A server can listen on that port meanwhile: this socket and those of the engines set SO_REUSEADDR.
+
+    Args:
+        port, host: See `choose_port`.
+
+    Raises:
+        RolloutError: The port is in use or cannot be bound.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # Connections of an earlier run that are still closing must not block the port.
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind((host, port))
+    except OSError as e:
+        held.close()
+        raise RolloutError(
+            f"rollout.server.port={port} cannot be used on {host} ({e.strerror}); "
+            "stop what listens there, or set it to 0 for any free port"
+        ) from None
+    return held
+
+
+class ServerProcess:
+    """A server that runs under a guard (`guard.py`).
+
+    All of its processes end with `stop`, or with this process however that ends.
+
+    Args:
+        command: argv without secrets (everyone on the machine can read it).
+        env: The whole environment of the server.
+        health_url: Answers 200 once the server takes requests.
+        log_path: File for stdout and stderr; each start is appended below a numbered line.
+        ready_seconds: Time limit from `start` until the server is healthy.
+        name: Name of the server in messages.
+        folder: The server's `scratch.PrivateFolder`, which the guard removes if this process is killed. None: none.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        health_url: str,
+        log_path: Path,
+        ready_seconds: float,
+        name: str = "the inference server",
+        folder: Path | None = None,
+    ) -> None:
+        self._name, self._folder = name, folder
+        self._command = list(command)
+        self._env = dict(env)
+        self._health_url = health_url
+        self._log_path = log_path
+        self._ready_seconds = ready_seconds
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._ending = threading.Lock()
+        self._kills = MemoryKills()
+        self._deadline = 0.0
+        self._log_start = 0  # size of the log before this start, in bytes
+
+    def start(self) -> None:
+        """Start the command and return at once. Raises RolloutError if the log file cannot be written."""
+        try:
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+            log = self._log_path.open("a+b")
+            self._log_start = _begin(log)
+        except OSError as e:
+            raise RolloutError(f"{self._log_path}: cannot write the log of the inference server ({e.strerror})") from None
+        guarded = [sys.executable, "-P", "-m", guard.__name__, str(os.getpid()), str(GRACE_SECONDS), str(self._folder or "-")]
+        with log:
+            # A separate session: Ctrl-C in the terminal reaches only this process, which then stops the server in order.
+            self._guard = subprocess.Popen(
+                [*guarded, *self._command],
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        # A thread notices a killed guard at once, whatever this process is doing.
+        threading.Thread(target=self._watch, args=(os.pidfd_open(self._guard.pid),), name="tepo-server", daemon=True).start()
+        self._deadline = time.monotonic() + self._ready_seconds
+
+    def _watch(self, guard_ended: int) -> None:
+        try:
+            select.select([guard_ended], [], [])
+        finally:
+            os.close(guard_ended)
+        self._has_ended()
+
+    @property
+    def guard_pid(self) -> int | None:
+        """Process ID of the guard, whose descendants are the server's processes; None before `start`."""
+        return None if self._guard is None else self._guard.pid
+
+    @property
+    def running(self) -> bool:
+        """Return whether the server's first process lives, and the guard that would end the others."""
+        return self._guard is not None and not self._has_ended()
+
+    def _has_ended(self, seconds: float = 0.0) -> bool:
+        """Return whether the guard has ended, or ends within `seconds`. If so, no process of the server is left.
+
+        A killed guard ended no process, so the server's session is ended here. The session id is the guard's pid, which the
+        kernel does not reuse before the guard is waited for.
+        """
+        assert self._guard is not None
+        deadline = time.monotonic() + seconds
+        with self._ending:  # several threads call this
+            while self._guard.returncode is None:
+                if has_ended(self._guard.pid):
+                    end_family(self._guard.pid, guard.KILLED_SECONDS)
+                    self._guard.wait()
+                elif time.monotonic() >= deadline:
+                    return False
+                else:
+                    time.sleep(min(_ENDED_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+        return True
+
+    @property
+    def resident_bytes(self) -> int:
+        """Sum of the resident set sizes of all processes of the server, in bytes."""
+        total = 0
+        if self._guard is not None and self.running:
+            with contextlib.suppress(psutil.Error):  # ended meanwhile
+                for process in psutil.Process(self._guard.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        total += process.memory_info().rss
+        return total
+
+    def wait_ready(self) -> None:
+        """Return when `health_url` answers 200.
+
+        Raises RolloutError if the server ends, or is not ready `ready_seconds` after `start`.
+        """
+        with contextlib.closing(BlockingHttp(self._health_url)) as http:
+            while self.running:
+                with contextlib.suppress(ExchangeFailed):
+                    answer = http.exchange("GET", self._health_url, seconds=HEALTH_SECONDS, most_bytes=ERROR_BYTES)
+                    if answer.status == 200:
+                        return
+                if time.monotonic() > self._deadline:
+                    raise self.failure(
+                        f"was not ready after {self._ready_seconds:g} s; raise rollout.server.ready_seconds, or fix what "
+                        "its log shows"
+                    )
+                time.sleep(POLL_SECONDS)
+        raise self.failure("could not start")
+
+    def ends_within(self, seconds: float) -> bool:
+        """Return whether the server has ended, or ends within `seconds`.
+
+        A broken connection is seen before the death that caused it.
+
+        If the server's first process has ended by then, wait longer for the others, which the guard is ending: on a busy
+        machine freeing the memory of an engine takes seconds.
+        """
+        if self._guard is None or self._has_ended(seconds):
+            return True
+        return not _leader_lives(self._guard.pid) and self._has_ended(2 * guard.KILLED_SECONDS)
+
+    def failure(self, what: str) -> RolloutError:
+        """Return an error that says `what` the server did, whether it has ended, what the kernel killed, and how its log ends.
+
+        vLLM's API server outlives an engine that the kernel kills for memory: it refuses connections, and ends by itself.
+        """
+        status = None if self.running or self._guard is None else self._guard.returncode
+        ended = "" if self.running else " (it has ended)"
+        if status is not None:
+            why = f": {self._kills.explain()}" if status == 128 + signal.SIGKILL and self._kills.seen() else ""
+            ended = f" (it has ended {_how(status)}{why})"
+        if status != 128 + signal.SIGKILL and (hint := self._kills.hint()):
+            ended += f"; {hint}"
+        tail = self.log_tail()
+        shown = f"its log, {self._log_path}, ends:\n{tail}" if tail else f"its log, {self._log_path}, is empty"
+        return RolloutError(f"{self._name} {what}{ended}; {shown}")
+
+    def log_tail(self) -> str:
+        """Return the last lines of the log since `start`, preceded by earlier errors: the first cause is often far up."""
+        try:
+            with self._log_path.open("rb") as log:
+                log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - LOG_BYTES))
+                written = log.read().splitlines()
+        except OSError:
+            return ""
+        kept = [line for line in written if line.strip() and not _NOISE.search(line)]
+        tail = kept[-LOG_LINES:]
+        causes = {found[0]: None for line in kept[:-LOG_LINES] if (found := _ERROR.search(line))}
+        earlier = [cause for cause in causes if not any(cause in line for line in tail)][-LOG_CAUSES:]
+        return b"\n".join([*earlier, *([b"..."] if earlier else []), *tail]).decode(errors="replace")
+
+    def stop(self, at_once: bool = False) -> None:
+        """End every process of the server, within GRACE_SECONDS and a few more seconds. May be called again.
+
+        Args:
+            at_once: Skip the grace period between SIGTERM and SIGKILL.
+        """
+        if self._guard is None or self._has_ended():
+            return
+        self._guard.send_signal(guard.AT_ONCE if at_once else signal.SIGTERM)
+        if not self.ends_within(GRACE_SECONDS + 2 * guard.KILLED_SECONDS):
+            self._guard.kill()
+            self._has_ended(guard.KILLED_SECONDS)
+
+
+def _leader_lives(guard_pid: int) -> bool:
+    """Return whether the server's first process lives.
+
+    It is the process-group leader among the guard's children; orphans of the server are the guard's children, too.
+    """
+    with contextlib.suppress(psutil.Error, ProcessLookupError):
+        for child in psutil.Process(guard_pid).children():
+            if os.getpgid(child.pid) == child.pid:
+                return bool(child.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def _begin(log: BinaryIO) -> int:
+    """Write the line that numbers a start into the log, and return the size of the log after it, in bytes."""
+    log.seek(0)
+    number, last = 1, b"\n"
+    for last in log:
+        number += last.startswith(_START)
+    end = b"" if last.endswith(b"\n") else b"\n"  # completes a line that a kill cut off
+    log.write(end + _START + f"{number} at {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n".encode())
+    log.flush()
+    return log.tell()
+
+
+def _how(status: int) -> str:
+    """Describe the guard's exit status in words. 128 + n means that signal n ended the server."""
+    return f"by {signal.Signals(status - 128).name}" if status > 128 else f"with exit status {status}"

@@ -1,0 +1,123 @@
+"""Put the servers of a fleet to sleep and wake them together. Idle servers get one call each, and none starts meanwhile.
+
+A server that fails to sleep or wake holds an unknown amount of memory, so it is ended. It is restarted once the fleet is awake,
+like a server that dies while the others sleep: a start takes a server's whole memory, which the trainer uses until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.inference.engine import ENGINE_PARTS, EnginePart
+from tepo_megatron.inference.servers.client import RequestFailed
+from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.growth import GrowthLimit
+from tepo_megatron.inference.servers.member import Member
+from tepo_megatron.inference.servers.standstill import Standstill
+
+
+class Rest:
+    """Controller of the fleet's sleep state.
+
+    Methods run in the fleet's event loop, except those that only read the state.
+
+    Args:
+        changed: Notified by the fleet whenever the state of a server changes.
+        standstill: Quiesces servers that other processes start (`tepo serve`). None: this process starts them.
+        growth: Ends idle servers whose memory has grown too far, instead of putting them to sleep.
+
+    Attributes:
+        asleep: Parts of the engine whose memory is released.
+        may_start: Set while servers may be started.
+    """
+
+    def __init__(self, changed: asyncio.Condition, standstill: Standstill | None, growth: GrowthLimit) -> None:
+        self._changed, self._standstill, self._growth = changed, standstill, growth
+        self.asleep: frozenset[EnginePart] = frozenset()
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+
+    @property
+    def state(self) -> str:
+        """Describe the sleep state in words, for messages."""
+        if not self.asleep:
+            return "awake"
+        return "asleep" if self.asleep == set(ENGINE_PARTS) else "awake but for its KV cache"
+
+    def require_awake(self, what: str) -> None:
+        """Raise RolloutError unless all parts of the engine are awake.
+
+        Args:
+            what: What needs the engine to be awake, for the message.
+        """
+        if self.asleep:
+            raise RolloutError(f"the engine is {self.state}, and {what} needs it to be awake; wake all of it first")
+
+    def require_weights(self) -> None:
+        """Raise RolloutError if the memory of the weights is released, so that no weights can be loaded."""
+        if "weights" in self.asleep:
+            raise RolloutError(f"the engine is {self.state} and cannot take weights; wake its weights first")
+
+    async def sleep(self, members: Sequence[Member]) -> None:
+        """Put all servers to sleep. Returns when their memory is released; servers that failed to sleep have been ended.
+
+        Raises:
+            RolloutError: The engine is not fully awake, or the quiesce of servers of `tepo serve` timed out.
+        """
+        if self.asleep:
+            raise RolloutError(f"the engine cannot go to sleep from being {self.state}; wake all of it first")
+        self.asleep = frozenset(ENGINE_PARTS)  # from now on no request is sent to a server
+        self.may_start.clear()
+        await self._until(lambda: not any(m.between or m.endpoint.in_flight for m in members))
+        ended = await self._growth.end_grown([(m, m.life) for m in members if m.life is not None])
+        await self._until(lambda: all(m.life is not life for m, life in ended))
+        lives = None
+        while lives != (lives := [m.life for m in members]):  # servers that end meanwhile have to be gone, too
+            if self._standstill is not None:
+                await self._standstill.reach()
+            await self._tell([m for m in members if not m.endpoint.asleep], lambda endpoint: endpoint.sleep())
+            await self._until(lambda: not any(m.between for m in members))
+
+    async def wake(self, members: Sequence[Member], part: EnginePart) -> None:
+        """Wake one part of all sleeping servers. Once all parts are awake, servers may be started again.
+
+        Args:
+            members: All slots of the fleet.
+            part: Has to be the next sleeping part in the order of `ENGINE_PARTS`.
+
+        Raises:
+            RolloutError: `part` is awake already, or another part has to be woken first.
+        """
+        turn = next((p for p in ENGINE_PARTS if p in self.asleep), None)
+        if part != turn:
+            mend = "it is awake already" if turn is None else f"wake its {turn} first"
+            raise RolloutError(f"the engine is {self.state} and its {part} cannot be woken: {mend}")
+        await self._tell([m for m in members if part in m.endpoint.asleep], lambda endpoint: endpoint.wake(part))
+        self.asleep -= {part}
+        if not self.asleep:
+            self.rise()
+
+    def rise(self) -> None:
+        """Allow servers to be started, here and in every `tepo serve`."""
+        self.may_start.set()
+        if self._standstill is not None:
+            self._standstill.end()
+
+    async def _tell(self, members: Sequence[Member], say: Callable[[Endpoint], Awaitable[None]]) -> None:
+        """Make one call to all servers that are up, concurrently. A server on which the call fails is ended."""
+        alive = [(m, m.life) for m in members if m.life is not None]
+        results = await asyncio.gather(*(say(m.endpoint) for m, _ in alive), return_exceptions=True)
+        for (member, life), result in zip(alive, results, strict=True):
+            if isinstance(result, RequestFailed):
+                result = RolloutError(f"{member.endpoint.name} {result.what}")
+            if isinstance(result, RolloutError):
+                life.end(result)
+                await self._until(lambda m=member, over=life: m.life is not over)  # type: ignore[misc]
+            elif isinstance(result, BaseException):
+                raise result
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(condition)

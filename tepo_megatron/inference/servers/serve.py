@@ -1,0 +1,192 @@
+"""`tepo serve`: run the servers of a config on this machine for trainers on other machines.
+
+The servers are started, watched and restarted as a trainer's own servers are. Healthy servers are published in the rendezvous
+folder. A trainer that is done with a server, or finds it ill, requests a restart of the server there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from tepo_megatron.config import Config
+from tepo_megatron.distributed.meeting_store import is_loopback
+from tepo_megatron.errors import ConfigError, RolloutError
+from tepo_megatron.inference.engines import ENGINES, launch_of, local_servers
+from tepo_megatron.inference.servers.endpoint import Connected
+from tepo_megatron.inference.servers.local import LocalServer
+from tepo_megatron.inference.servers.member import Member
+from tepo_megatron.inference.servers.rendezvous import Record, Rendezvous, fingerprint, keeper_name, this_host
+
+LOOK_SECONDS = 1.0  # poll interval for the requests of trainers
+TURN_SECONDS = 0.2  # poll interval with `rollout.colocate`: trainers wait for each acknowledgement
+STEADY_SECONDS = 60.0  # uptime after which the failure counters are reset
+EVERYWHERE = ("0.0.0.0", "::")
+
+
+def serve(cfg: Config, host: str, address: str | None, tell: Callable[[str], None]) -> None:
+    """Run the servers until SIGTERM or SIGINT. Returns when no process of the servers is left.
+
+    Args:
+        cfg: Config of the run.
+        host: Address to listen on.
+        address: Address at which other machines reach this one. None: `host`, or this machine's name if `host` is every
+            address.
+        tell: Receives messages for the user.
+
+    Raises:
+        ConfigError: The config does not name a rendezvous folder, or names URLs.
+        RolloutError: Every server was lost.
+    """
+    if cfg.rollout.server.urls is not None or cfg.rollout.server.rendezvous is None:
+        raise ConfigError(
+            "tepo serve starts servers and says in rollout.server.rendezvous where they are; set that to a folder which the "
+            "trainer sees, and remove rollout.server.urls"
+        )
+    address = address or (this_host() if host in EVERYWHERE else host)
+    if is_loopback(host):
+        tell(f"listening on {host}: trainers of this machine alone can use the servers; give --host for others")
+    asyncio.run(_Service(cfg, host, address, Rendezvous(Path(cfg.rollout.server.rendezvous)), tell).run())
+
+
+class _Service:
+    def __init__(self, cfg: Config, host: str, address: str, rendezvous: Rendezvous, tell: Callable[[str], None]) -> None:
+        self._cfg, self._address, self._rendezvous, self._say = cfg, address, rendezvous, tell
+        rendezvous.create()
+        launch = replace(launch_of(cfg), host=host)
+        log = rendezvous.folder / f"{this_host()}-{os.getpid()}.log"
+        apis = [ENGINES[cfg.rollout.engine]() for _ in range(cfg.rollout.servers)]
+        self._servers = local_servers(cfg.rollout, apis, launch, log, key=rendezvous.make_key())
+        self._launch, self._model = launch, fingerprint(launch.model_path)
+        self._keeper, self._answered = keeper_name(this_host(), os.getpid()), ""
+        self._look_seconds = TURN_SECONDS if launch.sleeps else LOOK_SECONDS
+        self._may_start = asyncio.Event()
+        self._may_start.set()
+        self._members = [
+            Member(Connected(server, api, cfg.rollout.server), cfg.rollout.server, self._changed, tell, self._may_start)
+            for server, api in zip(self._servers, apis, strict=True)
+        ]
+        self._records: dict[int, tuple[Record, float]] = {}  # server index -> (record, `time.monotonic()` of its publication)
+        self._lost: set[int] = set()
+        self._over = asyncio.Event()
+
+    async def run(self) -> None:
+        """Run the servers until a signal comes or all are lost. See `serve`."""
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signum, self._over.set)
+        keepers: list[asyncio.Task[None]] = []
+        try:
+            self._rendezvous.register(self._keeper)
+            await self._take_turns()
+            while not self._may_start.is_set() and not await self._over_within(self._look_seconds):
+                await self._take_turns()
+            if not self._over.is_set():
+                for server in self._servers:
+                    server.launch()
+                keepers = [asyncio.create_task(member.keep()) for member in self._members]
+            while not self._over.is_set():
+                await self._take_turns()
+                records = list(self._records.items())
+                await asyncio.gather(*(self._attend(self._members[i], record, since) for i, (record, since) in records))
+                await self._over_within(self._look_seconds)
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
+            for i in list(self._records):
+                self._rendezvous.withdraw(self._records.pop(i)[0])
+            await asyncio.gather(*(asyncio.to_thread(server.stop) for server in self._servers))
+            await asyncio.gather(*keepers, return_exceptions=True)
+            for server in self._servers:
+                server.forget()
+            self._rendezvous.deregister(self._keeper)
+        if len(self._lost) == len(self._members):
+            raise RolloutError(str(self._members[0].lost))
+
+    async def _over_within(self, seconds: float) -> bool:
+        """Wait at most `seconds` for the end. Return whether it has come."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._over.wait(), seconds)
+        return self._over.is_set()
+
+    async def _take_turns(self) -> None:
+        """Follow the device lease. While a run has it, start nothing and end all servers that the lease does not keep.
+
+        Acknowledge the lease once no other server is left.
+        """
+        turn = await asyncio.to_thread(self._rendezvous.turn)
+        clients = [m.endpoint.client for m in self._members if m.up and m.endpoint.client is not None]
+        if turn is None:
+            if not self._may_start.is_set():
+                self._may_start.set()
+                for client in clients:
+                    client.rise()
+            return
+        self._may_start.clear()
+        await asyncio.gather(*(client.rest() for client in clients))
+        settled = not any(member.between for member in self._members)
+        for i, (record, _) in self._records.items():
+            member = self._members[i]
+            if record.start in turn.starts:
+                continue
+            settled = False
+            member.delivered()  # not a failure of the server
+            if member.life is not None:
+                member.life.end(RolloutError(f"{member.endpoint.name} is not of {turn.run}, which has the devices now"))
+        if settled and self._answered != turn.token:
+            self._rendezvous.answer(self._keeper, turn.token)
+            self._answered = turn.token
+
+    async def _attend(self, member: Member[Connected], record: Record, since: float) -> None:
+        """Handle one healthy server: reset its failure counters after STEADY_SECONDS, and end it if its user asked for that."""
+        why = self._rendezvous.ended(record)
+        if why is not None or time.monotonic() - since > STEADY_SECONDS:
+            member.delivered()  # its restarts so far do not count
+        life = member.life
+        if why is not None and life is not None:
+            error = await member.endpoint.failure(f"was given back: {why}")
+            if member.endpoint.running:  # the log of a healthy server does not explain the end
+                error = RolloutError(f"{member.endpoint.name} was given back: {why}")
+            life.end(error)
+
+    async def _changed(self) -> None:
+        """Publish servers that came up, withdraw those that went down, and report those that were lost."""
+        for i, member in enumerate(self._members):
+            if member.up and i not in self._records and not self._over.is_set():
+                record = self._record(member.endpoint, self._servers[i])
+                self._rendezvous.publish(record)
+                self._records[i] = (record, time.monotonic())
+                self._say(f"{member.endpoint.name} is ready: {record.where}")
+            elif not member.up and i in self._records:
+                self._rendezvous.withdraw(self._records.pop(i)[0])
+            if member.lost is not None and i not in self._lost:
+                self._lost.add(i)
+                self._say(f"{member.endpoint.name} is lost: {member.lost}")
+        if len(self._lost) == len(self._members):
+            self._over.set()
+
+    def _record(self, connected: Connected, server: LocalServer) -> Record:
+        assert connected.about is not None and connected.address is not None, "it is up"
+        port = connected.address.url.rpartition(":")[2]
+        name = f"[{self._address}]" if ":" in self._address else self._address
+        return Record(
+            engine=self._cfg.rollout.engine,
+            engine_version=connected.about.engine_version,
+            url=f"http://{name}:{port}",
+            run=self._cfg.name,
+            tp=self._cfg.rollout.server.tp,
+            model=self._model,
+            max_model_len=connected.about.max_model_len,
+            precision=self._launch.serves,
+            host=this_host(),
+            pid=os.getpid(),
+            start=secrets.token_hex(8),
+            log=str(server.log_path),
+            sleeps=self._launch.sleeps,
+        )

@@ -1,0 +1,80 @@
+"""The folder of one server: the model as the server sees it, and temporary files that a killed server would leave in /tmp."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from torch import Tensor
+
+from tepo_megatron.errors import ConversionError
+from tepo_megatron.utils.scratch import PrivateFolder
+from tepo_megatron.weights import fp8
+from tepo_megatron.weights.families import find_family, read_config
+from tepo_megatron.weights.hf_io import INDEX, HfReader
+
+HIDDEN = "generation_config.json"  # the author's sampling defaults and stop tokens, which every server would apply
+CONFIG = "config.json"
+_FORMATS = {"float8_e4m3fn": "F8_E4M3", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # dtype names of safetensors
+
+
+class ServedModel:
+    """A private folder with links to the files of a model, without the model's sampling defaults (`generation_config.json`).
+
+    Args:
+        model: Hugging Face directory.
+        in_fp8: Announce the same model quantized to FP8, without its weights: a changed config.json, and one safetensors file
+            of zeros whose header lists the tensors that updates will give.
+
+    Attributes:
+        folder: The private folder; it contains the other two.
+        path: The model directory for the server.
+        scratch: Folder for the server's sockets and other temporary files.
+    """
+
+    def __init__(self, model: Path, in_fp8: bool = False) -> None:
+        self._private = PrivateFolder("served")
+        self.folder = self._private.path
+        self.path, self.scratch = self.folder / "model", self.folder / "tmp"
+        self.path.mkdir()
+        self.scratch.mkdir()
+        for file in model.iterdir():
+            if file.name != HIDDEN and not (in_fp8 and (file.suffix == ".safetensors" or file.name in (CONFIG, INDEX))):
+                (self.path / file.name).symlink_to(file.resolve())
+        if in_fp8:
+            _announce_fp8(model, self.path)
+
+    def remove(self) -> None:
+        """Remove the folder. The model's own files stay."""
+        self._private.remove()
+
+
+def _announce_fp8(model: Path, folder: Path) -> None:
+    hf_config = read_config(model)
+    family = find_family(hf_config)
+    arch = family.architecture(hf_config)
+    shapes = HfReader(model).shapes()
+    ops = {name: row.op for row in family.rows for names in row.instances(arch) for name in names}
+    if missing := family.tensor_names(arch) - shapes.keys():
+        raise ConversionError(f"{model}: tensor {min(missing)} is missing; the weights do not belong to this config.json")
+    announced = [part for name in family.tensor_names(arch) for part in fp8.parts(ops[name], name, shapes[name])]
+    names = {name for name, _ in announced}
+    whole = [n.removesuffix(".weight") for n in names if n.endswith(".weight") and n + fp8.SCALE_SUFFIX not in names]
+    tied = ["lm_head"] if arch.tied_embeddings else []
+    changed = hf_config | {"quantization_config": fp8.config([*sorted(whole), *tied])}
+    (folder / CONFIG).write_text(json.dumps(changed, indent=2))
+    _write_empty(dict(announced), folder / "model.safetensors")
+
+
+def _write_empty(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file of zeros that uses no disk space: a header, then a hole in the file."""
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        dtype = _FORMATS[str(tensor.dtype).removeprefix("torch.")]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
+        end += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + end)

@@ -1,0 +1,318 @@
+"""Adapter for SGLang's own server: `/generate` with token ids and log-probs, weights through its custom loader.
+
+Facts about SGLang are of 0.5.23. Nothing here imports SGLang: it runs in a separate environment (its pins conflict with
+vLLM's), started by `in_server/sglang_server.py`, which must be importable there.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import math
+import os
+import pickle
+import secrets
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tepo_megatron.config import ServerConfig
+from tepo_megatron.distributed.meeting_store import is_loopback
+from tepo_megatron.errors import ConfigError, SyncError
+from tepo_megatron.inference.engine import (
+    ENGINE_PARTS,
+    About,
+    EnginePart,
+    Launch,
+    Send,
+    StaleWeights,
+    in_words,
+    longest_sequence,
+    served_label,
+)
+from tepo_megatron.inference.samples import RETURN_EXPERTS, checked_rollout, neutral, parsed, prompt_seed
+from tepo_megatron.inference.servers.environment import devices, new_file, on_this_machine, without_torchrun
+from tepo_megatron.inference.servers.process import LOOPBACK
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.utils.escaping import excerpt
+from tepo_megatron.weight_sync.channel import Kept, Meeting, Source
+from tepo_megatron.weight_sync.receiver.sglang_loader import BEGIN, FINISH, JOIN, KEEP, LOADER, MODEL_VARIABLE
+from tepo_megatron.weight_sync.receiver.sglang_server import CPU_VARIABLE, KEY_VARIABLE
+
+SERVER = "tepo_megatron.weight_sync.receiver.sglang_server"
+ENVIRONMENT = ".venv-sglang"  # next to this environment; `make sglang` makes it
+CPU_KV_CACHE_GIB = 1.0
+MAX_REQUESTS = 256  # sequences sampled at once
+IDLE_SECONDS = 60  # time for aborted requests to leave the scheduler
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+class SglangApi:
+    """Implementation of `engine.EngineApi` for SGLang."""
+
+    name = "SGLang 0.5.23"
+
+    def __init__(self) -> None:
+        self._tp = 1  # tensor-parallel size of the server
+
+    def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
+        """Return the argv. Raises ConfigError if there is no environment with SGLang.
+
+        Args:
+            cfg, launch, port: See `EngineApi.command`.
+        """
+        command = [str(_python(cfg)), "-P", "-m", SERVER]
+        command += ["--host", launch.host, "--port", str(port)]
+        command += ["--model-path", str(launch.model_path), "--dtype", _DTYPES[launch.precision]]
+        command += ["--context-length", str(launch.max_model_len), "--random-seed", str(launch.seed)]
+        command += ["--tp-size", str(cfg.tp), "--skip-tokenizer-init", "--sampling-defaults", "openai"]
+        command += ["--max-running-requests", str(MAX_REQUESTS), "--custom-weight-loader", LOADER]
+        command += ["--log-level-http", "warning"]
+        if launch.sleeps and launch.platform == "cuda":
+            command += ["--enable-memory-saver"]
+        if launch.returns_experts:
+            command += [RETURN_EXPERTS]
+        if launch.in_fp8:
+            command += ["--load-format", "dummy"]
+        if launch.platform == "cpu":
+            # SGLang cannot estimate the KV cache size on CPU; without --sleep-on-idle an idle server would keep a core busy.
+            command += ["--device", "cpu", "--attention-backend", "torch_native", "--sleep-on-idle"]
+            command += ["--max-total-tokens", str(_cache_tokens(cfg, launch)), "--enable-deterministic-inference"]
+        return [*command, *cfg.extra_args]
+
+    def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
+        """Return the environment. The key is in it and not in argv, which everyone on the machine can read.
+
+        Args:
+            cfg, launch, inherited, key: See `EngineApi.environment`.
+        """
+        env = without_torchrun(inherited) | on_this_machine(inherited, is_loopback(launch.host))
+        env |= {
+            KEY_VARIABLE: key,
+            MODEL_VARIABLE: str(launch.model_path),
+            "HF_HUB_OFFLINE": "1",
+            # A health check generates a token, with a time limit of 20 s by default: less than a round of weights may take.
+            "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(cfg.silent_seconds)),
+        }
+        # Its processes rendezvous through a private file instead of a store without a key that listens on all interfaces.
+        # With AMX SGLang names the shared memory after MASTER_ADDR and MASTER_PORT, so they are set, too.
+        env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = "file://" + new_file(inherited, "sglang-dist")
+        env |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(1024 + secrets.randbelow(60000))}
+        env["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # it is a TCP socket that any local user could listen to
+        if launch.platform == "cuda":
+            env |= devices(inherited, launch.first_device, cfg.tp, launch.maps_memory)
+        if launch.platform == "cpu":
+            # One thread is ten times as fast for a small model, and leaves the other cores to the trainer's ranks.
+            env |= {CPU_VARIABLE: "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+            if cfg.tp > 1:  # by default it needs a NUMA node for each rank
+                cores = sorted(os.sched_getaffinity(0))
+                env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(cfg.tp))
+            env["TORCH_COMPILE_DISABLE"] = "1"  # else a helper is compiled at the first request
+        return env
+
+    async def about(self, send: Send) -> About:
+        """Ask for SGLang's version, the label of its weights, and the longest sequence of its model."""
+        server = await send("GET", "/server_info", None)
+        served = await send("GET", "/model_info", None)
+        length = await longest_sequence(send)
+        return About(str(server["version"]), str(served["weight_version"]), length)
+
+    async def prepare(self, send: Send) -> None:
+        """Ask for the tensor-parallel size: an update names its sources once for each tensor-parallel rank."""
+        self._tp = int((await send("GET", "/server_info", None))["tp_size"])
+
+    async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
+        """Send one request that holds the prompt once per sample: with `n` all samples would share one seed.
+
+        Args:
+            send, prompt, sampling, seed, version: See `EngineApi.generate`.
+        """
+        answer = await send("POST", "/generate", generate_request(prompt, sampling, seed))
+        return parse_generated(answer, prompt, sampling, version)
+
+    async def interrupt(self, send: Send) -> None:
+        """Abort all requests, waiting and running."""
+        await send("POST", "/abort_request", {"abort_all": True})
+
+    async def begin_update(self, send: Send) -> None:
+        """Open a session of updates, and send BEGIN to our loader as an update without tensors."""
+        await send("POST", "/begin_weight_update", {"selector": "all"})
+        await send("POST", "/update_weights_from_tensor", self._payload(BEGIN))
+
+    async def join(self, send: Send, meeting: Meeting) -> None:
+        """Send the groups as an update without tensors.
+
+        Args:
+            send, meeting: See `EngineApi.join`.
+        """
+        await send("POST", "/update_weights_from_tensor", self._payload(JOIN, json.dumps(asdict(meeting))))
+
+    async def keep(self, send: Send, kept: Kept) -> None:
+        """Send the names of the unchanged tensors as an update without tensors.
+
+        Args:
+            send, kept: See `EngineApi.keep`.
+        """
+        await send("POST", "/update_weights_from_tensor", self._payload(KEEP, json.dumps(asdict(kept))))
+
+    async def load(self, send: Send, sources: Sequence[Source]) -> None:
+        """Send the names of the sources; the tensors themselves go another way.
+
+        Args:
+            send, sources: See `EngineApi.load`.
+        """
+        await send("POST", "/update_weights_from_tensor", self._payload(*in_words(sources)))
+
+    async def finish_update(self, send: Send, version: int) -> None:
+        """Send FINISH as an update without tensors, end the session, and flush the prefix cache. Raises SyncError.
+
+        The cache is flushed by a separate request, which waits until nothing is sampled. An update that flushes would fail
+        while a request is running, and a health check is a request, too.
+
+        Args:
+            send, version: See `EngineApi.finish_update`.
+        """
+        await send("POST", "/update_weights_from_tensor", self._payload(FINISH) | {"weight_version": str(version)})
+        await send("POST", "/end_weight_update", {})
+        await send("POST", f"/flush_cache?timeout={IDLE_SECONDS}", None)
+        served = (await send("GET", "/model_info", None)).get("weight_version")
+        if served != str(version):
+            raise SyncError(f"sent weights of version {version}, but SGLang reports {excerpt(repr(served))}")
+
+    async def checksums(self, send: Send) -> Mapping[str, str] | None:
+        """Return the checksums of all parameters. The server does not answer health requests meanwhile."""
+        answer = await send("POST", "/weights_checker", {"action": "checksum"})
+        return {
+            f"rank{rank['parallelism_info'][0]['rank']}:{name}": checksum
+            for rank in answer["ranks"]
+            for name, checksum in rank["checksums"].items()
+        }
+
+    async def sleep(self, send: Send) -> None:
+        """Stop taking requests, abort abandoned ones, flush the cache (which waits until idle), and release the memory.
+
+        A server that releases memory while anything is in its scheduler dies. On CPU nothing is released.
+        """
+        await send("POST", "/pause_generation", {"mode": "abort"})
+        await send("POST", f"/flush_cache?timeout={IDLE_SECONDS}", None)
+        await send("POST", "/release_memory_occupation", {"tags": list(ENGINE_PARTS)})
+
+    async def wake(self, send: Send, part: EnginePart) -> None:
+        """Wake one part. SGLang dies if a part is resumed twice.
+
+        Args:
+            send, part: See `EngineApi.wake`.
+        """
+        await send("POST", "/resume_memory_occupation", {"tags": [part]})
+        if part == "kv_cache":
+            await send("POST", "/continue_generation", {})
+
+    def _payload(self, *names: str) -> dict[str, Any]:
+        named = [(name, torch.empty(0)) for name in names]
+        pickled = base64.b64encode(pickle.dumps(named, protocol=4)).decode()  # SGLang unpickles only allowed types
+        return {"serialized_named_tensors": [pickled] * self._tp, "load_format": LOADER, "flush_cache": False}
+
+
+def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[str, Any]:
+    """Return the body of `/generate`.
+
+    Args:
+        prompt, sampling, seed: See `RolloutEngine.generate`.
+    """
+    first = prompt_seed(seed, prompt.id, sampling.samples)
+    params = {
+        "max_new_tokens": sampling.max_tokens,
+        **neutral(sampling),
+    }
+    return {
+        "input_ids": [list(prompt.token_ids)] * sampling.samples,
+        "sampling_params": [params | {"sampling_seed": first + k} for k in range(sampling.samples)],
+        "return_logprob": True,
+        "logprob_start_len": -1,  # only log-probs of the response
+        "stream": False,
+        "return_routed_experts": sampling.routing is not None,
+    }
+
+
+def parse_generated(answer: Any, prompt: Prompt, sampling: SamplingParams, version: int) -> list[Rollout]:
+    """Return the rollouts in an answer of `/generate`, by sample index.
+
+    Args:
+        answer: The JSON answer.
+        prompt, sampling: Of the request.
+        version: Weight version that the server had to serve.
+
+    Raises:
+        RolloutError: The answer is not what was asked for. StaleWeights if other weights were served.
+    """
+
+    def experts(meta: Any) -> Tensor | None:  # int32, flat
+        encoded, routing = meta.get("routed_experts"), sampling.routing
+        if routing is None or encoded is None:
+            return None
+        flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype=np.int32)
+        return torch.from_numpy(flat.reshape(-1, routing.num_layers, routing.per_token).copy())
+
+    def rollout(sample: Any) -> Rollout:
+        meta, ids = sample["meta_info"], sample["output_ids"]
+        # [log-prob, token id, text] of each token; a sample aborted before its first token may lack this and other fields
+        given = meta["output_token_logprobs"] if ids else []
+        if [entry[1] for entry in given] != ids:
+            raise ValueError("its log-probs are of other tokens than its response")
+        if ids and meta["prompt_tokens"] != len(prompt.token_ids):
+            raise ValueError("it changed the prompt's tokens")
+        logprobs, reason = [entry[0] for entry in given], meta["finish_reason"]["type"]
+        return checked_rollout(prompt, ids, logprobs, reason, sampling, version, experts(meta))
+
+    def rollouts(answer: Any) -> list[Rollout]:
+        if len(answer) != sampling.samples:
+            raise ValueError(f"{len(answer)} samples instead of {sampling.samples}")
+        return [rollout(sample) for sample in answer]
+
+    made = parsed(answer, prompt, SglangApi.name, rollouts)
+    served = {sample["meta_info"].get("weight_version") for sample in answer}
+    if served != {served_label(version)}:
+        raise StaleWeights(
+            f"SGLang served the weights of {excerpt(str(served))} when it should have served those of version {version}"
+        )
+    return made
+
+
+@functools.cache
+def default_python() -> Path:
+    """Return the Python of SGLang's servers where rollout.server.python is not set; the file may be missing.
+
+    It is this process's, if SGLang is installed here, else that of the environment next to this one, which `make sglang` makes.
+    """
+    if find_spec("sglang") is not None:
+        return Path(sys.executable)
+    return Path(sys.prefix).with_name(ENVIRONMENT) / "bin" / "python"
+
+
+def _python(cfg: ServerConfig) -> Path:
+    python = Path(shutil.which(cfg.python) or cfg.python) if cfg.python else default_python()
+    if not python.is_file():
+        raise ConfigError(
+            f"rollout.engine=sglang: no Python with SGLang at {python}; run `make sglang`, or give rollout.server.python "
+            "that of an environment with SGLang and this package"
+        )
+    return python
+
+
+def _cache_tokens(cfg: ServerConfig, launch: Launch) -> int:
+    """Return the size of the KV cache in tokens: what fits into its memory, but not more than can be requested at once."""
+    config = json.loads((launch.model_path / "config.json").read_text())
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    token = 2 * config["num_hidden_layers"] * heads * head_dim * (4 if launch.precision == "fp32" else 2)
+    fits = int((cfg.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30) // token
+    return min(fits, MAX_REQUESTS * launch.max_model_len)

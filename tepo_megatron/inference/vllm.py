@@ -1,0 +1,275 @@
+"""Adapter for vLLM's OpenAI-compatible server: token ids in, token ids and processed log-probs out.
+
+Facts about vLLM are of 0.32; timings are of a 0.6 M-parameter model on 2 CPU cores. Nothing here imports vLLM: the server is a
+separate process, in which `vllm_plugin.py` loads weights and `vllm_auth.py` requires the key.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tepo_megatron.config import ServerConfig
+from tepo_megatron.distributed.meeting_store import is_loopback
+from tepo_megatron.errors import RolloutError, SyncError
+from tepo_megatron.inference.engine import (
+    About,
+    EnginePart,
+    Launch,
+    Send,
+    StaleWeights,
+    in_words,
+    longest_sequence,
+    served_label,
+)
+from tepo_megatron.inference.samples import RETURN_EXPERTS, checked_rollout, neutral, parsed, prompt_seed
+from tepo_megatron.inference.servers.environment import devices, on_this_machine, without_torchrun
+from tepo_megatron.inference.servers.process import LOOPBACK
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.utils.escaping import excerpt
+from tepo_megatron.weight_sync.channel import Kept, Meeting, Source
+from tepo_megatron.weight_sync.receiver.vllm_auth import API_KEY_VARIABLE
+
+BACKEND = "tepo_shm"  # name under which vllm_plugin.py registers the backend inside the server
+SERVED_NAME = "policy"
+MIDDLEWARE = "tepo_megatron.weight_sync.receiver.vllm_auth.RequireKey"
+CPU_BATCH_TOKENS = 8192  # most prompt tokens in one step
+ONEDNN_KERNELS = "64"  # capacity of oneDNN's cache of compiled kernels on CPU
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+class VllmApi:
+    """Implementation of `engine.EngineApi` for vLLM."""
+
+    name = "vLLM 0.32"
+
+    def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
+        """Return the argv. It does not use the `vllm` command: that of the CPU wheel does not find its own package metadata.
+
+        Args:
+            cfg, launch, port: See `EngineApi.command`.
+        """
+        command = [cfg.python or sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--host", launch.host, "--port", str(port), "--middleware", MIDDLEWARE]
+        command += ["--model", str(launch.model_path), "--served-model-name", SERVED_NAME]
+        command += ["--dtype", _DTYPES[launch.precision], "--max-model-len", str(launch.max_model_len)]
+        command += ["--seed", str(launch.seed), "--tensor-parallel-size", str(cfg.tp)]
+        # The actor recomputes log-probs after temperature; the model's own sampling defaults must not interfere.
+        command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+        command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
+        command += ["--disable-uvicorn-access-log", "--disable-log-stats"]
+        if cfg.kv_cache_gib is not None:
+            command += ["--kv-cache-memory-bytes", str(int(cfg.kv_cache_gib * 2**30))]
+        if launch.sleeps and launch.platform == "cuda":
+            # CUDA graphs are offloaded to the host, too; without that option a sleeping server keeps their memory.
+            command += ["--enable-sleep-mode", "--sleep-mode-offload-cudagraph"]
+        if launch.returns_experts:
+            command += [RETURN_EXPERTS]
+        if launch.in_fp8:
+            command += ["--load-format", "dummy"]
+        if launch.platform == "cpu":
+            # After the first chunk of a seeded prompt vLLM 0.32 rewinds its generator, which fails on CPU: use whole prompts.
+            command += ["--enforce-eager", "--no-enable-chunked-prefill"]
+            command += ["--max-num-batched-tokens", str(max(launch.max_model_len, CPU_BATCH_TOKENS))]
+            if cfg.tp == 1:
+                # One process less: a faster start, and no busy-waiting on shared memory, which slows sampling and training.
+                command += ["--distributed-executor-backend", "uni"]
+        return [*command, *cfg.extra_args]
+
+    def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
+        """Return the environment. The key is in it and not in argv, which everyone on the machine can read.
+
+        Args:
+            cfg, launch, inherited, key: See `EngineApi.environment`.
+        """
+        env = without_torchrun(inherited) | on_this_machine(inherited, is_loopback(launch.host))
+        env |= {
+            API_KEY_VARIABLE: key,
+            "VLLM_SERVER_DEV_MODE": "1",  # the weight routes answer 404 otherwise
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_HOST_IP": LOOPBACK,  # address of the sockets between its own processes
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # refuse pickles from sockets and routes
+        }
+        if launch.returns_experts:
+            env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this model runner returns experts
+        if launch.platform == "cuda":
+            env |= devices(inherited, launch.first_device, cfg.tp, launch.maps_memory)
+        if launch.platform == "cpu":
+            if cfg.tp == 1:
+                env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # needed for `uni`; the server is a separate process anyway
+            else:
+                env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by default it needs a NUMA node for each rank
+            # One thread is the fastest for a small model, and leaves the other cores to the trainer's ranks.
+            env |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+            # oneDNN caches a compiled kernel for each number of tokens, 1024 by default: a small server grew by 0.4 GiB in
+            # 80 steps, and went on growing because evictions fragment the memory.
+            env.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)
+            # Else a helper of the sampler is compiled at the first request (18 s, C++ compiler), though the model is eager.
+            env["TORCH_COMPILE_DISABLE"] = "1"
+        return env
+
+    async def about(self, send: Send) -> About:
+        """Ask for vLLM's version, the label of its weights, and the longest sequence of its model."""
+        version = await send("GET", "/version", None)
+        served = await send("GET", "/weight_info", None)
+        length = await longest_sequence(send)
+        return About(str(version["version"]), str(served["weight_version"]), length)
+
+    async def prepare(self, send: Send) -> None:
+        """Initialize the transfer backend. Files need no process group, but vLLM requires the call."""
+        await send("POST", "/init_weight_transfer_engine", {"init_info": {}})
+
+    async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
+        """Send one request for all samples: vLLM gives sample k the request's seed + k.
+
+        Args:
+            send, prompt, sampling, seed, version: See `EngineApi.generate`.
+        """
+        answer = await send("POST", "/v1/completions", completion_request(prompt, sampling, seed))
+        rollouts = parse_completion(answer, prompt, sampling, version)
+        await self._check_version(send, version)  # vLLM's answers do not contain the version
+        return rollouts
+
+    async def interrupt(self, send: Send) -> None:
+        """Pause and resume. The pause aborts all requests and waits for the last step, which `/abort_requests` does not."""
+        await send("POST", "/pause?mode=abort&clear_cache=false", None)
+        await send("POST", "/resume", None)
+
+    async def begin_update(self, send: Send) -> None:
+        """Call vLLM's own update route; our plugin is behind it."""
+        await send("POST", "/start_weight_update", None)
+
+    async def join(self, send: Send, meeting: Meeting) -> None:
+        """Send the groups to `/init_weight_transfer_engine`, the route of `prepare`.
+
+        Args:
+            send, meeting: See `EngineApi.join`.
+        """
+        await send("POST", "/init_weight_transfer_engine", {"init_info": {"meeting": asdict(meeting)}})
+
+    async def keep(self, send: Send, kept: Kept) -> None:
+        """Use the route of `join`: the route that begins an update takes no arguments.
+
+        Args:
+            send, kept: See `EngineApi.keep`.
+        """
+        await send("POST", "/init_weight_transfer_engine", {"init_info": {"kept": asdict(kept)}})
+
+    async def load(self, send: Send, sources: Sequence[Source]) -> None:
+        """Send the sources as one chunk of vLLM's update.
+
+        Args:
+            send, sources: See `EngineApi.load`.
+        """
+        await send("POST", "/update_weights", {"update_info": {"sources": in_words(sources)}})
+
+    async def finish_update(self, send: Send, version: int) -> None:
+        """Finish the update and clear the prefix cache, which vLLM does not do by itself. Raises SyncError.
+
+        Args:
+            send, version: See `EngineApi.finish_update`.
+        """
+        await send("POST", "/finish_weight_update", {"weight_version": str(version)})
+        cleared = await send("POST", "/reset_prefix_cache", None)
+        if cleared != {"success": True}:
+            raise SyncError(f"weights of version {version}: vLLM could not drop the prefix cache of the old weights")
+        served = await send("GET", "/weight_info", None)
+        if served != {"weight_version": str(version)}:
+            raise SyncError(f"sent weights of version {version}, but vLLM reports {excerpt(str(served))}")
+
+    async def checksums(self, send: Send) -> Mapping[str, str] | None:
+        """Return checksums of parameters, not of buffers. On CPU linear layers have none: their parameters are empty there."""
+        checksums: dict[str, str] = (await send("POST", "/weight_checker", {"action": "checksum"}))["checksums"]
+        return checksums
+
+    async def sleep(self, send: Send) -> None:
+        """Use sleep level 2: weights are not kept in host memory, because an update always follows.
+
+        On CPU vLLM only stops sampling.
+        """
+        await self._switch(send, "/sleep?level=2", "sleeping")
+
+    async def wake(self, send: Send, part: EnginePart) -> None:
+        """Wake one part. vLLM samples again once both parts are awake.
+
+        Args:
+            send, part: See `EngineApi.wake`.
+        """
+        await self._switch(send, f"/wake_up?tags={part}", "sleeping" if part == "weights" else "awake")
+
+    async def _switch(self, send: Send, path: str, status: str) -> None:
+        answer = await send("POST", path, None)
+        if answer.get("status") != status:
+            raise RolloutError(f"vLLM answered {path} with {excerpt(str(answer))} when it should have said that it is {status}")
+
+    async def _check_version(self, send: Send, version: int) -> None:
+        served = await send("GET", "/weight_info", None)
+        if served != {"weight_version": served_label(version)}:
+            raise StaleWeights(
+                f"vLLM served the weights of {excerpt(str(served))} when it should have served those of version {version}"
+            )
+
+
+def completion_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[str, Any]:
+    """Return the body of `/v1/completions`.
+
+    Args:
+        prompt, sampling, seed: See `RolloutEngine.generate`.
+    """
+    return {
+        "model": SERVED_NAME,
+        "prompt": list(prompt.token_ids),
+        "n": sampling.samples,
+        "max_tokens": sampling.max_tokens,
+        **neutral(sampling),
+        "seed": prompt_seed(seed, prompt.id, sampling.samples),
+        "logprobs": 0,  # only the log-prob of the sampled token
+        "return_token_ids": True,
+    }
+
+
+def parse_completion(answer: Any, prompt: Prompt, sampling: SamplingParams, version: int) -> list[Rollout]:
+    """Return the rollouts in an answer of `/v1/completions`, by sample index.
+
+    Args:
+        answer: The JSON answer.
+        prompt, sampling: Of the request.
+        version: Weight version that the rollouts get.
+
+    Raises:
+        RolloutError: The answer is not what was asked for.
+    """
+
+    def logprobs(choice: Any) -> list[float]:  # empty if aborted before the first token
+        return choice["logprobs"]["token_logprobs"] if choice["token_ids"] != [] else []
+
+    def experts(choice: Any) -> Tensor | None:  # a .npy file with the narrowest integer type
+        given = choice.get("routed_experts")
+        if sampling.routing is None or given is None:
+            return None
+        array = np.load(io.BytesIO(base64.b64decode(given, validate=True)), allow_pickle=False)
+        return torch.from_numpy(array.astype(np.int32))
+
+    def rollouts(answer: Any) -> list[Rollout]:
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        indices = [choice["index"] for choice in choices]
+        if indices != list(range(sampling.samples)):
+            raise ValueError(f"samples {indices} instead of {sampling.samples}")
+        if any(choice["prompt_token_ids"] != list(prompt.token_ids) for choice in choices):
+            raise ValueError("it changed the prompt's tokens")
+        return [
+            checked_rollout(prompt, c["token_ids"], logprobs(c), c["finish_reason"], sampling, version, experts(c))
+            for c in choices
+        ]
+
+    return parsed(answer, prompt, VllmApi.name, rollouts)

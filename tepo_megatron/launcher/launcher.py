@@ -1,0 +1,147 @@
+"""Start the ranks of a run on this machine, and turn any failure of theirs into one message.
+
+Under torchrun (RANK is set) `tepo train` is a rank itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from tepo_megatron.config import Config
+from tepo_megatron.config.io import to_yaml
+from tepo_megatron.errors import TepoError
+from tepo_megatron.launcher.ranks import RankProcesses, first_failure, interrupted_by_signals, leave_message
+from tepo_megatron.utils.memory_kills import MemoryKills
+from tepo_megatron.utils.private import WORLD_FOLDER, make_private_folder
+from tepo_megatron.utils.processes import die_with_parent, end_later
+from tepo_megatron.utils.quiet import quiet_upstream
+from tepo_megatron.utils.storage import disk_fault, writing
+
+if TYPE_CHECKING:
+    from tepo_megatron.controller.driver import EngineFactory
+    from tepo_megatron.platform import Platform
+
+# Environment variable with our launcher's process ID, for the ranks that it starts.
+_LAUNCHER = "TEPO_LAUNCHER_PID"
+# Variable that torchrun's agent sets for its ranks, and seconds within which an agent that can end by itself has ended.
+_AGENT, _AGENT_SECONDS = "TORCHELASTIC_RUN_ID", 30.0
+
+
+class RanksFailed(TepoError, RuntimeError):
+    """A rank ended with an error. The message is that of the rank that failed first."""
+
+
+def inside_torchrun() -> bool:
+    """Return whether this process is already a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: Sequence[int] = ()) -> None:
+    """Run `python -m WORKER CONFIG` once per rank and wait for all ranks.
+
+    The ranks rendezvous in a folder that only this user can enter; it also holds their copy of the config. The only listening
+    sockets are those of gloo and NCCL between the ranks, on the loopback interface if no server is on another machine.
+
+    Args:
+        cfg: The config that the ranks of this launch get, whatever the run's folder says.
+        worker: Module that a rank runs.
+        inherit: File descriptors that the ranks keep open, such as that of the run's lock.
+
+    Raises:
+        RanksFailed: A rank failed; the message is that of the first failure.
+        KeyboardInterrupt: A signal ended the launcher. After either error all ranks are gone; their servers and graders end
+            with them, which they have asked the kernel for.
+    """
+    kills = MemoryKills()
+    with interrupted_by_signals(), make_private_folder("ranks") as private:
+        folder = private.path
+        config = folder / "config.yaml"
+        with writing(config):
+            config.write_text(to_yaml(cfg))
+            (folder / "heartbeats").mkdir()
+        words, shared = ["-m", worker, str(config)], _environment(cfg, folder)
+        with RankProcesses(words, cfg.parallel.world_size, folder, shared, inherit) as ranks:
+            ranks.start()
+            failures = ranks.wait()
+    if failures:
+        raise RanksFailed(first_failure(failures, kills))
+
+
+def _environment(cfg: Config, folder: Path) -> dict[str, str]:
+    """Return the environment of all ranks: their rendezvous, number of threads, and the interface of gloo and NCCL."""
+    shared = {_LAUNCHER: str(os.getpid()), WORLD_FOLDER: str(folder), "GLOO_SOCKET_IFNAME": "lo"}
+    server = cfg.rollout.server
+    if server.urls is None and server.rendezvous is None:
+        shared["NCCL_SOCKET_IFNAME"] = "=lo"  # otherwise servers on other machines may have to reach a rank
+    threads = {"OMP_NUM_THREADS": str(threads_of_rank(cfg.parallel.world_size))}
+    if cfg.platform == "cpu":
+        # one thread per rank; waiting threads must not spin, because the server works on the same cores
+        threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    return shared | {name: value for name, value in threads.items() if name not in os.environ}
+
+
+def threads_of_rank(ranks: int) -> int:
+    """Return the number of threads of one of `ranks` ranks: an equal share of the cores that this process may use.
+
+    Without it every PyTorch rank would use all cores. torchrun gives each rank a single one, too few for the work on the host.
+    """
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def run_rank(
+    cfg: Config, make_engine: EngineFactory | None = None, work: Callable[[Config, Platform], None] | None = None
+) -> int:
+    """Train as this process's rank; return the exit status.
+
+    SIGINT and SIGTERM end a rank at once: it may be in a collective that no Python handler can interrupt, and all its files are
+    written atomically. It also ends when its launcher, or torchrun's agent, ends for any reason.
+
+    Args:
+        cfg: The run's config.
+        make_engine: Makes an engine to use instead of the one that the config names.
+        work: Replaces training.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if _LAUNCHER in os.environ:
+        die_with_parent(int(os.environ[_LAUNCHER]))
+    elif _AGENT in os.environ:
+        die_with_parent(os.getppid())
+    quiet_upstream()
+    # one hardware queue, so that kernels start in the order that Megatron-Core's overlap of tp communication needs
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    from tepo_megatron.platform import activate
+
+    try:
+        platform = activate(cfg.platform)
+        if work is not None:
+            work(cfg, platform)
+            return 0
+        from tepo_megatron.train import train  # imports Megatron-Core, so the platform must be active first
+
+        train(cfg, platform, make_engine, end=_end_at_once)
+    except TepoError as e:
+        leave_message(str(e), expected=True)
+        return 1
+    except Exception as e:
+        fault = disk_fault(e, cfg.run_dir, written=False)
+        leave_message(fault or traceback.format_exc().rstrip(), expected=fault is not None)
+        return 1
+    return 0
+
+
+def _end_at_once(message: str, cut_off: bool) -> NoReturn:
+    """End this rank with a message. If it is cut off from the world's store (`cut_off`), have torchrun's agent ended, too.
+
+    The agent of this machine asks the same store, and a connection without an answer blocks it until TCP gives up, whatever its
+    own time-outs say (torch 2.13).
+    """
+    leave_message(message, expected=True)
+    if cut_off and _AGENT in os.environ and _LAUNCHER not in os.environ:
+        end_later(os.getppid(), _AGENT_SECONDS)
+    os._exit(1)

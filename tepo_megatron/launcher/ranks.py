@@ -1,0 +1,218 @@
+"""Run the ranks of a run on this machine as child processes: start them, watch them, end them, and find out why they failed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tepo_megatron.utils.escaping import escaped
+from tepo_megatron.utils.memory_kills import MemoryKills
+
+_POLL_SECONDS = 0.1
+GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
+
+# Environment variables with the file for a rank's last message: our JSON file, or that of torchrun's agent.
+ERROR_FILE, _AGENT_FILE = "TEPO_ERROR_FILE", "TORCHELASTIC_ERROR_FILE"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of one rank.
+
+    Attributes:
+        pid: Its process ID.
+        status: Its exit status; negative: the signal that ended it.
+        message: The message that it left; None if it left none.
+        ended_by_us: Whether it still ran when the launcher ended all ranks, so that its signal was the launcher's own.
+    """
+
+    pid: int
+    status: int
+    message: Mapping[str, Any] | None
+    ended_by_us: bool = False
+
+
+class RankProcesses:
+    """A context manager that starts ranks and waits for them; no rank is left when it exits."""
+
+    def __init__(
+        self, words: Sequence[str], size: int, folder: Path, shared: Mapping[str, str], inherit: Sequence[int]
+    ) -> None:
+        """Store what to start; nothing is started yet.
+
+        Args:
+            words: Arguments of the Python interpreter.
+            size: Number of ranks.
+            folder: A private folder for the messages of failed ranks.
+            shared: Environment variables of all ranks, in addition to this process's.
+            inherit: File descriptors that the ranks keep open.
+        """
+        self._words, self._size, self._folder = words, size, folder
+        self._shared, self._inherit = shared, inherit
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._running: set[int] = set()  # ranks that still ran when the launcher ended all of them
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._end()
+
+    def start(self) -> None:
+        """Start all ranks."""
+        for rank in range(self._size):
+            own = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._size), "LOCAL_WORLD_SIZE": str(self._size),
+                ERROR_FILE: str(self._error_file(rank)),
+            }  # fmt: skip
+            # each in its own session: Ctrl-C in a terminal reaches only the launcher, which then ends the ranks in order
+            self._started.append(
+                subprocess.Popen(
+                    [sys.executable, *self._words], env={**os.environ, **self._shared, **own},
+                    start_new_session=True, pass_fds=self._inherit,
+                )
+            )  # fmt: skip
+
+    @property
+    def pids(self) -> list[int]:
+        """Process IDs of the ranks that were started, in their order."""
+        return [process.pid for process in self._started]
+
+    def wait(self) -> dict[int, Failure]:
+        """Return {} once all ranks have ended without error. After a first failure, end the others and return all failures."""
+        while True:
+            statuses = [process.poll() for process in self._started]
+            if any(statuses):
+                self._running = {rank for rank, status in enumerate(statuses) if status is None}
+                self._end()
+                return self._failures()
+            if all(status == 0 for status in statuses):
+                return {}
+            time.sleep(_POLL_SECONDS)
+
+    def _end(self) -> None:
+        """Send SIGTERM to the ranks and the processes of their sessions, then SIGKILL to those that are left."""
+        self._send(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while any(process.poll() is None for process in self._started) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS / 10)
+        self._send(signal.SIGKILL)
+        for process in self._started:
+            process.wait()
+
+    def _send(self, number: signal.Signals) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+    def _failures(self) -> dict[int, Failure]:
+        found = {}
+        for rank, process in enumerate(self._started):
+            if process.returncode:
+                message = _read(self._error_file(rank))
+                found[rank] = Failure(process.pid, process.returncode, message, rank in self._running)
+        return found
+
+    def _error_file(self, rank: int) -> Path:
+        return self._folder / f"error-{rank}.json"
+
+
+def first_failure(failures: Mapping[int, Failure], kills: MemoryKills) -> str:
+    """Return the message of the failure that caused the others.
+
+    The order is: a rank that the kernel killed for memory; a TepoError; a rank that was killed from outside; the earliest
+    traceback, since ranks whose peers vanished fail too, in their collectives. Mere consequences come last: aborts and the
+    launcher's own signals.
+
+    Args:
+        failures: The failed ranks.
+        kills: Created before the ranks were started.
+    """
+    for_memory = kills.seen()
+
+    def order(rank: int) -> tuple[int, float]:
+        failure = failures[rank]
+        if failure.message is not None:
+            return (1 if failure.message["expected"] else 3), float(failure.message["time"])
+        if failure.ended_by_us or -failure.status not in _KILLED:
+            return 4, 0.0
+        return (0 if for_memory and -failure.status == signal.SIGKILL else 2), 0.0
+
+    rank = min(failures, key=order)
+    failure = failures[rank]
+    if failure.message is not None:
+        return f"rank {rank}: {failure.message['message']}"
+    if failure.status < 0:
+        name = signal.Signals(-failure.status).name
+        why = f": {kills.explain()}" if -failure.status == signal.SIGKILL and not failure.ended_by_us else ""
+        return f"rank {rank} (pid {failure.pid}) was ended by {name}{why}"
+    return f"rank {rank} (pid {failure.pid}) exited with status {failure.status} without a message"
+
+
+def leave_message(message: str, expected: bool) -> None:
+    """Write a rank's last message for the launcher or for torchrun's agent; to stderr if there is neither.
+
+    Args:
+        message: The text that the user sees.
+        expected: Whether it is an error message of ours; False: a traceback.
+    """
+    try:
+        if (path := os.environ.get(ERROR_FILE)) is not None:
+            partial = Path(f"{path}.partial")
+            # the monotonic clock is the same for all processes of a machine, and nobody sets it
+            partial.write_text(json.dumps({"message": message, "expected": expected, "time": time.monotonic()}))
+            partial.replace(path)
+            return
+        if (path := os.environ.get(_AGENT_FILE)) is not None:
+            now = time.time()  # torchrun's agent expects wall-clock time
+            extra = {"timestamp": str(int(now)), "time": now, "expected": expected}
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+            return
+    except OSError:  # for example because the disk for temporary files is full
+        pass
+    print(f"tepo: rank {os.environ.get('RANK', '0')}: {escaped(message)}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """Raise KeyboardInterrupt("signal NAME") on the signals that end a command. The old handlers are restored afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _HANDLED}
+    ignored = {number for number, handler in before.items() if handler is signal.SIG_IGN}  # for example by nohup
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        for other in _HANDLED:
+            signal.signal(other, signal.SIG_IGN)  # the ranks are already being ended
+        raise KeyboardInterrupt(f"signal {signal.Signals(number).name}")
+
+    for number in before.keys() - ignored:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _read(path: Path) -> Mapping[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError):
+        read = json.loads(path.read_text())
+        if isinstance(read, dict) and {"message", "expected", "time"} <= read.keys():
+            return read
+    return None

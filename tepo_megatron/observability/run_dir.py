@@ -1,0 +1,196 @@
+"""The folder of a run: its contents, and when a start may replace or resume the run in it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.utils.run_lock import LOCK_FILE, RunLock
+from tepo_megatron.utils.storage import disk_fault
+
+if TYPE_CHECKING:
+    from tepo_megatron.config import Config
+
+# Files of a run that made progress. A failed start leaves none of them.
+_SIGNS = ("summary.json", "hf", "checkpoints", "metrics.lost.jsonl")
+# Files written at the end of a run -> their names after the run is resumed, which writes them again.
+_OUTCOME = {"summary.json": "summary.former.json", "evaluation.jsonl": "evaluation.former.jsonl"}
+_HANG = {"hang.txt": "hang.former.txt"}
+# Everything that a run writes. `overwrite` removes these and nothing else.
+_OF_A_RUN = (
+    "checkpoints", *_OUTCOME, *_OUTCOME.values(), *_HANG, *_HANG.values(), "summary.json.partial", "evaluation.jsonl.partial",
+    "config.yaml", "config.yaml.partial", "metrics.jsonl", "metrics.jsonl.partial", "metrics.lost.jsonl",
+    "metrics.lost.jsonl.partial", "rollouts", "evaluation", "log.txt", "server.log", "report.html", "report.html.partial",
+    "report.png", "report.png.tmp", "hf", "hf.partial", "hf.former", "tensorboard", "wandb", "stacks",
+)  # fmt: skip
+
+
+def prepare(cfg: Config) -> Path:
+    """Prepare the folder of a run that starts later: call `claim`, then release the lock. Return the path of config.yaml."""
+    with claim(cfg):
+        return cfg.run_dir / "config.yaml"
+
+
+def claim(cfg: Config) -> RunLock:
+    """Lock the run's folder and prepare it: write the resolved config.yaml and remove what `overwrite` replaces.
+
+    With `resume` nothing is removed. The outcome of a run that had ended keeps its name until the run continues
+    (`rename_outcome`). A refusal changes nothing in the folder.
+
+    Returns:
+        The lock, which the caller holds until the run has ended.
+
+    Raises:
+        ConfigError: The folder holds a run and neither `resume` nor `overwrite` is set; the run is under way or has nothing to
+            resume from; the model or the data lie in what would be removed; or the folder cannot be written.
+    """
+    if not (cfg.run_dir / LOCK_FILE).exists():
+        _refuse_what_is_there(cfg)  # before a lock file is created in a folder that is not ours
+    try:
+        lock = RunLock(cfg.run_dir)
+    except ConfigError as e:
+        raise ConfigError(f"output={cfg.output}: {e}") from None
+    try:
+        _refuse_what_is_there(cfg)
+        _refuse_one_under_way(cfg.run_dir)  # by its metrics: a version without this lock started it, or the lock is gone
+        lock.sign()
+        _make_ready(cfg)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _refuse_what_is_there(cfg: Config) -> None:
+    """Raise ConfigError if the run may not start in the folder as it is now. This only reads."""
+    metrics = cfg.run_dir / "metrics.jsonl"
+    holds_a_run = (metrics.exists() and metrics.stat().st_size) or any((cfg.run_dir / n).exists() for n in _SIGNS)
+    if holds_a_run and not (cfg.overwrite or cfg.resume):
+        raise ConfigError(
+            f"{cfg.run_dir} holds a run already; go on with it with --resume true, choose another `name`, or replace it with "
+            f"--overwrite true"
+        )
+    if holds_a_run and cfg.resume:
+        _refuse_without_checkpoints(cfg)
+    _refuse_to_remove_what_is_used(cfg, _removed(cfg))
+
+
+def _removed(cfg: Config) -> list[Path]:
+    return [] if cfg.resume else [cfg.run_dir / name for name in _OF_A_RUN]
+
+
+def _make_ready(cfg: Config) -> None:
+    from tepo_megatron.config.io import to_yaml
+
+    try:
+        if cfg.resume:
+            _rename(cfg.run_dir, _HANG)
+        for path in _removed(cfg):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        partial = cfg.run_dir / "config.yaml.partial"
+        partial.write_text(to_yaml(cfg))
+        partial.replace(cfg.run_dir / "config.yaml")  # ranks on other machines may read it meanwhile
+    except OSError as e:
+        fault = disk_fault(e, cfg.run_dir, written=False) or f"{cfg.run_dir} cannot be written ({e}); choose another directory"
+        raise ConfigError(f"output={cfg.output}: {fault}") from None
+
+
+def rename_outcome(run_dir: Path) -> None:
+    """Rename the outcome of a run that had ended, because the run continues.
+
+    Call it when nothing can refuse the resume any more. Until then a finished run stays finished.
+    """
+    _rename(run_dir, _OUTCOME)
+
+
+def _rename(run_dir: Path, names: Mapping[str, str]) -> None:
+    for name, former in names.items():
+        if (run_dir / name).exists():
+            (run_dir / name).replace(run_dir / former)
+
+
+def finished(cfg: Config) -> bool:
+    """Return whether `resume` has nothing left to do.
+
+    That is the case if the run took `training.steps` steps, or ended early under `evaluation.patience`, and its model is
+    exported if `export_hf` is set.
+
+    Raises:
+        ConfigError: The run took more than `training.steps` steps.
+    """
+    try:
+        summary = json.loads((cfg.run_dir / "summary.json").read_text()) if cfg.resume else {"steps": None}
+        steps, early = summary["steps"], cfg.evaluation.patience is not None and "stopped_early" in summary
+    except (OSError, ValueError, KeyError, TypeError):  # there is no summary, or it is not a run's
+        return False
+    if isinstance(steps, int) and steps > cfg.training.steps:
+        raise ConfigError(
+            f"training.steps={cfg.training.steps}: the run in {cfg.run_dir} ended at step {steps}; set it to more to go on"
+        )
+    return (steps == cfg.training.steps or early) and ((cfg.run_dir / "hf").exists() or not cfg.export_hf)
+
+
+def lock(metrics: int, run_dir: Path) -> None:
+    """Lock the open metrics file to mark a run as under way for as long as the file stays open.
+
+    Args:
+        metrics: File descriptor of metrics.jsonl.
+        run_dir: Folder of the run, for the message.
+
+    Raises:
+        ConfigError: Another process holds the lock. On a file system without locks nothing is checked.
+    """
+    try:
+        fcntl.flock(metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"{run_dir}: this run is under way in another process; wait for its end, or choose another `name`"
+        ) from None
+    except OSError:  # the file system has no locks
+        return
+
+
+def _refuse_one_under_way(run_dir: Path) -> None:
+    with contextlib.suppress(OSError):  # there is no such file, or `prepare` reports what is wrong
+        metrics = os.open(run_dir / "metrics.jsonl", os.O_WRONLY)
+        try:
+            lock(metrics, run_dir)
+        finally:
+            os.close(metrics)
+
+
+def _refuse_without_checkpoints(cfg: Config) -> None:
+    """Refuse a resume without checkpoints if the run had ended. Restarting an interrupted run from scratch loses nothing."""
+    if cfg.rollout.only:
+        raise ConfigError(
+            f"{cfg.run_dir} holds a run already, and rollout.only=true keeps no checkpoints to resume from; choose another "
+            f"`name`, or replace it with --overwrite true"
+        )
+    checkpoints = (cfg.run_dir / "checkpoints").glob("step-*")
+    if (cfg.run_dir / "summary.json").exists() and not any(c.name.removeprefix("step-").isdigit() for c in checkpoints):
+        raise ConfigError(
+            f"{cfg.run_dir} holds a run that has ended and kept no checkpoints, so resume=true would train it anew; choose "
+            f"another `name`, or replace it with --overwrite true"
+        )
+
+
+def _refuse_to_remove_what_is_used(cfg: Config, removed: list[Path]) -> None:
+    for key, used in (
+        ("model.path", cfg.model.path),
+        ("model.reference", cfg.model.reference),
+        *cfg.data.paths,
+        ("rollout.replay", cfg.rollout.replay),
+        ("rollout.function", cfg.rollout.function),
+    ):
+        if used is not None and any(Path(used).resolve().is_relative_to(path.resolve()) for path in removed):
+            raise ConfigError(f"{key}={used} lies in the run that would be replaced; choose another `name`")

@@ -1,0 +1,350 @@
+"""The outputs for a run's metrics: `metrics.jsonl` (authoritative), the terminal and `log.txt`, TensorBoard, W&B.
+
+Only rank 0 opens a `RunLog`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import math
+import os
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+
+from tepo_megatron.config import LoggingConfig
+from tepo_megatron.errors import ConfigError, DataError, RunReplacedError
+from tepo_megatron.observability.run_dir import lock
+from tepo_megatron.utils import records
+from tepo_megatron.utils.escaping import escaped
+from tepo_megatron.utils.storage import writing
+
+METRICS_FILE = "metrics.jsonl"
+LOST_FILE = "metrics.lost.jsonl"
+LOG_FILE = "log.txt"
+HEADER_EVERY = 20  # progress lines between two headers
+_PACKAGE = "tepo_megatron"  # warnings of its loggers go to the log
+_WANDB_ID = "wandb/run-id.txt"
+_FIRST_KEY = "step"  # first key of every record
+
+Value = float | int | None
+
+
+@dataclass(frozen=True)
+class Column:
+    """One value of the progress line, right-aligned in `width` characters."""
+
+    heading: str
+    key: str
+    width: int
+    format: str
+
+    def cell(self, record: Mapping[str, Value]) -> str:
+        """Return the formatted value, or "-" if the step has none."""
+        value = record.get(self.key)
+        return ("-" if value is None else format(value, self.format)).rjust(self.width)
+
+
+# most important first: a narrow terminal shows only the columns that fit
+COLUMNS = (
+    Column("reward", "reward/mean", 6, ".3f"),
+    Column("acc", "accuracy/mean", 5, ".3f"),
+    Column("entropy", "actor/entropy", 7, ".3f"),
+    Column("kl", "loss/kl", 7, ".1e"),
+    Column("clip", "loss/clip_fraction", 5, ".3f"),
+    Column("w p01", "tepo/ratio_p01", 6, ".3f"),
+    Column("w p50", "tepo/ratio_p50", 6, ".3f"),
+    Column("w p99", "tepo/ratio_p99", 6, ".3f"),
+    Column("mask", "tepo/kl_mask_share", 5, ".3f"),
+    Column("grad", "actor/grad_norm", 6, ".2f"),
+    Column("groups", "rollout/kept_groups", 6, ".0f"),
+    Column("length", "rollout/response_tokens_mean", 6, ".1f"),
+    Column("|dlogp|", "rollout/logprob_diff_mean", 7, ".1e"),
+    Column("max", "rollout/logprob_diff_max", 7, ".1e"),
+    Column("roll s", "seconds/rollout", 6, ".1f"),
+    Column("rew s", "seconds/reward", 5, ".1f"),
+    Column("old s", "seconds/old_stats", 5, ".1f"),
+    Column("upd s", "seconds/update", 5, ".1f"),
+    Column("sync s", "seconds/sync", 6, ".1f"),
+    Column("total s", "seconds/total", 7, ".1f"),
+    Column("tok/s", "tokens_per_second", 6, ".0f"),
+)
+
+
+class RunLog:
+    """The open outputs of one run; a context manager.
+
+    Files are appended to, each line in one write, so a killed process hardly ever leaves half a line. Inside the context,
+    warnings of this process are logged like messages.
+
+    Args:
+        run_dir: Folder of the run; it must exist. It stays as an attribute.
+        cfg: Which outputs are on.
+        steps: Steps of the whole run, for the progress line.
+
+    Raises:
+        ConfigError: A configured output is not installed, or another process has this run's log open.
+    """
+
+    def __init__(self, run_dir: Path, cfg: LoggingConfig, steps: int) -> None:
+        self._tensorboard = _open_tensorboard(run_dir) if cfg.tensorboard else None
+        self._wandb = _open_wandb(run_dir, cfg.wandb_project) if cfg.wandb_project else None
+        self.run_dir = run_dir
+        self._metrics = _open_for_appending(run_dir / METRICS_FILE)
+        lock(self._metrics, run_dir)
+        self._log = _open_for_appending(run_dir / LOG_FILE)
+        _end_line(self._log, run_dir / LOG_FILE)
+        self._console = Console()
+        self._steps = steps
+        self._lines = 0
+        self._warnings = _Warnings(self)
+
+    def __enter__(self) -> RunLog:
+        logging.getLogger(_PACKAGE).addHandler(self._warnings)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        logging.getLogger(_PACKAGE).removeHandler(self._warnings)
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=0 if kind is None else 1)
+        os.close(self._metrics)
+        os.close(self._log)
+
+    def write(self, step: int, record: Mapping[str, Value]) -> None:
+        """Record one step in all outputs. None and non-finite values become null in JSON and "-" in the progress line.
+
+        Args:
+            step: Number of the step.
+            record: Values by key.
+
+        Raises:
+            RunReplacedError, StorageError: The run's folder was replaced, or the named file cannot be written.
+        """
+        self.check_in_place()
+        values = {key: _finite(value) for key, value in record.items()}
+        self._append(self._metrics, METRICS_FILE, json.dumps({"step": step, **values}) + "\n")
+        self._progress(step, values)
+        known = {key: value for key, value in values.items() if value is not None}
+        if self._tensorboard is not None:
+            for key, value in known.items():
+                self._tensorboard.add_scalar(key, value, global_step=step)
+            with writing(self.run_dir / "tensorboard"):
+                self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(known, step=step)
+
+    def check_in_place(self) -> None:
+        """Raise RunReplacedError if the open metrics file is no longer the one in the run's folder."""
+        path = self.run_dir / METRICS_FILE
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(self._metrics), path.stat()):
+                return
+        raise RunReplacedError(
+            f"{path} was removed or replaced while this run was under way: its records go nowhere, and the folder may be "
+            f"another run's; this run ends, and writes nothing more into it"
+        )
+
+    def sync(self) -> None:
+        """Flush all records to the disk. Raise RunReplacedError or StorageError."""
+        self.check_in_place()
+        with writing(self.run_dir / METRICS_FILE):
+            os.fsync(self._metrics)
+
+    def rewind(self, step: int) -> list[str]:
+        """Go back to the state after `step`: metrics.jsonl then holds the steps up to it, each once and in order.
+
+        Everything else in the file moves to metrics.lost.jsonl: later steps, which the run repeats, and damaged lines.
+        TensorBoard is told to drop later steps. If the process is killed during this and calls it again, everything is moved
+        exactly once. Return what was moved and what is wrong with the file, one sentence each.
+        """
+        path = self.run_dir / METRICS_FILE
+        data = path.read_bytes() if path.exists() else b""
+        found = records.steps_of(records.parse_lines(data, _FIRST_KEY), last=step)
+        kept = b"".join(line.raw + b"\n" for line in found.kept)
+        lost = b"".join(line.raw + b"\n" for line in (*found.rest, *found.later))
+        if lost:
+            self._add_lost(lost)
+        if data.startswith(kept):
+            os.ftruncate(self._metrics, len(kept))
+        else:
+            self._replace_metrics(kept)
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = _open_tensorboard(self.run_dir, forget_from=step + 1)
+        said = [f"{METRICS_FILE}: {fault}" for fault in found.faults]
+        if found.later:
+            said.append(f"{len(found.later)} recorded steps are taken again; their former records moved to {LOST_FILE}")
+        if found.rest:
+            said.append(f"{len(found.rest)} other lines of {METRICS_FILE} moved to {LOST_FILE}")
+        return said
+
+    def _add_lost(self, lost: bytes) -> None:
+        """Append to metrics.lost.jsonl on a new line. Repeated calls with the same data append it once."""
+        path = self.run_dir / LOST_FILE
+        known = path.read_bytes() if path.exists() else b""
+        if not known.endswith(lost):
+            replace_file(path, known + (b"" if known.endswith(b"\n") or not known else b"\n") + lost)
+
+    def _replace_metrics(self, data: bytes) -> None:
+        """Replace metrics.jsonl atomically. The new file is locked for this run before other processes can see it."""
+        path = self.run_dir / METRICS_FILE
+        unfinished = path.with_name(path.name + ".partial")
+        unfinished.write_bytes(data)
+        file = _open_for_appending(unfinished)
+        lock(file, self.run_dir)
+        os.fsync(file)
+        os.replace(unfinished, path)
+        former, self._metrics = self._metrics, file
+        os.close(former)
+
+    def message(self, text: str) -> None:
+        """Print `text` and write it to the log. Control characters are escaped, because the text may be foreign."""
+        text = escaped(text)
+        self._append(self._log, LOG_FILE, text + "\n")
+        self._print(text)
+
+    def _progress(self, step: int, record: Mapping[str, Value]) -> None:
+        width = max(len("step"), 2 * len(str(self._steps)) + 1)
+        if self._lines % HEADER_EVERY == 0:
+            self._row("step".rjust(width), [column.heading.rjust(column.width) for column in COLUMNS], "bold")
+        self._row(f"{step}/{self._steps}".rjust(width), [column.cell(record) for column in COLUMNS])
+        self._lines += 1
+
+    def _row(self, first: str, cells: list[str], style: str | None = None) -> None:
+        """Write the whole row to the log, and to a terminal the cells that fit on one line."""
+        self._append(self._log, LOG_FILE, " ".join([first, *cells]) + "\n")
+        if self._console.is_terminal:
+            while len(" ".join([first, *cells])) > self._console.width:
+                cells = cells[:-1]
+        self._print(" ".join([first, *cells]), style)
+
+    def _append(self, file: int, name: str, line: str) -> None:
+        with writing(self.run_dir / name):
+            _append(file, line)
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+class _Warnings(logging.Handler):
+    """A logging handler that copies the package's warnings, from any thread of this process, to a run's log."""
+
+    def __init__(self, log: RunLog) -> None:
+        super().__init__(logging.WARNING)
+        self._to = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._to.message(f"warning: {record.getMessage()}")
+        except OSError:  # a warning must not make its caller fail
+            self.handleError(record)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
+    """Return a run's records: each step once, in order, even from a damaged file. Log a warning about damage.
+
+    Raise DataError, naming the file, if there is no record.
+    """
+    found = read_steps(run_dir)
+    records.report(run_dir / METRICS_FILE, found.faults)
+    return found.records
+
+
+def read_steps(run_dir: Path) -> records.Steps:
+    """Return a run's records and the file's faults as text. Raise DataError, naming the file, if there is no record."""
+    path = run_dir / METRICS_FILE
+    try:
+        lines = records.read_lines(path, _FIRST_KEY)
+    except OSError as e:
+        raise DataError(f"{path}: cannot read the metrics ({e.strerror}); give the folder of a run") from None
+    found = records.steps_of(lines)
+    if not found.kept:
+        what = f"{found.faults[0]}; restore the file, or repeat the run" if found.faults else "wait for the first one"
+        raise DataError(f"{path}: no step has been recorded yet; {what}")
+    return found
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file atomically: after a kill or power loss it has either the old content or all of the new.
+
+    Args:
+        path: The file.
+        data: New content.
+    """
+    unfinished = path.with_name(path.name + ".partial")
+    with unfinished.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def _finite(value: Value) -> Value:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _open_for_appending(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+
+def _end_line(file: int, path: Path) -> None:
+    """End a line that a kill cut off, so that it stays a separate line."""
+    with path.open("rb") as reader:
+        if reader.seek(0, os.SEEK_END) and (reader.seek(-1, os.SEEK_END), reader.read(1))[1] != b"\n":
+            os.write(file, b"\n")
+
+
+def _append(file: int, line: str) -> None:
+    """Write all of `line`, or nothing if the disk is full; then raise OSError."""
+    data = line.encode()
+    written = os.write(file, data)
+    if written < len(data):
+        os.ftruncate(file, os.fstat(file).st_size - written)
+        raise OSError(errno.ENOSPC, "the disk is full: a line of the run's log was not written")
+
+
+def _open_tensorboard(run_dir: Path, forget_from: int | None = None) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "logging.tensorboard=true: the tensorboard package is not installed; "
+            "install tepo-megatron[tensorboard] or set the key to false"
+        ) from None
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=forget_from)
+
+
+def _open_wandb(run_dir: Path, project: str) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise ConfigError(
+            f"logging.wandb_project={project}: the wandb package is not installed; "
+            "install tepo-megatron[wandb] or remove the key"
+        ) from None
+    # A resumed run continues the same W&B run. W&B keeps the former values of repeated steps.
+    return wandb.init(project=project, name=run_dir.name, dir=str(run_dir), id=wandb_id(run_dir), resume="allow")
+
+
+def wandb_id(run_dir: Path) -> str:
+    """Return the id of this run in W&B, created at its first start and kept in its folder."""
+    path = run_dir / _WANDB_ID
+    known = path.read_text(errors="replace").strip() if path.exists() else ""
+    if not re.fullmatch("[0-9a-f]{32}", known):
+        if path.exists():
+            records.report(path, ["not the id of a W&B run; a new one is begun there"])
+        path.parent.mkdir(exist_ok=True)
+        known = uuid.uuid4().hex
+        replace_file(path, known.encode())
+    return known

@@ -1,0 +1,349 @@
+"""Deliver the actor's weights through process groups (gloo on CPU, NCCL on GPUs), by the bucket plan of `rounds.py`.
+
+Each sender is rank 0 of a process group of its own; the other members are all ranks of all inference servers. So every byte of
+the model is broadcast once, by a rank that has it, and no trainer rank receives another's. A bucket is one buffer of bytes.
+While it is in flight, the next bucket is gathered into a second buffer. The default group is never used.
+
+The groups last as long as the same servers live. When a server dies, hangs or comes back, new groups are formed of the servers
+that take part now. A round that a live rank lacks is sent again to all; a rank that has it drops it. No server gets a partial
+update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.config import SyncConfig
+from tepo_megatron.distributed.meeting_store import Store
+from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.errors import ConfigError, ConversionError, SyncError
+from tepo_megatron.observability.watch import JOINING, here
+from tepo_megatron.weight_sync.channel import (
+    SENDER,
+    BrokenChannel,
+    Bucket,
+    Channel,
+    Meeting,
+    Source,
+    Taker,
+    arrived_key,
+    came_key,
+    join_store,
+    joined_key,
+    off_key,
+    pack,
+    tell,
+)
+from tepo_megatron.weight_sync.meeting import OwnedStore, own_address
+from tepo_megatron.weight_sync.rounds import Rounds, is_check_due
+from tepo_megatron.weights.gather import Binding
+from tepo_megatron.weights.ops import Architecture
+
+ATTEMPTS = 3  # at sending a round, while all servers live
+JOIN_POLL_SECONDS = 0.05
+
+
+class GroupReceiver(Protocol):
+    """The side of an engine that receives weights from process groups. See `rollout.engine.RolloutEngine`."""
+
+    @property
+    def takers(self) -> tuple[Taker, ...]:
+        """The recipients: the servers in the update in progress."""
+
+    def begin_update(self, version: int) -> None:
+        """Begin an update to `version`, of which all weights follow. Raises SyncError."""
+
+    def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
+        """Have each recipient join the process groups of its group spec."""
+
+    def load(self, sources: Sequence[Source]) -> Future[None]:
+        """Have the recipients receive and load a round."""
+
+    def finish_update(self) -> None:
+        """Serve the new weights: all of them have been sent. Raises SyncError."""
+
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """Compare the served tensors with the CRC-32 of the sent ones, by Hugging Face name. Raises SyncError."""
+
+
+@dataclass
+class _Round:
+    """One round in flight, seen from this rank."""
+
+    number: int
+    bucket: Bucket | None = None  # this rank's; None: it has none in this round
+    row: Tensor | None = None  # the bucket's bytes
+    sent: bool = False  # whether there were groups to send the round to
+    loading: Future[None] | None = None  # the servers' work, on rank 0
+    attempts: int = 0  # at sending the round to the same servers
+    fault: ConversionError | None = None  # why this rank could not make its bucket
+
+
+class BroadcastSync:
+    """Pushes the weights to the engine (`receiver`, given on rank 0 only) through process groups.
+
+    Collectives over the host group: at construction two all-gathers; in a push three for each round, two for each forming of
+    groups, two more, and another two if the delivery is checked.
+
+    Attributes:
+        rounds: Number of rounds of a delivery.
+        sent_bytes: Bytes that this rank has broadcast so far.
+        meetings: How often new groups were formed so far, or tried to be; counted on rank 0 only.
+    """
+
+    def __init__(
+        self,
+        cfg: SyncConfig,
+        bindings: Sequence[Binding],
+        arch: Architecture,
+        groups: Groups,
+        receiver: GroupReceiver | None,
+    ) -> None:
+        self.cfg, self.groups, self.receiver = cfg, groups, receiver
+        self._plan = Rounds(cfg, bindings, arch, groups)
+        self.rounds = self._plan.count
+        self.sent_bytes = self.meetings = 0
+        senders = self._plan.senders
+        self._sender = senders.index(groups.rank) if groups.rank in senders else None  # index of this rank's group
+        self._meeting: Meeting | None = None  # the spec of the current groups
+        self._channel: Channel | None = None
+        self._rows: list[Tensor] = []
+        self._sent: dict[str, int] = {}  # CRC-32 of each tensor that this rank sent, as of its last check
+        self._delivered: int | None = None  # version of the last delivery
+        # the rest is used on rank 0 only
+        self._owned: OwnedStore | None = None
+        self._store: Store | None = None  # `_owned.store`
+        self._address = ""
+        self._ranks: dict[Taker, range] = {}  # ranks of each server of the last group spec, the same in every group
+        self._absent: list[str] = []  # names of the servers that missed the last group forming or round
+
+    def push(self, version: int) -> None:
+        """Deliver the weights; when it returns, the engine serves `version`. All ranks call it.
+
+        Raises on every rank SyncError if the engine refuses the weights or live servers do not receive them, and
+        ConversionError if a rank cannot quantize a tensor. The engine can only be closed then.
+        """
+        try:
+            under_way: _Round | None = None
+            for i in range(self.rounds):
+                gathered = self._gather(version, i)
+                if under_way is None:
+                    with self._plan.agreed():
+                        if self.receiver is not None:
+                            self.receiver.begin_update(version)
+                else:
+                    self._deliver(under_way)
+                under_way = gathered
+                self._send(under_way)
+            if under_way is not None:
+                self._deliver(under_way)
+            with self._plan.agreed():
+                if self.receiver is not None:
+                    self.receiver.finish_update()
+            if self._is_due(version):
+                self._plan.verify(self.receiver, self._sent)
+            self._delivered = version
+        except BaseException:
+            self._leave()
+            raise
+        finally:
+            self._rows = []
+
+    def _gather(self, version: int, i: int) -> _Round:
+        """Return this rank's bucket of round `i`, packed into one of two buffers that are used in turn."""
+        row = self._row(i % 2)
+        try:
+            contents = pack(self._plan.tensors(i), row, self._is_due(version))
+        except ConversionError as e:
+            return _Round(i, fault=e)
+        self._sent |= {c.name: c.crc32 for c in contents if c.crc32 is not None}
+        if self._sender is None or not contents:
+            return _Round(i)
+        bucket = Bucket(i, self._sender, contents)
+        return _Round(i, bucket, row[: bucket.nbytes])
+
+    def _is_due(self, version: int) -> bool:
+        """Return whether this delivery is checked."""
+        return is_check_due(version, self._delivered, self.cfg.verify_every)
+
+    def _row(self, which: int) -> Tensor:
+        while len(self._rows) <= which:
+            self._rows.append(torch.empty(self._plan.largest, dtype=torch.uint8, device=self.groups.device))
+        return self._rows[which]
+
+    def _send(self, it: _Round) -> None:
+        """Begin to send a round, in new groups if the recipients are not those of the current groups."""
+        with self._plan.agreed() as said:
+            if it.fault is not None:
+                raise it.fault
+            said.mine = it.bucket, self._invitation()
+        told: list[tuple[Bucket | None, Meeting | None]] = said.all
+        invitation = told[0][1]
+        it.loading, it.attempts = None, it.attempts + 1
+        it.sent = invitation is not None and (invitation == self._meeting or self._meet(invitation))
+        if not it.sent:
+            return
+        if self.receiver is not None:
+            it.loading = self.receiver.load([bucket for bucket, _ in told if bucket is not None])
+        if it.row is not None and self._channel is not None:
+            self._channel.start(it.row)
+            self.sent_bytes += it.row.nbytes
+
+    def _deliver(self, it: _Round) -> None:
+        """Return when all live servers have a round that was sent; send it again while one lacks it. Raises SyncError."""
+        while not self._arrived(it):
+            self._send(it)
+
+    def _arrived(self, it: _Round) -> bool:
+        """Wait until the round is no longer in flight and return whether all recipients have it. Broken groups are left."""
+        broken = arrived = False
+        try:
+            if self._channel is not None:
+                self._channel.wait()
+        except BrokenChannel:
+            broken = True
+        with self._plan.agreed():
+            if self.receiver is not None:
+                if it.loading is not None:
+                    it.loading.result()
+                takers = self.receiver.takers
+                arrived = not takers or (it.sent and self._is_here(it.number, takers))
+                if set(takers) != set(self._ranks):
+                    broken, it.attempts = True, 0
+                elif not arrived and it.attempts >= ATTEMPTS:
+                    raise SyncError(self._not_taken(it))
+        told = self._plan.from_all((broken, arrived))
+        if any(broken for broken, _ in told) or not told[0][1]:
+            self._leave()
+        return bool(told[0][1])
+
+    def _is_here(self, number: int, takers: Sequence[Taker]) -> bool:
+        """Return whether every rank of these servers has reported that it has the round."""
+        assert self._meeting is not None
+        keys = {t: [arrived_key(self._meeting, number, rank) for rank in self._ranks[t]] for t in takers}
+        self._absent = [taker.name for taker, its in keys.items() if not self._said(its)]
+        return not self._absent
+
+    def _said(self, keys: Sequence[str]) -> bool:
+        """Return whether all of these keys are in the store, and remove those that are."""
+        assert self._store is not None
+        there = [key for key in keys if self._store.check([key])]
+        for key in there:
+            self._store.delete_key(key)
+        return len(there) == len(keys)
+
+    def _invitation(self) -> Meeting | None:
+        """Return the spec of the current groups if they fit the recipients, or of new groups; None without recipients."""
+        takers = self.receiver.takers if self.receiver is not None else ()
+        if not takers:
+            return None
+        if self._meeting is not None and takers == tuple(self._ranks):
+            return self._meeting
+        if self._owned is None:
+            try:
+                self._address = self.cfg.address or own_address([taker.host for taker in takers])
+                self._owned = OwnedStore(self._address)
+                self._store = self._owned.store
+            except OSError as e:
+                raise ConfigError(
+                    f"sync.address={self.cfg.address}: no port at {self._address or 'an address of this machine'} ({e}); set "
+                    "it to an IPv4 address of rank 0's machine that the servers reach"
+                ) from None
+        end = SENDER + 1
+        self._ranks = {}
+        for taker in takers:
+            self._ranks[taker] = range(end, end + taker.ranks)
+            end += taker.ranks
+        self.meetings += 1
+        name, senders = f"meeting-{self.meetings}", len(self._plan.senders)
+        seconds, join_seconds = self.cfg.timeout_seconds, self.cfg.join_limit(self.groups.device.type)
+        owned = self._owned
+        return Meeting(self._address, owned.port, name, senders, end, SENDER, seconds, join_seconds, owned.folder)
+
+    def _meet(self, meeting: Meeting) -> bool:
+        """Form the groups; return whether all members joined. The watchdog reports a rank that never leaves this phase."""
+        self._leave()
+        joining = self.receiver.join({t: meeting.at(r.start) for t, r in self._ranks.items()}) if self.receiver else None
+        until = time.monotonic() + meeting.join_seconds
+        with here.within(f"{JOINING} {meeting.name}"):
+            if self._sender is not None:
+                with contextlib.suppress(BrokenChannel):
+                    store = self._store or join_store(meeting)
+                    device = self.groups.device
+                    self._channel = Channel(
+                        meeting, self._sender, SENDER, device, until, lambda: self._is_wanted(meeting, store)
+                    )
+            came = self._sender is None or self._channel is not None
+            with self._plan.agreed():
+                if joining is not None:
+                    joining.result()
+                    came = self._all_joined(meeting, until) and came
+            if not all(self._plan.from_all(came)):
+                self._leave()
+                return False
+        self._meeting = meeting
+        return True
+
+    def _is_wanted(self, meeting: Meeting, store: Store) -> bool:
+        """Return whether the invited servers all live; if one does not, rank 0 signals the other ranks through the store."""
+        if self.receiver is not None and self.receiver.takers != tuple(self._ranks):
+            tell(store, off_key(meeting))
+            return False
+        return self.receiver is not None or not store.check([off_key(meeting)])
+
+    def _all_joined(self, meeting: Meeting, until: float) -> bool:
+        """Wait on rank 0, while the invited servers all live, until their ranks are in all groups; return whether they are."""
+        assert self._store is not None
+        joined = [joined_key(meeting, rank) for ranks in self._ranks.values() for rank in ranks]
+        while not self._store.check(joined):
+            if time.monotonic() > until or not self._is_wanted(meeting, self._store):
+                tell(self._store, off_key(meeting))
+                self._absent = self._without(meeting, came_key) or self._without(meeting, joined_key)
+                return False
+            time.sleep(JOIN_POLL_SECONDS)
+        return self._said(joined)
+
+    def _without(self, meeting: Meeting, key: Callable[[Meeting, int], str]) -> list[str]:
+        """Return the names of the invited servers with a rank that has not put its key into the store."""
+        assert self._store is not None
+        lacking = {t for t, ranks in self._ranks.items() for rank in ranks if not self._store.check([key(meeting, rank)])}
+        return [taker.name for taker in self._ranks if taker in lacking]
+
+    def _leave(self) -> None:
+        """Leave this rank's group; members that still wait in it fail at once."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self._meeting = None
+
+    def _not_taken(self, it: _Round) -> str:
+        assert self._owned is not None
+        who = ", ".join(self._absent) or "inference servers"
+        what, key, seconds = "meet the trainer's ranks", "sync.join_seconds", self.cfg.join_limit(self.groups.device.type)
+        if it.sent:
+            what, seconds = "take a round of weights", self.cfg.timeout_seconds
+            key = "sync.timeout_seconds (or rather rollout.server's silent_seconds with it)"
+        return (
+            f"{who}: alive, but did not {what} in {ATTEMPTS} attempts of {seconds:g} s, {self._owned.where}; "
+            f"see the log, raise {key}, or set sync.address to an address of this machine that the servers reach"
+        )
+
+    def close(self) -> None:
+        """Leave the groups and close the store. A second call does nothing."""
+        self._leave()
+        if self._owned is not None:
+            self._owned.close()
+        self._store = self._owned = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

@@ -1,0 +1,346 @@
+"""The process group that carries one sender's weights to the ranks of all inference servers, and its messages' formats.
+
+Runs in the trainer and inside the servers. The default group there belongs to others and is never used. Both sides need the
+same PyTorch (and NCCL), because groups of different versions do not understand each other; facts are of PyTorch 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tepo_megatron.distributed.meeting_store import FolderStore, Store, address_towards, connect
+from tepo_megatron.distributed.own_peers import own_peers_only
+from tepo_megatron.weight_sync.ipc import Handle
+
+SENDER = 0  # rank of the sender in its group; the servers' ranks follow
+POLL_SECONDS, FORMING_POLL_SECONDS = 0.0005, 0.05
+
+
+class BrokenChannel(Exception):
+    """A member did not join, left, or was too slow. The group cannot be used any more."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The spec of new process groups, one per sender: where their members rendezvous, and one server's place in them."""
+
+    address: str  # of the trainer's store
+    port: int  # of the trainer's store
+    name: str  # unique to this spec
+    senders: int  # number of groups
+    ranks: int  # members of each group
+    first: int  # rank of the server's first process in every group
+    seconds: float  # time limit for a bucket to arrive
+    join_seconds: float  # time limit for all groups to be formed
+    folder: str = ""  # a store in this folder replaces the TCP store if all members are on one machine
+
+    def at(self, first: int) -> Meeting:
+        """Return the same spec for another server."""
+        return replace(self, first=first)
+
+
+@dataclass(frozen=True)
+class Content:
+    """One tensor of a bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # name in `torch`
+    crc32: int | None = None  # of the tensor's bytes; None: it need not be checked
+
+    @property
+    def nbytes(self) -> int:
+        """The tensor's size in bytes."""
+        return math.prod(self.shape) * _dtype(self.dtype).itemsize
+
+    def check(self, tensor: Tensor) -> None:
+        """Raise ValueError if the tensor was damaged in transit."""
+        if self.crc32 is not None and crc32(tensor) != self.crc32:
+            raise ValueError(f"tensor {self.name} was damaged on its way: its CRC-32 is not that of the sender")
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors of one sender, packed into one buffer of bytes, each at a multiple of its dtype's size (see `pack`)."""
+
+    number: int  # of the round in its update, from 0
+    sender: int  # index of the sender and of its group
+    contents: tuple[Content, ...]
+    handle: Handle | None = None  # of the shared buffer; None: the bucket is broadcast
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed buffer."""
+        return _places(self.contents)[-1]
+
+    def to_json(self) -> str:
+        """Return JSON for `from_json`; no path of a file looks like it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Bucket:
+        """Return the bucket that `to_json` wrote."""
+        read = json.loads(text)
+        contents = tuple(Content(c["name"], tuple(c["shape"]), c["dtype"], c["crc32"]) for c in read["contents"])
+        handle = None if read["handle"] is None else Handle(**read["handle"])
+        return cls(read["number"], read["sender"], contents, handle)
+
+    def tensors(self, row: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, view of the uint8 buffer) of each tensor. Raises ValueError for a damaged one."""
+        for content, start in zip(self.contents, _places(self.contents), strict=False):
+            tensor = row[start : start + content.nbytes].view(_dtype(content.dtype)).view(content.shape)
+            content.check(tensor)
+            yield content.name, tensor
+
+
+def pack(tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: bool) -> tuple[Content, ...]:
+    """Copy tensors into a buffer in the layout of a `Bucket`; with the widest dtypes first, it has no gaps.
+
+    Args:
+        tensors: (Hugging Face name, tensor) of each.
+        row: The buffer, uint8, on any device.
+        with_checksums: Whether to compute each tensor's CRC-32.
+    """
+    contents: list[Content] = []
+    end = 0
+    for name, tensor in tensors:
+        start = _aligned(end, tensor.dtype)
+        end = start + tensor.nbytes
+        row[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        checksum = crc32(tensor) if with_checksums else None
+        contents.append(Content(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum))
+    return tuple(contents)
+
+
+def _places(contents: Sequence[Content]) -> list[int]:
+    """Return the offset of each tensor in the buffer, and the end of the last one."""
+    places, end = [], 0
+    for content in contents:
+        places.append(_aligned(end, _dtype(content.dtype)))
+        end = places[-1] + content.nbytes
+    return [*places, end]
+
+
+def _aligned(end: int, dtype: torch.dtype) -> int:
+    return -(-end // dtype.itemsize) * dtype.itemsize
+
+
+Source = Path | Bucket  # a safetensors file that both sides see, or a bucket that a trainer rank broadcasts or shares
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The tensors, by Hugging Face name, that an update to `version` leaves as they are in version `base`."""
+
+    version: int
+    base: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Taker:
+    """A recipient: one server in an update."""
+
+    name: str
+    host: str
+    ranks: int  # number of its ranks
+    life: object  # differs from its value before a restart of the server
+
+
+class Channel:
+    """One rank's end of a sender's process group."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        sender: int,
+        rank: int,
+        device: torch.device,
+        until: float | None = None,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Form the group and broadcast one byte in it.
+
+        NCCL connects the members in their first collective, and that call never returns if a member is missing. So a thread
+        makes the call. If it is late, the thread is abandoned and the group is never used.
+
+        Args:
+            meeting, sender, rank, device: Spec of the groups, index of this group, this rank in it, its device.
+            until: Deadline by `time.monotonic()`; None: `meeting.join_seconds` from now.
+            wanted: Polled while the group is formed; False cancels it.
+
+        Raises:
+            BrokenChannel: A member left, the group was late, or it was cancelled.
+        """
+        self._seconds, self._device = meeting.seconds, device
+        self._group: Any = None
+        self._work: Any = None
+        self._failed, self._until = "", 0.0
+        self._given_up = threading.Event()
+        until = time.monotonic() + meeting.join_seconds if until is None else until
+        forming = threading.Thread(target=self._form, args=(meeting, sender, rank), name="form group", daemon=True)
+        forming.start()
+        try:
+            while forming.is_alive() and time.monotonic() < until and wanted():
+                forming.join(FORMING_POLL_SECONDS)
+        finally:
+            if forming.is_alive():
+                self._given_up.set()
+        if self._given_up.is_set():
+            raise BrokenChannel(f"group {sender} was called off, or not formed within {meeting.join_seconds:g} s")
+        if self._failed:
+            raise BrokenChannel(self._failed)
+
+    def _form(self, meeting: Meeting, sender: int, rank: int) -> None:
+        """Form the group and broadcast one byte in it, over a connection to the store that only this thread uses."""
+        group: Any = None
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # the current device is set per thread
+        try:
+            group = form_group(meeting, sender, rank, self._device)
+            work = group.broadcast([torch.zeros(1, dtype=torch.uint8, device=self._device)], _from_sender(meeting.join_seconds))
+            while not work.is_completed() and not self._given_up.is_set():
+                time.sleep(POLL_SECONDS)
+            if not self._given_up.is_set():
+                work.wait()
+                self._group = group
+        except (RuntimeError, OSError, BrokenChannel) as e:
+            self._failed = _first_line(e)
+        if group is not None and self._device.type == "cuda" and (self._failed or self._given_up.is_set()):
+            group.abort()
+
+    def start(self, row: Tensor) -> None:
+        """Start to send the buffer, or to receive into it: uint8, contiguous, on the group's device. Returns at once.
+        Collectives: one broadcast.
+        """
+        self._until = time.monotonic() + self._seconds
+        try:
+            self._work = self._group.broadcast([row], _from_sender(self._seconds))
+        except RuntimeError as e:
+            self._failed = _first_line(e)
+
+    def wait(self) -> None:
+        """Return when the started broadcast is over. Raises BrokenChannel. It polls, because waiting for an NCCL collective
+        returns once the stream has the work, or never.
+        """
+        work, self._work = self._work, None
+        if self._failed:
+            raise BrokenChannel(self._failed)
+        try:
+            while work is not None and not work.is_completed():
+                if time.monotonic() > self._until + self._seconds:  # gloo itself fails after `seconds`
+                    raise BrokenChannel(f"not over after {2 * self._seconds:g} s")
+                time.sleep(POLL_SECONDS)
+            if work is not None:
+                work.wait()
+        except RuntimeError as e:
+            raise BrokenChannel(_first_line(e)) from None
+
+    def close(self) -> None:
+        """Leave the group; members that wait for this one fail at once."""
+        if self._group is not None and self._device.type == "cuda":
+            self._group.abort()
+        self._group = self._work = None
+
+
+def join_store(meeting: Meeting) -> FolderStore | dist.TCPStore:
+    """Open the spec's store. Raises BrokenChannel if it cannot be reached, or if other users could write in it."""
+    try:
+        if meeting.folder:
+            return FolderStore(Path(meeting.folder))
+        return connect(meeting.address, meeting.port, meeting.join_seconds)
+    except (RuntimeError, OSError) as e:
+        raise BrokenChannel(_first_line(e)) from None
+
+
+def came_key(meeting: Meeting, rank: int) -> str:
+    """Return the key that a server's rank puts into the store when it begins to form the groups."""
+    return f"{meeting.name}/came/{rank}"
+
+
+def off_key(meeting: Meeting) -> str:
+    """Return the key that rank 0 puts into the store when the groups are cancelled."""
+    return f"{meeting.name}/off"
+
+
+def joined_key(meeting: Meeting, rank: int) -> str:
+    """Return the key that a server's rank puts into the store once it is in all groups."""
+    return f"{meeting.name}/joined/{rank}"
+
+
+def arrived_key(meeting: Meeting, number: int, rank: int) -> str:
+    """Return the key that a server's rank puts into the store once it has received the round `number` of an update."""
+    return f"{meeting.name}/arrived/{number}/{rank}"
+
+
+def tell(store: Store, key: str) -> None:
+    """Put a key into a store; once this has returned, all members see the key. Raises BrokenChannel.
+
+    `set` would not do: the store does not answer it, so a message on another path (an HTTP response) may overtake it.
+    """
+    try:
+        store.add(key, 1)
+    except (RuntimeError, OSError) as e:
+        raise BrokenChannel(_first_line(e)) from None
+
+
+def crc32(tensor: Tensor) -> int:
+    """Return the CRC-32 of a tensor's bytes."""
+    return zlib.crc32(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()))
+
+
+def _from_sender(seconds: float) -> Any:
+    """Return the options of a broadcast from the sender, which gloo gives up after `seconds`."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.timeout = SENDER, 0, datetime.timedelta(seconds=seconds)
+    return options
+
+
+def form_group(meeting: Meeting, sender: int, rank: int, device: torch.device) -> Any:
+    """Form a process group over the interface that leads to the trainer: NCCL for GPUs, else gloo, which connects all members.
+
+    Args:
+        meeting, sender, rank, device: As in `Channel`.
+
+    Raises:
+        BrokenChannel, RuntimeError, OSError: The group cannot be formed, or on one machine another user is in it (`Stranger`).
+    """
+    timeout = datetime.timedelta(seconds=meeting.join_seconds)
+    joined, name = join_store(meeting), f"{meeting.name}/{sender}"
+    store = joined.of_group(name) if isinstance(joined, FolderStore) else dist.PrefixStore(name, joined)
+    store.set_timeout(timeout)
+    if device.type == "cuda":
+        from torch.distributed.distributed_c10d import ProcessGroupNCCL
+
+        nccl = ProcessGroupNCCL.Options()
+        nccl._timeout = datetime.timedelta(days=1)  # NCCL's watchdog would end the process; `wait` and `close` act before
+        return ProcessGroupNCCL(store, rank, meeting.ranks, nccl)
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+    gloo = ProcessGroupGloo._Options()
+    gloo._devices = [ProcessGroupGloo.create_device(hostname=address_towards(meeting.address))]
+    gloo._timeout, gloo._threads = timeout, 1
+    with own_peers_only() if meeting.folder else contextlib.nullcontext():
+        return ProcessGroupGloo(store, rank, meeting.ranks, gloo)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or repr(error)).splitlines()[0][:300]

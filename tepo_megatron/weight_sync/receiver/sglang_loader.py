@@ -1,0 +1,55 @@
+"""Load the weights of an update inside SGLang, which calls `load_sources` because of its `--custom-weight-loader` option.
+
+Facts about SGLang are of 0.5.23.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+
+import torch
+
+from tepo_megatron.weight_sync.channel import Kept, Meeting
+from tepo_megatron.weight_sync.receiver.inbox import Inbox
+
+LOADER = "tepo_megatron.weight_sync.receiver.sglang_loader.load_sources"
+MODEL_VARIABLE = "TEPO_MODEL_PATH"  # model folder that the server was started with
+# Commands, sent in the place of a source: the loader has no hook for the begin and end of an update, for joining groups, or for
+# the tensors that an update leaves unchanged.
+BEGIN, FINISH, JOIN, KEEP = "tepo:begin", "tepo:finish", "tepo:join", "tepo:keep"
+
+_inbox = Inbox()  # of this process
+
+
+def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Load one round, or run a command that comes in the place of a round. All tensor-parallel ranks take all tensors.
+
+    Commands:
+        BEGIN: forget what an earlier update gave.
+        FINISH: raise ValueError unless all tensors of the model's checkpoint were given since BEGIN, except unchanged ones.
+        JOIN and the JSON of a `Meeting`: join its groups.
+        KEEP and the JSON of a `Kept`: note the tensors that stay; raise ValueError if they are not here in that version.
+
+    Args:
+        model: SGLang's model.
+        named_tensors: The names are the sources of a round (see `Inbox.take`), or a command; the tensors are empty.
+
+    Raises:
+        ValueError: The round holds a tensor that the model does not have, that has another shape, or that was given before.
+            The model is unchanged then, and SGLang ends.
+    """
+    names = [name for name, _ in named_tensors]
+    if names == [BEGIN]:
+        _inbox.begin(os.environ[MODEL_VARIABLE], model.config.tie_word_embeddings, next(model.parameters()).device)
+    elif names == [FINISH]:
+        _inbox.finish()
+    elif names[:1] == [JOIN]:
+        _inbox.join(Meeting(**json.loads(names[1])), next(model.parameters()).device)
+    elif names[:1] == [KEEP]:
+        _inbox.keep(Kept(**json.loads(names[1])))
+    else:
+        arrived = _inbox.take(names)
+        if arrived is not None:
+            model.load_weights(arrived)

@@ -1,0 +1,243 @@
+"""Keep a copy of the buckets in the shared memory of each machine, for servers on all machines of the ranks.
+
+The machines need not share a file system. Two ranks are on the same machine if they see the same shared memory. On each machine
+the lowest rank keeps a folder there. It has the same name everywhere, so that all servers are given one path. A bucket is
+broadcast from its sender to one recipient rank on every other machine, over a process group of only these ranks, so each byte
+enters each machine once. Senders take different recipients on a machine in turn (round-robin), so that several ranks write at
+once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tepo_megatron.config import SyncConfig
+from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.errors import CheckpointError, ConfigError, SyncError, TepoError
+from tepo_megatron.utils import scratch
+from tepo_megatron.weight_sync import stores
+from tepo_megatron.weight_sync.channel import Bucket, Source, pack
+from tepo_megatron.weight_sync.rounds import Rounds
+from tepo_megatron.weight_sync.stores import Stored
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # unique to a running kernel
+
+
+@dataclass(frozen=True)
+class Route:
+    """The path of one sender's buckets.
+
+    Attributes:
+        sender: The sending rank.
+        takers: The recipients: one rank of every machine but the sender's.
+        group: The process group of sender and recipients; None if there are no recipients.
+    """
+
+    sender: int
+    takers: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+    def passes(self, rank: int) -> bool:
+        """Return whether this rank sends or receives the buckets."""
+        return rank == self.sender or rank in self.takers
+
+
+class Relay:
+    """A store with a copy of every bucket on each machine. See `stores.Store`.
+
+    Collectives: at construction, three all-gathers over the host group, and the creation of groups; in a put, one all-gather
+    over the host group, and for each sender with a bucket one broadcast over the sender and its recipients.
+
+    Attributes:
+        machines: The ranks of each machine.
+        folder: The folder on this machine.
+    """
+
+    def __init__(self, cfg: SyncConfig, plan: Rounds, groups: Groups) -> None:
+        self._plan, self._rank, self._owner, self._device = plan, groups.rank, groups.owner, groups.device
+        self._in_use: int | None = None
+        self._written: list[tuple[int, Path]] = []  # (number of the round, file) of each file this rank wrote
+        self._rows: dict[str, Tensor] = {}
+        with plan.agreed() as said:
+            said.mine = memory_identity(stores.SHARED_MEMORY), scratch.new_name(stores.PURPOSE)
+        self.machines = together([memory for memory, _ in said.all])
+        self.folder = stores.SHARED_MEMORY / said.all[0][1]
+        try:
+            with plan.agreed() as said:
+                if groups.rank in (ranks[0] for ranks in self.machines):
+                    self._in_use = _make(self.folder)
+                said.mine = self.folder
+            self._told: Path = said.all[0]
+            with plan.agreed():
+                _check_seen(self.folder)
+        except BaseException:
+            self.close()
+            raise
+        self._routes = _routes(plan.senders, self.machines)
+
+    def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
+        """Write the buckets of all senders on every machine. See `Store.put`.
+
+        An error on one rank before anything is sent is raised on all ranks.
+
+        Args:
+            version, number, tensors, checked: As in `Store.put`.
+
+        Raises:
+            CheckpointError: A file cannot be written. It is raised after all buckets have been sent.
+            SyncError: A tensor was damaged in transit; raised likewise.
+        """
+        self._remove(before=number - 1)
+        own = self._row("own", self._plan.largest)
+        name = f"v{version}-{number:05d}-{self._owner}.safetensors"
+        with self._plan.agreed() as said:
+            contents = pack(tensors, own, checked)
+            if contents:
+                said.mine = name, Bucket(number, self._plan.senders.index(self._rank), contents)
+        fault: TepoError | None = None  # raised after all buckets are sent: other ranks broadcast with this one
+        for route in self._routes:
+            if said.all[route.sender] is None or not route.passes(self._rank):
+                continue
+            file, bucket = said.all[route.sender]
+            row = own if route.sender == self._rank else self._row("taken", bucket.nbytes)
+            row = row[: bucket.nbytes]
+            if route.group is not None:
+                dist.broadcast(row, src=route.sender, group=route.group)
+            try:
+                self._write(file, bucket, row)
+            except TepoError as e:
+                fault = fault or e
+        if fault is not None:
+            raise fault
+        return (self._told / name, {c.name: c.crc32 for c in contents if c.crc32 is not None}) if contents else None
+
+    def _write(self, name: str, bucket: Bucket, row: Tensor) -> None:
+        """Write a bucket to its file. Raises CheckpointError, and SyncError for a tensor that was damaged in transit."""
+        self._written.append((bucket.number, self.folder / name))
+        checksums = {c.name: c.crc32 for c in bucket.contents if c.crc32 is not None}
+        try:
+            there = {name: stores.on_host(tensor) for name, tensor in bucket.tensors(row)}
+            stores.write_file(there, self.folder / name, checksums)
+        except ValueError as e:
+            raise SyncError(f"on {socket.gethostname()}: {e}") from None
+        except CheckpointError as e:
+            raise CheckpointError(f"on {socket.gethostname()}: {e}") from None
+
+    def _row(self, which: str, nbytes: int) -> Tensor:
+        """Return the byte buffer of one use, which is kept during an update."""
+        row = self._rows.get(which)
+        if row is None or row.numel() < nbytes:
+            row = self._rows[which] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return row
+
+    def _remove(self, before: int | None = None) -> None:
+        """Delete the files that this rank wrote: those of rounds before a number, or all."""
+        for number, path in self._written:
+            if before is None or number < before:
+                path.unlink(missing_ok=True)
+        self._written = [] if before is None else [(n, path) for n, path in self._written if n >= before]
+
+    def remove(self, sources: Sequence[Source]) -> None:
+        """Delete the files on rank 0's machine.
+
+        On others the rank that wrote a file deletes it, before the round after the next or at the end.
+        """
+        for source in sources:
+            assert isinstance(source, Path)
+            (self.folder / source.name).unlink(missing_ok=True)
+
+    def rest(self) -> None:
+        """Delete this rank's files and free its buffers; see `clear`."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Delete this rank's files and free its buffers."""
+        self._remove()
+        self._rows = {}
+
+    def close(self) -> None:
+        """Remove the folder, on the rank that made it."""
+        self.clear()
+        if self._in_use is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self._in_use)
+            self._in_use = None
+
+
+def together(memories: Sequence[object]) -> list[list[int]]:
+    """Return the groups of ranks that see the same memory, ordered by their lowest rank; `memories` is indexed by rank."""
+    machines: dict[object, list[int]] = {}
+    for rank, memory in enumerate(memories):
+        machines.setdefault(memory, []).append(rank)
+    return list(machines.values())
+
+
+def takers(machines: Sequence[Sequence[int]], sender: int, turn: int) -> tuple[int, ...]:
+    """Return the recipient on every machine but the sender's.
+
+    Args:
+        machines: The ranks of each machine.
+        sender: The sending rank.
+        turn: Index of the sender among all senders; it selects the rank on each machine, round-robin.
+    """
+    return tuple(ranks[turn % len(ranks)] for ranks in machines if sender not in ranks)
+
+
+def _routes(senders: Sequence[int], machines: Sequence[Sequence[int]]) -> list[Route]:
+    """Return the routes in the order in which all ranks send and receive, to avoid deadlock. All ranks create all groups."""
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    routes = []
+    for turn, sender in enumerate(senders):
+        ends = takers(machines, sender, turn)
+        members = tuple(sorted((sender, *ends)))
+        if ends and members not in groups:
+            groups[members] = dist.new_group(list(members))
+        routes.append(Route(sender, ends, groups.get(members)))
+    return routes
+
+
+def memory_identity(root: Path) -> tuple[str, int, int]:
+    """Return an identity of a folder in shared memory: equal for those who see the same folder, under whatever path.
+
+    It differs from that of any folder of another machine or container. Raises ConfigError if there is no such folder.
+    """
+    try:
+        boot = _BOOT.read_text()
+    except OSError:
+        boot = socket.gethostname()
+    try:
+        found = os.stat(root)
+    except OSError as e:
+        raise ConfigError(
+            f"{root} on {socket.gethostname()}: {e.strerror}; weights for servers of several machines lie there: give the "
+            "machine one, or set sync.folder to a folder that all machines share"
+        ) from None
+    return boot, found.st_dev, found.st_ino
+
+
+def _make(folder: Path) -> int:
+    """Make the folder; return the lock that marks it as in use. Raises CheckpointError."""
+    try:
+        _, lock = scratch.claim(folder.parent, folder.name)
+    except OSError as e:
+        raise CheckpointError(f"{folder} on {socket.gethostname()}: cannot be made ({e.strerror})") from None
+    return lock
+
+
+def _check_seen(folder: Path) -> None:
+    """Raise ConfigError if this rank does not see the folder that the lowest rank of its machine made."""
+    if folder.is_dir():
+        return
+    raise ConfigError(
+        f"{folder} on {socket.gethostname()} is not seen by this rank, though it was taken for that of a rank on the same "
+        "machine; set sync.folder to a folder that all machines share"
+    )

@@ -1,0 +1,225 @@
+"""Split the weights into size-limited buckets (the bucket plan) and keep the ranks in step while they are sent.
+
+Every sender, a rank that owns a pipeline stage or some of its experts, splits its tensors into buckets. A round sends the next
+bucket of every sender. The plan is the same for all transports; an error on any rank ends the delivery on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tepo_megatron.config import SyncConfig
+from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.errors import ConversionError, TepoError
+from tepo_megatron.weights import fp8
+from tepo_megatron.weights.gather import Binding, iterate_hf, sent_by
+from tepo_megatron.weights.ops import Architecture, Replicated
+
+
+class Verifier(Protocol):
+    """The side of an engine that reports which weights it serves. See `rollout.engine.RolloutEngine`."""
+
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """Compare the served tensors with the CRC-32 of the sent ones, by Hugging Face name. Raises SyncError."""
+
+
+@dataclass
+class Said:
+    """The ranks' replies within `Rounds.agreed`.
+
+    Attributes:
+        mine: This rank's reply, set before the block ends.
+        all: The replies of all ranks, indexed by rank; filled in when the block has ended.
+    """
+
+    mine: Any = None
+    all: list[Any] = field(default_factory=list)
+
+
+class Rounds:
+    """The bucket plan of a model, the same in every delivery.
+
+    Attributes:
+        senders: The ranks that have buckets to send, in ascending order.
+        mine: Number of buckets that this rank sends.
+        count: Number of rounds, the largest `mine` of any rank.
+        largest: Upper bound on the bytes of this rank's largest bucket; 0 on ranks that send none.
+        sent: The parameters that leave through this rank's tensor-parallel group.
+    """
+
+    def __init__(self, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: Groups) -> None:
+        """Plan the buckets. Collectives: two all-gathers over the host group.
+
+        Args:
+            cfg: `bucket_mib` bounds a round, so each sender gets an equal share of it per bucket; `quantize` changes the sizes.
+            bindings: This rank's parameters.
+            arch: The model's architecture.
+            groups: The mesh of this run.
+        """
+        self._arch, self._groups, self._in_fp8 = arch, groups, cfg.quantize == "fp8"
+        sent = sent_by(bindings, groups)
+        sends = bool(sent) and groups.tp.rank == 0
+        self.senders = [rank for rank, it_does in enumerate(self.from_all(sends)) if it_does]
+        self._buckets = cut(sent, arch, self._bytes, limit=cfg.bucket_mib * 2**20 // len(self.senders))
+        self.mine = len(self._buckets) if sends else 0
+        self.sent = [b for bucket in self._buckets for b in bucket]
+        self.count = max(self.from_all(self.mine))
+        self.largest = max((sum(map(self._bytes, bucket)) for bucket in self._buckets), default=0) * sends
+
+    def names_without(self, only: Sequence[Binding] | None) -> list[str]:
+        """Return the Hugging Face names that this rank leaves out when it sends `only` these; [] for None, which sends all."""
+        if only is None or not self.mine:
+            return []
+        there = {b.name for b in only}
+        kept = [b for b in self.sent if b.name not in there]
+        if self._in_fp8:
+            return [name for b in kept for name, _ in self._shapes(b)]
+        return [name for b in kept for name in b.hf_names]
+
+    def tensors(self, i: int, only: Sequence[Binding] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, whole tensor) of this rank's bucket of round `i`, the widest dtypes first.
+
+        Ranks that do not send yield nothing, but must iterate: the shards are gathered over tp (`iterate_hf`). With
+        `sync.quantize` a linear layer is two tensors. It is quantized whole, because a block may span two tensor-parallel
+        ranks.
+
+        Args:
+            i: Number of the round, from 0.
+            only: Parameters to send; None: all of the bucket.
+
+        Raises:
+            ConversionError: A tensor cannot be quantized. It is raised after all tensors have been gathered.
+        """
+        bucket = self._buckets[i] if i < len(self._buckets) else []
+        if only is not None:
+            names = {b.name for b in only}
+            bucket = [b for b in bucket if b.name in names]
+        widest_first = sorted(bucket, key=lambda b: -b.parameter.element_size())
+        whole = iterate_hf(widest_first, self._arch, self._groups.tp)
+        return _quantized(whole, bucket) if self._in_fp8 else whole
+
+    def _bytes(self, binding: Binding) -> int:
+        """Return an upper bound on the bytes that are sent of a parameter."""
+        if self._in_fp8:
+            return sum(t.nbytes + t.element_size() - 1 for _, t in self._shapes(binding))
+        return whole_bytes(binding, self._groups.tp.size)
+
+    def _shapes(self, binding: Binding) -> list[tuple[str, Tensor]]:
+        """Return the tensors that are sent of a parameter in FP8, on the meta device."""
+        shards = [torch.empty_like(binding.parameter, device="meta")] * self._groups.tp.size
+        whole = zip(binding.hf_names, binding.row.op.unshard(shards, self._arch), strict=True)
+        return [part for name, tensor in whole for part in fp8.parts(binding.row.op, name, tensor)]
+
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[Said]:
+        """Raise a TepoError of this block on all ranks: unchanged where it occurred, elsewhere prefixed with the rank's number.
+
+        Collectives: one all-gather over the host group.
+        """
+        said = Said()
+        mine: TepoError | None = None
+        try:
+            yield said
+        except TepoError as e:
+            mine = e
+        told = self.from_all((said.mine, mine))
+        if mine is not None:
+            raise mine
+        for rank, (_, error) in enumerate(told):
+            if error is not None:
+                raise type(error)(f"rank {rank}: {error}")
+        said.all = [value for value, _ in told]
+
+    def verify(self, receiver: Verifier | None, mine: Mapping[str, int]) -> None:
+        """Compare the served weights with the sent ones; raise SyncError on all ranks if they differ.
+
+        Collectives: two all-gathers over the host group.
+
+        Args:
+            receiver: The engine, on rank 0; None elsewhere.
+            mine: CRC-32 of the tensors that this rank sent, by Hugging Face name.
+        """
+        told = self.from_all(mine)
+        with self.agreed():
+            if receiver is not None:
+                receiver.verify({name: crc32 for them in told for name, crc32 in them.items()})
+
+    def from_all(self, value: Any) -> list[Any]:
+        """Return every rank's value, indexed by rank. Collectives: one all-gather over the host group."""
+        values = [value] * self._groups.world_size
+        dist.all_gather_object(values, value, group=self._groups.host)
+        return values
+
+
+def is_check_due(version: int, before: int | None, every: int) -> bool:
+    """Return whether the delivery of `version` is checked at both ends (`sync.verify_every`).
+
+    If rollouts are sampled ahead, some versions are never delivered. A check that was due at such a version is made at the next
+    delivery.
+
+    Args:
+        version: The version of the weights.
+        before: The version of the last delivery; None: there was none.
+        every: Steps between checks; 0: never check.
+    """
+    if every == 0:
+        return False
+    return version % every == 0 or (before is not None and version // every > before // every)
+
+
+def _quantized(whole: Iterator[tuple[str, Tensor]], bucket: Sequence[Binding]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors quantized; raise the first ConversionError only after the last tensor."""
+    ops = {name: b.row.op for b in bucket for name in b.hf_names}
+    refused: ConversionError | None = None
+    for name, tensor in whole:  # iterate to the end even after an error: other ranks gather together with this one
+        if refused is None:
+            try:
+                parts = fp8.parts(ops[name], name, tensor)
+            except ConversionError as e:
+                refused = ConversionError(f"{name}: {e}")
+            else:
+                yield from parts
+    if refused is not None:
+        raise refused
+
+
+def cut(bindings: Sequence[Binding], arch: Architecture, size_of: Callable[[Binding], int], limit: int) -> list[list[Binding]]:
+    """Split the parameters into buckets, in order.
+
+    All ranks of a tensor-parallel group, which gather a bucket together, get the same buckets.
+
+    Args:
+        bindings: The parameters.
+        arch: The model's architecture; tied output weights are not sent.
+        size_of: Returns the bytes that are sent of a parameter.
+        limit: Bytes of a bucket. A larger parameter gets a bucket of its own.
+    """
+    buckets: list[list[Binding]] = []
+    room = 0
+    for b in bindings:
+        if b.name == "output_layer.weight" and arch.tied_embeddings:  # tied: the tensor is sent as the embedding
+            continue
+        size = size_of(b)
+        if not buckets or size > room:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(b)
+        room -= size
+    return buckets
+
+
+def whole_bytes(binding: Binding, tp: int) -> int:
+    """Return the bytes of all `tp` shards of a parameter, including the padding of the vocabulary.
+
+    Args:
+        binding: The parameter, of which this rank holds a shard, or all if it is replicated.
+        tp: Size of the tensor-parallel group.
+    """
+    return int(binding.parameter.nbytes) * (1 if isinstance(binding.row.op, Replicated) else tp)

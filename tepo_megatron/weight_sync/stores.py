@@ -1,0 +1,273 @@
+"""Hold the buckets of a round until the engine has read them.
+
+They are safetensors files in shared memory or in `sync.folder`, or byte buffers in the memory of the sender.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tepo_megatron.config import SyncConfig
+from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.errors import CheckpointError, ConfigError
+from tepo_megatron.platform.host_memory import HostArena
+from tepo_megatron.utils import scratch
+from tepo_megatron.weight_sync.channel import Bucket, Source, crc32, pack
+from tepo_megatron.weight_sync.ipc import Row, lend
+from tepo_megatron.weight_sync.rounds import Rounds
+
+SHARED_MEMORY = scratch.SHARED_MEMORY
+PURPOSE = "sync"  # in the names of the folders, see `scratch.claim`
+# the source that the engine reads, and the CRC-32 of its tensors by name (empty if the delivery is not checked)
+Stored = tuple[Source, dict[str, int]]
+
+
+class Store(Protocol):
+    """One rank's store of buckets. It holds two rounds at most: each round replaces the one before the last."""
+
+    def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
+        """Store this rank's bucket of a round; return None if it is empty.
+
+        Args:
+            version: The version of the weights.
+            number: Number of the round, from 0. Rounds in which no rank has anything to send are not counted.
+            tensors: (Hugging Face name, tensor) of the bucket.
+            checked: Whether the engine is to compare each tensor's CRC-32.
+
+        Raises:
+            CheckpointError: The bucket cannot be stored.
+        """
+        ...
+
+    def remove(self, sources: Sequence[Source]) -> None:
+        """Release sources that the engine has read. Called on rank 0 only."""
+        ...
+
+    def rest(self) -> None:
+        """Release what the update still holds after it has succeeded. Other ranks may already have begun the next update."""
+        ...
+
+    def clear(self) -> None:
+        """Release what the update still holds after it has failed."""
+        ...
+
+    def close(self) -> None:
+        """Close the store for good. A second call does nothing."""
+        ...
+
+
+class Files:
+    """Stores buckets as safetensors files in one folder, which rank 0 makes and empties.
+
+    Collectives: at construction, one broadcast over the host group.
+    """
+
+    def __init__(self, cfg: SyncConfig, plan: Rounds, groups: Groups) -> None:
+        self._in_use: int | None = None
+        self._owner, self._for_others = groups.owner, cfg.folder is not None
+        folder = Path()
+        if groups.is_main:
+            folder, self._in_use = make_folder(cfg.folder)
+        name = [str(folder)]
+        dist.broadcast_object_list(name, src=0, group=groups.host, device=torch.device("cpu"))
+        self.folder = Path(name[0])
+        self._staging = Staging(plan.largest, groups.device) if groups.device.type == "cuda" else None
+
+    def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
+        """Write the bucket to a file. See `Store.put`.
+
+        Args:
+            version, number, tensors, checked: As in `Store.put`.
+        """
+        there = {name: on_host(t) for name, t in tensors} if self._staging is None else self._staging.copy(tensors)
+        if not there:
+            return None
+        path = self.folder / f"v{version}-{number:05d}-{self._owner}.safetensors"
+        checksums = {name: crc32(t) for name, t in there.items()} if checked else {}
+        write_file(there, path, checksums, for_others=self._for_others)
+        return path, checksums
+
+    def remove(self, sources: Sequence[Source]) -> None:
+        """Delete files that the engine has read, so that two rounds lie in the folder at most."""
+        for source in sources:
+            assert isinstance(source, Path)
+            source.unlink()
+
+    def rest(self) -> None:
+        """Do nothing: `remove` has deleted all files."""
+
+    def clear(self) -> None:
+        """Delete the files that are left; only the rank that made the folder does."""
+        if self._in_use is not None:
+            for file in self.folder.iterdir():
+                file.unlink()
+
+    def close(self) -> None:
+        """Remove the folder, on the rank that made it."""
+        if self._in_use is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self._in_use)
+            self._in_use = None
+
+
+class Rows:
+    """Stores buckets in two byte buffers on the sender's device, used in turn, which servers of this machine map (`ipc.py`).
+
+    The buffers exist only during an update.
+    """
+
+    def __init__(self, cfg: SyncConfig, plan: Rounds, groups: Groups) -> None:
+        self._nbytes, self._device = plan.largest, groups.device
+        self._sender = plan.senders.index(groups.rank) if groups.rank in plan.senders else -1
+        self._rows: dict[int, Row] = {}
+
+    def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
+        """Copy the bucket into one of the two buffers. See `Store.put`.
+
+        Args:
+            version, number, tensors, checked: As in `Store.put`.
+        """
+        if not self._nbytes:  # this rank does not send, but its tensor-parallel group gathers together with it
+            collections.deque(tensors, maxlen=0)
+            return None
+        row = self._row(number % 2)
+        contents = pack(tensors, row.bytes, checked)
+        if not contents:
+            return None
+        row.written()
+        checksums = {c.name: c.crc32 for c in contents if c.crc32 is not None}
+        return Bucket(number, self._sender, contents, row.handle), checksums
+
+    def _row(self, which: int) -> Row:
+        if which not in self._rows:
+            self._rows[which] = lend(self._nbytes, self._device)
+        return self._rows[which]
+
+    def remove(self, sources: Sequence[Source]) -> None:
+        """Do nothing: the round after the next overwrites the buffer."""
+
+    def rest(self) -> None:
+        """Free the buffers."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Free the buffers. A process that still maps one belongs to an engine that can only be closed."""
+        for row in self._rows.values():
+            row.close()
+        self._rows = {}
+
+    def close(self) -> None:
+        """Free the buffers; see `clear`."""
+        self.clear()
+
+
+class Staging:
+    """Pinned host memory through which a sender's bucket leaves its GPU. It is kept from one update to the next.
+
+    A copy to pageable memory would go through a small buffer of the driver, one tensor after the other, and wait for each.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            nbytes: Bytes of the largest bucket, whose tensors follow each other at multiples of their dtypes' sizes.
+            device: Device of the tensors.
+        """
+        self._nbytes, self._device, self._arena = nbytes, device, HostArena(device)
+
+    def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the tensors on the host, by name. They are valid until the next call. Waits once, for all copies."""
+        row = self._arena.pieces([self._nbytes])[0]
+        there: dict[str, Tensor] = {}
+        end = 0
+        for name, tensor in tensors:
+            start = -(-end // tensor.element_size()) * tensor.element_size()
+            end = start + tensor.nbytes
+            there[name] = row[start:end].view(tensor.dtype).view(tensor.shape)
+            there[name].copy_(tensor.detach(), non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return there
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return the tensor as a safetensors file takes it: on the CPU and contiguous.
+
+    A tensor that already is both is not copied; that is safe because it is written before training goes on.
+    """
+    return tensor.detach().to("cpu").contiguous()
+
+
+def write_file(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, int], for_others: bool = False) -> None:
+    """Write tensors to a safetensors file, which `weight_sync/receiver/weight_files.py` reads.
+
+    Args:
+        tensors: The tensors, on the host, by name.
+        path: The file.
+        checksums: CRC-32 by tensor name, written into the header; empty: none are written.
+        for_others: Whether other machines read the file. It then gets its name only after all of it was flushed to the file
+            system.
+
+    Raises:
+        CheckpointError: The file cannot be written.
+    """
+    header = {"format": "pt"}
+    if checksums:
+        header["crc32"] = json.dumps(checksums)
+    try:
+        if for_others:
+            part = path.with_suffix(".part")
+            save_file(tensors, part, header)
+            _flush(part)
+            part.rename(path)
+            with contextlib.suppress(OSError):  # some file systems cannot flush folders
+                _flush(path.parent)
+        else:
+            save_file(tensors, path, header)
+    except (OSError, SafetensorError) as e:
+        wanted, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(path.parent).free
+        raise CheckpointError(
+            f"{path}: cannot be written ({e}): {wanted / 2**20:.0f} MiB wanted, {free / 2**20:.0f} MiB free; lower "
+            "sync.bucket_mib or free some space (in a container, /dev/shm grows with --shm-size)"
+        ) from None
+
+
+def _flush(path: Path) -> None:
+    """Flush a file, or a folder's entries, so that other machines see it. Raises OSError."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def make_folder(shared: str | None = None) -> tuple[Path, int]:
+    """Make a private folder in `shared`, by default in shared memory; return it with its lock (see `scratch.claim`).
+
+    Raises ConfigError if `shared` cannot be made.
+    """
+    root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    if shared is not None:
+        root = Path(shared).absolute()  # absolute, because the servers have other working directories
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ConfigError(
+                f"sync.folder={shared}: cannot be made ({e.strerror}); give a folder that all machines share"
+            ) from None
+    return scratch.claim(root, scratch.new_name(PURPOSE))
