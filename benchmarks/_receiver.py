@@ -18,8 +18,8 @@ from typing import Any, Self
 
 import torch
 
-from tepo_megatron.weight_sync.channel import Bucket, Meeting, Source, Taker
-from tepo_megatron.weight_sync.receiver.inbox import Inbox
+from tepo_megatron.weight_sync.broadcast_group import Bucket, GroupSpec, Recipient, Source
+from tepo_megatron.weight_sync.receiver.receiver import WeightReceiver
 
 
 class Receiver:
@@ -29,7 +29,7 @@ class Receiver:
         command = [sys.executable, "-m", "benchmarks._receiver", str(model), *([device] if device else [])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._threads = ThreadPoolExecutor(1)
-        self.takers = (Taker("the receiver", "127.0.0.1", 1, self),)
+        self.takers = (Recipient("the receiver", "127.0.0.1", 1, self),)
 
     base: int | None = None
 
@@ -39,7 +39,7 @@ class Receiver:
     def begin_update(self, version: int) -> None:
         self._ask("begin", None)
 
-    def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
+    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
         return self._threads.submit(self._ask, "join", asdict(meetings[self.takers[0]]))
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
@@ -69,7 +69,7 @@ class Receiver:
 
 def main() -> None:
     """Execute the commands on the standard input."""
-    inbox, device = Inbox(), torch.device(sys.argv[2]) if len(sys.argv) > 2 else None
+    inbox, device = WeightReceiver(), torch.device(sys.argv[2]) if len(sys.argv) > 2 else None
     if device is not None and device.type == "cuda":
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
@@ -78,7 +78,7 @@ def main() -> None:
         if what == "begin":
             inbox.begin(sys.argv[1], tied_embeddings=True, device=device or torch.device("cpu"))
         elif what == "join":
-            inbox.join(Meeting(**value), torch.device("cpu"))
+            inbox.join(GroupSpec(**value), torch.device("cpu"))
         elif what == "take":
             taken = inbox.take(value)
             if device is not None:

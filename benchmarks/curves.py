@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from tepo_megatron.ablation.results import Outcome, read_outcome
+from tepo_megatron.ablation.results import RunOutcome, read_outcome
 from tepo_megatron.errors import TepoError
 from tepo_megatron.evaluation.statistics import difference
 
 LAST = 5  # number of steps at the end
 # name of each compared quantity -> its value for one run
-QUANTITIES: dict[str, Callable[[Outcome], float]] = {
+QUANTITIES: dict[str, Callable[[RunOutcome], float]] = {
     "held-out accuracy before": lambda o: float(np.mean(list(o.scores.before.values()))),
     "held-out accuracy after": lambda o: float(np.mean(list(o.scores.after.values()))),
     "accuracy of the rollouts, all steps": lambda o: float(np.mean(o.curves["accuracy/mean"])),
@@ -32,7 +32,7 @@ QUANTITIES: dict[str, Callable[[Outcome], float]] = {
 }
 
 
-def outcomes(folder: Path, name: str) -> dict[int, Outcome]:
+def outcomes(folder: Path, name: str) -> dict[int, RunOutcome]:
     """Return the finished runs of that name, by seed. Raises DataError naming a file that cannot be read.
 
     Args:
@@ -43,7 +43,7 @@ def outcomes(folder: Path, name: str) -> dict[int, Outcome]:
     return {seed: read_outcome(path) for seed, path in sorted(found.items()) if (path / "summary.json").exists()}
 
 
-def table(first: dict[int, Outcome], second: dict[int, Outcome], names: tuple[str, str]) -> str:
+def table(first: dict[int, RunOutcome], second: dict[int, RunOutcome], names: tuple[str, str]) -> str:
     """Return a Markdown table over the seeds that both runs have, and the number of steps whose interval covers 0.
 
     Args:

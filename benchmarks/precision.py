@@ -42,7 +42,7 @@ from tepo_megatron.types import Rollout, TrainBatch
 
 if TYPE_CHECKING:
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.distributed.parallel import Groups
+    from tepo_megatron.distributed.parallel import ParallelDims
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "benchmarks/results/precision.json"
@@ -150,7 +150,7 @@ def statistics(actor: Actor, batch: TrainBatch) -> tuple[Tensor, Tensor]:
     return found.old_logprobs_N.clone(), found.old_entropies_N.clone()
 
 
-def step(cfg: Config, name: str, groups: Groups, rollouts: list[Rollout]) -> dict[str, Any]:
+def step(cfg: Config, name: str, groups: ParallelDims, rollouts: list[Rollout]) -> dict[str, Any]:
     """Run a training step in one precision: statistics before and after each update, the mask after each, the noise of dH.
 
     Args:

@@ -35,7 +35,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.planning import plan_metrics, plan_microbatches
-from tepo_megatron.ops.shared_prompts import LEAST_SAVED, Families
+from tepo_megatron.ops.shared_prompts import LEAST_SAVED, PrefixGroups
 from tepo_megatron.types import Rollout, TrainBatch
 
 VOCABULARY, ROOM, AGREE = 512, 32_768, 1e-5
@@ -103,9 +103,9 @@ def computed_tokens(case: Case) -> dict[str, float]:
     lengths = [case.length for _ in sequences]
     prompts = [i // case.samples for i in sequences]
     least_saved = 0 if case.share == "always" else LEAST_SAVED
-    families = Families.of(prompts, [case.prompt for _ in sequences], alignment.sequence, least_saved)
+    families = PrefixGroups.of(prompts, [case.prompt for _ in sequences], alignment.sequence, least_saved)
 
-    def of(families: Families | None) -> float:
+    def of(families: PrefixGroups | None) -> float:
         plan = plan_microbatches(lengths, 1, ROOM, alignment, families=families)
         return plan_metrics(plan, lengths, alignment, families=families)["packing/computed_tokens"]
 

@@ -68,8 +68,8 @@ def instrument(step: OurStep, timers: Timers) -> None:
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
+    from tepo_megatron.actor import accumulator
     from tepo_megatron.actor import actor as actor_module
-    from tepo_megatron.actor import tally
     from tepo_megatron.actor.attention import SDPACoreAttention
     from tepo_megatron.losses import diagnostics, objective
     from tepo_megatron.platform.adam import HostAdam
@@ -85,8 +85,8 @@ def instrument(step: OurStep, timers: Timers) -> None:
     timers.wrap(objective.Objective, "__call__", "loss")
     timers.wrap(diagnostics, "metrics", "metrics")
     timers.wrap(diagnostics, "histograms", "metrics")
-    timers.wrap(tally.Tally, "add", "metrics")
-    timers.wrap(tally.Tally, "reduce", "metrics")
+    timers.wrap(accumulator.UpdateAccumulator, "add", "metrics")
+    timers.wrap(accumulator.UpdateAccumulator, "reduce", "metrics")
     timers.wrap(actor.schedule, "_run", "schedule")
     timers.wrap(torch.autograd, "backward", BACKWARD)
     timers.wrap(schedules, "custom_backward", BACKWARD)

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
-from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.engine import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.types import Prompt, SamplingParams
 
@@ -37,7 +37,7 @@ def main() -> None:
     tokens = [tuple(chance.randrange(4, VOCABULARY) for _ in range(3 + i % 10)) for i in range(PROMPTS)]
     prompts = [Prompt(id=i, token_ids=ids, answer="") for i, ids in enumerate(tokens)]
     server = ServerConfig(kv_cache_gib=0.25, restart_after_growth_gib=0, ready_seconds=3600, silent_seconds=600, restarts=0)
-    launch = Launch(args.model, max_model_len=128, platform="cpu", precision="fp32", seed=0)
+    launch = LaunchSpec(args.model, max_model_len=128, platform="cpu", precision="fp32", seed=0)
     with (
         tempfile.TemporaryDirectory() as folder,
         build_engine(RolloutConfig(engine=args.engine, server=server), launch, Path(folder) / "server.log") as engine,

@@ -37,11 +37,11 @@ from benchmarks._receiver import Receiver
 from benchmarks._weights import QUICK, SHAPE, copy_seconds
 from tepo_megatron.config import Config, RolloutConfig, ServerConfig
 from tepo_megatron.config.io import validate
-from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.engine import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.platform import activate
-from tepo_megatron.weight_sync.channel import Meeting, Source, Taker
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Recipient, Source
 
 if TYPE_CHECKING:  # Megatron-Core is imported after the platform is active
     from tepo_megatron.actor.actor import Actor
@@ -54,9 +54,9 @@ TARGETS = {"shm": 3.0, "group": 10.0, "ipc": 3.0}  # limits, in copies
 class Nobody:
     """A receiver that accepts everything at once, reads nothing, and never joins a process group."""
 
-    takers: tuple[Taker, ...] = ()
+    takers: tuple[Recipient, ...] = ()
 
-    def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
+    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
         raise AssertionError("nobody is invited")
 
     base: int | None = None
@@ -94,10 +94,10 @@ class Timed:
         self.fleet.keep(names)
 
     @property
-    def takers(self) -> tuple[Taker, ...]:
+    def takers(self) -> tuple[Recipient, ...]:
         return self.fleet.takers
 
-    def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
+    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
         return self.fleet.join(meetings)
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
@@ -246,7 +246,7 @@ def with_engine(name: Any, actor: Actor, cfg: Config, model: Path, nbytes: int, 
     if not actor.groups.is_main:
         return measure(actor, cfg, None, nbytes, pushes)
     server = ServerConfig(kv_cache_gib=0.25, ready_seconds=300, restarts=0)
-    launch = Launch(model, max_model_len=128, platform="cpu", precision="fp32", seed=0)
+    launch = LaunchSpec(model, max_model_len=128, platform="cpu", precision="fp32", seed=0)
     with build_engine(RolloutConfig(engine=name, server=server), launch, model / f"{name}.log") as engine:
         engine.start()
         engine.wait_ready()

@@ -11,16 +11,16 @@ from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
 from tepo_megatron.config import Config, ParallelConfig
 from tepo_megatron.config.io import plain
-from tepo_megatron.controller.colocation import Apart, Colocation, everybody
 from tepo_megatron.controller.driver import Driver, EngineFactory
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
+from tepo_megatron.controller.placement import Colocated, Disaggregated, barrier
 from tepo_megatron.controller.schedule import Schedule
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.distributed import parallel
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.losses.advantages import group_advantages, penalized
-from tepo_megatron.observability import watch
+from tepo_megatron.observability import hang_watchdog
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.platform import Platform
 from tepo_megatron.types import Rollout, TrainBatch
@@ -33,7 +33,7 @@ def train(
     cfg: Config,
     platform: Platform,
     make_engine: EngineFactory | None = None,
-    end: Callable[[str, bool], object] = watch.last_words,
+    end: Callable[[str, bool], object] = hang_watchdog.abort,
 ) -> None:
     """Make one run of `cfg.training.steps` steps: sample and grade a batch, train on it, and update the engine's weights.
 
@@ -41,7 +41,7 @@ def train(
         cfg: The run's config.
         platform: The activated platform of `cfg.platform`.
         make_engine: Makes an engine to use instead of the one that the config names.
-        end: Called by the hang watchdog to end this process; see `watch.Watch`.
+        end: Called by the hang watchdog to end this process; see `watch.HangWatchdog`.
     """
     check_one_host(cfg.sync, servers_beside_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous is not None)
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
@@ -53,16 +53,18 @@ def train(
     parallel.shutdown()
 
 
-def _watched(cfg: ParallelConfig, groups: parallel.Groups, folder: Path, end: Callable[[str, bool], object]) -> watch.Watch:
+def _watched(
+    cfg: ParallelConfig, groups: parallel.ParallelDims, folder: Path, end: Callable[[str, bool], object]
+) -> hang_watchdog.HangWatchdog:
     seconds = {"silent_seconds": cfg.silent_seconds, "stuck_seconds": cfg.stuck_seconds}
-    return watch.Watch(parallel.world_store(), groups.rank, groups.world_size, folder, **seconds, end=end)
+    return hang_watchdog.HangWatchdog(parallel.world_store(), groups.rank, groups.world_size, folder, **seconds, end=end)
 
 
-def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
+def _learn(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
     """Train for all steps; then export the model, evaluate it and write the report."""
     if cfg.rollout.colocate:
         driver.engine_to_sleep()
-        everybody(groups)
+        barrier(groups)
     actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
     if objective.ref_beta:
         actor.keep_reference()
@@ -71,14 +73,14 @@ def _learn(cfg: Config, groups: parallel.Groups, driver: Driver) -> None:
         _open_sync(cfg, groups, actor, driver) as sync,
     ):
         first = _resume(checkpoints, actor, driver) if cfg.resume else 0
-        turns = Colocation(actor, driver.engine, groups) if cfg.rollout.colocate else Apart()
+        turns = Colocated(actor, driver.engine, groups) if cfg.rollout.colocate else Disaggregated()
         memory = MemoryReport(groups, driver.engine, enabled=cfg.logging.memory or cfg.rollout.colocate)
         gate = WeightsGate(cfg, actor, groups)
         schedule = Schedule(cfg, driver, sync, groups, first, turns, memory, gate)
         for step in range(first + 1, cfg.training.steps + 1):
             if schedule.ended:
                 break
-            clock, log, watch.here.step = Clock(), StepLog(), step
+            clock, log, hang_watchdog.progress.step = Clock(), StepLog(), step
             rollouts = log.receive(schedule.take(step, clock))
             actor.start_step(step)
             if rollouts:
@@ -181,7 +183,7 @@ def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> int:
 
 
 def _open_sync(
-    cfg: Config, groups: parallel.Groups, actor: Actor, driver: Driver
+    cfg: Config, groups: parallel.ParallelDims, actor: Actor, driver: Driver
 ) -> contextlib.AbstractContextManager[WeightSync | BroadcastSync | NoSync]:
     """Return the sync that delivers the actor's weights; one that does nothing if rollouts are replayed."""
     engine = driver.engine_when_ready()

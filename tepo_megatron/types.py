@@ -120,7 +120,7 @@ class Rollout:
         response_mask_L: bool, True where the policy chose the token.
         rollout_logprobs_L: fp32 nats, the engine's log-prob of each token after temperature (0 where the mask is False).
         policy_version: Version of the weights that sampled the sequence, or the oldest if there were several.
-        stop_reason: "stop" or "length"; "abort" for a partial response that new weights interrupted (`inference/cut.py`).
+        stop_reason: "stop" or "length"; "abort" for a partial response that new weights interrupted (`inference/partial.py`).
         answer: Gold answer.
         reward: Shaped reward, which the policy is trained on; nan before grading.
         score: The grader's unshaped score, used by group filters and accuracies; nan before grading.

@@ -23,8 +23,8 @@ from typing import Any
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.cut import Ask
 from tepo_megatron.inference.engine import Address, EngineApi
+from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.servers import client as client_module
 from tepo_megatron.inference.servers import process as process_module
 from tepo_megatron.inference.servers.client import Client, RequestFailed, healthy
@@ -40,7 +40,7 @@ from tests.misbehaving import ENDLESS
 
 DEADLINE = 1.0  # seconds, of every exchange
 KEY = "secret-key"
-ASK = Ask(Prompt(id=0, token_ids=(4, 5), answer=""), SamplingParams(samples=1, max_tokens=5), 0)
+ASK = GenerationRequest(Prompt(id=0, token_ids=(4, 5), answer=""), SamplingParams(samples=1, max_tokens=5), 0)
 
 
 class Elsewhere:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.inference.engine import About, EnginePart, Launch, Send, StaleWeights, served_label
+from tepo_megatron.inference.engine import EnginePart, LaunchSpec, Send, ServerInfo, StaleWeights, served_label
 from tepo_megatron.inference.samples import checked_rollout, parsed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.weight_sync.channel import Bucket, Kept, Meeting, Source
+from tepo_megatron.weight_sync.broadcast_group import Bucket, GroupSpec, Source, UnchangedTensors
 from tests.scripted_server import KEY
 
 
@@ -24,15 +24,15 @@ class ScriptedApi:
     def __init__(self, takes_broadcasts: bool = False) -> None:
         self.takes_broadcasts = takes_broadcasts
 
-    def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
+    def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
         command = [sys.executable, "-m", "tests.scripted_server", str(port), launch.host, *cfg.extra_args]
         return [*command, str(cfg.tp), str(launch.model_path)] if self.takes_broadcasts else command
 
-    def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
+    def environment(self, cfg: ServerConfig, launch: LaunchSpec, inherited: Mapping[str, str], key: str) -> dict[str, str]:
         return {**inherited, KEY: key, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
 
-    async def about(self, send: Send) -> About:
-        return About("1.0", served_label((await send("GET", "/about", None))["version"]), max_model_len=64)
+    async def about(self, send: Send) -> ServerInfo:
+        return ServerInfo("1.0", served_label((await send("GET", "/about", None))["version"]), max_model_len=64)
 
     async def prepare(self, send: Send) -> None: ...
 
@@ -56,10 +56,10 @@ class ScriptedApi:
     async def begin_update(self, send: Send) -> None:
         await send("POST", "/begin", {})
 
-    async def join(self, send: Send, meeting: Meeting) -> None:
+    async def join(self, send: Send, meeting: GroupSpec) -> None:
         await send("POST", "/join", asdict(meeting))
 
-    async def keep(self, send: Send, kept: Kept) -> None:
+    async def keep(self, send: Send, kept: UnchangedTensors) -> None:
         await send("POST", "/keep", asdict(kept))
 
     async def load(self, send: Send, sources: Sequence[Source]) -> None:

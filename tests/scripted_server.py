@@ -150,11 +150,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def join(self, body: dict[str, Any]) -> None:
         """Each rank in its place."""
-        from tepo_megatron.weight_sync.channel import Meeting
+        from tepo_megatron.weight_sync.broadcast_group import GroupSpec
 
         first = body["first"]
         for i, rank in enumerate(Handler.ranks):
-            rank.meeting = Meeting(**body | {"first": first + i})
+            rank.meeting = GroupSpec(**body | {"first": first + i})
         fault = Handler.behaviour.get("broadcast")
         if fault in ("late", "leaves"):
             self.on_all_ranks(lambda rank: rank.form_only())
@@ -186,10 +186,10 @@ class Rank:
     def __init__(self, model: str, number: int) -> None:
         import torch
 
-        from tepo_megatron.weight_sync.receiver.inbox import Inbox
+        from tepo_megatron.weight_sync.receiver.receiver import WeightReceiver
 
         self.model, self.number, self.device = model, number, torch.device("cpu")
-        self.inbox, self.tensors, self.meeting = Inbox(), {}, None
+        self.inbox, self.tensors, self.meeting = WeightReceiver(), {}, None
 
     def begin(self) -> None:
         self.inbox.begin(self.model, tied_embeddings=True)
@@ -200,11 +200,11 @@ class Rank:
 
     def form_only(self) -> None:
         """Come, and form the first sender's group, which nobody has broadcast in yet."""
-        from tepo_megatron.weight_sync.channel import came_key, form_group, join_store, tell
+        from tepo_megatron.weight_sync.broadcast_group import came_key, form_group, join_store, signal
 
         store = join_store(self.meeting)
         rank = self.meeting.first
-        tell(store, came_key(self.meeting, rank))
+        signal(store, came_key(self.meeting, rank))
         with contextlib.suppress(RuntimeError):  # too slow for the deadline: it lives all the same
             self.group = form_group(self.meeting, 0, rank, self.device)
 
@@ -223,7 +223,7 @@ class Rank:
     def leave_in_the_midst(self, text: str) -> None:
         import torch
 
-        from tepo_megatron.weight_sync.channel import Bucket
+        from tepo_megatron.weight_sync.broadcast_group import Bucket
 
         bucket = Bucket.from_json(text)
         row = torch.zeros(bucket.nbytes, dtype=torch.uint8)

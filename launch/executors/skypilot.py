@@ -26,7 +26,7 @@ from tepo_megatron.errors import ConfigError
 
 NAME, RUN_IS_HERE = "skypilot", False
 _LOOK_SECONDS = 5  # interval at which a serving machine checks whether training has ended
-_NEEDED = "launch/begin.py"  # a file that identifies a checkout of this project
+_NEEDED = "launch/bootstrap.py"  # a file that identifies a checkout of this project
 
 
 def after(folder: Path) -> NoReturn:
@@ -159,7 +159,7 @@ def setup_script(cluster: Cluster) -> str:
     """Return the script that each machine runs at each start, before any machine's `run`."""
     sky = cluster.skypilot
     assert sky is not None, "checked before"
-    first = f'if [ "$SKYPILOT_SETUP_NODE_RANK" -eq 0 ]; then {cluster.python} -m launch.begin {nemo_sky.CONFIG}; fi'
+    first = f'if [ "$SKYPILOT_SETUP_NODE_RANK" -eq 0 ]; then {cluster.python} -m launch.bootstrap {nemo_sky.CONFIG}; fi'
     return scripts.text(["set -euo pipefail", *sky.setup, *_there(sky), first])
 
 

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from tepo_megatron.ablation.plan import Plan
-from tepo_megatron.ablation.results import Outcome, Row
+from tepo_megatron.ablation.plan import AblationPlan
+from tepo_megatron.ablation.results import MethodRow, RunOutcome
 from tepo_megatron.ablation.table import verdict
 from tepo_megatron.evaluation.statistics import Estimate
 from tepo_megatron.report import save_picture
@@ -46,7 +46,7 @@ class Look:
     dash: str
 
 
-def write_picture(plan: Plan, table: Sequence[Row], outcomes: Mapping[str, Mapping[int, Outcome]]) -> Path:
+def write_picture(plan: AblationPlan, table: Sequence[MethodRow], outcomes: Mapping[str, Mapping[int, RunOutcome]]) -> Path:
     """Draw the runs that ended without error into the ablation's folder; return the picture's path.
 
     Args:
@@ -58,7 +58,7 @@ def write_picture(plan: Plan, table: Sequence[Row], outcomes: Mapping[str, Mappi
         return save_picture(draw(plan, table, outcomes), plan.folder / "ablation.png")
 
 
-def draw(plan: Plan, table: Sequence[Row], outcomes: Mapping[str, Mapping[int, Outcome]]) -> Figure:
+def draw(plan: AblationPlan, table: Sequence[MethodRow], outcomes: Mapping[str, Mapping[int, RunOutcome]]) -> Figure:
     """Return the whole figure. Runs of which every seed failed are left out; at least one run must be left.
 
     Args:
@@ -102,23 +102,25 @@ def draw(plan: Plan, table: Sequence[Row], outcomes: Mapping[str, Mapping[int, O
     return figure
 
 
-def _looks(plan: Plan, shown: Sequence[Row]) -> dict[str, Look]:
+def _looks(plan: AblationPlan, shown: Sequence[MethodRow]) -> dict[str, Look]:
     """Give the baseline the colour of the text, and the others the palette's colours."""
     others = [row.name for row in shown if row.name != plan.baseline]
     looks = {name: Look(COLORS[i % len(COLORS)], DASHES[i // len(COLORS) % len(DASHES)]) for i, name in enumerate(others)}
     return looks | {plan.baseline: Look(INK, "-")}
 
 
-def _has(keys: Sequence[str], outcomes: Mapping[int, Outcome]) -> bool:
+def _has(keys: Sequence[str], outcomes: Mapping[int, RunOutcome]) -> bool:
     """Return whether the quantity occurs in a run: some step has a value other than 0."""
     return any(bool(np.nansum(_total(outcome, keys))) for outcome in outcomes.values())
 
 
-def _total(outcome: Outcome, keys: Sequence[str]) -> np.ndarray:
+def _total(outcome: RunOutcome, keys: Sequence[str]) -> np.ndarray:
     return np.sum([outcome.curves[key] for key in keys], axis=0)
 
 
-def _curves(axis: Any, keys: Sequence[str], outcomes: Mapping[str, Mapping[int, Outcome]], looks: Mapping[str, Look]) -> None:
+def _curves(
+    axis: Any, keys: Sequence[str], outcomes: Mapping[str, Mapping[int, RunOutcome]], looks: Mapping[str, Look]
+) -> None:
     """Draw a line per seed and, with several seeds, their mean. Each run is drawn thinner, so that equal curves all show."""
     widths = np.linspace(1.4 + 0.7 * min(4, len(outcomes) - 1), 1.4, len(outcomes))
     for width, (name, by_seed) in zip(widths, outcomes.items(), strict=True):
@@ -130,7 +132,7 @@ def _curves(axis: Any, keys: Sequence[str], outcomes: Mapping[str, Mapping[int, 
         axis.plot(steps, values.mean(0), color=look.color, ls=look.dash, lw=width)
 
 
-def _dots(axis: Any, lines: Sequence[tuple[Row, Estimate | None, str]], looks: Mapping[str, Look]) -> None:
+def _dots(axis: Any, lines: Sequence[tuple[MethodRow, Estimate | None, str]], looks: Mapping[str, Look]) -> None:
     """Draw a row per run, the first on top: name and remark above its mean with the interval, the means of its seeds below."""
     for place, (row, estimate, remark) in enumerate(lines):
         color = looks[row.name].color
@@ -158,12 +160,12 @@ def _in_words(estimate: Estimate) -> str:
     return f"{100 * estimate.mean:.1f} %{error}"
 
 
-def _difference_in_words(plan: Plan, row: Row) -> str:
+def _difference_in_words(plan: AblationPlan, row: MethodRow) -> str:
     value = "" if row.difference is None else f"{100 * row.difference.mean:+z.1f}, "
     return value + verdict(plan, row)
 
 
-def _heading(figure: Figure, plan: Plan, shown: Sequence[Row], looks: Mapping[str, Look]) -> None:
+def _heading(figure: Figure, plan: AblationPlan, shown: Sequence[MethodRow], looks: Mapping[str, Look]) -> None:
     """Write name, circumstances and the key of colours at the top, and how to read the figure at the bottom."""
     height = figure.get_figheight()
     cfg = plan.any_config

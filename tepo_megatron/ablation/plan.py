@@ -69,7 +69,7 @@ class AblationFile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AblationPlan:
     """The runs of an ablation in the order of training: all seeds of the first run, then of the next.
 
     Attributes:
@@ -96,7 +96,7 @@ class Plan:
         return self.runs[self.baseline][self.seeds[0]]
 
 
-def read_plan(path: str | Path, words: list[str], check: Callable[[Config], None]) -> Plan:
+def read_plan(path: str | Path, words: list[str], check: Callable[[Config], None]) -> AblationPlan:
     """Read an ablation's file, apply `--key value` words, and check every run.
 
     A key of the file itself (`--seeds [0]`) changes the file; any other key (`--training.steps 3`) is set in every run.
@@ -127,7 +127,7 @@ def read_plan(path: str | Path, words: list[str], check: Callable[[Config], None
             check(runs[name][file.seeds[0]])
         except TepoError as e:
             raise ConfigError(f"{path}: runs.{name}: {e}") from None
-    plan = Plan(
+    plan = AblationPlan(
         name=file.name,
         folder=Path(file.output) / file.name,
         baseline=file.baseline or next(iter(runs)),
@@ -159,7 +159,7 @@ def _config(file: AblationFile, path: str | Path, run: str, seed: int, words: li
     return validate_as(Config, layers.tree, f"{path}: runs.{run}", layers)
 
 
-def _check_comparable(plan: Plan, path: str | Path) -> None:
+def _check_comparable(plan: AblationPlan, path: str | Path) -> None:
     """Raise ConfigError unless all runs share base model and evaluation: the comparison is made problem by problem."""
 
     def common(cfg: Config) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tepo_megatron.report.drawing import Curves
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """A run that ended without error.
 
     Attributes:
@@ -29,7 +29,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Row:
+class MethodRow:
     """One run over all its seeds. A figure is None if it is missing for a seed that it needs, or if no seed succeeded.
 
     Attributes:
@@ -53,12 +53,14 @@ class Row:
     errors: Mapping[int, str]
 
 
-def read_outcome(run_dir: Path) -> Outcome:
+def read_outcome(run_dir: Path) -> RunOutcome:
     """Read a finished run. Raises DataError that names the file."""
-    return Outcome(Curves(read_metrics(run_dir)), read_evaluation(run_dir))
+    return RunOutcome(Curves(read_metrics(run_dir)), read_evaluation(run_dir))
 
 
-def rows(outcomes: Mapping[str, Mapping[int, Outcome]], errors: Mapping[str, Mapping[int, str]], baseline: str) -> list[Row]:
+def rows(
+    outcomes: Mapping[str, Mapping[int, RunOutcome]], errors: Mapping[str, Mapping[int, str]], baseline: str
+) -> list[MethodRow]:
     """Return one row per run.
 
     Args:
@@ -79,11 +81,14 @@ def rows(outcomes: Mapping[str, Mapping[int, Outcome]], errors: Mapping[str, Map
 
 
 def _row(
-    name: str, outcomes: Mapping[int, Outcome], errors: Mapping[int, str], reference: Mapping[int, Mapping[int, float]] | None
-) -> Row:
+    name: str,
+    outcomes: Mapping[int, RunOutcome],
+    errors: Mapping[int, str],
+    reference: Mapping[int, Mapping[int, float]] | None,
+) -> MethodRow:
     after = _after(outcomes)
     curves = [outcome.curves for outcome in outcomes.values()]
-    return Row(
+    return MethodRow(
         name=name,
         problems=len(next(iter(after.values()), ())),
         before=over_problems({seed: outcome.scores.before for seed, outcome in outcomes.items()}) if outcomes else None,
@@ -95,7 +100,7 @@ def _row(
     )
 
 
-def _after(outcomes: Mapping[int, Outcome]) -> dict[int, Mapping[int, float]]:
+def _after(outcomes: Mapping[int, RunOutcome]) -> dict[int, Mapping[int, float]]:
     return {seed: outcome.scores.after for seed, outcome in outcomes.items()}
 
 

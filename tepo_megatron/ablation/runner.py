@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tepo_megatron.ablation.picture import write_picture
-from tepo_megatron.ablation.plan import Plan, read_plan
-from tepo_megatron.ablation.results import Outcome, read_outcome, rows
+from tepo_megatron.ablation.plan import AblationPlan, read_plan
+from tepo_megatron.ablation.results import RunOutcome, read_outcome, rows
 from tepo_megatron.ablation.table import print_table, to_json, to_markdown
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
@@ -32,7 +32,7 @@ def ablate(path: str | Path, words: list[str], check: Callable[[Config], None], 
     """
     plan = read_plan(path, words, check)
     finished = finished_runs(plan)
-    outcomes: dict[str, dict[int, Outcome]] = {name: {} for name in plan.runs}
+    outcomes: dict[str, dict[int, RunOutcome]] = {name: {} for name in plan.runs}
     errors: dict[str, dict[int, str]] = {name: {} for name in plan.runs}
     number = 0
     for name, by_seed in plan.runs.items():
@@ -53,7 +53,7 @@ def ablate(path: str | Path, words: list[str], check: Callable[[Config], None], 
     return 1 if any(errors.values()) else 0
 
 
-def finished_runs(plan: Plan) -> set[tuple[str, int]]:
+def finished_runs(plan: AblationPlan) -> set[tuple[str, int]]:
     """Return (run, seed) of the runs that have a summary and the same config as in the plan.
 
     Raises ConfigError for a finished run of another config, unless the plan may overwrite it.
@@ -73,7 +73,7 @@ def finished_runs(plan: Plan) -> set[tuple[str, int]]:
     return found
 
 
-def write_results(plan: Plan, outcomes: dict[str, dict[int, Outcome]], errors: dict[str, dict[int, str]]) -> None:
+def write_results(plan: AblationPlan, outcomes: dict[str, dict[int, RunOutcome]], errors: dict[str, dict[int, str]]) -> None:
     """Print the table; write it as ablation.md and ablation.json, and the picture as ablation.png.
 
     Args:

@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tepo_megatron.ablation.plan import Plan
-from tepo_megatron.ablation.results import Row
+from tepo_megatron.ablation.plan import AblationPlan
+from tepo_megatron.ablation.results import MethodRow
 from tepo_megatron.ablation.statistics import SHARE_OF_BEST, WINDOW
 from tepo_megatron.evaluation.statistics import NORMAL_95, Estimate
 from tepo_megatron.utils.escaping import escaped
@@ -20,7 +20,7 @@ NOTHING = "–"  # noqa: RUF001
 FILE_WIDTH = 170  # width in characters if the output is no terminal
 
 
-def headings(plan: Plan) -> list[str]:
+def headings(plan: AblationPlan) -> list[str]:
     """Return the column headings."""
     return [
         "run", "accuracy, % ± SE", "by seed", f"steps to {SHARE_OF_BEST:.0%} of own best", "entropy at end, nats",
@@ -28,7 +28,7 @@ def headings(plan: Plan) -> list[str]:
     ]  # fmt: skip
 
 
-def cells(plan: Plan, row: Row) -> list[str]:
+def cells(plan: AblationPlan, row: MethodRow) -> list[str]:
     """Return the cells of one run.
 
     Args:
@@ -47,7 +47,7 @@ def cells(plan: Plan, row: Row) -> list[str]:
     ]
 
 
-def verdict(plan: Plan, row: Row) -> str:
+def verdict(plan: AblationPlan, row: MethodRow) -> str:
     """Return the strongest statement that the figures support about the difference to the baseline.
 
     Args:
@@ -65,7 +65,7 @@ def verdict(plan: Plan, row: Row) -> str:
     return "beyond problem noise" + ("" if row.difference.seeds_agree_in_sign else ", seeds disagree")
 
 
-def notes(plan: Plan, table: Sequence[Row]) -> list[str]:
+def notes(plan: AblationPlan, table: Sequence[MethodRow]) -> list[str]:
     """Return sentences that define every figure and say what it does not include.
 
     Args:
@@ -100,7 +100,7 @@ def notes(plan: Plan, table: Sequence[Row]) -> list[str]:
     return said
 
 
-def print_table(plan: Plan, table: Sequence[Row]) -> None:
+def print_table(plan: AblationPlan, table: Sequence[MethodRow]) -> None:
     """Print the table and its notes to the terminal.
 
     Args:
@@ -120,7 +120,7 @@ def print_table(plan: Plan, table: Sequence[Row]) -> None:
         console.print(escaped(note), markup=False, highlight=False, style="dim")
 
 
-def to_markdown(plan: Plan, table: Sequence[Row]) -> str:
+def to_markdown(plan: AblationPlan, table: Sequence[MethodRow]) -> str:
     """Return the table and its notes in Markdown, with a reference to the picture.
 
     Args:
@@ -137,7 +137,7 @@ def to_markdown(plan: Plan, table: Sequence[Row]) -> str:
     return "\n".join([f"# {plan.name}", "", *body, "", *listed, "", "![Curves and accuracies](ablation.png)", ""])
 
 
-def to_json(plan: Plan, table: Sequence[Row]) -> dict[str, Any]:
+def to_json(plan: AblationPlan, table: Sequence[MethodRow]) -> dict[str, Any]:
     """Return every figure, unrounded, as plain JSON. Accuracies and differences are shares, not percent.
 
     Args:
@@ -153,7 +153,7 @@ def to_json(plan: Plan, table: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _record(plan: Plan, row: Row) -> Mapping[str, Any]:
+def _record(plan: AblationPlan, row: MethodRow) -> Mapping[str, Any]:
     record = dataclasses.asdict(row)
     if row.difference is not None:
         record["difference"]["interval_95"] = row.difference.interval

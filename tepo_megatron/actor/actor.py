@@ -14,21 +14,21 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from tepo_megatron.actor import build
+from tepo_megatron.actor.accumulator import UpdateAccumulator, UpdateResult
 from tepo_megatron.actor.activations import HostActivations
 from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.kernels import check_transformer_engine, hardware, installed
 from tepo_megatron.actor.minibatch import MinibatchInputs
+from tepo_megatron.actor.minibatch_stats import MinibatchTokenStats
 from tepo_megatron.actor.offload import PARTS, Offload, Part
 from tepo_megatron.actor.output_rows import OutputRows
 from tepo_megatron.actor.packer import Packer
+from tepo_megatron.actor.pipeline import PipelineSchedule
 from tepo_megatron.actor.precision import alignment, check_hardware
 from tepo_megatron.actor.reference import HostWeights
-from tepo_megatron.actor.schedule import Schedule
-from tepo_megatron.actor.tally import Tally, UpdateResult
 from tepo_megatron.actor.user_buffers import open_buffers
-from tepo_megatron.actor.whole_stats import WholeStats
 from tepo_megatron.config import Config
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import NumericalError
 from tepo_megatron.losses.kl import ESTIMATORS
 from tepo_megatron.losses.objective import Objective
@@ -49,7 +49,7 @@ UPDATE = "an update"
 class Actor:
     """This rank's part of the policy: model, optimizer and pipeline schedule. All ranks call every public method.
 
-    Token statistics are valid on the last pipeline stage. A pass without gradient takes the collectives of `WholeStats`.
+    Token statistics are valid on the last pipeline stage. A pass without gradient takes the collectives of `MinibatchTokenStats`.
 
     Attributes:
         family, arch: The model's family and architecture.
@@ -66,7 +66,7 @@ class Actor:
         noise_floor: Noise floor of dH in nats; None before `measure_noise` has found one.
     """
 
-    def __init__(self, cfg: Config, groups: Groups) -> None:
+    def __init__(self, cfg: Config, groups: ParallelDims) -> None:
         hf_config = read_config(cfg.model.path)
         self.family = find_family(hf_config)
         self.arch = self.family.architecture(hf_config)
@@ -96,7 +96,7 @@ class Actor:
         experts = None
         if replays:
             experts = ExpertReplay(self.chunks, self.arch.sparse_layers, groups, cfg.parallel.sequence_parallel)
-        self._rows, self.schedule = rows, Schedule(self.chunks, rows, groups, experts)
+        self._rows, self.schedule = rows, PipelineSchedule(self.chunks, rows, groups, experts)
         self.offloader = Offload(self.chunks, self.optimizer, groups.device)
         self.activations = HostActivations(self.chunks, groups.device) if cfg.training.offload_activations else None
         self._step = 0
@@ -251,7 +251,7 @@ class Actor:
         batch = batch.with_old_stats(tally.whole.gather())
         return replace(result, mismatch=self.mismatch(batch), measured=batch)
 
-    def backward(self, batch: TrainBatch, objective: Objective, plan: Plan | None = None) -> Tally:
+    def backward(self, batch: TrainBatch, objective: Objective, plan: Plan | None = None) -> UpdateAccumulator:
         """Compute the gradients of the objective on a minibatch, reduced over all ranks, in `main_grad`.
 
         Args:
@@ -264,7 +264,9 @@ class Actor:
         inputs = MinibatchInputs(batch, self.groups.device, self.noise_floor)
         weights = self._batch_statistics(batch, inputs, objective) if objective.needs_batch_statistics else None
         unmeasured = batch.update == 0 and batch.old_entropies_N is None
-        tally = Tally(batch, self.groups.device, WholeStats(batch.num_tokens, self.groups) if unmeasured else None)
+        tally = UpdateAccumulator(
+            batch, self.groups.device, MinibatchTokenStats(batch.num_tokens, self.groups) if unmeasured else None
+        )
 
         def loss(microbatch: PackedMicrobatch, output: Tensor) -> Tensor:
             segments = Segments.of(microbatch, self.groups.cp.group)
@@ -299,7 +301,7 @@ class Actor:
         `plan` replaces the usual plan. With `replays` false, the routers choose even under rollout.replay_experts.
         """
         self.require_loaded("a forward pass", "parameters")
-        whole = WholeStats(batch.num_tokens, self.groups)
+        whole = MinibatchTokenStats(batch.num_tokens, self.groups)
 
         def visit(microbatch: PackedMicrobatch, output: Tensor) -> None:
             whole.add(microbatch, self._stats(microbatch, output))

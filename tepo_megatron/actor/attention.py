@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from tepo_megatron.actor.attention_layout import Layout, spread
+from tepo_megatron.actor.attention_layout import AttentionLayout, spread
 from tepo_megatron.actor.shared_attention import shared_attention
 from tepo_megatron.errors import ConfigError
 
@@ -84,14 +84,14 @@ class SDPACoreAttention(MegatronModule):
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             return self._attend(query, key, value, self._packed_layout(packed_seq_params, query))
         length, batch = query.shape[:2]
-        layout = Layout.of([length * self.cp_group.size()] * batch, self.cp_group, query.device)
+        layout = AttentionLayout.of([length * self.cp_group.size()] * batch, self.cp_group, query.device)
         query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         output_S = self._attend(query, key, value, layout)
         return output_S.view(batch, length, -1).transpose(0, 1)
 
-    def _packed_layout(self, params: PackedSeqParams, query_S: Tensor) -> Layout:
+    def _packed_layout(self, params: PackedSeqParams, query_S: Tensor) -> AttentionLayout:
         """Return the layout of the microbatch. The first layer stores it on `params`: reading `cu_seqlens` waits for a GPU."""
-        layout: Layout | None = getattr(params, "sdpa_layout", None)
+        layout: AttentionLayout | None = getattr(params, "sdpa_layout", None)
         if layout is None:
             cu = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
             lengths = [b - a for a, b in itertools.pairwise(cu.tolist())]
@@ -100,11 +100,11 @@ class SDPACoreAttention(MegatronModule):
                     f"cu_seqlens describe {sum(lengths)} tokens over all context-parallel ranks, but each of the "
                     f"{self.cp_group.size()} ranks holds {query_S.size(0)}"
                 )
-            layout = Layout.of(lengths, self.cp_group, query_S.device, getattr(params, "starts", None))
+            layout = AttentionLayout.of(lengths, self.cp_group, query_S.device, getattr(params, "starts", None))
             params.sdpa_layout = layout
         return layout
 
-    def _attend(self, query_S: Tensor, key_S: Tensor, value_S: Tensor, layout: Layout) -> Tensor:
+    def _attend(self, query_S: Tensor, key_S: Tensor, value_S: Tensor, layout: AttentionLayout) -> Tensor:
         """Return attention [S, H D] of local queries [S, H, D], keys [S, K, D] and values [S, K, D]."""
         key_T, value_T = self._gather(key_S, value_S)
         if layout.prompts:

@@ -28,7 +28,7 @@ _PADDING_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Bucket:
+class AttentionBucket:
     """Sequences of similar length, padded to the longest.
 
     Attributes:
@@ -46,7 +46,7 @@ class Bucket:
     masks: tuple[Tensor | None, ...]
 
     @classmethod
-    def of(cls, chunk_n: Tensor, pieces: tuple[int, ...], total: int, device: torch.device) -> Bucket:
+    def of(cls, chunk_n: Tensor, pieces: tuple[int, ...], total: int, device: torch.device) -> AttentionBucket:
         """Return the bucket of these sequences, with its masks.
 
         Args:
@@ -147,7 +147,7 @@ class SharedPrompt:
 
 
 @dataclass(frozen=True)
-class Layout:
+class AttentionLayout:
     """The positions (slots) of a microbatch's tokens in the padded buckets, one bucket after another.
 
     Attributes:
@@ -157,7 +157,7 @@ class Layout:
         prompts: The shared prompts.
     """
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[AttentionBucket, ...]
     query_slot_S: Tensor
     key_slot_T: Tensor
     prompts: tuple[SharedPrompt, ...]
@@ -179,7 +179,7 @@ class Layout:
         cp_group: torch.distributed.ProcessGroup,
         device: torch.device,
         starts: Sequence[int] | None = None,
-    ) -> Layout:
+    ) -> AttentionLayout:
         """Return this rank's layout of a packed microbatch.
 
         Args:
@@ -196,10 +196,10 @@ class Layout:
         gathered_T = torch.cat([zigzag_rows(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
         query_first = torch.zeros(len(lengths), len(pieces), dtype=torch.int64)  # row of each chunk's first token
         key_first = torch.zeros(len(lengths), dtype=torch.int64)  # row of each sequence's first token
-        buckets: list[Bucket] = []
+        buckets: list[AttentionBucket] = []
         query_rows = key_rows = 0
         for members in _similar(lengths):
-            bucket = Bucket.of(chunk_G[members], pieces, total, device)
+            bucket = AttentionBucket.of(chunk_G[members], pieces, total, device)
             chunk_rows = torch.arange(query_rows, query_rows + bucket.query_rows, bucket.chunk)
             query_first[members] = chunk_rows.view(len(pieces), len(members)).T
             key_first[members] = torch.arange(key_rows, key_rows + bucket.key_rows, total * bucket.chunk)

@@ -21,7 +21,7 @@ from tepo_megatron.actor.kernels import Kernels, choose, installed
 from tepo_megatron.actor.layout import stage_layers
 from tepo_megatron.actor.modules import ApexRMSNorm, RMSNorm
 from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.weights.ops import Architecture, padded_vocab_size
 
@@ -166,7 +166,7 @@ def _left_to_the_checkpoint(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConfig, groups: Groups) -> list[GPTModel]:
+def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConfig, groups: ParallelDims) -> list[GPTModel]:
     """Return this rank's model chunks, one per virtual pipeline stage, on the device, with uninitialised weights.
 
     Args:

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 
 
 class ExpertReplay:
@@ -31,7 +31,7 @@ class ExpertReplay:
     """
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], sparse_layers: Sequence[int], groups: Groups, sequence_parallel: bool
+        self, chunks: Sequence[torch.nn.Module], sparse_layers: Sequence[int], groups: ParallelDims, sequence_parallel: bool
     ) -> None:
         self._parts, self._part = (groups.tp.size, groups.tp.rank) if sequence_parallel else (1, 0)
         places = {layer: k for k, layer in enumerate(sparse_layers)}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tepo_megatron.config import TrainingConfig
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.ops.pipeline_time import Pipeline
 from tepo_megatron.ops.planning import Plan, plan_metrics, plan_microbatches
-from tepo_megatron.ops.shared_prompts import LEAST_SAVED, Families
+from tepo_megatron.ops.shared_prompts import LEAST_SAVED, PrefixGroups
 from tepo_megatron.types import PackedMicrobatch, TrainBatch
 
 
@@ -27,7 +27,7 @@ class Packer:
     """
 
     def __init__(
-        self, cfg: TrainingConfig, groups: Groups, alignment: Alignment, shares_prompts: bool, replays_experts: bool
+        self, cfg: TrainingConfig, groups: ParallelDims, alignment: Alignment, shares_prompts: bool, replays_experts: bool
     ) -> None:
         self.alignment = alignment
         self._cfg, self._groups, self._shares, self._replays = cfg, groups, shares_prompts, replays_experts
@@ -73,9 +73,9 @@ class Packer:
         """Return the metrics of the batch's plan. See `plan_metrics`."""
         return plan_metrics(plan, batch.lengths, self.alignment, self._pipeline, families=self._families(batch))
 
-    def _families(self, batch: TrainBatch) -> Families | None:
+    def _families(self, batch: TrainBatch) -> PrefixGroups | None:
         """Return the prefix groups of the batch; None if no prompt is shared."""
         if not self._shares:
             return None
         least_saved = 0 if self._cfg.share_prompts == "always" else LEAST_SAVED
-        return Families.of(batch.prompt_ids, batch.prompt_lengths, self.alignment.sequence, least_saved)
+        return PrefixGroups.of(batch.prompt_ids, batch.prompt_lengths, self.alignment.sequence, least_saved)

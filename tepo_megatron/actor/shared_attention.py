@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tepo_megatron.actor.attention_layout import Layout, spread
+from tepo_megatron.actor.attention_layout import AttentionLayout, spread
 from tepo_megatron.ops.flash_attention import Keys, flash_of, merge
 
 
@@ -43,7 +43,7 @@ class _Call:
         return rows.unflatten(0, (self.sequences, self.stride))[:, : self.end].transpose(1, 2)
 
 
-def _own_calls(layout: Layout) -> Iterator[_Call]:
+def _own_calls(layout: AttentionLayout) -> Iterator[_Call]:
     """Yield the calls of each piece over itself. Rows of queries and keys are the layout's slots."""
     query = key = 0
     for bucket in layout.buckets:
@@ -55,13 +55,13 @@ def _own_calls(layout: Layout) -> Iterator[_Call]:
         key += bucket.key_rows
 
 
-def _prompt_calls(layout: Layout) -> Iterator[_Call]:
+def _prompt_calls(layout: AttentionLayout) -> Iterator[_Call]:
     """Yield the calls of responses over their prompt. Rows of queries are local tokens, rows of keys the layout's slots."""
     for p in layout.prompts:
         yield _Call(p.first_query, 1, p.queries, p.first_key, p.keys, p.keys, Keys())
 
 
-def shared_attention(query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: Layout, scale: float | None) -> Tensor:
+def shared_attention(query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: AttentionLayout, scale: float | None) -> Tensor:
     """Return attention [S, H D] in which responses attend to their shared prompts.
 
     Gradients: to queries, keys and values. Autograd refuses second derivatives.
@@ -81,7 +81,9 @@ class _SharedAttention(torch.autograd.Function):
     """The autograd function of `shared_attention`. It saves queries, keys, values, the output and its log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: Layout, scale: float | None) -> Tensor:
+    def forward(
+        ctx: Any, query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: AttentionLayout, scale: float | None
+    ) -> Tensor:
         flash = flash_of(query_S.device)
         queries, keys, values = _in_slots(query_S, key_T, value_T, layout)
         parts = [
@@ -129,7 +131,7 @@ class _SharedAttention(torch.autograd.Function):
         return grad_query_S, grad_key_T, grad_value_T, None, None
 
 
-def _in_slots(query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+def _in_slots(query_S: Tensor, key_T: Tensor, value_T: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values in the slots of the layout's buckets."""
     return (
         spread(query_S, layout.query_slot_S, layout.query_rows),

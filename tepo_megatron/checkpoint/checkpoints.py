@@ -16,17 +16,17 @@ import torch.distributed as dist
 
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint import folder as folders
-from tepo_megatron.checkpoint import generators, optimizer, restoring
+from tepo_megatron.checkpoint import optimizer, restoring, rng_state
 from tepo_megatron.checkpoint.agreement import all_true, from_all
-from tepo_megatron.checkpoint.planning import Plans, make_room
-from tepo_megatron.checkpoint.restoring import Found
-from tepo_megatron.checkpoint.saving import Commit, Content, Outcome, Save, Saved, SavingThread
+from tepo_megatron.checkpoint.planning import SavePlanner, make_room
+from tepo_megatron.checkpoint.restoring import FoundCheckpoint
+from tepo_megatron.checkpoint.saving import Commit, Content, Save, Saved, SaveOutcome, SavingThread
+from tepo_megatron.checkpoint.shard_cache import ShardCache
 from tepo_megatron.checkpoint.state import CONTENT
 from tepo_megatron.checkpoint.tensors import HostCopy
-from tepo_megatron.checkpoint.views import Views
 from tepo_megatron.config import CheckpointConfig
 from tepo_megatron.distributed.own_peers import own_peers_only
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError
 
 _FAREWELL_SECONDS = 60.0  # how long an error that ends the run waits for the save in flight
@@ -47,13 +47,13 @@ class Checkpoints:
         groups: the mesh of the run.
     """
 
-    def __init__(self, folder: Path, cfg: CheckpointConfig, groups: Groups) -> None:
+    def __init__(self, folder: Path, cfg: CheckpointConfig, groups: ParallelDims) -> None:
         self._folder, self._cfg, self._groups = folder, cfg, groups
         backend, limit = dist.get_backend(groups.host), datetime.timedelta(seconds=cfg.timeout_seconds)
         with own_peers_only():
-            self._plans = Plans(dist.new_group(backend=backend, timeout=limit))  # only the saving threads use it
+            self._plans = SavePlanner(dist.new_group(backend=backend, timeout=limit))  # only the saving threads use it
             self._callers = dist.new_group(backend=backend, timeout=2 * limit)  # one rank may still wait for its saving thread
-        self._views, self._memory = Views(), HostCopy()
+        self._views, self._memory = ShardCache(), HostCopy()
         self._save: Save | None = None
         self._thread = SavingThread()
         self._thread.start()
@@ -86,7 +86,7 @@ class Checkpoints:
         # whether the boxes known from the last save are still the state; if not, the new boxes are copied below.
         before = self._views.boxes
         asked = self._thread.ask(
-            lambda: (self._views.of(actor), generators.capture(), self._commit(step, actor, run_state, best))
+            lambda: (self._views.of(actor), rng_state.capture(), self._commit(step, actor, run_state, best))
         )
         copies = self._memory.take(before)
         (boxes, objects), states, commit = asked.result()
@@ -120,7 +120,7 @@ class Checkpoints:
         self._settle()
         return self._complete.popleft() if self._complete else None
 
-    def newest(self) -> Found | None:
+    def newest(self) -> FoundCheckpoint | None:
         """Return the newest checkpoint whose files are all intact, or None if the folder holds no checkpoint.
 
         The checkpoint is protected from deletion until `load` or `close`. Raises CheckpointError when there are checkpoints but
@@ -128,7 +128,7 @@ class Checkpoints:
         """
         return restoring.newest(self._folder, self._callers, self._held)
 
-    def load(self, found: Found, actor: Actor) -> dict[str, Any]:
+    def load(self, found: FoundCheckpoint, actor: Actor) -> dict[str, Any]:
         """Restore the saved state of the actor, on any parallel layout, and return the saved run state.
 
         On the layout that saved it, the run continues bit for bit. On another layout the random generators are not restored,
@@ -194,7 +194,7 @@ class Checkpoints:
         """Exchange the outcomes of a save between ranks. Record the checkpoint, or raise CheckpointError on every rank."""
         self._save = None
         limit = self._cfg.timeout_seconds
-        late = Outcome(error=f"rank {self._groups.rank}: still writing after {limit:g} s", broken=True)
+        late = SaveOutcome(error=f"rank {self._groups.rank}: still writing after {limit:g} s", broken=True)
         outcomes = from_all(save.outcome or late, self._callers)
         errors = [o.error for o in outcomes if o.error is not None]
         path = folders.complete(self._folder, save.step)

@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint.agreement import from_main, to_main
-from tepo_megatron.checkpoint.state import Box
+from tepo_megatron.checkpoint.state import ShardSlice
 from tepo_megatron.checkpoint.tensors import chunk
 from tepo_megatron.errors import CheckpointError
 
 
-class Plans:
+class SavePlanner:
     """The save plans of all ranks. They are exchanged at the first save, and again when one has changed.
 
     Only the saving thread of each rank uses it. Collectives are over `group`.
@@ -27,13 +27,13 @@ class Plans:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._source: tuple[Sequence[Box], Sequence[str]] = ((), ())  # the arguments from which `_made` was made
+        self._source: tuple[Sequence[ShardSlice], Sequence[str]] = ((), ())  # the arguments from which `_made` was made
         self._made: SavePlan | None = None
         self._told: SavePlan | None = None  # this rank's plan as rank 0 has it
         self._plans: list[SavePlan | None] = [None] * group.size()
         self._metadata: Metadata | None = None
 
-    def agree(self, boxes: Sequence[Box], objects: Sequence[str]) -> tuple[Sequence[WriteItem], Metadata | None]:
+    def agree(self, boxes: Sequence[ShardSlice], objects: Sequence[str]) -> tuple[Sequence[WriteItem], Metadata | None]:
         """Exchange plans with all ranks, and return what this rank writes.
 
         Collectives: one gather and one broadcast of objects.
@@ -63,7 +63,7 @@ class Plans:
         self._told = mine
         return mine.items, self._metadata
 
-    def _plan(self, boxes: Sequence[Box], objects: Sequence[str]) -> SavePlan:
+    def _plan(self, boxes: Sequence[ShardSlice], objects: Sequence[str]) -> SavePlan:
         """Return the plan of this rank, cached as long as `boxes` is the same object and `objects` is equal."""
         if self._made is None or self._source[0] is not boxes or self._source[1] != objects:
             self._made, self._source = plan(boxes, objects), (boxes, objects)
@@ -93,7 +93,7 @@ def make_room(folder: Path, step: int, refused: str | None, group: dist.ProcessG
         raise CheckpointError(f"rank 0: {folders.partial(folder, step)}: cannot be begun ({error})")
 
 
-def plan(boxes: Sequence[Box], objects: Sequence[str]) -> SavePlan:
+def plan(boxes: Sequence[ShardSlice], objects: Sequence[str]) -> SavePlan:
     """Return the save plan of this rank.
 
     Args:
@@ -117,7 +117,7 @@ def merge(plans: list[SavePlan]) -> Metadata:
     return metadata
 
 
-def _write_item(box: Box) -> WriteItem:
+def _write_item(box: ShardSlice) -> WriteItem:
     """Return the write item of a box."""
     properties = TensorProperties(dtype=box.data.dtype)
     write_data = TensorWriteData(chunk(box), properties, torch.Size(box.shape))

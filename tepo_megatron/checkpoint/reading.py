@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from tepo_megatron.checkpoint.state import Box
+from tepo_megatron.checkpoint.state import ShardSlice
 from tepo_megatron.checkpoint.tensors import chunk
 from tepo_megatron.errors import CheckpointError
 from tepo_megatron.utils.restricted_pickle import MetadataReader
 
 
-class Reader:
+class SliceReader:
     """Reads boxes out of a checkpoint. They need not be the boxes that were written."""
 
     def __init__(self, folder: Path) -> None:
@@ -34,11 +34,11 @@ class Reader:
         """Return the names of all tensors."""
         return {n for n, m in self._metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
 
-    def plan(self, boxes: Sequence[Box]) -> list[list[ReadItem]]:
+    def plan(self, boxes: Sequence[ShardSlice]) -> list[list[ReadItem]]:
         """Return the read items of each box. Raises CheckpointError for a missing tensor or one of another shape or dtype."""
         return [self._items(box, i) for i, box in enumerate(boxes)]
 
-    def read(self, boxes: Sequence[Box], items: Sequence[Sequence[ReadItem]]) -> None:
+    def read(self, boxes: Sequence[ShardSlice], items: Sequence[Sequence[ReadItem]]) -> None:
         """Fill the data of the boxes, in place. What a flexible box has beyond the stored tensor becomes 0.
 
         Args:
@@ -62,7 +62,7 @@ class Reader:
         self._reader.read_data(LoadPlan([item]), targets).wait()
         return targets.bytes[name]
 
-    def _items(self, box: Box, place: int) -> list[ReadItem]:
+    def _items(self, box: ShardSlice, place: int) -> list[ReadItem]:
         """Return the read items of one box, `place` being its index in the list of boxes."""
         stored = self._metadata.state_dict_metadata.get(box.name)
         if not isinstance(stored, TensorStorageMetadata):
@@ -85,7 +85,7 @@ class Reader:
 class _Targets:
     """Tells `FileSystemReader.read_data`, in the place of a load planner, where to put each item."""
 
-    def __init__(self, boxes: Sequence[Box]) -> None:
+    def __init__(self, boxes: Sequence[ShardSlice]) -> None:
         self._boxes = boxes
         self.bytes: dict[str, bytes] = {}
 

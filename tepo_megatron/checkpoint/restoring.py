@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint import folder as folders
-from tepo_megatron.checkpoint import generators, optimizer
+from tepo_megatron.checkpoint import optimizer, rng_state
 from tepo_megatron.checkpoint.agreement import from_all, from_main
 from tepo_megatron.checkpoint.files import FileSum, check, read_manifest, shares
-from tepo_megatron.checkpoint.reading import Reader
+from tepo_megatron.checkpoint.reading import SliceReader
 from tepo_megatron.checkpoint.saving import RUN
 from tepo_megatron.checkpoint.state import wanted
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError
 
 FORMAT = 1  # version of run.json and of the folder's content
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint whose files are all intact.
 
     Attributes:
@@ -88,7 +88,7 @@ def rng_name(rank: int, ranks: int) -> str:
     return f"rng_state/shard_{rank}_{ranks}"
 
 
-def newest(folder: Path, group: dist.ProcessGroup, held: contextlib.ExitStack) -> Found | None:
+def newest(folder: Path, group: dist.ProcessGroup, held: contextlib.ExitStack) -> FoundCheckpoint | None:
     """Return the newest valid checkpoint, which is the same on every rank; None if there is no checkpoint.
 
     Each file is read once for the check, by one of the ranks. Collectives are over `group`: for each checkpoint that is tried,
@@ -125,7 +125,7 @@ def newest(folder: Path, group: dist.ProcessGroup, held: contextlib.ExitStack) -
     return None
 
 
-def restore(found: Found, actor: Actor, groups: Groups, group: dist.ProcessGroup) -> None:
+def restore(found: FoundCheckpoint, actor: Actor, groups: ParallelDims, group: dist.ProcessGroup) -> None:
     """Restore the saved state of the actor, on any parallel layout. Collectives are over `group`.
 
     Args:
@@ -143,7 +143,7 @@ def restore(found: Found, actor: Actor, groups: Groups, group: dist.ProcessGroup
     boxes = list(wanted(actor))
     reader = items = None
     with _agreed(group, (CheckpointError,)):
-        reader = Reader(found.path)
+        reader = SliceReader(found.path)
         items = reader.plan(boxes)
     assert reader is not None and items is not None
     left_over = sorted(reader.names - set().union(*from_all({b.name for b in boxes}, group)))
@@ -155,7 +155,7 @@ def restore(found: Found, actor: Actor, groups: Groups, group: dist.ProcessGroup
     with _agreed(group, (OSError, RuntimeError)):
         reader.read(boxes, items)
         if found.layout == describe_layout(actor):
-            generators.restore(reader.read_bytes(rng_name(groups.rank, groups.world_size)))
+            rng_state.restore(reader.read_bytes(rng_name(groups.rank, groups.world_size)))
         elif groups.is_main:
             _log.warning(
                 "%s was saved on the layout %s; random generators start anew on %s",
@@ -190,14 +190,14 @@ def _offer(
     return None, wrong
 
 
-def _read_run(path: Path, passed_over: tuple[str, ...]) -> Found:
+def _read_run(path: Path, passed_over: tuple[str, ...]) -> FoundCheckpoint:
     """Read run.json. Raises CheckpointError for another format."""
     content = json.loads((path / RUN).read_bytes())
     if content["format"] != FORMAT:
         raise CheckpointError(
             f"{path}: of format {content['format']}, and this version reads {FORMAT}; resume with the version that wrote it"
         )
-    return Found(path, content["step"], content["run"], content["layout"], content["numbers"], passed_over)
+    return FoundCheckpoint(path, content["step"], content["run"], content["layout"], content["numbers"], passed_over)
 
 
 @contextlib.contextmanager

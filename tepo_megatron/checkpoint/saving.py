@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from tepo_megatron.checkpoint import folder as folders
-from tepo_megatron.checkpoint import generators
+from tepo_megatron.checkpoint import rng_state
 from tepo_megatron.checkpoint.agreement import from_main, to_main
 from tepo_megatron.checkpoint.files import FileSum, files_below, read_sum, write, write_manifest
-from tepo_megatron.checkpoint.planning import Plans, make_room
-from tepo_megatron.checkpoint.state import Box
+from tepo_megatron.checkpoint.planning import SavePlanner, make_room
+from tepo_megatron.checkpoint.state import ShardSlice
 from tepo_megatron.checkpoint.tensors import Stored, pickled, write_items, write_metadata
 from tepo_megatron.errors import CheckpointError
 from tepo_megatron.utils.run_lock import FolderIdentity
@@ -62,10 +62,10 @@ class Content:
     boxes: with their data in host memory; objects: to be pickled, by name; generators: of this rank, whose name `rng` is.
     """
 
-    boxes: Sequence[Box]
+    boxes: Sequence[ShardSlice]
     objects: Mapping[str, Any]
     rng: str
-    generators: generators.States
+    rng_state: rng_state.States
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """How a save ended, as one rank knows it. error: None when the checkpoint is complete; broken: ranks lost each other."""
 
     size: int = 0
@@ -107,12 +107,12 @@ class Save:
     """One checkpoint, written with the fellows on the other ranks, over a group that nobody else uses."""
 
     def __init__(
-        self, folder: Path, step: int, content: Content, commit: Commit | None, plans: Plans, room: bool, started: float
+        self, folder: Path, step: int, content: Content, commit: Commit | None, plans: SavePlanner, room: bool, started: float
     ) -> None:
         """commit: on rank 0 only; room: its folder is there; started: `time.perf_counter()` when the save was asked for."""
         self.step = step
         self.started, self.begun, self.ended = started, time.perf_counter(), 0.0  # begun: once the former save was over
-        self.outcome: Outcome | None = None  # None until it is over
+        self.outcome: SaveOutcome | None = None  # None until it is over
         self._folder, self._partial = folder, folders.partial(folder, step)
         self._commit, self._plans, self._room = commit, plans, room
         self._content: Content | None = content
@@ -134,15 +134,17 @@ class Save:
         except CheckpointError as e:  # on all ranks
             if self._group.rank() == 0:
                 _discard(self._partial)
-            outcome = Outcome(error=str(e))
+            outcome = SaveOutcome(error=str(e))
         except Exception as e:  # whatever gloo raises when a rank is gone or late
-            outcome = Outcome(error=f"rank {self._group.rank()}: the ranks lost each other while writing ({e})", broken=True)
+            outcome = SaveOutcome(
+                error=f"rank {self._group.rank()}: the ranks lost each other while writing ({e})", broken=True
+            )
         self._content = None  # the copies may be overwritten by the next save
         self.ended = time.perf_counter()
         self.outcome = outcome
         self._over.set()
 
-    def _together(self) -> Outcome:
+    def _together(self) -> SaveOutcome:
         content, commit = self._content, self._commit
         assert content is not None
         if not self._room:
@@ -153,11 +155,11 @@ class Save:
         finally:
             place.close()
 
-    def _write_all(self, content: Content, commit: Commit | None, place: FolderIdentity) -> Outcome:
+    def _write_all(self, content: Content, commit: Commit | None, place: FolderIdentity) -> SaveOutcome:
         """Write this rank's file; on rank 0 complete the checkpoint too. place: the folder that it is written to."""
         items, metadata = self._plans.agree(content.boxes, (*content.objects, content.rng))
         everything = to_main(self._write(items, content), self._group)
-        outcome = Outcome()
+        outcome = SaveOutcome()
         if commit is not None:
             assert metadata is not None
             outcome = self._conclude(everything, metadata, commit, place)
@@ -171,16 +173,16 @@ class Save:
             if rank == 0:
                 folders.sweep(self._folder, writing=self.step)  # first, since the space may be needed
             objects = [pickled([value]) for value in content.objects.values()]  # in a list, as Megatron expects them
-            values = [*(box.data for box in content.boxes), *objects, generators.packed(content.generators)]
+            values = [*(box.data for box in content.boxes), *objects, rng_state.packed(content.generators)]
             return Written(name, *write_items(path, items, values))
         except Exception as e:
             return Written(name, error=f"rank {rank}: {path} cannot be written ({_why(e, self._folder)})")
 
-    def _conclude(self, everything: list[Written], metadata: Metadata, commit: Commit, place: FolderIdentity) -> Outcome:
+    def _conclude(self, everything: list[Written], metadata: Metadata, commit: Commit, place: FolderIdentity) -> SaveOutcome:
         """Complete the checkpoint on rank 0, or delete what was written of it."""
         partial = self._partial
         if not place.is_in_place():  # what is there now belongs to another run: it is neither published nor deleted
-            return Outcome(error=f"{partial} was removed, moved or replaced while it was written")
+            return SaveOutcome(error=f"{partial} was removed, moved or replaced while it was written")
         errors = [w.error for w in everything if w.error is not None]
         sums = {w.name: w.sum for w in everything if w.sum is not None}
         if not errors:
@@ -194,12 +196,12 @@ class Save:
                 errors.append(f"rank 0: {partial} cannot be completed ({_why(e, self._folder)})")
         if errors:
             _discard(partial)
-            return Outcome(error="; ".join(errors))
+            return SaveOutcome(error="; ".join(errors))
         try:
             folders.prune(self._folder, commit.keep_last, commit.keep_every, commit.best)
         except OSError as e:  # the new one is complete all the same
             _log.warning("%s: older checkpoints cannot be deleted (%s)", self._folder, e)
-        return Outcome(size=sum(s.size for s in sums.values()))
+        return SaveOutcome(size=sum(s.size for s in sums.values()))
 
 
 class SavingThread(threading.Thread):

@@ -25,8 +25,8 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch import Tensor
 
 from tepo_megatron.actor.actor import Actor
-from tepo_megatron.checkpoint.boxes import boxes, ranges
 from tepo_megatron.checkpoint.optimizer import shards
+from tepo_megatron.checkpoint.shard_slices import boxes, ranges
 
 # The options of `sharded_state_dict`. They are stored as `content_metadata`, so that Megatron can read a checkpoint by itself.
 CONTENT = {
@@ -41,7 +41,7 @@ _BOX_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
-class Box:
+class ShardSlice:
     """A rectangular part of a global tensor.
 
     Attributes:
@@ -60,7 +60,7 @@ class Box:
     flexible: bool
 
 
-def written(actor: Actor) -> Iterator[Box]:
+def written(actor: Actor) -> Iterator[ShardSlice]:
     """Yield the boxes that this rank writes; over all ranks, they hold every element of the state once.
 
     They are its range of each parameter and of the optimizer's state, and the tensors that are not trained if this rank has
@@ -88,7 +88,7 @@ def objects(actor: Actor) -> dict[str, Any]:
     return {value.unique_key: value.data for value in found}
 
 
-def wanted(actor: Actor) -> Iterator[Box]:
+def wanted(actor: Actor) -> Iterator[ShardSlice]:
     """Yield the boxes that this rank reads: all its weights, and its range of the optimizer's state.
 
     The data of a box are views of the actor's tensors, to be filled in place. Moments that do not exist yet are created. Raises
@@ -116,7 +116,7 @@ def _values(actor: Actor) -> Iterator[ShardedBase]:
 
 def _boxes(
     sharding: ShardedTensor | ShardedTensorFactory, prefix: str, values: Tensor, start: int, limit: int
-) -> Iterator[Box]:
+) -> Iterator[ShardSlice]:
     """Yield the boxes, in the global tensor, of a range of a flattened local tensor.
 
     Args:
@@ -132,7 +132,7 @@ def _boxes(
             taken = first + a - start
             for offset, sizes in boxes(a, b, part.local_shape):
                 count = torch.Size(sizes).numel()
-                yield Box(
+                yield ShardSlice(
                     name=prefix + part.key,
                     shape=tuple(part.global_shape),
                     offset=_in_whole(part, offset),

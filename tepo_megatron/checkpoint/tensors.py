@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from tepo_megatron.checkpoint.files import FileSum, SummedFile, write
-from tepo_megatron.checkpoint.state import Box
+from tepo_megatron.checkpoint.state import ShardSlice
 from tepo_megatron.platform.host_memory import HostArena
 
 METADATA = ".metadata"
@@ -39,12 +39,12 @@ class HostCopy:
     def __init__(self) -> None:
         self._device = torch.device("cpu")
         self.arena = HostArena(self._device)
-        self._boxes: Sequence[Box] = ()
-        self._copies: Sequence[Box] = ()
+        self._boxes: Sequence[ShardSlice] = ()
+        self._copies: Sequence[ShardSlice] = ()
         self._from: list[Tensor] = []
         self._to: list[Tensor] = []
 
-    def take(self, boxes: Sequence[Box]) -> Sequence[Box]:
+    def take(self, boxes: Sequence[ShardSlice]) -> Sequence[ShardSlice]:
         """Copy the data of the boxes to host memory, and return the same boxes with these copies as their data.
 
         The copies are complete when this returns, and the next call overwrites them. If `boxes` is the same object as in the
@@ -58,7 +58,7 @@ class HostCopy:
             torch.cuda.current_stream().synchronize()
         return self._copies
 
-    def _make_places(self, boxes: Sequence[Box]) -> None:
+    def _make_places(self, boxes: Sequence[ShardSlice]) -> None:
         """Allocate host memory for the boxes."""
         self._copies, self._to = (), []  # so that the arena can free its memory before it allocates more
         device = next((box.data.device for box in boxes if box.data.is_cuda), torch.device("cpu"))
@@ -126,6 +126,6 @@ def pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def chunk(box: Box) -> ChunkStorageMetadata:
+def chunk(box: ShardSlice) -> ChunkStorageMetadata:
     """Return the offset and shape of a box in its global tensor."""
     return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.data.shape))

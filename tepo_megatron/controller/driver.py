@@ -17,11 +17,11 @@ from tepo_megatron.config.safety import checks_that_are_off
 from tepo_megatron.controller.method import resolve
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.data import PromptStream, load_data, load_tokenizer, stop_tokens
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConfigError, DataError
-from tepo_megatron.evaluation.during import Benchmarks
-from tepo_megatron.evaluation.in_run import Evaluations
 from tepo_megatron.evaluation.problems import load_benchmarks
+from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns
+from tepo_megatron.evaluation.run_evaluations import Evaluations
 from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.inference.engines import beginning, build_engine, launch_beside_ranks
 from tepo_megatron.observability.metrics import Metrics
@@ -35,7 +35,7 @@ from tepo_megatron.rollout.custom import CustomRollouts, load_function
 from tepo_megatron.rollout.experts import replayed_routing
 from tepo_megatron.rollout.replay import Replay
 from tepo_megatron.types import Rollout
-from tepo_megatron.utils.beside import Beside, Nothing
+from tepo_megatron.utils.background import BackgroundTask, NoTask
 from tepo_megatron.utils.storage import writing
 
 SERVER_LOG = "server.log"
@@ -48,7 +48,7 @@ class Driver:
 
     @staticmethod
     @contextlib.contextmanager
-    def open(cfg: Config, groups: Groups, make_engine: EngineFactory | None = None) -> Iterator[Driver]:
+    def open(cfg: Config, groups: ParallelDims, make_engine: EngineFactory | None = None) -> Iterator[Driver]:
         """Yield this rank's driver. On rank 0 the engine starts loading at once, while the actor is built.
 
         Args:
@@ -78,7 +78,7 @@ class Driver:
         data = load_data(cfg.data, cfg.reward, tokenizer)
         stops = stop_tokens(cfg.model.path, tokenizer, cfg.rollout.stop_token_ids)
         suite = load_benchmarks(cfg.evaluation, tokenizer, cfg.data.max_prompt_tokens)
-        benchmarks = Benchmarks(suite, cfg.run_dir, cfg.model.path, cfg.seed, decode, stops) if suite else None
+        benchmarks = BenchmarkRuns(suite, cfg.run_dir, cfg.model.path, cfg.seed, decode, stops) if suite else None
         if data.count < cfg.rollout.prompts_per_step:
             raise DataError(
                 f"{cfg.data.name} has {data.count} usable prompts, fewer than rollout.prompts_per_step="
@@ -133,9 +133,9 @@ class Driver:
     def tell(self, text: str) -> None:
         """Log a message for the user."""
 
-    def beside(self, work: Callable[[], Any]) -> Nothing:
+    def beside(self, work: Callable[[], Any]) -> NoTask:
         """Start work that needs the engine in a background thread and return its handle."""
-        return Nothing()
+        return NoTask()
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics] | None:
         """Return the step's graded rollouts and their metrics; add the seconds of sampling and grading to `clock`."""
@@ -210,9 +210,9 @@ class MainDriver(Driver):
     def tell(self, text: str) -> None:
         self._log.message(text)
 
-    def beside(self, work: Callable[[], Any]) -> Beside:
+    def beside(self, work: Callable[[], Any]) -> BackgroundTask:
         engine = self.engine
-        return Beside(self._thread.submit(work), lambda: engine is not None and engine.needs_weights)
+        return BackgroundTask(self._thread.submit(work), lambda: engine is not None and engine.needs_weights)
 
     def engine_when_ready(self) -> RolloutEngine | None:
         if isinstance(self._source, Replay):

@@ -25,7 +25,7 @@ from torch import Tensor
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.actor.reference import HostWeights
 from tepo_megatron.config import Config
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import SyncError
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.weight_sync.sync import allowed_difference, check_mismatch
@@ -65,7 +65,7 @@ class WeightsGate:
         groups: Groups of this rank.
     """
 
-    def __init__(self, cfg: Config, actor: Actor, groups: Groups) -> None:
+    def __init__(self, cfg: Config, actor: Actor, groups: ParallelDims) -> None:
         self._cfg, self._actor, self._groups = cfg, actor, groups
         # Another run's weights sampled replayed rollouts; only those recorded as of the newest version can be compared.
         self._keeps = cfg.rollout.max_staleness if cfg.rollout.replay is None else 0

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import torch.distributed as dist
 
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.platform.memory import Usage, reset_peak, usage
 
 Phase = Literal["generate", "train"]
@@ -46,7 +46,7 @@ class MemoryReport:
         enabled: If False, nothing is measured.
     """
 
-    def __init__(self, groups: Groups, servers: Servers | None, *, enabled: bool) -> None:
+    def __init__(self, groups: ParallelDims, servers: Servers | None, *, enabled: bool) -> None:
         self._groups, self._servers, self._enabled = groups, servers, enabled
         self._last: dict[Phase, _Measured] = {}
         self._largest: dict[Phase, _Measured] = {}

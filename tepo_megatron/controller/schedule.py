@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.config import Config
-from tepo_megatron.controller.colocation import Apart
 from tepo_megatron.controller.driver import Driver
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.controller.placement import Disaggregated
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.types import Rollout
-from tepo_megatron.utils.beside import Nothing
+from tepo_megatron.utils.background import NoTask
 from tepo_megatron.weight_sync.broadcast import BroadcastSync
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync
 
@@ -47,9 +47,9 @@ class Schedule:
         cfg: Config,
         driver: Driver,
         sync: WeightSync | BroadcastSync | NoSync,
-        groups: Groups,
+        groups: ParallelDims,
         first: int,
-        turns: Apart,
+        turns: Disaggregated,
         memory: MemoryReport,
         gate: WeightsGate,
     ) -> None:
@@ -71,11 +71,11 @@ class Schedule:
         self._evaluates = cfg.data.eval is not None or bool(cfg.evaluation.benchmarks)
         self._evaluate_every = cfg.evaluation.every
         self._last = cfg.training.steps
-        self._ahead: deque[tuple[Nothing, Clock]] = deque()  # rollouts of the next steps, finished or not
+        self._ahead: deque[tuple[NoTask, Clock]] = deque()  # rollouts of the next steps, finished or not
         self._begun = first  # last step whose rollouts were started
         self._trained = first  # version of the actor's weights
         self._version: int | None = None  # version of the served weights
-        self.ended: bool = share(driver.out_of_patience, groups)
+        self.ended: bool = broadcast_object(driver.out_of_patience, groups)
         if not turns.shared:
             self._serve(Clock())
         if first == 0:
@@ -104,7 +104,7 @@ class Schedule:
         with clock.phase("sync"):
             self.train()
         if self._staleness:
-            if not share(any(not working.done for working, _ in self._ahead), self._groups):
+            if not broadcast_object(any(not working.done for working, _ in self._ahead), self._groups):
                 self._serve(clock)
                 with clock.paused():
                     self.evaluate_if_due(step - 1)
@@ -147,7 +147,7 @@ class Schedule:
             return
         self._serve(Clock())
         self._wait(self._driver.beside(lambda: self._driver.evaluate(step)))
-        self.ended = share(self._driver.out_of_patience, self._groups)
+        self.ended = broadcast_object(self._driver.out_of_patience, self._groups)
 
     def _begin_what_may_be(self) -> None:
         """Start rollouts as far ahead as the staleness of the served weights allows."""
@@ -160,14 +160,14 @@ class Schedule:
     def _collecting(self, step: int, clock: Clock) -> Callable[[], Any]:
         return lambda: self._driver.collect(step, clock)
 
-    def _wait(self, working: Nothing) -> Any:
+    def _wait(self, working: NoTask) -> Any:
         """Return the work's result from rank 0 on every rank; meanwhile send the weights if a restarted server lacks them.
 
         The actor only has its newest weights. If rollouts are sampled ahead, the rest of them is therefore sampled with the
         newest.
         """
         while True:
-            weights_wanted, made = share(working.wait(), self._groups)
+            weights_wanted, made = broadcast_object(working.wait(), self._groups)
             if not weights_wanted:
                 return made
             self._turns.repair(self._push)
@@ -185,7 +185,7 @@ class Schedule:
         self._version = self._trained
 
 
-def share(value: Any, groups: Groups) -> Any:
+def broadcast_object(value: Any, groups: ParallelDims) -> Any:
     """Return rank 0's value on every rank. The ranks wait for it as long as generation takes.
 
     Collectives: one broadcast over the host group.

@@ -15,7 +15,7 @@ from tepo_megatron.rewards import STATUSES
 from tepo_megatron.types import Rollout
 
 if TYPE_CHECKING:
-    from tepo_megatron.actor.tally import UpdateResult
+    from tepo_megatron.actor.accumulator import UpdateResult
 
 # Keys in the order of the record. Values that a step could not measure are null.
 KEYS = (

@@ -23,7 +23,7 @@ from tepo_megatron.utils.restricted_pickle import load_metadata
 _COMMON = "common.pt"
 
 
-class Reader:
+class DistCheckpointReader:
     """Reads the tensors of a checkpoint, whatever layout wrote it. Several threads may read at a time.
 
     The constructor and every method raise CheckpointError for a file that is missing, truncated or not what `.metadata` says.

@@ -14,16 +14,16 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
-from tepo_megatron.convert.dist_reader import Reader, read_common
+from tepo_megatron.convert.dist_reader import DistCheckpointReader, read_common
 from tepo_megatron.convert.importing import check_finite
 from tepo_megatron.convert.output import new_directory
 from tepo_megatron.convert.places import carried_folder
-from tepo_megatron.convert.plan import Plan, Slot, make_plan
+from tepo_megatron.convert.plan import ConversionPlan, Slot, make_plan
 from tepo_megatron.convert.progress import Advance, progress_bar
 from tepo_megatron.convert.safetensors_writer import SafetensorsWriter
-from tepo_megatron.convert.streams import Job, work
+from tepo_megatron.convert.streams import CopyJob, work
 from tepo_megatron.convert.world import world_of_one
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.weights import fp8
 from tepo_megatron.weights.families import read_config
@@ -83,7 +83,7 @@ def export_hf(checkpoint: Path, out: Path, form: Format = Format(), base: Path |
     folder = carried_folder(checkpoint, base)
     hf_config = read_config(folder)
     with world_of_one() as groups:
-        reader = Reader(checkpoint)
+        reader = DistCheckpointReader(checkpoint)
         plan = plan_of(checkpoint, hf_config, reader, groups)
         announced = [_announced(slot, reader, form) for slot in plan.slots]
         sizes = [sum(t.nbytes for t in tensors.values()) for tensors in announced]
@@ -91,9 +91,11 @@ def export_hf(checkpoint: Path, out: Path, form: Format = Format(), base: Path |
         with new_directory(out, total) as filling, progress_bar("export", total) as advance:
             writer = SafetensorsWriter(filling, [_merged(announced[i] for i in file) for file in files])
 
-            def job(i: int) -> Job:
+            def job(i: int) -> CopyJob:
                 slot = plan.slots[i]
-                return Job(partial(_convert, slot, reader, form, writer, advance), max(sizes[i], _stored(slot, reader).nbytes))
+                return CopyJob(
+                    partial(_convert, slot, reader, form, writer, advance), max(sizes[i], _stored(slot, reader).nbytes)
+                )
 
             try:
                 work([[job(i) for i in file] for file in files])
@@ -105,7 +107,7 @@ def export_hf(checkpoint: Path, out: Path, form: Format = Format(), base: Path |
     return total
 
 
-def _convert(slot: Slot, reader: Reader, form: Format, writer: SafetensorsWriter, advance: Advance) -> None:
+def _convert(slot: Slot, reader: DistCheckpointReader, form: Format, writer: SafetensorsWriter, advance: Advance) -> None:
     """Read one parameter, and write its HF tensors."""
     for name, tensor in zip(slot.hf_names, hf_tensors(slot, reader), strict=True):
         for part, data in form.convert(slot, name, tensor):
@@ -133,7 +135,9 @@ def file_ranges(sizes: Sequence[int]) -> list[range]:
     return [*files, range(first, len(sizes))]
 
 
-def plan_of(checkpoint: Path, hf_config: Mapping[str, Any], reader: Reader, groups: Groups) -> Plan:
+def plan_of(
+    checkpoint: Path, hf_config: Mapping[str, Any], reader: DistCheckpointReader, groups: ParallelDims
+) -> ConversionPlan:
     """Return the plan of a Megatron checkpoint, after a check that its tensors are those of its config.json.
 
     Args:
@@ -168,7 +172,7 @@ def plan_of(checkpoint: Path, hf_config: Mapping[str, Any], reader: Reader, grou
     return plan
 
 
-def hf_tensors(slot: Slot, reader: Reader) -> list[Tensor]:
+def hf_tensors(slot: Slot, reader: DistCheckpointReader) -> list[Tensor]:
     """Return the HF tensors of a parameter in their stored dtype, contiguous.
 
     Args:
@@ -183,7 +187,7 @@ def hf_tensors(slot: Slot, reader: Reader) -> list[Tensor]:
     return [t.contiguous() for t in slot.to_hf(parameter)]
 
 
-def read_parameter(slot: Slot, reader: Reader) -> Tensor:
+def read_parameter(slot: Slot, reader: DistCheckpointReader) -> Tensor:
     """Return a whole Megatron parameter.
 
     Args:
@@ -200,13 +204,13 @@ def read_parameter(slot: Slot, reader: Reader) -> Tensor:
     return slot.merged(parameter, pieces)
 
 
-def _read(piece: ShardedTensor, reader: Reader) -> Tensor:
+def _read(piece: ShardedTensor, reader: DistCheckpointReader) -> Tensor:
     """Read the data of one piece."""
     shape = (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
     return reader.region(piece.key, piece.global_offset, shape).view(piece.local_shape)
 
 
-def _announced(slot: Slot, reader: Reader, form: Format) -> dict[str, Tensor]:
+def _announced(slot: Slot, reader: DistCheckpointReader, form: Format) -> dict[str, Tensor]:
     """Return the tensors that will be written for a parameter, by name, on the meta device."""
     announced: dict[str, Tensor] = {}
     for name, tensor in zip(slot.hf_names, slot.to_hf(_stored(slot, reader)), strict=True):
@@ -218,13 +222,13 @@ def _merged(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def _stored(slot: Slot, reader: Reader) -> Tensor:
+def _stored(slot: Slot, reader: DistCheckpointReader) -> Tensor:
     """Return the Megatron parameter in the dtype of the checkpoint, on the meta device."""
     parameter = slot.binding.parameter.detach()
     return parameter.to(reader.tensors[slot.pieces(parameter)[0].key].properties.dtype)
 
 
-def _config_changes(plan: Plan, announced: Mapping[str, Tensor], hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def _config_changes(plan: ConversionPlan, announced: Mapping[str, Tensor], hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of config.json that must change to describe the written tensors."""
     sizes: Counter[torch.dtype] = Counter()
     for name, tensor in announced.items():

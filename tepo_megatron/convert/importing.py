@@ -12,9 +12,9 @@ from torch import Tensor
 from tepo_megatron.convert import HF_FOLDER
 from tepo_megatron.convert.dist_writer import Stream, Writer, without_checksums
 from tepo_megatron.convert.output import new_directory
-from tepo_megatron.convert.plan import Plan, Slot, make_plan
+from tepo_megatron.convert.plan import ConversionPlan, Slot, make_plan
 from tepo_megatron.convert.progress import progress_bar
-from tepo_megatron.convert.streams import STREAMS, Job, deal, work
+from tepo_megatron.convert.streams import STREAMS, CopyJob, deal, work
 from tepo_megatron.convert.world import world_of_one
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.weights.families import check_tokenizer, read_config
@@ -52,15 +52,15 @@ def import_hf(source: Path, out: Path) -> int:
             carry_over(source, filling / HF_FOLDER)
             writer = Writer(filling, STREAMS)
 
-            def job(i: int, stream: Stream) -> Job:
-                return Job(lambda: advance(_convert(plan.slots[i], reader, stream)), sizes[i])
+            def job(i: int, stream: Stream) -> CopyJob:
+                return CopyJob(lambda: advance(_convert(plan.slots[i], reader, stream)), sizes[i])
 
             try:
                 for kept in plan.objects:
                     writer.streams[0].add_object(kept)
                 with without_checksums():
                     hands = zip(deal(sizes, STREAMS), writer.streams, strict=True)
-                    work([[*(job(i, stream) for i in hand), Job(stream.close)] for hand, stream in hands])
+                    work([[*(job(i, stream) for i in hand), CopyJob(stream.close)] for hand, stream in hands])
                 writer.finish({})
             finally:
                 writer.close(sync=False)
@@ -76,7 +76,7 @@ def _convert(slot: Slot, reader: HfReader, stream: Stream) -> int:
     return parameter.nbytes
 
 
-def read_plan(source: Path, hf_config: Mapping[str, Any], reader: HfReader, groups: Any) -> Plan:
+def read_plan(source: Path, hf_config: Mapping[str, Any], reader: HfReader, groups: Any) -> ConversionPlan:
     """Return the plan of a HF directory, after a check that its tensors and its tokenizer fit its config.json.
 
     Args:

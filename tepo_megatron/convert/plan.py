@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from tepo_megatron.actor import build
 from tepo_megatron.config import ModelConfig, ParallelConfig
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.weights.families import Family, find_family
 from tepo_megatron.weights.gather import Binding, bind
@@ -104,7 +104,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """The conversion plan of a whole model.
 
     Attributes:
@@ -129,7 +129,7 @@ class Plan:
         return {name: t for slot in self.slots for name, t in zip(slot.hf_names, slot.to_hf(_meta(slot)), strict=True)}
 
 
-def make_plan(hf_config: Mapping[str, Any], groups: Groups, content: Mapping[str, Any] | None = None) -> Plan:
+def make_plan(hf_config: Mapping[str, Any], groups: ParallelDims, content: Mapping[str, Any] | None = None) -> ConversionPlan:
     """Return the conversion plan of a model.
 
     Args:
@@ -154,7 +154,7 @@ def make_plan(hf_config: Mapping[str, Any], groups: Groups, content: Mapping[str
         if id(binding.parameter) not in of_parameter:
             raise ConversionError(f"parameter {binding.name} is not in the model's sharded state dict")
         slots.append(Slot(binding, of_parameter[id(binding.parameter)], arch))
-    return Plan(family, arch, tuple(slots), tuple(e for e in entries if isinstance(e, ShardedObject)))
+    return ConversionPlan(family, arch, tuple(slots), tuple(e for e in entries if isinstance(e, ShardedObject)))
 
 
 class NoIdleCopies(TorchFunctionMode):

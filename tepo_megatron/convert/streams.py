@@ -22,7 +22,7 @@ LARGE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Job:
+class CopyJob:
     """The conversion of one parameter.
 
     Attributes:
@@ -34,7 +34,7 @@ class Job:
     nbytes: int = 0
 
 
-def work(queues: Sequence[Sequence[Job]], large_bytes: int = LARGE_BYTES) -> None:
+def work(queues: Sequence[Sequence[CopyJob]], large_bytes: int = LARGE_BYTES) -> None:
     """Run all jobs. The jobs of a queue run in order in one thread; STREAMS queues run at a time, and start in their order.
 
     A job that is larger than `large_bytes` runs concurrently with no other such job. After an exception, or an interrupt, each
@@ -51,7 +51,7 @@ def work(queues: Sequence[Sequence[Job]], large_bytes: int = LARGE_BYTES) -> Non
     stop, large = threading.Event(), threading.Lock()
     failures: list[BaseException] = []
 
-    def run(queue: Sequence[Job]) -> None:
+    def run(queue: Sequence[CopyJob]) -> None:
         for job in queue:
             with large if job.nbytes > large_bytes else contextlib.nullcontext():
                 if stop.is_set():

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from tepo_megatron.config import ModelConfig, ParallelConfig
 from tepo_megatron.convert import HF_FOLDER
-from tepo_megatron.convert.dist_reader import Reader, read_common
+from tepo_megatron.convert.dist_reader import DistCheckpointReader, read_common
 from tepo_megatron.convert.exporting import hf_tensors, plan_of
 from tepo_megatron.convert.importing import read_plan
 from tepo_megatron.convert.progress import progress_bar
 from tepo_megatron.convert.world import world_of_one
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.utils.restricted_pickle import restricted_loading
 from tepo_megatron.weights.families import read_config
@@ -33,7 +33,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     """The result of a verification.
 
     Attributes:
@@ -63,7 +63,7 @@ class Verdict:
         return not self.differing and self.first_wrong_layer is None
 
 
-def verify(source: Path, checkpoint: Path, text: str = TEXT, precision: str = "fp32") -> Verdict:
+def verify(source: Path, checkpoint: Path, text: str = TEXT, precision: str = "fp32") -> VerifyResult:
     """Compare every tensor, then load one model after the other (each whole in memory) and compare their outputs on a text.
 
     Args:
@@ -77,7 +77,7 @@ def verify(source: Path, checkpoint: Path, text: str = TEXT, precision: str = "f
     """
     carried = checkpoint / HF_FOLDER if (checkpoint / HF_FOLDER / "config.json").exists() else source
     with world_of_one() as groups:
-        source_reader, reader = HfReader(source), Reader(checkpoint)
+        source_reader, reader = HfReader(source), DistCheckpointReader(checkpoint)
         read_plan(source, read_config(source), source_reader, groups)
         plan = plan_of(checkpoint, read_config(carried), reader, groups)
         count, differing = 0, []
@@ -102,7 +102,7 @@ def verify(source: Path, checkpoint: Path, text: str = TEXT, precision: str = "f
         raise ConversionError(f"{checkpoint} and {source} differ in layers or sizes; they are different models")
     errors = [(name, _error(ours[name], expected)) for name, expected in theirs.items()]
     same = (ours["logits"].argmax(-1) == theirs["logits"].argmax(-1)).double().mean().item()
-    return Verdict(count, tuple(differing), tuple(errors), tokens.numel(), same, TOLERANCE[precision])
+    return VerifyResult(count, tuple(differing), tuple(errors), tokens.numel(), same, TOLERANCE[precision])
 
 
 def _bitwise_equal(a: Tensor, b: Tensor) -> bool:
@@ -144,7 +144,7 @@ def _hf_outputs(source: Path, tokens: Tensor, dtype: torch.dtype) -> dict[str, T
 
 @torch.no_grad()
 def _megatron_outputs(
-    checkpoint: Path, arch: Architecture, groups: Groups, tokens: Tensor, precision: str
+    checkpoint: Path, arch: Architecture, groups: ParallelDims, tokens: Tensor, precision: str
 ) -> dict[str, Tensor]:
     """Return the same outputs of the Megatron model."""
     from megatron.core import dist_checkpointing

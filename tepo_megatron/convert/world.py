@@ -12,11 +12,11 @@ from tepo_megatron.config import ParallelConfig
 from tepo_megatron.platform import activate
 
 if TYPE_CHECKING:
-    from tepo_megatron.distributed.parallel import Groups
+    from tepo_megatron.distributed.parallel import ParallelDims
 
 
 @contextlib.contextmanager
-def world_of_one() -> Iterator[Groups]:
+def world_of_one() -> Iterator[ParallelDims]:
     """Yield a mesh of this process alone, which lasts as long as the block. It needs no network and no free port."""
     platform = activate("cpu")
     from tepo_megatron.distributed import parallel  # imports Megatron-Core, which the platform must precede

@@ -15,7 +15,7 @@ _BATCH_ROWS = 4096
 
 
 class ArrowRows:
-    """A `Reader` over Arrow record batches, one file after the other. It never skips copied rows, so `repeats` stays 0."""
+    """A `RowReader` over Arrow record batches, one file after the other. It never skips copied rows, so `repeats` stays 0."""
 
     def __init__(self, names: list[Path], open_: Callable[[Path], Iterable[Any]]) -> None:
         """Store what to read; nothing is opened yet.
@@ -31,7 +31,7 @@ class ArrowRows:
         self._batch_start = 0
 
     def rows(self, keys: Collection[str], passing_repeats: bool) -> Iterator[tuple[int, Row | DataError]]:
-        """Yield (place, row) of every row; see `Reader.rows`.
+        """Yield (place, row) of every row; see `RowReader.rows`.
 
         Args:
             keys: Dotted keys to read. Only the columns that these name are converted to Python values.

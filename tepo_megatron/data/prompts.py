@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tepo_megatron.config import DataConfig, DataSet
 from tepo_megatron.data.chat import Encoder
-from tepo_megatron.data.readers import Reader, Row
+from tepo_megatron.data.readers import Row, RowReader
 from tepo_megatron.data.report import Faults, Report, some
 from tepo_megatron.data.schemas import Messages, MissingKeyError, Schema, detect, take
 from tepo_megatron.data.sources import Source
@@ -86,7 +86,7 @@ def load_prompts(
     return Loaded(prompts, report, {item.key: (item.answer, reader.where(item.place)) for item in kept})
 
 
-def _schema(reader: Reader, source: DataSet, faults: Faults) -> Schema:
+def _schema(reader: RowReader, source: DataSet, faults: Faults) -> Schema:
     """Return the schema of the first row that fits one. With `skip_bad_rows`, rows before it that fit none are passed over."""
     row: Row | DataError | None = None
     at = 0
@@ -110,7 +110,7 @@ def _schema(reader: Reader, source: DataSet, faults: Faults) -> Schema:
     raise DataError(f"{source.path}: no row fits a known schema; the last: {row if isinstance(row, DataError) else list(row)}")
 
 
-def _items(reader: Reader, schema: Schema, faults: Faults, unique: Unique | None) -> Iterator[Item]:
+def _items(reader: RowReader, schema: Schema, faults: Faults, unique: Unique | None) -> Iterator[Item]:
     """Yield the rows of the dataset as items. With `unique`, yield only rows whose prompt was not seen before."""
     first = ""
     used = {schema.prompt_key, schema.answer_key}
@@ -145,7 +145,7 @@ def _missing(row: Row, error: MissingKeyError, schema: Schema, first: str) -> st
     return text
 
 
-def _unique(reader: Reader, schema: Schema, cfg: DataConfig, report: Report) -> list[Item]:
+def _unique(reader: RowReader, schema: Schema, cfg: DataConfig, report: Report) -> list[Item]:
     """Return each prompt once. A prompt with several answers is an error, or with `skip_bad_rows` dropped with all its rows."""
     unique = Unique()
     for item in _items(reader, schema, report.faults, unique):
@@ -163,7 +163,9 @@ def _unique(reader: Reader, schema: Schema, cfg: DataConfig, report: Report) -> 
     return list(unique.items.values())
 
 
-def _without_earlier(items: list[Item], reader: Reader, earlier: Mapping[bytes, tuple[str, str]], report: Report) -> list[Item]:
+def _without_earlier(
+    items: list[Item], reader: RowReader, earlier: Mapping[bytes, tuple[str, str]], report: Report
+) -> list[Item]:
     """Return the items whose prompts no earlier set has. A prompt with another answer than there is a fault."""
     kept = []
     for item in items:
@@ -179,7 +181,7 @@ def _without_earlier(items: list[Item], reader: Reader, earlier: Mapping[bytes, 
     return kept
 
 
-def _tried(items: list[Item], reader: Reader, cfg: DataConfig, try_golds: TryGolds, report: Report) -> list[Item]:
+def _tried(items: list[Item], reader: RowReader, cfg: DataConfig, try_golds: TryGolds, report: Report) -> list[Item]:
     """Report the items whose answers the grader cannot read; drop them or raise DataError if `cfg.check_answers` says so.
 
     An answer that timed out or killed its worker may be the machine's fault: it is reported, but never dropped or refused.
@@ -204,7 +206,7 @@ def _tried(items: list[Item], reader: Reader, cfg: DataConfig, try_golds: TryGol
 
 def _tokenized(
     items: list[Item],
-    reader: Reader,
+    reader: RowReader,
     schema: Schema,
     cfg: DataConfig,
     tokenizer: PreTrainedTokenizerBase,

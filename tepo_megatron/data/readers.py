@@ -1,4 +1,4 @@
-"""Read the rows of JSON-lines files, and define the `Reader` interface that every kind of dataset implements."""
+"""Read the rows of JSON-lines files, and define the `RowReader` interface that every kind of dataset implements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARQUET = b"PAR1"
 LINE_BYTES = 256 * 2**20  # a limit, since a gzipped file of a megabyte can hold a line of a gigabyte
 
 
-class Reader(Protocol):
+class RowReader(Protocol):
     """Rows of a dataset, which `rows` may go through several times.
 
     Attributes:
@@ -62,7 +62,7 @@ class JsonLines:
         self._last: Row = {}
 
     def rows(self, keys: Collection[str], passing_repeats: bool) -> Iterator[tuple[int, Row | DataError]]:
-        """Yield (place, row); see `Reader.rows`.
+        """Yield (place, row); see `RowReader.rows`.
 
         Args:
             keys: Ignored: every row is parsed whole.

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from tepo_megatron.config import SLICE
 from tepo_megatron.data import arrow
-from tepo_megatron.data.readers import PARQUET, JsonLines, Reader, files_of, first_bytes
+from tepo_megatron.data.readers import PARQUET, JsonLines, RowReader, files_of, first_bytes
 from tepo_megatron.errors import DataError
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Source:
         start = _place(self.start, len(rows)) if self.start else 0
         return list(rows[start : _place(self.stop, len(rows)) if self.stop else None])
 
-    def reader(self) -> Reader:
+    def reader(self) -> RowReader:
         """Return the reader for the rows. Raise DataError if nothing is there, or if JSON-lines and parquet files are mixed."""
         path = Path(self.path)
         if not path.exists() and _HUB.fullmatch(self.path) and not _FILE.search(self.path):

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """The methods that both kinds of store have."""
 
     def add(self, key: str, amount: int) -> int:
@@ -67,7 +67,7 @@ class FolderStore:
         self.folder = folder
 
     def add(self, key: str, amount: int = 1) -> int:
-        """Add a key, see `Store.add`.
+        """Add a key, see `KeyValueStore.add`.
 
         Args:
             key: The key.

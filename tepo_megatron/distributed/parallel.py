@@ -23,7 +23,7 @@ from tepo_megatron.config import ParallelConfig
 from tepo_megatron.config.io import differences
 from tepo_megatron.distributed.own_peers import own_peers_only
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.observability.watch import BeatStore
+from tepo_megatron.observability.hang_watchdog import BeatStore
 from tepo_megatron.platform import Platform
 from tepo_megatron.utils.heartbeats import HeartbeatFolder
 from tepo_megatron.utils.private import WORLD_FOLDER, check_private
@@ -44,7 +44,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Groups:
+class ParallelDims:
     """The mesh of this run, as this rank sees it.
 
     Attributes:
@@ -114,7 +114,7 @@ class Groups:
         return x
 
 
-def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mapping[str, Any] | None = None) -> Groups:
+def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mapping[str, Any] | None = None) -> ParallelDims:
     """Join the world that the launcher or torchrun describes (RANK, WORLD_SIZE, ...) and build the mesh.
 
     Args:
@@ -205,9 +205,9 @@ def world_store() -> BeatStore:
     return dist.distributed_c10d._get_default_store().clone()
 
 
-def _mesh(device: torch.device, host: dist.ProcessGroup) -> Groups:
+def _mesh(device: torch.device, host: dist.ProcessGroup) -> ParallelDims:
     """Return the mesh that `parallel_state` holds."""
-    return Groups(
+    return ParallelDims(
         host=host,
         dp=Axis.of(parallel_state.get_data_parallel_group()),
         tp=Axis.of(parallel_state.get_tensor_model_parallel_group()),

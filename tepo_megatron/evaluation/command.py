@@ -21,7 +21,7 @@ from tepo_megatron.evaluation.problems import Problems, load_benchmarks
 from tepo_megatron.evaluation.published import rows_of
 from tepo_megatron.evaluation.samples import sample_benchmark
 from tepo_megatron.evaluation.tables import beside_the_paper, figures
-from tepo_megatron.inference.engine import Launch, RolloutEngine
+from tepo_megatron.inference.engine import LaunchSpec, RolloutEngine
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.custom import CustomRollouts, load_function
@@ -33,7 +33,7 @@ _SERVES_ALONE = (
     *("--rollout.max_staleness=0", "--rollout.in_flight=finish"),
 )
 
-EngineFactory = Callable[[Config, Launch, Path], RolloutEngine]
+EngineFactory = Callable[[Config, LaunchSpec, Path], RolloutEngine]
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,9 @@ def _evaluate(
     return folder
 
 
-def launch_of(cfg: Config) -> Launch:
+def launch_of(cfg: Config) -> LaunchSpec:
     """Return what the servers of an evaluation are started with."""
-    return Launch(
+    return LaunchSpec(
         model_path=Path(cfg.model.path),
         max_model_len=cfg.data.max_prompt_tokens + cfg.evaluation.benchmark_tokens,
         platform=cfg.platform,
@@ -155,7 +155,7 @@ def launch_of(cfg: Config) -> Launch:
     )
 
 
-def _engine(cfg: Config, launch: Launch, log_path: Path) -> RolloutEngine:
+def _engine(cfg: Config, launch: LaunchSpec, log_path: Path) -> RolloutEngine:
     """Build servers that keep the weights of the checkpoint."""
     return build_engine(cfg.rollout, launch, log_path)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tepo_megatron.config import PAPER_TOKENS, DataConfig, EvaluationConfig
 from tepo_megatron.data.arrow import hugging_face
 from tepo_megatron.data.chat import Encoder
-from tepo_megatron.data.readers import JsonLines, Reader, Row
+from tepo_megatron.data.readers import JsonLines, Row, RowReader
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS, Benchmark
 from tepo_megatron.types import Prompt, SamplingParams
@@ -104,7 +104,7 @@ def _rows(name: str, entry: Benchmark, folder: str | None) -> tuple[str, list[tu
         raise DataError(f"{e}; or {_mend(name)}") from None
 
 
-def _read(reader: Reader) -> Iterator[tuple[int, str, Row]]:
+def _read(reader: RowReader) -> Iterator[tuple[int, str, Row]]:
     """Yield (number from 0, place for messages, row) of each row. Raises DataError for a row that cannot be read."""
     for place, row in reader.rows((), passing_repeats=False):
         if isinstance(row, DataError):

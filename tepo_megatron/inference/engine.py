@@ -13,7 +13,7 @@ from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.weight_sync.channel import Bucket, Kept, Meeting, Source, Taker
+from tepo_megatron.weight_sync.broadcast_group import Bucket, GroupSpec, Recipient, Source, UnchangedTensors
 
 # Version of an engine that still serves the weights of its model directory.
 INITIAL_VERSION = -1
@@ -37,7 +37,7 @@ def served_label(version: int) -> str:
     return INITIAL_LABEL if version == INITIAL_VERSION else str(version)
 
 
-def in_words(sources: Sequence[Source]) -> list[str]:
+def serialize(sources: Sequence[Source]) -> list[str]:
     """Serialize weight sources for `inbox.Inbox.take`: a bucket as JSON, a file as its absolute path."""
     return [source.to_json() if isinstance(source, Bucket) else str(source.absolute()) for source in sources]
 
@@ -50,7 +50,7 @@ Precision = Literal["fp32", "bf16"]
 Deliver = Callable[[list[Rollout]], None]
 
 
-class Groups(Protocol):
+class GroupStream(Protocol):
     """Stream of sampled groups in the order of their arrival, not of the requests."""
 
     def add(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
@@ -108,7 +108,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def open(self) -> Groups:
+    def open(self) -> GroupStream:
         """Return a stream that samples like `generate` and delivers group by group. Nothing is being sampled yet."""
         ...
 
@@ -141,11 +141,11 @@ class RolloutEngine(Protocol):
         ...
 
     @property
-    def takers(self) -> tuple[Taker, ...]:
+    def takers(self) -> tuple[Recipient, ...]:
         """Servers of the update under way, as far as is known."""
         ...
 
-    def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
+    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
         """Have servers form process groups with ranks of the trainer, before any `load` of what these ranks broadcast.
 
         Returns at once. The future is done when all servers have tried; the meeting's store shows which ranks came.
@@ -220,7 +220,7 @@ class RolloutEngine(Protocol):
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchSpec:
     """Settings that a server of any engine is started with."""
 
     model_path: Path  # Hugging Face directory of the first weights
@@ -242,7 +242,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class About:
+class ServerInfo:
     """A server's description of itself."""
 
     engine_version: str  # as the engine numbers its releases
@@ -275,7 +275,7 @@ class EngineApi(Protocol):
 
     name: str
 
-    def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
+    def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
         """Return the argv of a server that listens on `launch.host`, without secrets.
 
         Args:
@@ -288,7 +288,7 @@ class EngineApi(Protocol):
         """
         ...
 
-    def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
+    def environment(self, cfg: ServerConfig, launch: LaunchSpec, inherited: Mapping[str, str], key: str) -> dict[str, str]:
         """Return the server's whole environment.
 
         Args:
@@ -298,7 +298,7 @@ class EngineApi(Protocol):
         """
         ...
 
-    async def about(self, send: Send) -> About:
+    async def about(self, send: Send) -> ServerInfo:
         """Ask a healthy server to describe itself."""
         ...
 
@@ -326,7 +326,7 @@ class EngineApi(Protocol):
         """Begin an update of all weights, on a new server or one that has finished the update before."""
         ...
 
-    async def join(self, send: Send, meeting: Meeting) -> None:
+    async def join(self, send: Send, meeting: GroupSpec) -> None:
         """Have all ranks of the server join process groups with the trainer's ranks, if they can.
 
         Args:
@@ -334,7 +334,7 @@ class EngineApi(Protocol):
         """
         ...
 
-    async def keep(self, send: Send, kept: Kept) -> None:
+    async def keep(self, send: Send, kept: UnchangedTensors) -> None:
         """Announce the tensors that the update under way leaves unchanged.
 
         Args:

@@ -14,28 +14,28 @@ import torch
 
 from tepo_megatron.config import Config, RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.inference.engine import EngineApi, Launch, Server
+from tepo_megatron.inference.engine import EngineApi, LaunchSpec, Server
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.inference.servers.process import GRACE_SECONDS
+from tepo_megatron.inference.servers.quiesce import Quiesce
 from tepo_megatron.inference.servers.remote import FoundServer, NamedServer
 from tepo_megatron.inference.servers.rendezvous import Rendezvous
-from tepo_megatron.inference.servers.standstill import Standstill
 from tepo_megatron.inference.sglang import SglangApi
 from tepo_megatron.inference.vllm import VllmApi
 
 ENGINES: Mapping[str, Callable[[], EngineApi]] = {"vllm": VllmApi, "sglang": SglangApi}
 
 
-def launch_of(cfg: Config, first_device: int = 0) -> Launch:
+def launch_of(cfg: Config, first_device: int = 0) -> LaunchSpec:
     """Return the settings with which the servers of a run are started.
 
     Args:
         cfg: Config of the run.
         first_device: Index of the servers' first GPU among those that this process sees.
     """
-    return Launch(
+    return LaunchSpec(
         model_path=Path(cfg.model.path),
         max_model_len=cfg.served_tokens,
         platform=cfg.platform,
@@ -49,7 +49,7 @@ def launch_of(cfg: Config, first_device: int = 0) -> Launch:
     )
 
 
-def launch_beside_ranks(cfg: Config) -> Launch:
+def launch_beside_ranks(cfg: Config) -> LaunchSpec:
     """Return the settings of servers that a rank starts: on the ranks' own GPUs (`rollout.colocate`), else on those after them.
 
     Raises ConfigError if this machine has too few GPUs.
@@ -81,7 +81,7 @@ def beginning(cfg: RolloutConfig, log_path: Path) -> list[str]:
     return [*told, _where_from(cfg, log_path)]
 
 
-def build_engine(cfg: RolloutConfig, launch: Launch, log_path: Path) -> Fleet:
+def build_engine(cfg: RolloutConfig, launch: LaunchSpec, log_path: Path) -> Fleet:
     """Build the fleet of the config. Its servers are not started yet.
 
     Args:
@@ -90,7 +90,7 @@ def build_engine(cfg: RolloutConfig, launch: Launch, log_path: Path) -> Fleet:
         log_path: Log of a single server that is started here, in the folder of the run; several servers append their index.
     """
     apis = [ENGINES[cfg.engine]() for _ in range(cfg.servers)]
-    standstill: Standstill | None = None
+    standstill: Quiesce | None = None
     servers: list[NamedServer] | list[FoundServer] | list[LocalServer]
     if cfg.server.urls is not None:
         servers = [NamedServer(name_of(cfg, i), cfg.server, launch, url) for i, url in enumerate(cfg.server.urls)]
@@ -106,7 +106,7 @@ def build_engine(cfg: RolloutConfig, launch: Launch, log_path: Path) -> Fleet:
 
 
 def local_servers(
-    cfg: RolloutConfig, apis: list[EngineApi], launch: Launch, log_path: Path, key: str | None = None
+    cfg: RolloutConfig, apis: list[EngineApi], launch: LaunchSpec, log_path: Path, key: str | None = None
 ) -> list[LocalServer]:
     """Build the servers of this machine, each on its own GPUs.
 
@@ -132,7 +132,7 @@ def name_of(cfg: RolloutConfig, i: int) -> str:
     return "the inference server" if cfg.servers == 1 else f"inference server {i}"
 
 
-def _found(cfg: RolloutConfig, rendezvous: Rendezvous, launch: Launch, run: Path) -> list[FoundServer]:
+def _found(cfg: RolloutConfig, rendezvous: Rendezvous, launch: LaunchSpec, run: Path) -> list[FoundServer]:
     used = set[str]()
     return [
         FoundServer(name_of(cfg, i), cfg.server, launch, rendezvous, engine=cfg.engine, run=run, used=used)
@@ -140,13 +140,15 @@ def _found(cfg: RolloutConfig, rendezvous: Rendezvous, launch: Launch, run: Path
     ]
 
 
-def _standstill(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg: ServerConfig, launch: Launch) -> Standstill:
+def _standstill(
+    servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg: ServerConfig, launch: LaunchSpec
+) -> Quiesce:
     def starts() -> list[str]:
         return [server.start for server in servers if server.start is not None]
 
     # A starting server is ended only once it is up, and a pending health request may take up to silent_seconds.
     seconds = cfg.ready_limit(launch.platform) + cfg.silent_seconds + 5 * GRACE_SECONDS
-    return Standstill(rendezvous, str(run.resolve()), starts, seconds)
+    return Quiesce(rendezvous, str(run.resolve()), starts, seconds)
 
 
 def _where_from(cfg: RolloutConfig, log_path: Path) -> str:

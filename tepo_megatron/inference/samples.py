@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.cut import CUT
+from tepo_megatron.inference.partial import ABORTED
 from tepo_megatron.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import CONTROL_BYTES
@@ -106,7 +106,7 @@ def checked_rollout(
         prompt: The prompt.
         ids: Response token ids, including the stop token.
         logprobs: Log-prob of each response token, in nats.
-        stop_reason: "stop", "length" or `cut.CUT`. CUT is corrected if the response is in fact complete.
+        stop_reason: "stop", "length" or `cut.ABORTED`. CUT is corrected if the response is in fact complete.
         sampling: Of the request.
         version: Version of the weights that sampled it.
         experts: Integer [tokens that were an input, layers of the model, experts per token]. Dropped for an aborted response:
@@ -116,17 +116,17 @@ def checked_rollout(
         ValueError: The response does not match the request.
         TypeError: A value is not a list.
     """
-    if stop_reason == CUT and len(ids) == sampling.max_tokens:
+    if stop_reason == ABORTED and len(ids) == sampling.max_tokens:
         stop_reason = "length"
-    if stop_reason == CUT and ids and ids[-1] in sampling.stop_token_ids:
+    if stop_reason == ABORTED and ids and ids[-1] in sampling.stop_token_ids:
         stop_reason = "stop"
-    if not (stop_reason != CUT) <= len(ids) <= sampling.max_tokens:
+    if not (stop_reason != ABORTED) <= len(ids) <= sampling.max_tokens:
         raise ValueError(f"{len(ids)} response tokens, max_tokens={sampling.max_tokens}")
     if len(logprobs) != len(ids):
         raise ValueError(f"{len(ids)} tokens but {len(logprobs)} log-probs")
     if not all(math.isfinite(logprob) and logprob <= 1e-6 for logprob in logprobs):
         raise ValueError("a log-prob is positive or not finite")
-    if stop_reason not in ("stop", "length", CUT):
+    if stop_reason not in ("stop", "length", ABORTED):
         raise ValueError(f"finish_reason={stop_reason!r}")
     if stop_reason == "stop" and sampling.stop_token_ids and ids[-1] not in sampling.stop_token_ids:
         raise ValueError(f"it stopped at token {ids[-1]}, which is none of the stop tokens {list(sampling.stop_token_ids)}")
@@ -139,7 +139,7 @@ def checked_rollout(
         policy_version=version,
         stop_reason=stop_reason,
         answer=prompt.answer,
-        experts_LKT=None if stop_reason == CUT else _checked_experts(experts, context + len(ids), sampling.routing),
+        experts_LKT=None if stop_reason == ABORTED else _checked_experts(experts, context + len(ids), sampling.routing),
     )
 
 

@@ -30,13 +30,13 @@ from tepo_megatron.distributed.meeting_store import is_loopback
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.inference.engine import (
     ENGINE_PARTS,
-    About,
     EnginePart,
-    Launch,
+    LaunchSpec,
     Send,
+    ServerInfo,
     StaleWeights,
-    in_words,
     longest_sequence,
+    serialize,
     served_label,
 )
 from tepo_megatron.inference.samples import RETURN_EXPERTS, checked_rollout, neutral, parsed, prompt_seed
@@ -44,7 +44,7 @@ from tepo_megatron.inference.servers.environment import devices, new_file, on_th
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.escaping import excerpt
-from tepo_megatron.weight_sync.channel import Kept, Meeting, Source
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source, UnchangedTensors
 from tepo_megatron.weight_sync.receiver.sglang_loader import BEGIN, FINISH, JOIN, KEEP, LOADER, MODEL_VARIABLE
 from tepo_megatron.weight_sync.receiver.sglang_server import CPU_VARIABLE, KEY_VARIABLE
 
@@ -64,7 +64,7 @@ class SglangApi:
     def __init__(self) -> None:
         self._tp = 1  # tensor-parallel size of the server
 
-    def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
+    def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
         """Return the argv. Raises ConfigError if there is no environment with SGLang.
 
         Args:
@@ -89,7 +89,7 @@ class SglangApi:
             command += ["--max-total-tokens", str(_cache_tokens(cfg, launch)), "--enable-deterministic-inference"]
         return [*command, *cfg.extra_args]
 
-    def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
+    def environment(self, cfg: ServerConfig, launch: LaunchSpec, inherited: Mapping[str, str], key: str) -> dict[str, str]:
         """Return the environment. The key is in it and not in argv, which everyone on the machine can read.
 
         Args:
@@ -119,12 +119,12 @@ class SglangApi:
             env["TORCH_COMPILE_DISABLE"] = "1"  # else a helper is compiled at the first request
         return env
 
-    async def about(self, send: Send) -> About:
+    async def about(self, send: Send) -> ServerInfo:
         """Ask for SGLang's version, the label of its weights, and the longest sequence of its model."""
         server = await send("GET", "/server_info", None)
         served = await send("GET", "/model_info", None)
         length = await longest_sequence(send)
-        return About(str(server["version"]), str(served["weight_version"]), length)
+        return ServerInfo(str(server["version"]), str(served["weight_version"]), length)
 
     async def prepare(self, send: Send) -> None:
         """Ask for the tensor-parallel size: an update names its sources once for each tensor-parallel rank."""
@@ -148,7 +148,7 @@ class SglangApi:
         await send("POST", "/begin_weight_update", {"selector": "all"})
         await send("POST", "/update_weights_from_tensor", self._payload(BEGIN))
 
-    async def join(self, send: Send, meeting: Meeting) -> None:
+    async def join(self, send: Send, meeting: GroupSpec) -> None:
         """Send the groups as an update without tensors.
 
         Args:
@@ -156,7 +156,7 @@ class SglangApi:
         """
         await send("POST", "/update_weights_from_tensor", self._payload(JOIN, json.dumps(asdict(meeting))))
 
-    async def keep(self, send: Send, kept: Kept) -> None:
+    async def keep(self, send: Send, kept: UnchangedTensors) -> None:
         """Send the names of the unchanged tensors as an update without tensors.
 
         Args:
@@ -170,7 +170,7 @@ class SglangApi:
         Args:
             send, sources: See `EngineApi.load`.
         """
-        await send("POST", "/update_weights_from_tensor", self._payload(*in_words(sources)))
+        await send("POST", "/update_weights_from_tensor", self._payload(*serialize(sources)))
 
     async def finish_update(self, send: Send, version: int) -> None:
         """Send FINISH as an update without tensors, end the session, and flush the prefix cache. Raises SyncError.
@@ -308,7 +308,7 @@ def _python(cfg: ServerConfig) -> Path:
     return python
 
 
-def _cache_tokens(cfg: ServerConfig, launch: Launch) -> int:
+def _cache_tokens(cfg: ServerConfig, launch: LaunchSpec) -> int:
     """Return the size of the KV cache in tokens: what fits into its memory, but not more than can be requested at once."""
     config = json.loads((launch.model_path / "config.json").read_text())
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]

@@ -22,13 +22,13 @@ from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.meeting_store import is_loopback
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import (
-    About,
     EnginePart,
-    Launch,
+    LaunchSpec,
     Send,
+    ServerInfo,
     StaleWeights,
-    in_words,
     longest_sequence,
+    serialize,
     served_label,
 )
 from tepo_megatron.inference.samples import RETURN_EXPERTS, checked_rollout, neutral, parsed, prompt_seed
@@ -36,7 +36,7 @@ from tepo_megatron.inference.servers.environment import devices, on_this_machine
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.escaping import excerpt
-from tepo_megatron.weight_sync.channel import Kept, Meeting, Source
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source, UnchangedTensors
 from tepo_megatron.weight_sync.receiver.vllm_auth import API_KEY_VARIABLE
 
 BACKEND = "tepo_shm"  # name under which vllm_plugin.py registers the backend inside the server
@@ -52,7 +52,7 @@ class VllmApi:
 
     name = "vLLM 0.32"
 
-    def command(self, cfg: ServerConfig, launch: Launch, port: int) -> list[str]:
+    def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
         """Return the argv. It does not use the `vllm` command: that of the CPU wheel does not find its own package metadata.
 
         Args:
@@ -85,7 +85,7 @@ class VllmApi:
                 command += ["--distributed-executor-backend", "uni"]
         return [*command, *cfg.extra_args]
 
-    def environment(self, cfg: ServerConfig, launch: Launch, inherited: Mapping[str, str], key: str) -> dict[str, str]:
+    def environment(self, cfg: ServerConfig, launch: LaunchSpec, inherited: Mapping[str, str], key: str) -> dict[str, str]:
         """Return the environment. The key is in it and not in argv, which everyone on the machine can read.
 
         Args:
@@ -118,12 +118,12 @@ class VllmApi:
             env["TORCH_COMPILE_DISABLE"] = "1"
         return env
 
-    async def about(self, send: Send) -> About:
+    async def about(self, send: Send) -> ServerInfo:
         """Ask for vLLM's version, the label of its weights, and the longest sequence of its model."""
         version = await send("GET", "/version", None)
         served = await send("GET", "/weight_info", None)
         length = await longest_sequence(send)
-        return About(str(version["version"]), str(served["weight_version"]), length)
+        return ServerInfo(str(version["version"]), str(served["weight_version"]), length)
 
     async def prepare(self, send: Send) -> None:
         """Initialize the transfer backend. Files need no process group, but vLLM requires the call."""
@@ -149,7 +149,7 @@ class VllmApi:
         """Call vLLM's own update route; our plugin is behind it."""
         await send("POST", "/start_weight_update", None)
 
-    async def join(self, send: Send, meeting: Meeting) -> None:
+    async def join(self, send: Send, meeting: GroupSpec) -> None:
         """Send the groups to `/init_weight_transfer_engine`, the route of `prepare`.
 
         Args:
@@ -157,7 +157,7 @@ class VllmApi:
         """
         await send("POST", "/init_weight_transfer_engine", {"init_info": {"meeting": asdict(meeting)}})
 
-    async def keep(self, send: Send, kept: Kept) -> None:
+    async def keep(self, send: Send, kept: UnchangedTensors) -> None:
         """Use the route of `join`: the route that begins an update takes no arguments.
 
         Args:
@@ -171,7 +171,7 @@ class VllmApi:
         Args:
             send, sources: See `EngineApi.load`.
         """
-        await send("POST", "/update_weights", {"update_info": {"sources": in_words(sources)}})
+        await send("POST", "/update_weights", {"update_info": {"sources": serialize(sources)}})
 
     async def finish_update(self, send: Send, version: int) -> None:
         """Finish the update and clear the prefix cache, which vLLM does not do by itself. Raises SyncError.

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from tepo_megatron.observability.watch import here
+from tepo_megatron.observability.hang_watchdog import progress
 
 
 class Clock:
@@ -25,7 +25,7 @@ class Clock:
         """Time the block as phase `name`. Repeated blocks add up."""
         start = time.perf_counter()
         try:
-            with here.within(name):
+            with progress.within(name):
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.context_parallel import zigzag_rows
-from tepo_megatron.ops.shared_prompts import Families, Piece, pieces_of
+from tepo_megatron.ops.shared_prompts import Piece, PrefixGroups, pieces_of
 from tepo_megatron.types import NO_EXPERT, PackedMicrobatch
 
 
@@ -25,7 +25,7 @@ def pack(
     alignment: Alignment,
     cp_rank: int,
     experts: Sequence[Tensor] | None = None,
-    families: Families | None = None,
+    families: PrefixGroups | None = None,
 ) -> PackedMicrobatch:
     """Pack the sequences `indices` one after another and return this context-parallel rank's part.
 

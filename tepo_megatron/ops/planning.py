@@ -13,7 +13,7 @@ import numpy as np
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.balance import Items, assign_ranks, fill, fill_tightly
 from tepo_megatron.ops.pipeline_time import ALONE, Costs, Pipeline, small_at_the_ends, tapered
-from tepo_megatron.ops.shared_prompts import Families, cut, pieces_of
+from tepo_megatron.ops.shared_prompts import PrefixGroups, cut, pieces_of
 
 # [dp rank][microbatch] = indices of the sequences in it
 Plan = list[list[list[int]]]
@@ -43,7 +43,7 @@ def plan_microbatches(
     longest_first: bool = True,
     pipeline: Pipeline = ALONE,
     attention_tokens: float = ATTENTION_TOKENS,
-    families: Families | None = None,
+    families: PrefixGroups | None = None,
 ) -> Plan:
     """Assign sequences to data-parallel ranks and microbatches.
 
@@ -104,7 +104,7 @@ def _plan_of_items(items: Items, dp: int, multiple_of: int, pipeline: Pipeline, 
 class _Costs:
     """The cost of sequences that share a microbatch: the sum of their own costs, with each shared prompt counted once."""
 
-    def __init__(self, costs: list[float], families: Families | None, attention_tokens: float) -> None:
+    def __init__(self, costs: list[float], families: PrefixGroups | None, attention_tokens: float) -> None:
         self._costs, self._families = costs, families
         self._prompts = [] if families is None else sequence_costs(families.lengths, attention_tokens)
 
@@ -147,7 +147,7 @@ def plan_metrics(
     alignment: Alignment,
     pipeline: Pipeline = ALONE,
     attention_tokens: float = ATTENTION_TOKENS,
-    families: Families | None = None,
+    families: PrefixGroups | None = None,
 ) -> dict[str, float]:
     """Return what a plan computes and wastes. Times are those of the cost model.
 

@@ -18,7 +18,7 @@ _HALVINGS = 5  # how often `cut` halves the size limit of a part
 
 
 @dataclass(frozen=True)
-class Families:
+class PrefixGroups:
     """The prefix groups of a batch.
 
     Attributes:
@@ -30,7 +30,7 @@ class Families:
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, prompt_ids: Sequence[int], lengths: Sequence[int], least_tokens: int, least_saved: int) -> Families | None:
+    def of(cls, prompt_ids: Sequence[int], lengths: Sequence[int], least_tokens: int, least_saved: int) -> PrefixGroups | None:
         """Return the prefix groups of a batch; None if no prompt is shared. A sequence that shares nothing is its own group.
 
         Args:
@@ -75,7 +75,7 @@ class Piece:
         return self.stop - self.start
 
 
-def pieces_of(indices: Sequence[int], lengths: Sequence[int], families: Families | None) -> list[Piece]:
+def pieces_of(indices: Sequence[int], lengths: Sequence[int], families: PrefixGroups | None) -> list[Piece]:
     """Return the pieces of a microbatch: whole sequences, shared prompts, and what follows these prompts.
 
     Args:
@@ -95,7 +95,7 @@ def pieces_of(indices: Sequence[int], lengths: Sequence[int], families: Families
     return out
 
 
-def cut(families: Families, lengths: Sequence[int], alignment: Alignment, room: int) -> list[list[list[int]]]:
+def cut(families: PrefixGroups, lengths: Sequence[int], alignment: Alignment, room: int) -> list[list[list[int]]]:
     """Return several ways to split a batch into parts of prefix groups, each part to be computed in one microbatch.
 
     The parts of the first way have at most `room` tokens, those of the next half as many, and so on. The shared prompt and all
@@ -119,7 +119,9 @@ def cut(families: Families, lengths: Sequence[int], alignment: Alignment, room: 
     return ways
 
 
-def _parts(members: list[int], families: Families, lengths: Sequence[int], alignment: Alignment, most: int) -> list[list[int]]:
+def _parts(
+    members: list[int], families: PrefixGroups, lengths: Sequence[int], alignment: Alignment, most: int
+) -> list[list[int]]:
     """Split a group into as few parts of at most `most` tokens as hold it: the longest first, each into the emptiest part."""
     prompt = families.lengths[members[0]]
     behind = {i: alignment.padded_one(lengths[i] - prompt) for i in members}

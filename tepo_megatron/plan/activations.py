@@ -156,7 +156,7 @@ def _expert_terms(arch: Architecture, parallel: ParallelConfig, hidden: float) -
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedActivations:
     """Bytes kept for backward.
 
     Attributes:
@@ -168,7 +168,7 @@ class Kept:
     host: float = 0.0
 
 
-def kept(terms: Sequence[Term], element_size: int, tokens: float = 1, *, offloaded: bool = False) -> Kept:
+def kept(terms: Sequence[Term], element_size: int, tokens: float = 1, *, offloaded: bool = False) -> SavedActivations:
     """Return the bytes that some tokens of a rank keep for backward.
 
     Args:
@@ -179,7 +179,7 @@ def kept(terms: Sequence[Term], element_size: int, tokens: float = 1, *, offload
     """
     away = [t for t in terms if offloaded and t.bytes(element_size) * tokens >= LEAST_OFFLOADED]
     stay = sum(t.bytes(element_size) for t in terms if t not in away)
-    return Kept(stay * tokens, sum(t.copied(element_size) for t in away) * tokens)
+    return SavedActivations(stay * tokens, sum(t.copied(element_size) for t in away) * tokens)
 
 
 def kept_terms(

@@ -15,7 +15,7 @@ from tepo_megatron.plan.compute import Machine
 from tepo_megatron.plan.gpus import GIB, GPUS
 from tepo_megatron.plan.memory import ELEMENT, Model, host_bytes
 from tepo_megatron.plan.models import read_model
-from tepo_megatron.plan.search import Layout, judge, search
+from tepo_megatron.plan.search import LayoutCandidate, judge, search
 from tepo_megatron.plan.step import Predictor
 from tepo_megatron.plan.tables import as_json, memory_lines, run_lines, search_lines, time_lines
 from tepo_megatron.plan.whole_run import whole_run
@@ -127,7 +127,7 @@ def plan(cfg: Config, request: Request, tell: Callable[[str], None]) -> int:
     return 0
 
 
-def _refusal(given: Layout, why: str) -> str:
+def _refusal(given: LayoutCandidate, why: str) -> str:
     if not given.states:
         return f"does not fit: {why}"
     state = given.fullest

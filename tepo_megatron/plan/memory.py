@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tepo_megatron.config import Config, OptimizerConfig, ParallelConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan import activations, parameters
-from tepo_megatron.plan.activations import Kept, Kernels, Recompute
+from tepo_megatron.plan.activations import Kernels, Recompute, SavedActivations
 from tepo_megatron.plan.gpus import ASSUMED, GIB, GPUS_PER_NODE, Assumptions, Gpu
 from tepo_megatron.plan.parameters import Held
 from tepo_megatron.plan.placement import placement_of
@@ -140,7 +140,7 @@ def _fp8_workspaces(cfg: Config, model: Model, parallel: ParallelConfig, rank: i
     return linear * (2 + scales)
 
 
-def kept(cfg: Config, model: Model, parallel: ParallelConfig, rank: int) -> Kept:
+def kept(cfg: Config, model: Model, parallel: ParallelConfig, rank: int) -> SavedActivations:
     """Return the maximum bytes that a pipeline rank keeps for backward at once, with full microbatches.
 
     Of the output layer only the host copy is counted, because its tensors are on the device when backward begins.
@@ -161,7 +161,7 @@ def kept(cfg: Config, model: Model, parallel: ParallelConfig, rank: int) -> Kept
         one = activations.kept(norm, element, tokens, offloaded=offloaded)
         device, host = device + one.device, host + one.host
         host += _output(cfg, model, parallel, tokens)[0] if offloaded else 0.0
-    return Kept(device, host)
+    return SavedActivations(device, host)
 
 
 def _there_for_a_while(cfg: Config, model: Model, parallel: ParallelConfig, rank: int) -> float:

@@ -16,7 +16,7 @@ from tepo_megatron.plan.step import Predictor, Step
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayoutCandidate:
     """The prediction for a config on one layout.
 
     Attributes:
@@ -47,7 +47,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -56,12 +56,12 @@ class Found:
         seen: Number of layouts tried.
     """
 
-    best: list[Layout]
+    best: list[LayoutCandidate]
     refused: Mapping[str, list[str]]
     seen: int
 
 
-def judge(predictor: Predictor, *, timed: bool = True) -> Layout:
+def judge(predictor: Predictor, *, timed: bool = True) -> LayoutCandidate:
     """Return the prediction for one layout.
 
     Args:
@@ -72,11 +72,11 @@ def judge(predictor: Predictor, *, timed: bool = True) -> Layout:
     try:
         check_layout(model.arch, cfg.parallel)
     except ConfigError as e:
-        return Layout(cfg, why=str(e).partition(";")[0])
+        return LayoutCandidate(cfg, why=str(e).partition(";")[0])
     if fault := predictor.placement.fault:
-        return Layout(cfg, why=fault)
+        return LayoutCandidate(cfg, why=fault)
     found = tuple(states(cfg, model, gpu, predictor.machine.assumed))
-    layout = Layout(cfg, found)
+    layout = LayoutCandidate(cfg, found)
     over = layout.fullest.total - gpu.memory
     if over > 0:
         return replace(layout, why=f"{over / GIB:.1f} GiB too much to {layout.fullest.name}")
@@ -87,7 +87,7 @@ def judge(predictor: Predictor, *, timed: bool = True) -> Layout:
     return replace(layout, step=predictor.step()) if timed else layout
 
 
-def search(predictor: Predictor, gpus: int) -> Found:
+def search(predictor: Predictor, gpus: int) -> SearchResult:
     """Search every layout.
 
     A layout combines a mesh, the engine's tensor parallelism, the engine's number of GPUs (if it has its own), and the
@@ -97,7 +97,7 @@ def search(predictor: Predictor, gpus: int) -> Found:
         predictor: Predictor of the given config.
         gpus: Available GPUs.
     """
-    best: list[Layout] = []
+    best: list[LayoutCandidate] = []
     refused: dict[str, list[str]] = defaultdict(list)
     seen = 0
     for cfg in _candidates(predictor.cfg, gpus, predictor.model.arch.experts is not None):
@@ -108,7 +108,7 @@ def search(predictor: Predictor, gpus: int) -> Found:
         else:
             best.append(layout)
     best.sort(key=lambda layout: (-layout.step.tokens_per_second if layout.step else 0.0, layout.fullest.total))
-    return Found(best, dict(sorted(refused.items(), key=lambda item: -len(item[1]))), seen)
+    return SearchResult(best, dict(sorted(refused.items(), key=lambda item: -len(item[1]))), seen)
 
 
 def _candidates(cfg: Config, gpus: int, experts: bool) -> Iterator[Config]:
@@ -151,7 +151,7 @@ def _with_tokens(cfg: Config, factor: int) -> Config:
     )
 
 
-def _reason(layout: Layout) -> str:
+def _reason(layout: LayoutCandidate) -> str:
     """Return why a layout is refused, without numbers that differ between layouts."""
     if not layout.states:
         return layout.why

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from tepo_megatron.plan.gpus import GIB, Gpu
-from tepo_megatron.plan.search import Found, Layout
+from tepo_megatron.plan.search import LayoutCandidate, SearchResult
 from tepo_megatron.plan.step import Predictor, Step
 from tepo_megatron.plan.whole_run import WholeRun, time_range, whole_run
 
 _SHOWN = 8
 
 
-def memory_lines(layout: Layout, gpu: Gpu) -> Iterator[str]:
+def memory_lines(layout: LayoutCandidate, gpu: Gpu) -> Iterator[str]:
     """Yield the memory table, with one column per state.
 
     Args:
@@ -71,7 +71,7 @@ def run_lines(run: WholeRun) -> Iterator[str]:
     yield "  GPU-hours of {} GPUs: {:.0f} ({:.0f} to {:.0f})".format(run.gpus, *hours)
 
 
-def search_lines(found: Found, gpus: int) -> Iterator[str]:
+def search_lines(found: SearchResult, gpus: int) -> Iterator[str]:
     """Yield the best layouts, and why the others are refused.
 
     Args:
@@ -89,7 +89,7 @@ def search_lines(found: Found, gpus: int) -> Iterator[str]:
         yield f"  {len(names):4} refused: {why}"
 
 
-def as_json(predictor: Predictor, layout: Layout, found: Found, gpus: int) -> dict[str, Any]:
+def as_json(predictor: Predictor, layout: LayoutCandidate, found: SearchResult, gpus: int) -> dict[str, Any]:
     """Return everything as JSON values, in bytes and seconds.
 
     Args:
@@ -99,7 +99,7 @@ def as_json(predictor: Predictor, layout: Layout, found: Found, gpus: int) -> di
         gpus: Available GPUs.
     """
 
-    def one(layout: Layout) -> dict[str, Any]:
+    def one(layout: LayoutCandidate) -> dict[str, Any]:
         out: dict[str, Any] = {"layout": layout.name, "fits": not layout.why, "why": layout.why}
         out["memory_bytes"] = {state.name: {k: round(v) for k, v in state.parts.items()} for state in layout.states}
         if layout.step is not None:

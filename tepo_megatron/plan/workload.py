@@ -10,7 +10,7 @@ from statistics import NormalDist
 
 from tepo_megatron.config import Config
 from tepo_megatron.ops.alignment import Alignment
-from tepo_megatron.ops.shared_prompts import LEAST_SAVED, Families
+from tepo_megatron.ops.shared_prompts import LEAST_SAVED, PrefixGroups
 from tepo_megatron.plan.gpus import ASSUMED
 
 _SIGMA = 0.7  # standard deviation of the logarithm of a response's length
@@ -84,7 +84,7 @@ def max_refills(cfg: Config) -> int:
     return _DYNAMIC_SAMPLING_REFILLS if (cfg.objective.name == "dapo" if dynamic is None else dynamic) else 0
 
 
-def families_of(cfg: Config, prompt: int, count: int, alignment: Alignment) -> Families | None:
+def families_of(cfg: Config, prompt: int, count: int, alignment: Alignment) -> PrefixGroups | None:
     """Return the shared prompts of some sequences, group after group; None if the run shares none.
 
     Args:
@@ -97,7 +97,7 @@ def families_of(cfg: Config, prompt: int, count: int, alignment: Alignment) -> F
         return None
     groups = [i // cfg.rollout.samples_per_prompt for i in range(count)]
     least_saved = 0 if cfg.training.share_prompts == "always" else LEAST_SAVED
-    return Families.of(groups, [prompt] * count, alignment.sequence, least_saved)
+    return PrefixGroups.of(groups, [prompt] * count, alignment.sequence, least_saved)
 
 
 @lru_cache(maxsize=64)

@@ -29,7 +29,7 @@ Scores = Mapping[int, Mapping[str, tuple[float, float]]]  # step -> benchmark ->
 
 
 @dataclass(frozen=True)
-class Benchmarks:
+class BenchmarkPanel:
     """Benchmark results of a run.
 
     Attributes:
@@ -62,7 +62,7 @@ class Benchmarks:
         return [(name, *(_written(self.scores[step].get(name)) for step in self._shown)) for name in self.names]
 
 
-def read_benchmarks(run: Run) -> Benchmarks:
+def read_benchmarks(run: Run) -> BenchmarkPanel:
     """Read the benchmarks of a run. Missing files are skipped, and unreadable ones become notes."""
     folders = {int(path.name.removeprefix("step-")): path for path in (run.folder / "evaluation").glob("step-[0-9]*[0-9]")}
     scores: dict[int, dict[str, tuple[float, float]]] = {}
@@ -84,7 +84,7 @@ def read_benchmarks(run: Run) -> Benchmarks:
                 groups += _changed(name, {step: _read(file, notes) for step, file in files.items()})
             except DataError as e:
                 notes.append(f"{e}.")
-    return Benchmarks(scores, sorted(groups, key=lambda group: group.title), notes)
+    return BenchmarkPanel(scores, sorted(groups, key=lambda group: group.title), notes)
 
 
 def over_steps(figure: Figure, cell: SubplotSpec, scores: Scores) -> None:

@@ -56,7 +56,7 @@ class RunView:
     contents: Sequence[tuple[str, str]]
     held_out: held_out.HeldOut
     evaluation: Chart | None
-    benchmarks: benchmarks.Benchmarks
+    benchmarks: benchmarks.BenchmarkPanel
     over_steps: Chart | None
     samples: samples.Samples
     table: Sequence[Sequence[str]]
@@ -120,7 +120,7 @@ def _evaluation(run: Run, anchor: str) -> Chart | None:
     return charts.chart(f"{anchor}-evaluation", caption, lambda f, cell: held_out.accuracies(f, cell, found), None)
 
 
-def _over_steps(run: Run, suite: benchmarks.Benchmarks, anchor: str) -> Chart | None:
+def _over_steps(run: Run, suite: benchmarks.BenchmarkPanel, anchor: str) -> Chart | None:
     if not suite.scores:
         return None
     caption = "± standard error, clustered by problem."

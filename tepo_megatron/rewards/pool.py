@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tepo_megatron.errors import RewardError
-from tepo_megatron.rewards.process import START_SECONDS, Outcome, Worker, WorkerBroken
+from tepo_megatron.rewards.process import START_SECONDS, Worker, WorkerBroken, WorkerOutcome
 from tepo_megatron.utils.memory_kills import MemoryKills
 
 _log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class GradingPool:
         """Process ids of the workers."""
         return [worker.pid for worker in self._workers]
 
-    def grade(self, requests: Sequence[Sequence[str]]) -> list[Outcome]:
+    def grade(self, requests: Sequence[Sequence[str]]) -> list[WorkerOutcome]:
         """Return one outcome for each request, in order, whatever the texts do to their workers.
 
         A request whose worker dies is given to another worker once, since the first may have been killed for an unrelated
@@ -81,7 +81,7 @@ class GradingPool:
         if self._closed:
             raise ValueError("the grading pool is closed")
         todo = deque(enumerate(requests))
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, WorkerOutcome] = {}
         self._repeated = set()
         try:
             while len(outcomes) < len(requests):
@@ -117,7 +117,7 @@ class GradingPool:
         self._repeated.update(self._repeat_next)
         self._repeat_next = []
 
-    def _dispatch(self, todo: deque[tuple[int, Sequence[str]]], outcomes: dict[int, Outcome]) -> None:
+    def _dispatch(self, todo: deque[tuple[int, Sequence[str]]], outcomes: dict[int, WorkerOutcome]) -> None:
         """Send each idle worker the next request."""
         for worker in [w for w in self._workers if w.idle]:
             if not todo:
@@ -131,7 +131,7 @@ class GradingPool:
             except WorkerBroken:
                 self._settle(worker, "died", outcomes)
 
-    def _collect(self, outcomes: dict[int, Outcome]) -> None:
+    def _collect(self, outcomes: dict[int, WorkerOutcome]) -> None:
         """Wait until a worker replies, dies, accepts more of its request, or is overdue; handle all such workers."""
         waiting = [w for w in self._workers if not w.idle]
         if not waiting:
@@ -154,7 +154,7 @@ class GradingPool:
             except WorkerBroken:
                 self._settle(worker, "died", outcomes)
 
-    def _read(self, worker: Worker, outcomes: dict[int, Outcome]) -> None:
+    def _read(self, worker: Worker, outcomes: dict[int, WorkerOutcome]) -> None:
         outcome = worker.receive()
         if outcome is not None:
             assert worker.task is not None
@@ -164,7 +164,7 @@ class GradingPool:
         elif time.monotonic() >= worker.deadline:  # a reply that never ends
             self._settle(worker, "timeout", outcomes)
 
-    def _settle(self, worker: Worker, status: Literal["timeout", "died"], outcomes: dict[int, Outcome]) -> None:
+    def _settle(self, worker: Worker, status: Literal["timeout", "died"], outcomes: dict[int, WorkerOutcome]) -> None:
         """Record the outcome of a worker that will not reply, or schedule its request again, and replace the worker.
 
         Raises RewardError if starting the worker again would be useless.
@@ -174,7 +174,7 @@ class GradingPool:
         if worker.task is not None and status == "died" and worker.task not in self._repeated:
             self._repeat_next.append(worker.task)
         elif worker.task is not None:
-            outcomes[worker.task] = Outcome(status)
+            outcomes[worker.task] = WorkerOutcome(status)
         elif status == "timeout" or self._failed_starts == _START_ATTEMPTS - 1:
             fate = "ended" if status == "died" else f"was not ready after {START_SECONDS:.0f} s"
             raise RewardError(

@@ -26,7 +26,7 @@ _REPLY_BYTES = 65536  # more than any valid reply has
 
 
 @dataclass(frozen=True)
-class Outcome:
+class WorkerOutcome:
     """The result of one request.
 
     Attributes:
@@ -138,7 +138,7 @@ class Worker:
         except BrokenPipeError:
             raise WorkerBroken from None
 
-    def receive(self) -> Outcome | None:
+    def receive(self) -> WorkerOutcome | None:
         """Read what the pipe holds.
 
         Returns:
@@ -164,13 +164,13 @@ class Worker:
             return None
         return self._outcome(reply)
 
-    def _outcome(self, reply: Any) -> Outcome:
+    def _outcome(self, reply: Any) -> WorkerOutcome:
         """Return the outcome in a reply. Raises WorkerBroken unless it answers the current request."""
         match reply:
             case [int(serial), str(status), float(value) | int(value), str(detail)] if (
                 self.task is not None and serial == self._serial and math.isfinite(value)
             ):
-                return Outcome(status, float(value), detail)
+                return WorkerOutcome(status, float(value), detail)
         raise WorkerBroken
 
     def last_words(self) -> str:

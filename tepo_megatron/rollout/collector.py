@@ -8,7 +8,7 @@ from typing import Any
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import SyncError
-from tepo_megatron.inference.engine import INITIAL_VERSION, Groups, RolloutEngine
+from tepo_megatron.inference.engine import INITIAL_VERSION, GroupStream, RolloutEngine
 from tepo_megatron.losses.advantages import informative
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
@@ -52,7 +52,7 @@ class Collector:
             *(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, stop_token_ids, cfg.max_sequence_tokens),
             routing=routing,
         )
-        self._groups: Groups | None = None
+        self._groups: GroupStream | None = None
         self._under_way: dict[int, Prompt] = {}  # prompt id -> prompt, in the order in which they were taken
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:

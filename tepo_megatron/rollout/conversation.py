@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tepo_megatron.errors import RolloutError, TepoError
-from tepo_megatron.inference.cut import continued
+from tepo_megatron.inference.partial import continued
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
 

@@ -16,13 +16,13 @@ from types import TracebackType
 from typing import Self
 
 from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.inference.engine import Deliver, EnginePart, Groups, RolloutEngine
+from tepo_megatron.inference.engine import Deliver, EnginePart, GroupStream, RolloutEngine
 from tepo_megatron.inference.loop import Arrivals, LoopThread
 from tepo_megatron.rollout.conversation import Conversation, Decode, Encode, OutOfRoom, WeightsChanged
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils import user_file
 from tepo_megatron.utils.seeding import derive_seed
-from tepo_megatron.weight_sync.channel import Meeting, Source, Taker
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Recipient, Source
 
 CLOSE_SECONDS = 5.0  # time for running functions to end; one that blocks its thread never does
 
@@ -90,7 +90,7 @@ class CustomRollouts:
         """
         return self._loop.run(self._converse(prompts, sampling, seed))
 
-    def open(self) -> Groups:
+    def open(self) -> GroupStream:
         """See `RolloutEngine.open`. The groups are those of `generate`."""
         return Arrivals(self._loop, self._converse)
 
@@ -226,11 +226,11 @@ class CustomRollouts:
         self.engine.keep(names)
 
     @property
-    def takers(self) -> tuple[Taker, ...]:
+    def takers(self) -> tuple[Recipient, ...]:
         """See `RolloutEngine.takers`."""
         return self.engine.takers
 
-    def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
+    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
         """See `RolloutEngine.join`."""
         return self.engine.join(meetings)
 

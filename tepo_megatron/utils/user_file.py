@@ -15,7 +15,7 @@ from tepo_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Found:
+class UserFunction:
     """An object loaded from a user's file.
 
     Attributes:
@@ -29,7 +29,7 @@ class Found:
     value: Any
 
 
-def load(spec: str, key: str, kind: str = "a function") -> Found:
+def load(spec: str, key: str, kind: str = "a function") -> UserFunction:
     """Run a user's file and return the object that "path/to/file.py:name" names.
 
     Args:
@@ -50,10 +50,10 @@ def load(spec: str, key: str, kind: str = "a function") -> Found:
     value = getattr(_run(file, key), name, None)
     if value is None:
         raise ConfigError(f"{key}: {path} defines no {name}; name {kind} of it")
-    return Found(file, name, value)
+    return UserFunction(file, name, value)
 
 
-def check_takes(found: Found, key: str, arguments: int, what: str) -> None:
+def check_takes(found: UserFunction, key: str, arguments: int, what: str) -> None:
     """Raise ConfigError unless the function accepts this number of positional arguments.
 
     Args:

@@ -22,28 +22,28 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import SyncConfig
-from tepo_megatron.distributed.meeting_store import Store
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.meeting_store import KeyValueStore
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConfigError, ConversionError, SyncError
-from tepo_megatron.observability.watch import JOINING, here
-from tepo_megatron.weight_sync.channel import (
+from tepo_megatron.observability.hang_watchdog import JOINING, progress
+from tepo_megatron.weight_sync.broadcast_group import (
     SENDER,
+    BroadcastGroup,
     BrokenChannel,
     Bucket,
-    Channel,
-    Meeting,
+    GroupSpec,
+    Recipient,
     Source,
-    Taker,
     arrived_key,
     came_key,
     join_store,
     joined_key,
     off_key,
     pack,
-    tell,
+    signal,
 )
+from tepo_megatron.weight_sync.buckets import BucketPlan, is_check_due
 from tepo_megatron.weight_sync.meeting import OwnedStore, own_address
-from tepo_megatron.weight_sync.rounds import Rounds, is_check_due
 from tepo_megatron.weights.gather import Binding
 from tepo_megatron.weights.ops import Architecture
 
@@ -55,13 +55,13 @@ class GroupReceiver(Protocol):
     """The side of an engine that receives weights from process groups. See `rollout.engine.RolloutEngine`."""
 
     @property
-    def takers(self) -> tuple[Taker, ...]:
+    def takers(self) -> tuple[Recipient, ...]:
         """The recipients: the servers in the update in progress."""
 
     def begin_update(self, version: int) -> None:
         """Begin an update to `version`, of which all weights follow. Raises SyncError."""
 
-    def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
+    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
         """Have each recipient join the process groups of its group spec."""
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
@@ -104,25 +104,25 @@ class BroadcastSync:
         cfg: SyncConfig,
         bindings: Sequence[Binding],
         arch: Architecture,
-        groups: Groups,
+        groups: ParallelDims,
         receiver: GroupReceiver | None,
     ) -> None:
         self.cfg, self.groups, self.receiver = cfg, groups, receiver
-        self._plan = Rounds(cfg, bindings, arch, groups)
+        self._plan = BucketPlan(cfg, bindings, arch, groups)
         self.rounds = self._plan.count
         self.sent_bytes = self.meetings = 0
         senders = self._plan.senders
         self._sender = senders.index(groups.rank) if groups.rank in senders else None  # index of this rank's group
-        self._meeting: Meeting | None = None  # the spec of the current groups
-        self._channel: Channel | None = None
+        self._meeting: GroupSpec | None = None  # the spec of the current groups
+        self._channel: BroadcastGroup | None = None
         self._rows: list[Tensor] = []
         self._sent: dict[str, int] = {}  # CRC-32 of each tensor that this rank sent, as of its last check
         self._delivered: int | None = None  # version of the last delivery
         # the rest is used on rank 0 only
         self._owned: OwnedStore | None = None
-        self._store: Store | None = None  # `_owned.store`
+        self._store: KeyValueStore | None = None  # `_owned.store`
         self._address = ""
-        self._ranks: dict[Taker, range] = {}  # ranks of each server of the last group spec, the same in every group
+        self._ranks: dict[Recipient, range] = {}  # ranks of each server of the last group spec, the same in every group
         self._absent: list[str] = []  # names of the servers that missed the last group forming or round
 
     def push(self, version: int) -> None:
@@ -185,7 +185,7 @@ class BroadcastSync:
             if it.fault is not None:
                 raise it.fault
             said.mine = it.bucket, self._invitation()
-        told: list[tuple[Bucket | None, Meeting | None]] = said.all
+        told: list[tuple[Bucket | None, GroupSpec | None]] = said.all
         invitation = told[0][1]
         it.loading, it.attempts = None, it.attempts + 1
         it.sent = invitation is not None and (invitation == self._meeting or self._meet(invitation))
@@ -225,7 +225,7 @@ class BroadcastSync:
             self._leave()
         return bool(told[0][1])
 
-    def _is_here(self, number: int, takers: Sequence[Taker]) -> bool:
+    def _is_here(self, number: int, takers: Sequence[Recipient]) -> bool:
         """Return whether every rank of these servers has reported that it has the round."""
         assert self._meeting is not None
         keys = {t: [arrived_key(self._meeting, number, rank) for rank in self._ranks[t]] for t in takers}
@@ -240,7 +240,7 @@ class BroadcastSync:
             self._store.delete_key(key)
         return len(there) == len(keys)
 
-    def _invitation(self) -> Meeting | None:
+    def _invitation(self) -> GroupSpec | None:
         """Return the spec of the current groups if they fit the recipients, or of new groups; None without recipients."""
         takers = self.receiver.takers if self.receiver is not None else ()
         if not takers:
@@ -266,19 +266,19 @@ class BroadcastSync:
         name, senders = f"meeting-{self.meetings}", len(self._plan.senders)
         seconds, join_seconds = self.cfg.timeout_seconds, self.cfg.join_limit(self.groups.device.type)
         owned = self._owned
-        return Meeting(self._address, owned.port, name, senders, end, SENDER, seconds, join_seconds, owned.folder)
+        return GroupSpec(self._address, owned.port, name, senders, end, SENDER, seconds, join_seconds, owned.folder)
 
-    def _meet(self, meeting: Meeting) -> bool:
+    def _meet(self, meeting: GroupSpec) -> bool:
         """Form the groups; return whether all members joined. The watchdog reports a rank that never leaves this phase."""
         self._leave()
         joining = self.receiver.join({t: meeting.at(r.start) for t, r in self._ranks.items()}) if self.receiver else None
         until = time.monotonic() + meeting.join_seconds
-        with here.within(f"{JOINING} {meeting.name}"):
+        with progress.within(f"{JOINING} {meeting.name}"):
             if self._sender is not None:
                 with contextlib.suppress(BrokenChannel):
                     store = self._store or join_store(meeting)
                     device = self.groups.device
-                    self._channel = Channel(
+                    self._channel = BroadcastGroup(
                         meeting, self._sender, SENDER, device, until, lambda: self._is_wanted(meeting, store)
                     )
             came = self._sender is None or self._channel is not None
@@ -292,26 +292,26 @@ class BroadcastSync:
         self._meeting = meeting
         return True
 
-    def _is_wanted(self, meeting: Meeting, store: Store) -> bool:
+    def _is_wanted(self, meeting: GroupSpec, store: KeyValueStore) -> bool:
         """Return whether the invited servers all live; if one does not, rank 0 signals the other ranks through the store."""
         if self.receiver is not None and self.receiver.takers != tuple(self._ranks):
-            tell(store, off_key(meeting))
+            signal(store, off_key(meeting))
             return False
         return self.receiver is not None or not store.check([off_key(meeting)])
 
-    def _all_joined(self, meeting: Meeting, until: float) -> bool:
+    def _all_joined(self, meeting: GroupSpec, until: float) -> bool:
         """Wait on rank 0, while the invited servers all live, until their ranks are in all groups; return whether they are."""
         assert self._store is not None
         joined = [joined_key(meeting, rank) for ranks in self._ranks.values() for rank in ranks]
         while not self._store.check(joined):
             if time.monotonic() > until or not self._is_wanted(meeting, self._store):
-                tell(self._store, off_key(meeting))
+                signal(self._store, off_key(meeting))
                 self._absent = self._without(meeting, came_key) or self._without(meeting, joined_key)
                 return False
             time.sleep(JOIN_POLL_SECONDS)
         return self._said(joined)
 
-    def _without(self, meeting: Meeting, key: Callable[[Meeting, int], str]) -> list[str]:
+    def _without(self, meeting: GroupSpec, key: Callable[[GroupSpec, int], str]) -> list[str]:
         """Return the names of the invited servers with a rank that has not put its key into the store."""
         assert self._store is not None
         lacking = {t for t, ranks in self._ranks.items() for rank in ranks if not self._store.check([key(meeting, rank)])}

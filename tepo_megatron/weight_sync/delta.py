@@ -10,17 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Set
 
-from tepo_megatron.weight_sync.channel import crc32
-from tepo_megatron.weight_sync.rounds import Rounds
+from tepo_megatron.weight_sync.broadcast_group import crc32
+from tepo_megatron.weight_sync.buckets import BucketPlan
 from tepo_megatron.weights.gather import Binding
 
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
 
 class Delta:
-    """The CRC-32, at the last push, of this rank's part of each parameter in `Rounds.sent`."""
+    """The CRC-32, at the last push, of this rank's part of each parameter in `BucketPlan.sent`."""
 
-    def __init__(self, plan: Rounds) -> None:
+    def __init__(self, plan: BucketPlan) -> None:
         self._plan = plan
         self._known: dict[str, int] = {}
         self._version: int | None = None

@@ -42,7 +42,7 @@ class Handle:
     offset: int = 0
 
 
-class Row(Protocol):
+class IpcBuffer(Protocol):
     """An exported buffer.
 
     Attributes:
@@ -63,7 +63,7 @@ class Row(Protocol):
 
 
 class HostRow:
-    """A buffer in a memfd. See `Row`."""
+    """A buffer in a memfd. See `IpcBuffer`."""
 
     def __init__(self, nbytes: int) -> None:
         self._file = os.memfd_create("tepo-weights")
@@ -81,7 +81,7 @@ class HostRow:
 
 
 class DeviceRow:
-    """A buffer in a GPU's memory. See `Row`.
+    """A buffer in a GPU's memory. See `IpcBuffer`.
 
     PyTorch would count the users, one per handle, and keep the memory until the count is zero. Here any number of readers open
     the one handle, in many rounds, and report when they are done. So the count is set to zero at the start and never used.
@@ -105,7 +105,7 @@ class DeviceRow:
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
 
-def lend(nbytes: int, device: torch.device) -> Row:
+def export_buffer(nbytes: int, device: torch.device) -> IpcBuffer:
     """Return a new buffer of this process, uninitialized.
 
     Args:
@@ -116,7 +116,7 @@ def lend(nbytes: int, device: torch.device) -> Row:
 
 
 @contextlib.contextmanager
-def borrowed(handle: Handle, device: torch.device) -> Iterator[Tensor]:
+def open_buffer(handle: Handle, device: torch.device) -> Iterator[Tensor]:
     """Map the buffer for this process and yield it as a uint8 tensor.
 
     The tensor must not be used after the `with` block, whose end waits for the kernels that read it.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from tepo_megatron.distributed.meeting_store import FolderStore, Store, address_towards, is_loopback, open_store
+from tepo_megatron.distributed.meeting_store import FolderStore, KeyValueStore, address_towards, is_loopback, open_store
 from tepo_megatron.weight_sync.stores import make_folder
 
 
@@ -27,7 +27,7 @@ class OwnedStore:
     """
 
     def __init__(self, address: str) -> None:
-        self.store: Store
+        self.store: KeyValueStore
         self.port, self.folder = 0, ""
         self._in_use: int | None = None
         self.where = ""

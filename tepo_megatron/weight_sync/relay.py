@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.config import SyncConfig
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError, ConfigError, SyncError, TepoError
 from tepo_megatron.utils import scratch
 from tepo_megatron.weight_sync import stores
-from tepo_megatron.weight_sync.channel import Bucket, Source, pack
-from tepo_megatron.weight_sync.rounds import Rounds
+from tepo_megatron.weight_sync.broadcast_group import Bucket, Source, pack
+from tepo_megatron.weight_sync.buckets import BucketPlan
 from tepo_megatron.weight_sync.stores import Stored
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # unique to a running kernel
@@ -52,7 +52,7 @@ class Route:
 
 
 class Relay:
-    """A store with a copy of every bucket on each machine. See `stores.Store`.
+    """A store with a copy of every bucket on each machine. See `stores.WeightStore`.
 
     Collectives: at construction, three all-gathers over the host group, and the creation of groups; in a put, one all-gather
     over the host group, and for each sender with a bucket one broadcast over the sender and its recipients.
@@ -62,7 +62,7 @@ class Relay:
         folder: The folder on this machine.
     """
 
-    def __init__(self, cfg: SyncConfig, plan: Rounds, groups: Groups) -> None:
+    def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims) -> None:
         self._plan, self._rank, self._owner, self._device = plan, groups.rank, groups.owner, groups.device
         self._in_use: int | None = None
         self._written: list[tuple[int, Path]] = []  # (number of the round, file) of each file this rank wrote
@@ -85,12 +85,12 @@ class Relay:
         self._routes = _routes(plan.senders, self.machines)
 
     def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
-        """Write the buckets of all senders on every machine. See `Store.put`.
+        """Write the buckets of all senders on every machine. See `WeightStore.put`.
 
         An error on one rank before anything is sent is raised on all ranks.
 
         Args:
-            version, number, tensors, checked: As in `Store.put`.
+            version, number, tensors, checked: As in `WeightStore.put`.
 
         Raises:
             CheckpointError: A file cannot be written. It is raised after all buckets have been sent.

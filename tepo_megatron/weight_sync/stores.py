@@ -22,13 +22,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tepo_megatron.config import SyncConfig
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError, ConfigError
 from tepo_megatron.platform.host_memory import HostArena
 from tepo_megatron.utils import scratch
-from tepo_megatron.weight_sync.channel import Bucket, Source, crc32, pack
-from tepo_megatron.weight_sync.ipc import Row, lend
-from tepo_megatron.weight_sync.rounds import Rounds
+from tepo_megatron.weight_sync.broadcast_group import Bucket, Source, crc32, pack
+from tepo_megatron.weight_sync.buckets import BucketPlan
+from tepo_megatron.weight_sync.ipc import IpcBuffer, export_buffer
 
 SHARED_MEMORY = scratch.SHARED_MEMORY
 PURPOSE = "sync"  # in the names of the folders, see `scratch.claim`
@@ -36,7 +36,7 @@ PURPOSE = "sync"  # in the names of the folders, see `scratch.claim`
 Stored = tuple[Source, dict[str, int]]
 
 
-class Store(Protocol):
+class WeightStore(Protocol):
     """One rank's store of buckets. It holds two rounds at most: each round replaces the one before the last."""
 
     def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
@@ -76,7 +76,7 @@ class Files:
     Collectives: at construction, one broadcast over the host group.
     """
 
-    def __init__(self, cfg: SyncConfig, plan: Rounds, groups: Groups) -> None:
+    def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims) -> None:
         self._in_use: int | None = None
         self._owner, self._for_others = groups.owner, cfg.folder is not None
         folder = Path()
@@ -88,10 +88,10 @@ class Files:
         self._staging = Staging(plan.largest, groups.device) if groups.device.type == "cuda" else None
 
     def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
-        """Write the bucket to a file. See `Store.put`.
+        """Write the bucket to a file. See `WeightStore.put`.
 
         Args:
-            version, number, tensors, checked: As in `Store.put`.
+            version, number, tensors, checked: As in `WeightStore.put`.
         """
         there = {name: on_host(t) for name, t in tensors} if self._staging is None else self._staging.copy(tensors)
         if not there:
@@ -130,16 +130,16 @@ class Rows:
     The buffers exist only during an update.
     """
 
-    def __init__(self, cfg: SyncConfig, plan: Rounds, groups: Groups) -> None:
+    def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims) -> None:
         self._nbytes, self._device = plan.largest, groups.device
         self._sender = plan.senders.index(groups.rank) if groups.rank in plan.senders else -1
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, IpcBuffer] = {}
 
     def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
-        """Copy the bucket into one of the two buffers. See `Store.put`.
+        """Copy the bucket into one of the two buffers. See `WeightStore.put`.
 
         Args:
-            version, number, tensors, checked: As in `Store.put`.
+            version, number, tensors, checked: As in `WeightStore.put`.
         """
         if not self._nbytes:  # this rank does not send, but its tensor-parallel group gathers together with it
             collections.deque(tensors, maxlen=0)
@@ -152,9 +152,9 @@ class Rows:
         checksums = {c.name: c.crc32 for c in contents if c.crc32 is not None}
         return Bucket(number, self._sender, contents, row.handle), checksums
 
-    def _row(self, which: int) -> Row:
+    def _row(self, which: int) -> IpcBuffer:
         if which not in self._rows:
-            self._rows[which] = lend(self._nbytes, self._device)
+            self._rows[which] = export_buffer(self._nbytes, self._device)
         return self._rows[which]
 
     def remove(self, sources: Sequence[Source]) -> None:

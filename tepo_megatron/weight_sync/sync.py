@@ -18,13 +18,13 @@ from concurrent.futures import Future
 from typing import Protocol, Self
 
 from tepo_megatron.config import SyncConfig
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConfigError, SyncError
-from tepo_megatron.weight_sync.channel import Source
+from tepo_megatron.weight_sync.broadcast_group import Source
+from tepo_megatron.weight_sync.buckets import BucketPlan, is_check_due
 from tepo_megatron.weight_sync.delta import Delta
 from tepo_megatron.weight_sync.relay import Relay
-from tepo_megatron.weight_sync.rounds import Rounds, is_check_due
-from tepo_megatron.weight_sync.stores import Files, Rows, Store
+from tepo_megatron.weight_sync.stores import Files, Rows, WeightStore
 from tepo_megatron.weights.gather import Binding
 from tepo_megatron.weights.ops import Architecture
 
@@ -65,7 +65,7 @@ class WeightSync:
         cfg: SyncConfig,
         bindings: Sequence[Binding],
         arch: Architecture,
-        groups: Groups,
+        groups: ParallelDims,
         receiver: Receiver | None,
     ) -> None:
         """Plan the buckets and make the store.
@@ -80,9 +80,9 @@ class WeightSync:
         self.cfg, self.groups, self.receiver = cfg, groups, receiver
         self._sent: dict[str, int] = {}  # CRC-32 of each tensor that this rank sent, as of its last check
         self._delivered: int | None = None  # version of the last delivery
-        self._plan = Rounds(cfg, bindings, arch, groups)
+        self._plan = BucketPlan(cfg, bindings, arch, groups)
         self.rounds = self._plan.count
-        self.store: Store = _STORES[cfg.transport](cfg, self._plan, groups)
+        self.store: WeightStore = _STORES[cfg.transport](cfg, self._plan, groups)
         self._delta = Delta(self._plan) if cfg.delta else None
 
     def push(self, version: int) -> None:
@@ -173,13 +173,13 @@ class NoSync:
         """Do nothing."""
 
 
-def _files(cfg: SyncConfig, plan: Rounds, groups: Groups) -> Store:
+def _files(cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims) -> WeightStore:
     """Return the store for `transport: shm`: `Relay` if ranks are on several machines that share no `folder`, else `Files`."""
     here, everywhere = _ranks()
     return Files(cfg, plan, groups) if cfg.folder is not None or here == everywhere else Relay(cfg, plan, groups)
 
 
-_STORES: Mapping[str, Callable[[SyncConfig, Rounds, Groups], Store]] = {"shm": _files, "ipc": Rows}
+_STORES: Mapping[str, Callable[[SyncConfig, BucketPlan, ParallelDims], WeightStore]] = {"shm": _files, "ipc": Rows}
 
 
 def _ranks() -> tuple[int, int]:

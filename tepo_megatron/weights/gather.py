@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.distributed.parallel import Axis, Groups
+from tepo_megatron.distributed.parallel import Axis, ParallelDims
 from tepo_megatron.errors import CheckpointError, ConversionError, RunReplacedError
 from tepo_megatron.utils.storage import writing
 from tepo_megatron.weights import hf_io
@@ -131,7 +131,7 @@ def load_hf(bindings: Sequence[Binding], reader: hf_io.HfReader, family: Family,
             b.parameter.copy_(shard)
 
 
-def sent_by(bindings: Sequence[Binding], groups: Groups) -> list[Binding]:
+def sent_by(bindings: Sequence[Binding], groups: ParallelDims) -> list[Binding]:
     """Return the parameters whose tensors leave the model through this rank's tensor-parallel group.
 
     Over all groups, each tensor leaves through exactly one.
@@ -165,7 +165,7 @@ def iterate_hf(bindings: Sequence[Binding], arch: Architecture, tp: Axis) -> Ite
 def export_hf(
     bindings: Sequence[Binding],
     arch: Architecture,
-    groups: Groups,
+    groups: ParallelDims,
     base: Path,
     out: Path,
     check_in_place: Callable[[], object] = lambda: None,
@@ -217,7 +217,7 @@ def export_hf(
 
 
 @contextlib.contextmanager
-def _agreed(groups: Groups) -> Iterator[None]:
+def _agreed(groups: ParallelDims) -> Iterator[None]:
     """Turn an error within the block, on any rank, into the same CheckpointError on all ranks. Collectives: one host
     all-gather.
     """

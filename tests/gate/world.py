@@ -63,7 +63,7 @@ def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Outcome]:
 
 def _train(job: Job, groups: Any) -> Outcome:
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.controller.colocation import Apart, Colocation
+    from tepo_megatron.controller.placement import Colocated, Disaggregated
     from tepo_megatron.controller.step_log import StepLog
     from tepo_megatron.losses import build_objective
     from tepo_megatron.observability.timing import Clock
@@ -75,7 +75,7 @@ def _train(job: Job, groups: Any) -> Outcome:
         actor.activations.least_bytes = 1  # tiny tensors are moved too
     if objective.ref_beta:
         actor.keep_reference()
-    turns = Colocation(actor, None, groups) if cfg.rollout.colocate else Apart()
+    turns = Colocated(actor, None, groups) if cfg.rollout.colocate else Disaggregated()
     out.buckets = len(actor.chunks[0].bucket_groups)
     gate = _gate(actor, 0, groups)
     step = 0

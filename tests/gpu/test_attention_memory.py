@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from tepo_megatron.actor.attention_layout import Bucket
+from tepo_megatron.actor.attention_layout import AttentionBucket
 
 DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, CHANNELS = 32, 8, 128
 PIECES, TOTAL = (0, 3), 4  # of the first of two context-parallel ranks
 
 
-def bucket_of(chunks: list[int], device: torch.device) -> Bucket:
+def bucket_of(chunks: list[int], device: torch.device) -> AttentionBucket:
     """Sequences of 4 chunks each, padded to the longest."""
-    return Bucket.of(torch.tensor(chunks), PIECES, TOTAL, device)
+    return AttentionBucket.of(torch.tensor(chunks), PIECES, TOTAL, device)
 
 
-def inputs_of(bucket: Bucket, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
+def inputs_of(bucket: AttentionBucket, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Query, key and value, and the gradient that comes back to the output."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     rows = ((bucket.query_rows, HEADS), (bucket.key_rows, KV_HEADS), (bucket.key_rows, KV_HEADS), (bucket.query_rows, HEADS))

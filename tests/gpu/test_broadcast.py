@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tepo_megatron.distributed.meeting_store import open_store
-from tepo_megatron.weight_sync.channel import SENDER, Bucket, Channel, Content, Meeting, arrived_key
+from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, Bucket, Content, GroupSpec, arrived_key
 
 if torch.cuda.device_count() < 2:
     pytest.skip("NCCL takes no two ranks on one GPU", allow_module_level=True)
@@ -22,8 +22,8 @@ ROUNDS = 3
 NUMEL = 2**24
 RECEIVER = """
 import json, sys, torch
-from tepo_megatron.weight_sync.channel import Meeting
-from tepo_megatron.weight_sync.receiver.inbox import Inbox
+from tepo_megatron.weight_sync.broadcast_group import Meeting
+from tepo_megatron.weight_sync.receiver.receiver import Inbox
 
 device = torch.device("cuda", 1)
 torch.cuda.set_device(device)
@@ -45,14 +45,14 @@ def test_rounds_arrive_on_the_other_gpu(tmp_path: Path) -> None:
     model = {f"{i}.weight": torch.randn(NUMEL, device=device, generator=generator).bfloat16() for i in range(ROUNDS)}
     save_file({name: tensor.cpu() for name, tensor in model.items()}, tmp_path / "model.safetensors")
     store = open_store("127.0.0.1")
-    meeting = Meeting("127.0.0.1", store.port, "nccl", 1, 2, SENDER + 1, 60.0, 60.0)
+    meeting = GroupSpec("127.0.0.1", store.port, "nccl", 1, 2, SENDER + 1, 60.0, 60.0)
     told = json.dumps(dataclasses.asdict(meeting))
     receiver = subprocess.Popen(
         [sys.executable, "-c", RECEIVER, told, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert receiver.stdin is not None and receiver.stdout is not None
-        channel = Channel(meeting, 0, SENDER, device)
+        channel = BroadcastGroup(meeting, 0, SENDER, device)
         for i, (name, tensor) in enumerate(model.items()):
             bucket = Bucket(i, 0, (Content(name, tuple(tensor.shape), "bfloat16"),))
             receiver.stdin.write(bucket.to_json() + "\n")

@@ -102,7 +102,7 @@ def test_host_memory_is_unlocked_and_locked_again() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_vllm_leaves_the_gpu_and_serves_what_it_is_given_when_it_is_back(tmp_path: Path) -> None:
-    from tepo_megatron.inference.engine import Launch
+    from tepo_megatron.inference.engine import LaunchSpec
     from tepo_megatron.inference.engines import build_engine
     from tests.server.served import SAMPLING, logprob_diff, make_prompts, save_weights
 
@@ -110,7 +110,7 @@ def test_vllm_leaves_the_gpu_and_serves_what_it_is_given_when_it_is_back(tmp_pat
     other = tiny_qwen3(tmp_path / "other", tied=True, seed=1)
     files, prompts = save_weights(other, tmp_path, files=2), make_prompts(16, seed=0)
     cfg = RolloutConfig(engine="vllm", colocate=True, server=ServerConfig(extra_args=["--gpu-memory-utilization", "0.5"]))
-    launch = Launch(tmp_path / "model", max_model_len=128, platform="cuda", precision="fp32", seed=0, sleeps=True)
+    launch = LaunchSpec(tmp_path / "model", max_model_len=128, platform="cuda", precision="fp32", seed=0, sleeps=True)
     with build_engine(cfg, launch, tmp_path / "server.log") as engine:
         engine.start()
         engine.wait_ready()

@@ -11,11 +11,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
-from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.engine import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.inference.sglang import default_python
-from tepo_megatron.weight_sync.channel import Bucket, pack
-from tepo_megatron.weight_sync.ipc import lend
+from tepo_megatron.weight_sync.broadcast_group import Bucket, pack
+from tepo_megatron.weight_sync.ipc import export_buffer
 from tepo_megatron.weights import fp8
 from tests.server.served import SAMPLING, logprob_diff, make_prompts
 from tests.tiny import VOCAB_SIZE, tiny_model
@@ -59,11 +59,11 @@ def test_a_server_serves_the_quantized_weights_that_it_is_sent(name: Any, tmp_pa
     new = blocks_of_128(tmp_path / "new", seed=1)
     old = blocks_of_128(tmp_path / "old", seed=2)
     tensors = quantized(new)
-    row = lend(2 * sum(t.nbytes for t in tensors.values()), DEVICE)
+    row = export_buffer(2 * sum(t.nbytes for t in tensors.values()), DEVICE)
     contents = pack(((n, t.to(DEVICE)) for n, t in tensors.items()), row.bytes, with_checksums=True)
     row.written()
     cfg = RolloutConfig(engine=name, server=ServerConfig(extra_args=EXTRA[name]))
-    launch = Launch(
+    launch = LaunchSpec(
         tmp_path / "model", max_model_len=128, platform="cuda", precision="bf16", seed=0, maps_memory=True, in_fp8=True
     )
     with build_engine(cfg, launch, tmp_path / "server.log") as engine:

@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from tepo_megatron.weight_sync.channel import Bucket, pack
-from tepo_megatron.weight_sync.ipc import lend
+from tepo_megatron.weight_sync.broadcast_group import Bucket, pack
+from tepo_megatron.weight_sync.ipc import export_buffer
 
 ROUNDS = 6  # each of two rows is written, and its handle opened, three times
 NUMEL = 2**24
 DEVICE = torch.device("cuda", 0)
 RECEIVER = """
 import sys, torch
-from tepo_megatron.weight_sync.receiver.inbox import Inbox
+from tepo_megatron.weight_sync.receiver.receiver import Inbox
 
 device = torch.device("cuda", 0)
 inbox = Inbox()
@@ -44,7 +44,7 @@ def test_buckets_are_read_where_they_lie_and_their_memory_is_free_afterwards(tmp
     )
     try:
         assert receiver.stdin is not None and receiver.stdout is not None
-        rows = [lend(2 * NUMEL, DEVICE) for _ in range(2)]
+        rows = [export_buffer(2 * NUMEL, DEVICE) for _ in range(2)]
         for i, (name, tensor) in enumerate(model.items()):
             row = rows[i % 2]
             contents = pack([(name, tensor)], row.bytes, with_checksums=True)

@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tepo_megatron.config import Config
 from tepo_megatron.controller.gate import pieces
-from tepo_megatron.inference.engine import in_words
+from tepo_megatron.inference.engine import serialize
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
-from tepo_megatron.weight_sync.channel import Kept, Meeting, Source, Taker
-from tepo_megatron.weight_sync.receiver.inbox import Inbox
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Recipient, Source, UnchangedTensors
+from tepo_megatron.weight_sync.receiver.receiver import WeightReceiver
 from tests.e2e.scripted_worker import ScriptedEngine
 from tests.harness import experts
 
@@ -114,7 +114,7 @@ class Scored:
 
 class FaultyEngine(ScriptedEngine):
     """One model for each of `rollout.servers`, and one that has what was sent. Each server takes weights as real ones do, in an
-    `Inbox`: files, lent memory or broadcasts, whole or what changed.
+    `WeightReceiver`: files, lent memory or broadcasts, whole or what changed.
 
     book: a file; a line for each sample tells by how much, in nats, the fault moved each log-prob. In bf16 if the run is.
     """
@@ -133,7 +133,7 @@ class FaultyEngine(ScriptedEngine):
         self._right, self._served = model(), [model() for _ in range(cfg.rollout.servers)]
         self._chosen = [experts.record_choices(served) for served in self._served]
         self._told = experts.tell_choices(self._right) if cfg.rollout.replay_experts else None
-        self._inboxes = [Inbox() for _ in self._served]
+        self._inboxes = [WeightReceiver() for _ in self._served]
         self._threads = ThreadPoolExecutor(1 + len(self._inboxes))
         self._given: list[dict[str, Tensor]] = [{} for _ in self._served]  # to each server, by all updates
         self._history: list[State] = []  # by version
@@ -152,14 +152,14 @@ class FaultyEngine(ScriptedEngine):
 
     def keep(self, names: Sequence[str]) -> None:
         for inbox in self._inboxes:
-            inbox.keep(Kept(self._coming, self.base, tuple(names)))
+            inbox.keep(UnchangedTensors(self._coming, self.base, tuple(names)))
 
     @property
-    def takers(self) -> tuple[Taker, ...]:
+    def takers(self) -> tuple[Recipient, ...]:
         """See `RolloutEngine.takers`."""
-        return tuple(Taker(SERVER.format(i), "127.0.0.1", 1, i) for i in range(len(self._inboxes)))
+        return tuple(Recipient(SERVER.format(i), "127.0.0.1", 1, i) for i in range(len(self._inboxes)))
 
-    def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
+    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
         for taker, meeting in meetings.items():
             self._inboxes[int(str(taker.life))].join(meeting, torch.device("cpu"))
         done: Future[None] = Future()
@@ -168,7 +168,7 @@ class FaultyEngine(ScriptedEngine):
 
     def load(self, sources: Sequence[Source]) -> Future[None]:  # type: ignore[override]
         def take(server: int) -> None:
-            arrived = self._inboxes[server].take(in_words(sources))
+            arrived = self._inboxes[server].take(serialize(sources))
             if arrived is not None:
                 self._given[server] |= {name: tensor.clone() for name, tensor in arrived}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launch import begin
+from launch import bootstrap
 from launch.executors import skypilot
 from launch.layout import lay_out
 from launch.profile import Cluster
@@ -188,7 +188,7 @@ def git(folder: Path, *words: str) -> None:
 def test_what_is_not_committed_would_not_travel(tmp_path: Path) -> None:
     git(tmp_path, "init")
     git(tmp_path, "commit", "--allow-empty", "-m", "a")
-    assert "HEAD of " in skypilot.check_code(tmp_path)[0] and "has no launch/begin.py" in skypilot.check_code(tmp_path)[0]
+    assert "HEAD of " in skypilot.check_code(tmp_path)[0] and "has no launch/bootstrap.py" in skypilot.check_code(tmp_path)[0]
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "begin.py").write_text("")
     git(tmp_path, "add", ".")
@@ -198,7 +198,7 @@ def test_what_is_not_committed_would_not_travel(tmp_path: Path) -> None:
     (tmp_path / "launch" / "new.py").write_text("")
     (tmp_path / "launch" / "begin.py").write_text("changed")
     (said,) = skypilot.check_code(tmp_path)
-    assert said.startswith("launch/begin.py and 1 more would not travel, since NeMo-Run sends the commit HEAD; commit")
+    assert said.startswith("launch/bootstrap.py and 1 more would not travel, since NeMo-Run sends the commit HEAD; commit")
 
 
 def test_starts_are_counted_and_the_first_makes_the_run(tmp_path: Path) -> None:
@@ -207,8 +207,8 @@ def test_starts_are_counted_and_the_first_makes_the_run(tmp_path: Path) -> None:
     config.write_text(json.dumps(tree))
     checkpoint = run / "checkpoints" / "step-00000005"
     checkpoint.mkdir(parents=True)
-    assert begin.begin(str(config), "job_7-0") == 1
+    assert bootstrap.begin(str(config), "job_7-0") == 1
     assert not checkpoint.exists() and (run / "config.yaml").exists()  # as overwrite says
     checkpoint.mkdir(parents=True)
-    assert begin.begin(str(config), "job_7-0") == 2 and checkpoint.exists()
-    assert begin.begin(str(config), "job_8-0") == 1 and not checkpoint.exists()
+    assert bootstrap.begin(str(config), "job_7-0") == 2 and checkpoint.exists()
+    assert bootstrap.begin(str(config), "job_8-0") == 1 and not checkpoint.exists()

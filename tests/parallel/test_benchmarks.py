@@ -68,8 +68,8 @@ def test_kills_in_the_midst_of_benchmarks(model: Path, tmp_path: Path) -> None:
     straight, files = run("straight")
     killed, files_after = run(
         "killed",
-        Kill("tepo_megatron.evaluation.during:sample_benchmark", call=2),  # before the first step
-        Kill("tepo_megatron.evaluation.during:sample_benchmark", step=4, after=True),
+        Kill("tepo_megatron.evaluation.run_benchmarks:sample_benchmark", call=2),  # before the first step
+        Kill("tepo_megatron.evaluation.run_benchmarks:sample_benchmark", step=4, after=True),
         Kill("tepo_megatron.evaluation.folder:replace_file", step=5, call=2),  # samples are there, and no record of them
         every=3,
         asynchronous=False,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import SyncError
-from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.engine import LaunchSpec
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
@@ -34,7 +34,7 @@ SECONDS = 5.0  # of sync.timeout_seconds
 def fleet(folder: Path, model: Path, servers: int, **server: Any) -> Iterator[Fleet]:
     settings = {"restarts": 3, "backoff_seconds": 0.05, "silent_seconds": 20.0, "ready_seconds": 60} | server
     cfg = RolloutConfig(servers=servers, server=ServerConfig(**settings))
-    launch = Launch(model, max_model_len=64, platform="cpu", precision="fp32", seed=0)
+    launch = LaunchSpec(model, max_model_len=64, platform="cpu", precision="fp32", seed=0)
     endpoints = []
     for i in range(servers):
         api = ScriptedApi(takes_broadcasts=True)

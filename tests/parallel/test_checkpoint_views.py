@@ -96,9 +96,9 @@ def test_what_is_saved_is_the_state_whatever_was_replaced(
 
 
 def look_twice(rank: int, cfg: Any, batch: Any) -> list[bool]:
-    from tepo_megatron.checkpoint.views import Views
+    from tepo_megatron.checkpoint.shard_cache import ShardCache
 
-    actor, views = w.start(cfg), Views()
+    actor, views = w.start(cfg), ShardCache()
     w.update(actor, 1, batch)
     first, _ = views.of(actor)
     w.update(actor, 2, batch)
@@ -116,9 +116,9 @@ def ask_for_objects(rank: int, cfg: Any) -> list[list[Any]]:
     """Modules that have nothing to say, then a scale that changes, then nothing again."""
     from megatron.core.tensor_parallel import RowParallelLinear
 
-    from tepo_megatron.checkpoint.views import Views
+    from tepo_megatron.checkpoint.shard_cache import ShardCache
 
-    actor, views, out = w.start(cfg), Views(), []
+    actor, views, out = w.start(cfg), ShardCache(), []
     scale, nothing = torch.ones(1), None
     for said in (nothing, scale, scale, nothing):
         RowParallelLinear.get_extra_state = lambda _, said=said: said  # type: ignore[method-assign]

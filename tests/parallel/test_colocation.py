@@ -70,7 +70,7 @@ def test_a_run_in_turns_is_the_same_run(model: Path, apart: w.Outcome, tmp_path:
     "kill",
     [
         Kill("tepo_megatron.checkpoint.checkpoints:Checkpoints.save", step=4, after=True),
-        Kill("tepo_megatron.controller.colocation:Colocation.train", step=4, call=1),
+        Kill("tepo_megatron.controller.placement:Colocation.train", step=4, call=1),
         Kill("tepo_megatron.weight_sync.sync:WeightSync.push", step=3, rank=1),
     ],
     ids=str,
@@ -114,13 +114,13 @@ class Scribe:
 
 
 def _turns(rank: int, file: Path) -> list[str]:
-    from tepo_megatron.controller.colocation import Colocation
+    from tepo_megatron.controller.placement import Colocated
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(ParallelConfig(tp=2), activate("cpu"), 0)
     scribe = Scribe(file, rank)
-    turns = Colocation(scribe, scribe if rank == 0 else None, groups)
+    turns = Colocated(scribe, scribe if rank == 0 else None, groups)
 
     def push() -> None:
         scribe.note(f"push in {turns.state}")

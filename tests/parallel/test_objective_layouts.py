@@ -26,7 +26,7 @@ from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.ops.planning import plan_microbatches
 from tepo_megatron.ops.segments import Segments
-from tepo_megatron.ops.shared_prompts import Families
+from tepo_megatron.ops.shared_prompts import PrefixGroups
 from tepo_megatron.types import PackedMicrobatch, TokenStats
 from tests.objective_cases import MARGIN, Batch, draw, expected, inputs_of, method_of
 from tests.worlds import run_world
@@ -105,7 +105,7 @@ class Laid:
         self.batch = batch
         self.masks = [torch.arange(3 + (5 * i) % 6 + n) >= 3 + (5 * i) % 6 for i, n in enumerate(RESPONSES)]
         prompts = [int(m.int().argmax()) if n else m.numel() for m, n in zip(self.masks, RESPONSES, strict=True)]
-        self.families = Families.of(prompts, prompts, 1, 0)
+        self.families = PrefixGroups.of(prompts, prompts, 1, 0)
         self.masks[3] = torch.cat([self.masks[3][:9], torch.zeros(4, dtype=torch.bool), self.masks[3][9:]])
         assert int(self.masks[3].int().diff().abs().sum()) == 3
         self.ids = [torch.arange(m.numel()) + 1 for m in self.masks]

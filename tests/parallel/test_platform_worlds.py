@@ -129,7 +129,7 @@ def gpt_config(cfg: ParallelConfig, changes: dict[str, Any]) -> Any:
     return TransformerConfig(**(settings | changes))
 
 
-def gpt(config: Any, groups: parallel.Groups) -> Any:
+def gpt(config: Any, groups: parallel.ParallelDims) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 

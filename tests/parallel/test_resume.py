@@ -20,7 +20,7 @@ from tests.parallel.resume_worlds import HalfALine, Kill, Outcome
 pytestmark = pytest.mark.slow
 
 ENGINE, CHECKPOINT = "tests.parallel.resume_worlds:FollowingEngine.", "tepo_megatron.checkpoint."
-EVALUATION = "tepo_megatron.evaluation.in_run:"
+EVALUATION = "tepo_megatron.evaluation.run_evaluations:"
 # where it can be hit in a step, and whether ranks other than 0 come there
 PLACES = {
     "tepo_megatron.rollout.collector:Collector.collect": False,

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.distributed.parallel import world_store
-from tepo_megatron.observability import watch
+from tepo_megatron.observability import hang_watchdog
+from tepo_megatron.observability.hang_watchdog import JOINING, HangWatchdog, progress
 from tepo_megatron.observability.timing import Clock
-from tepo_megatron.observability.watch import JOINING, Watch, here
 from tests.marks import full_but
 from tests.parallel import resume_worlds as w
 from tests.parallel.resume_worlds import Kill
@@ -39,7 +39,7 @@ def watched(rank: int, folder: Path, work: Callable[[int], Any], store: Path | N
         os._exit(1)
 
     limits = {"silent_seconds": SILENT, "stuck_seconds": STUCK}
-    with Watch(kept, rank, dist.get_world_size(), folder, **limits, end=end):
+    with HangWatchdog(kept, rank, dist.get_world_size(), folder, **limits, end=end):
         return work(rank)
 
 
@@ -56,9 +56,9 @@ def explained(folder: Path, size: int, *how: Any) -> str:
 
 def frozen(who: int) -> Callable[[int], None]:
     def work(rank: int) -> None:
-        clock, here.step = Clock(), 3
+        clock, progress.step = Clock(), 3
         with clock.phase("update"):
-            here.microbatch = 2
+            progress.microbatch = 2
             time.sleep(2.5)  # a beat or two
             if rank == who:
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -100,15 +100,17 @@ def test_ranks_that_do_not_get_on_are_told(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_leaves_the_forming_of_a_group_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "BEAT_SECONDS", 0.05)
-    stuck, ended = 20 * watch.BEAT_SECONDS, threading.Event()
-    with here.within(f"{JOINING} meeting-1"):
+    monkeypatch.setattr(hang_watchdog, "BEAT_SECONDS", 0.05)
+    stuck, ended = 20 * hang_watchdog.BEAT_SECONDS, threading.Event()
+    with progress.within(f"{JOINING} meeting-1"):
         start = time.monotonic()
-        with Watch(dist.HashStore(), 0, 1, tmp_path, silent_seconds=60.0, stuck_seconds=stuck, end=lambda *_: ended.set()):
+        with HangWatchdog(
+            dist.HashStore(), 0, 1, tmp_path, silent_seconds=60.0, stuck_seconds=stuck, end=lambda *_: ended.set()
+        ):
             assert ended.wait(60.0)
         assert time.monotonic() - start >= stuck, "it was given its time"
     told = (tmp_path / "hang.txt").read_text()
-    assert told.startswith(f"rank 0 has been in one place for 1 s: step {here.step}, joining the servers in meeting-1")
+    assert told.startswith(f"rank 0 has been in one place for 1 s: step {progress.step}, joining the servers in meeting-1")
 
 
 def leaving(rank: int) -> int:

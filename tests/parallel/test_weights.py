@@ -14,8 +14,8 @@ from safetensors.torch import load, load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tepo_megatron.errors import CheckpointError, SyncError
-from tepo_megatron.weight_sync.channel import Bucket, crc32
-from tepo_megatron.weight_sync.ipc import borrowed
+from tepo_megatron.weight_sync.broadcast_group import Bucket, crc32
+from tepo_megatron.weight_sync.ipc import open_buffer
 from tests.marks import slow_but
 from tests.parallel import cases
 from tests.tiny import tiny_model, tiny_qwen3
@@ -71,7 +71,7 @@ class Recorder:
         for bucket in buckets:
             lent = Bucket.from_json(bucket.to_json())
             assert lent == bucket and lent.handle is not None
-            with borrowed(lent.handle, torch.device("cpu")) as row:
+            with open_buffer(lent.handle, torch.device("cpu")) as row:
                 self.data += lent.nbytes
                 self.keep_tensors((name, tensor.clone()) for name, tensor in lent.tensors(row))
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
-from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.engine import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
@@ -64,7 +64,7 @@ def serve(
         (folder / "model" / "generation_config.json").write_text(json.dumps(generation_config))
     settings = {"kv_cache_gib": 0.25, "ready_seconds": 240, "restarts": 0} | server
     cfg = RolloutConfig(engine=name, servers=servers, server=ServerConfig(**settings))
-    launch = Launch(folder / "model", MAX_MODEL_LEN, platform="cpu", precision="fp32", seed=0, host=host)
+    launch = LaunchSpec(folder / "model", MAX_MODEL_LEN, platform="cpu", precision="fp32", seed=0, host=host)
     log_path = folder / "server.log"
     keys = mock.patch("tepo_megatron.inference.servers.local.secrets.token_urlsafe", lambda size: "-" + secrets.token_hex(size))
     with keys, build_engine(cfg, launch, log_path) as engine:  # one key in 64 begins like an option
@@ -85,7 +85,7 @@ def another_engine(served: Served, **rollout: Any) -> Iterator[Fleet]:
     assert address is not None
     server = ServerConfig(urls=[address.url], tp=served.tp, ready_seconds=60, restarts=0)
     cfg = RolloutConfig(engine=served.name, server=server, **rollout)
-    launch = Launch(served.log_path.parent / "model", MAX_MODEL_LEN, platform="cpu", precision="fp32", seed=0)
+    launch = LaunchSpec(served.log_path.parent / "model", MAX_MODEL_LEN, platform="cpu", precision="fp32", seed=0)
     with mock.patch.dict(os.environ, {KEY_VARIABLE: address.key}), build_engine(cfg, launch, served.log_path) as engine:
         engine.start()
         engine.wait_ready()

@@ -26,8 +26,8 @@ from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.sglang import generate_request
 from tepo_megatron.inference.vllm import completion_request
 from tepo_megatron.types import Prompt, SamplingParams
-from tepo_megatron.weight_sync.channel import Bucket, crc32, pack
-from tepo_megatron.weight_sync.ipc import lend
+from tepo_megatron.weight_sync.broadcast_group import Bucket, crc32, pack
+from tepo_megatron.weight_sync.ipc import export_buffer
 from tepo_megatron.weight_sync.stores import write_file
 from tests.direct_requests import connected
 from tests.server.served import (
@@ -389,7 +389,7 @@ def written(model: Qwen3ForCausalLM, folder: Path) -> Iterator[Path]:
 def lent(model: Qwen3ForCausalLM) -> Iterator[Bucket]:
     """The same in two rows of memory in turn; once read they hold nothing but what is not a number."""
     weights = [(name, weight.detach()) for name, weight in model.named_parameters()]
-    rows = [lend(sum(weight.nbytes for _, weight in weights), torch.device("cpu")) for _ in range(2)]
+    rows = [export_buffer(sum(weight.nbytes for _, weight in weights), torch.device("cpu")) for _ in range(2)]
     for i in range(3):
         row = rows[i % 2]
         contents = pack(weights[i::3], row.bytes, with_checksums=True)

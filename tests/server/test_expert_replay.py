@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
-from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.engine import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.types import NO_EXPERT, Rollout, Routing, TrainBatch
 from tests.parallel import cases
@@ -54,7 +54,7 @@ def megatrons(rank: int, cfg: Any, batch: TrainBatch) -> tuple[list[Tensor], Ten
 def test_the_engines_experts_are_those_of_the_same_weights(model: Path, tmp_path: Path) -> None:
     server = ServerConfig(kv_cache_gib=0.25, ready_seconds=240, restarts=0)
     rollout = RolloutConfig(engine="sglang", replay_experts=True, server=server)
-    launch = Launch(model, max_model_len=128, platform="cpu", precision="fp32", seed=0, returns_experts=True)
+    launch = LaunchSpec(model, max_model_len=128, platform="cpu", precision="fp32", seed=0, returns_experts=True)
     sampling = replace(SAMPLING, temperature=cases.TEMPERATURE, routing=ROUTING)
     with build_engine(rollout, launch, tmp_path / "server.log") as engine:
         engine.start()

@@ -19,7 +19,7 @@ from tepo_megatron.actor.offload import ON_CUDA, Offload
 from tepo_megatron.actor.precision import check_shapes
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tests.parallel import cases
 from tests.tiny import tiny_model
 
@@ -65,7 +65,7 @@ def config(path: Path, parallel: dict[str, Any], precision: str, platform: str =
     return validate(tree)
 
 
-def actor(cfg: Config, groups: Groups) -> Actor:
+def actor(cfg: Config, groups: ParallelDims) -> Actor:
     """Return the actor of this config, as on the config's platform."""
     made = Actor(cfg, replace(groups, device=torch.device("cuda", 0)) if cfg.platform == "cuda" else groups)
     check_shapes(made.arch, cfg.model, cfg.parallel)

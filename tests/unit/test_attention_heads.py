@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tepo_megatron.actor import attention_layout
-from tepo_megatron.actor.attention_layout import Bucket, repeat_heads, repeats_keys
+from tepo_megatron.actor.attention_layout import AttentionBucket, repeat_heads, repeats_keys
 
 SEQUENCES, CHUNK, CHANNELS = 2, 5, 8
 
@@ -42,7 +42,7 @@ def test_both_forms_of_a_bucket_are_equal(
 ) -> None:
     """Outputs and gradients of a rank of two under CP: its first chunk without a mask, its last one with."""
     heads, pieces, total = 4, (0, 3), 4
-    bucket = Bucket.of(torch.tensor([CHUNK, CHUNK - 1]), pieces, total, torch.device("cpu"))
+    bucket = AttentionBucket.of(torch.tensor([CHUNK, CHUNK - 1]), pieces, total, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     rows = ((bucket.query_rows, heads), (bucket.key_rows, kv_heads), (bucket.key_rows, kv_heads))
     inputs = [torch.randn(*n, CHANNELS, generator=generator, dtype=dtype) for n in rows]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tepo_megatron.distributed.meeting_store import FolderStore
 from tepo_megatron.distributed.own_peers import Stranger, own_peers_only
-from tepo_megatron.weight_sync.channel import BrokenChannel, Meeting, join_store
+from tepo_megatron.weight_sync.broadcast_group import BrokenChannel, GroupSpec, join_store
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -108,4 +108,4 @@ def test_a_folder_that_is_not_private_is_no_store(fault: str, tmp_path: Path) ->
     if fault == "a file":
         folder.touch(mode=0o700)
     with pytest.raises(BrokenChannel, match="No such file" if fault == "missing" else "not a folder of mode 0700 that user"):
-        join_store(Meeting("127.0.0.1", 0, "m", 1, 2, 1, 1.0, 1.0, str(folder)))
+        join_store(GroupSpec("127.0.0.1", 0, "m", 1, 2, 1, 1.0, 1.0, str(folder)))

@@ -170,7 +170,7 @@ def test_activations_on_the_host() -> None:
 def test_small_activations_stay() -> None:
     terms = [activations.Term("small", "rest", 1), activations.Term("large", "rest", 4, saved=8)]
     found = activations.kept(terms, 2, 2**17, offloaded=True)
-    assert found == activations.Kept(device=2 * 2**17, host=16 * 2**17)
+    assert found == activations.SavedActivations(device=2 * 2**17, host=16 * 2**17)
 
 
 def test_shared_prompts_are_computed_once() -> None:

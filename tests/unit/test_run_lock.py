@@ -18,10 +18,10 @@ import pytest
 
 from tepo_megatron.config import LoggingConfig
 from tepo_megatron.errors import ConfigError, RunReplacedError
+from tepo_megatron.observability import hang_watchdog as watching
 from tepo_megatron.observability import run_dir
-from tepo_megatron.observability import watch as watching
+from tepo_megatron.observability.hang_watchdog import VERDICT, HangWatchdog
 from tepo_megatron.observability.sinks import METRICS_FILE, RunLog
-from tepo_megatron.observability.watch import VERDICT, Watch
 from tepo_megatron.utils.heartbeats import HeartbeatFolder
 from tepo_megatron.utils.run_lock import LOCK_FILE, FolderIdentity, RunLock
 from tests.unit.config.test_run_dir import RUN, config, write_run
@@ -157,10 +157,12 @@ def test_the_explanation_of_a_hang_is_not_written_into_another_run(
     store = HeartbeatFolder(tmp_path / "beats")
     store.set(VERDICT, "rank 0 hangs")
 
-    def watch() -> tuple[Watch, queue.SimpleQueue[str]]:
+    def watch() -> tuple[HangWatchdog, queue.SimpleQueue[str]]:
         """A watch, and what it ends with: more than once where it does not end the process."""
         ends = queue.SimpleQueue[str]()
-        return Watch(store, 0, 1, folder, silent_seconds=60.0, stuck_seconds=60.0, end=lambda text, _: ends.put(text)), ends
+        return HangWatchdog(
+            store, 0, 1, folder, silent_seconds=60.0, stuck_seconds=60.0, end=lambda text, _: ends.put(text)
+        ), ends
 
     first, ends = watch()
     with first:

@@ -38,12 +38,12 @@ PACKAGE = Path(__file__).parents[2] / "tepo_megatron"
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
 READS = {"load", "loads", "Unpickler", "open"}
 NAMES = {"eval", "exec", "compile", "__import__"}
-HARMLESS = {"checkpoint/generators.py", "convert/dist_reader.py", "inference/vllm.py"}  # what these may call
+HARMLESS = {"checkpoint/rng_state.py", "convert/dist_reader.py", "inference/vllm.py"}  # what these may call
 WORDS = re.compile("|".join([*MODULES, *NAMES, "exec_module", r"load\(", "load_all", "read_pickle", "trust_remote_code"]))
 # file -> what it may call, with the reason
 ALLOWED = {
     "restricted_pickle.py": {"pickle.Unpickler"},  # with its own find_class
-    "checkpoint/generators.py": {"torch.load(weights_only=True)"},
+    "checkpoint/rng_state.py": {"torch.load(weights_only=True)"},
     "convert/dist_reader.py": {"torch.load(weights_only=True)"},
     "inference/vllm.py": {"np.load(allow_pickle=False)"},
     "user_file.py": {"exec_module"},  # a Python file that the user's config names

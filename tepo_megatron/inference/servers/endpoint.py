@@ -14,24 +14,24 @@ from urllib.parse import urlsplit
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError, SyncError
-from tepo_megatron.inference.cut import Ask
 from tepo_megatron.inference.engine import (
     ENGINE_PARTS,
     INITIAL_LABEL,
     INITIAL_VERSION,
     UNKNOWN_VERSION,
-    About,
     Address,
     EngineApi,
     EnginePart,
     Send,
     Server,
+    ServerInfo,
 )
+from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import answer_bytes
 from tepo_megatron.inference.servers.client import Client, RequestFailed
 from tepo_megatron.types import Rollout
 from tepo_megatron.utils.escaping import excerpt
-from tepo_megatron.weight_sync.channel import Kept, Meeting, Source
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source, UnchangedTensors
 
 Asked = TypeVar("Asked")
 # Errors raised when an answer does not have the engine's shape.
@@ -61,7 +61,7 @@ class Connected:
         self.server, self.api, self._cfg = server, api, cfg
         self.client: Client | None = None
         self.address: Address | None = None
-        self.about: About | None = None
+        self.about: ServerInfo | None = None
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ class Connected:
                 raise
             raise await self.failure(f"does not tell what it serves ({excerpt(repr(e))}); is this {self.api.name}?") from None
 
-    async def _greet(self, client: Client, about: About) -> None:
+    async def _greet(self, client: Client, about: ServerInfo) -> None:
         """Hook for subclasses: the first requests to a healthy server."""
 
     async def failure(self, what: str) -> RolloutError:
@@ -160,7 +160,7 @@ class Endpoint(Connected):
         """Resident memory of the server's processes on this machine, in bytes. 0 if others run the server."""
         return self.server.resident_bytes
 
-    async def _greet(self, client: Client, about: About) -> None:
+    async def _greet(self, client: Client, about: ServerInfo) -> None:
         """Check that the server can serve the run, and find out whether it serves its initial weights."""
         if about.max_model_len < self._max_model_len:
             raise ConfigError(
@@ -172,7 +172,7 @@ class Endpoint(Connected):
         await self.api.prepare(client.send)
         self.version = INITIAL_VERSION if about.label == INITIAL_LABEL else UNKNOWN_VERSION
 
-    async def generate(self, asks: Sequence[Ask]) -> list[Rollout]:
+    async def generate(self, asks: Sequence[GenerationRequest]) -> list[Rollout]:
         """Return the requested samples, by request and sample index, sampled with the current `version`.
 
         Raises:
@@ -181,7 +181,7 @@ class Endpoint(Connected):
         """
         client, version = self._connected(), self.version
 
-        async def generate(ask: Ask) -> list[Rollout]:
+        async def generate(ask: GenerationRequest) -> list[Rollout]:
             send = functools.partial(client.send, most_bytes=answer_bytes(ask.prompt, ask.sampling))
             return await self._asked(self.api.generate(send, ask.prompt, ask.sampling, ask.seed, version))
 
@@ -217,9 +217,9 @@ class Endpoint(Connected):
             base: Version whose tensors are kept.
             names: Hugging Face names.
         """
-        await self._updating(lambda send: self.api.keep(send, Kept(self._coming, base, tuple(names))))
+        await self._updating(lambda send: self.api.keep(send, UnchangedTensors(self._coming, base, tuple(names))))
 
-    async def join(self, meeting: Meeting) -> None:
+    async def join(self, meeting: GroupSpec) -> None:
         """Have the server's ranks join process groups with ranks of the trainer."""
         await self._updating(lambda send: self.api.join(send, meeting))
 

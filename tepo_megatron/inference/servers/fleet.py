@@ -18,19 +18,19 @@ from typing import Self
 
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError, SyncError
-from tepo_megatron.inference.cut import Ask, joined, rests
-from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION, Deliver, EnginePart, Groups, StaleWeights
+from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION, Deliver, EnginePart, GroupStream, StaleWeights
 from tepo_megatron.inference.loop import Arrivals, LoopThread
+from tepo_megatron.inference.partial import GenerationRequest, continuations, merge
 from tepo_megatron.inference.servers.checksums import Checks
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.growth import GrowthLimit
-from tepo_megatron.inference.servers.member import Life, Member
-from tepo_megatron.inference.servers.rest import Rest
-from tepo_megatron.inference.servers.standstill import Standstill
+from tepo_megatron.inference.servers.quiesce import Quiesce
+from tepo_megatron.inference.servers.sleep import SleepController
+from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
 from tepo_megatron.inference.servers.status import ServerStatus, refuse_other_weights, require_enough, status_of
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
-from tepo_megatron.weight_sync.channel import Meeting, Source, Taker
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Recipient, Source
 
 RETRY_SECONDS = 0.2  # before a request is sent again, doubled each time
 INTERRUPT_SECONDS = 0.5  # between abort calls: repeated for requests that were still on their way to the server
@@ -49,18 +49,18 @@ class Fleet:
         endpoints: The servers, in the order in which they were given. Only the fleet may call methods that change them.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig, standstill: Standstill | None = None) -> None:
+    def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig, standstill: Quiesce | None = None) -> None:
         self._cfg, self.endpoints, self._standstill = cfg, endpoints, standstill
-        self._members: list[Member[Endpoint]] = []
+        self._members: list[ServerSlot[Endpoint]] = []
         self._version = INITIAL_VERSION
         self._loop = LoopThread("fleet")
         self._changed = asyncio.Condition()
         self._growth = GrowthLimit(cfg.server.restart_after_growth_gib)
-        self._rest = Rest(self._changed, standstill, self._growth)
+        self._rest = SleepController(self._changed, standstill, self._growth)
         self._keepers: list[asyncio.Task[None]] = []
         self._events: list[str] = []
         # servers of the update under way, with their incarnation when it began
-        self._updating: list[tuple[Member[Endpoint], Life]] = []
+        self._updating: list[tuple[ServerSlot[Endpoint], Incarnation]] = []
         self._bases: set[int] = set()  # versions that these servers had before the update
         self._refused = ""  # why the weights were refused; the served version is unknown then
         self._checks = Checks(same_precision=cfg.server.precision is None)
@@ -93,9 +93,9 @@ class Fleet:
             raise RolloutError("the inference servers were already started; close the fleet first")
         self._version, self._refused, self._changed = INITIAL_VERSION, "", asyncio.Condition()
         self._checks = Checks(same_precision=self._cfg.server.precision is None)
-        self._rest = Rest(self._changed, self._standstill, self._growth)
+        self._rest = SleepController(self._changed, self._standstill, self._growth)
         self._rest.rise()  # a killed run may have left its device lease
-        self._members = [Member(e, self._cfg.server, self._tell, self._event, self._rest.may_start) for e in self.endpoints]
+        self._members = [ServerSlot(e, self._cfg.server, self._tell, self._event, self._rest.may_start) for e in self.endpoints]
         for endpoint in self.endpoints:
             endpoint.launch()
         self._loop.run(self._keep_all())
@@ -121,7 +121,7 @@ class Fleet:
         self._require_service()
         return self._loop.run(self._generate(prompts, sampling, seed))
 
-    def open(self) -> Groups:
+    def open(self) -> GroupStream:
         """See `RolloutEngine.open`. Requests are routed and retried as in `generate`."""
         self._require_service()
         return Arrivals(self._loop, self._generate)
@@ -161,12 +161,12 @@ class Fleet:
         self._loop.run(self._each(lambda endpoint: endpoint.keep(base, names)))
 
     @property
-    def takers(self) -> tuple[Taker, ...]:
+    def takers(self) -> tuple[Recipient, ...]:
         """See `RolloutEngine.takers`."""
         taking = [(m.endpoint, life) for m, life in self._updating if m.life is life]
-        return tuple(Taker(e.name, e.host, e.ranks, life) for e, life in taking)
+        return tuple(Recipient(e.name, e.host, e.ranks, life) for e, life in taking)
 
-    def join(self, meetings: Mapping[Taker, Meeting]) -> Future[None]:
+    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
         """See `RolloutEngine.join`."""
         of = {taker.life: meeting for taker, meeting in meetings.items()}
         places = {m.endpoint: of[life] for m, life in self._updating if life in of}
@@ -278,18 +278,18 @@ class Fleet:
 
         Responses that a weight update cut off are continued, or sampled again, until all are complete.
         """
-        whole = Ask(prompt, sampling.after(prompt), seed)
+        whole = GenerationRequest(prompt, sampling.after(prompt), seed)
         group = await self._answer([whole])
-        while lacking := rests(group, prompt, whole.sampling, seed):
+        while lacking := continuations(group, prompt, whole.sampling, seed):
             if self._cfg.in_flight == "restart":
                 group = await self._answer([whole])
                 continue
             ends = await self._answer(list(lacking.values()))
             for place, end in zip(lacking, ends, strict=True):
-                group[place] = joined(group[place], end)
+                group[place] = merge(group[place], end)
         return group
 
-    async def _answer(self, asks: Sequence[Ask]) -> list[Rollout]:
+    async def _answer(self, asks: Sequence[GenerationRequest]) -> list[Rollout]:
         """Return the requested samples, all from one server. Retries on other servers."""
         avoid: Endpoint | None = None
         for attempt in range(1, self._cfg.attempts + 1):
@@ -315,7 +315,7 @@ class Fleet:
                 await asyncio.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
         raise error
 
-    async def _free(self, avoid: Endpoint | None) -> tuple[Member[Endpoint], Life]:
+    async def _free(self, avoid: Endpoint | None) -> tuple[ServerSlot[Endpoint], Incarnation]:
         """Wait for and return the least loaded server with a free slot, preferring others to `avoid`. Raises RolloutError."""
         while True:
             async with self._changed:
@@ -341,7 +341,7 @@ class Fleet:
             self._gather_behind(broken_off)
         await self._each(lambda endpoint: endpoint.begin_update(version))
 
-    def _gather_behind(self, broken_off: Sequence[Life]) -> None:
+    def _gather_behind(self, broken_off: Sequence[Incarnation]) -> None:
         """Select the servers of this update: those that are up and lack its version.
 
         Incarnations that took part in an unfinished update are left out.
@@ -370,7 +370,7 @@ class Fleet:
         The servers of the update get no new requests meanwhile.
         """
 
-        def busy_ones() -> list[tuple[Member, Life]]:
+        def busy_ones() -> list[tuple[ServerSlot, Incarnation]]:
             return [(m, life) for m, life in self._updating if m.life is life and m.endpoint.in_flight]
 
         while busy := busy_ones():

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 from tepo_megatron.inference.servers.endpoint import Endpoint
-from tepo_megatron.inference.servers.member import Life, Member, Planned
+from tepo_megatron.inference.servers.slot import Incarnation, Planned, ServerSlot
 
 _GIB = 2**30
 
@@ -28,10 +28,12 @@ class GrowthLimit:
 
     def __init__(self, gib: float) -> None:
         self._gib = gib
-        self._first: WeakKeyDictionary[Life, int] = WeakKeyDictionary()  # baseline in bytes
+        self._first: WeakKeyDictionary[Incarnation, int] = WeakKeyDictionary()  # baseline in bytes
 
-    async def end_grown(self, idle: Iterable[tuple[Member[Endpoint], Life]]) -> list[tuple[Member[Endpoint], Life]]:
-        """End the servers that have grown too far. `Member.keep` restarts them.
+    async def end_grown(
+        self, idle: Iterable[tuple[ServerSlot[Endpoint], Incarnation]]
+    ) -> list[tuple[ServerSlot[Endpoint], Incarnation]]:
+        """End the servers that have grown too far. `ServerSlot.keep` restarts them.
 
         The first call that sees an incarnation records its baseline.
 

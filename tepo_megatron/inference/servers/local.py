@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.engine import Address, EngineApi, Launch
+from tepo_megatron.inference.engine import Address, EngineApi, LaunchSpec
 from tepo_megatron.inference.servers.process import LOOPBACK, ServerProcess, hold_port
 from tepo_megatron.inference.servers.served_model import ServedModel
 
@@ -38,7 +38,7 @@ class LocalServer:
     again = "is started again"
 
     def __init__(
-        self, name: str, api: EngineApi, cfg: ServerConfig, launch: Launch, log_path: Path, key: str | None = None
+        self, name: str, api: EngineApi, cfg: ServerConfig, launch: LaunchSpec, log_path: Path, key: str | None = None
     ) -> None:
         self.name, self.log_path = name, log_path
         self._api, self._cfg, self._launch, self._key = api, cfg, launch, key

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.inference.engine import Address, Launch
+from tepo_megatron.inference.engine import Address, LaunchSpec
 from tepo_megatron.inference.servers.client import healthy
 from tepo_megatron.inference.servers.rendezvous import KEY_VARIABLE, Record, Rendezvous, fingerprint, key_from_environment
 
@@ -42,7 +42,7 @@ class NamedServer(_Elsewhere):
     again = "is waited for"
     running = True
 
-    def __init__(self, name: str, cfg: ServerConfig, launch: Launch, url: str) -> None:
+    def __init__(self, name: str, cfg: ServerConfig, launch: LaunchSpec, url: str) -> None:
         self.name = f"{name} ({url})"
         self._url, self._ready_seconds = url, cfg.ready_limit(launch.platform)
         self._deadline = 0.0
@@ -98,7 +98,7 @@ class FoundServer(_Elsewhere):
         self,
         name: str,
         cfg: ServerConfig,
-        launch: Launch,
+        launch: LaunchSpec,
         rendezvous: Rendezvous,
         *,
         engine: str,

@@ -71,7 +71,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Turn:
+class DeviceLease:
     """Device lease: `run` has the devices of the servers, and all starts except `starts` have to end."""
 
     run: str
@@ -271,22 +271,22 @@ class Rendezvous:
         found = {path.stem: _read(path) for path in sorted(self.folder.glob(f"*.{_KEEPER}"))}
         return {keeper: (text.split(" ")[0], text.split(" ")[1]) for keeper, text in found.items() if text is not None}
 
-    def take_turn(self, run: str, starts: Sequence[str]) -> Turn:
+    def take_turn(self, run: str, starts: Sequence[str]) -> DeviceLease:
         """Write a new device lease and return it.
 
         Args:
             run: Absolute path of the run that takes the devices.
             starts: Start ids of the run's own servers, which stay.
         """
-        turn = Turn(run, secrets.token_hex(8), tuple(starts))
+        turn = DeviceLease(run, secrets.token_hex(8), tuple(starts))
         self._part(_TURN, json.dumps(dataclasses.asdict(turn))).rename(self.folder / _TURN)
         return turn
 
-    def turn(self) -> Turn | None:
+    def turn(self) -> DeviceLease | None:
         """Return the current device lease; None if no run has one."""
         text = _read(self.folder / _TURN)
         said = {} if text is None else json.loads(text)
-        return Turn(said["run"], said["token"], tuple(said["starts"])) if said.get("run") else None
+        return DeviceLease(said["run"], said["token"], tuple(said["starts"])) if said.get("run") else None
 
     def end_turn(self, run: str) -> None:
         """End the lease of `run`, if it has one. The file stays: over NFS a new file is taken for missing for a long time."""

@@ -22,8 +22,8 @@ from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engines import ENGINES, launch_of, local_servers
 from tepo_megatron.inference.servers.endpoint import Connected
 from tepo_megatron.inference.servers.local import LocalServer
-from tepo_megatron.inference.servers.member import Member
 from tepo_megatron.inference.servers.rendezvous import Record, Rendezvous, fingerprint, keeper_name, this_host
+from tepo_megatron.inference.servers.slot import ServerSlot
 
 LOOK_SECONDS = 1.0  # poll interval for the requests of trainers
 TURN_SECONDS = 0.2  # poll interval with `rollout.colocate`: trainers wait for each acknowledgement
@@ -70,7 +70,7 @@ class _Service:
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._members = [
-            Member(Connected(server, api, cfg.rollout.server), cfg.rollout.server, self._changed, tell, self._may_start)
+            ServerSlot(Connected(server, api, cfg.rollout.server), cfg.rollout.server, self._changed, tell, self._may_start)
             for server, api in zip(self._servers, apis, strict=True)
         ]
         self._records: dict[int, tuple[Record, float]] = {}  # server index -> (record, `time.monotonic()` of its publication)
@@ -143,7 +143,7 @@ class _Service:
             self._rendezvous.answer(self._keeper, turn.token)
             self._answered = turn.token
 
-    async def _attend(self, member: Member[Connected], record: Record, since: float) -> None:
+    async def _attend(self, member: ServerSlot[Connected], record: Record, since: float) -> None:
         """Handle one healthy server: reset its failure counters after STEADY_SECONDS, and end it if its user asked for that."""
         why = self._rendezvous.ended(record)
         if why is not None or time.monotonic() - since > STEADY_SECONDS:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tepo_megatron.errors import RolloutError, TepoError
 from tepo_megatron.inference.engine import UNKNOWN_VERSION
 from tepo_megatron.inference.servers.endpoint import Endpoint
-from tepo_megatron.inference.servers.member import Member
+from tepo_megatron.inference.servers.slot import ServerSlot
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ServerStatus:
     in_flight: int
 
 
-def status_of(member: Member[Endpoint]) -> ServerStatus:
+def status_of(member: ServerSlot[Endpoint]) -> ServerStatus:
     """Return the state of one server now."""
     endpoint = member.endpoint
     return ServerStatus(
@@ -48,7 +48,7 @@ def status_of(member: Member[Endpoint]) -> ServerStatus:
     )
 
 
-def require_enough(members: Sequence[Member[Endpoint]], min_servers: int) -> None:
+def require_enough(members: Sequence[ServerSlot[Endpoint]], min_servers: int) -> None:
     """Raise RolloutError if fewer than `min_servers` servers are left.
 
     Args:
@@ -66,7 +66,7 @@ def require_enough(members: Sequence[Member[Endpoint]], min_servers: int) -> Non
         )
 
 
-def refuse_other_weights(members: Sequence[Member[Endpoint]]) -> None:
+def refuse_other_weights(members: Sequence[ServerSlot[Endpoint]]) -> None:
     """Raise RolloutError if a server needs weights that nobody will send (`rollout.only`)."""
     for member in members:
         if member.up and member.endpoint.version == UNKNOWN_VERSION:

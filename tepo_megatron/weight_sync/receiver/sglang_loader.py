@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tepo_megatron.weight_sync.channel import Kept, Meeting
-from tepo_megatron.weight_sync.receiver.inbox import Inbox
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
+from tepo_megatron.weight_sync.receiver.receiver import WeightReceiver
 
 LOADER = "tepo_megatron.weight_sync.receiver.sglang_loader.load_sources"
 MODEL_VARIABLE = "TEPO_MODEL_PATH"  # model folder that the server was started with
@@ -20,7 +20,7 @@ MODEL_VARIABLE = "TEPO_MODEL_PATH"  # model folder that the server was started w
 # the tensors that an update leaves unchanged.
 BEGIN, FINISH, JOIN, KEEP = "tepo:begin", "tepo:finish", "tepo:join", "tepo:keep"
 
-_inbox = Inbox()  # of this process
+_inbox = WeightReceiver()  # of this process
 
 
 def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -29,12 +29,12 @@ def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torc
     Commands:
         BEGIN: forget what an earlier update gave.
         FINISH: raise ValueError unless all tensors of the model's checkpoint were given since BEGIN, except unchanged ones.
-        JOIN and the JSON of a `Meeting`: join its groups.
-        KEEP and the JSON of a `Kept`: note the tensors that stay; raise ValueError if they are not here in that version.
+        JOIN and the JSON of a `GroupSpec`: join its groups.
+        KEEP and the JSON of a `UnchangedTensors`: note the tensors that stay; raise ValueError if they are not here in that version.
 
     Args:
         model: SGLang's model.
-        named_tensors: The names are the sources of a round (see `Inbox.take`), or a command; the tensors are empty.
+        named_tensors: The names are the sources of a round (see `WeightReceiver.take`), or a command; the tensors are empty.
 
     Raises:
         ValueError: The round holds a tensor that the model does not have, that has another shape, or that was given before.
@@ -46,9 +46,9 @@ def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torc
     elif names == [FINISH]:
         _inbox.finish()
     elif names[:1] == [JOIN]:
-        _inbox.join(Meeting(**json.loads(names[1])), next(model.parameters()).device)
+        _inbox.join(GroupSpec(**json.loads(names[1])), next(model.parameters()).device)
     elif names[:1] == [KEEP]:
-        _inbox.keep(Kept(**json.loads(names[1])))
+        _inbox.keep(UnchangedTensors(**json.loads(names[1])))
     else:
         arrived = _inbox.take(names)
         if arrived is not None:

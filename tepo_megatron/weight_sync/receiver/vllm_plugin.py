@@ -21,9 +21,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from tepo_megatron.distributed.own_peers import guard_process_groups
-from tepo_megatron.weight_sync.channel import Kept, Meeting
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
 from tepo_megatron.weight_sync.receiver import lifeline
-from tepo_megatron.weight_sync.receiver.inbox import Inbox
+from tepo_megatron.weight_sync.receiver.receiver import WeightReceiver
 
 BACKEND = "tepo_shm"
 _OWN = "_tepo_own"  # attribute that marks copies made by `own_waiting_tensors`
@@ -46,8 +46,8 @@ class InitInfo(WeightTransferInitInfo):
     """Arguments of `init_transfer_engine`.
 
     Attributes:
-        meeting: Fields of a `Meeting` whose groups are to be joined. None: no groups (files need none).
-        kept: Fields of a `Kept`, inside an update. None: nothing to note.
+        meeting: Fields of a `GroupSpec` whose groups are to be joined. None: no groups (files need none).
+        kept: Fields of a `UnchangedTensors`, inside an update. None: nothing to note.
     """
 
     meeting: dict[str, Any] | None = None
@@ -59,7 +59,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """One round of an update.
 
     Attributes:
-        sources: Sources of some of the model's tensors under their Hugging Face names. See `Inbox.take`.
+        sources: Sources of some of the model's tensors under their Hugging Face names. See `WeightReceiver.take`.
     """
 
     sources: list[str]
@@ -74,7 +74,7 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    _inbox: Inbox | None = None
+    _inbox: WeightReceiver | None = None
     _touched = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -82,11 +82,11 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         vLLM calls this at the start, for new groups to join, and for tensors that an update leaves unchanged.
         """
-        self._inbox = self._inbox or Inbox()
+        self._inbox = self._inbox or WeightReceiver()
         if init_info.meeting is not None:
-            self._inbox.join(Meeting(**init_info.meeting), self.device)
+            self._inbox.join(GroupSpec(**init_info.meeting), self.device)
         if init_info.kept is not None:
-            self._inbox.keep(Kept(**init_info.kept))
+            self._inbox.keep(UnchangedTensors(**init_info.kept))
 
     def start_weight_update(self) -> None:
         """Forget what an earlier update gave. The model is not touched before the first tensors can be loaded."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from tepo_megatron.errors import CheckpointError, ConversionError
 from tepo_megatron.weights.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
-from tepo_megatron.weights.families.family import Family, Row
+from tepo_megatron.weights.families.family import Family, WeightMapping
 from tepo_megatron.weights.families.tokens import check_tokenizer
 
 __all__ = ["FAMILIES", "Family", "Row", "check_tokenizer", "find_family", "read_config"]

@@ -47,7 +47,7 @@ _MENDS = dict.fromkeys(
 
 
 @dataclass(frozen=True)
-class Row:
+class WeightMapping:
     """A row of the table of tensors: a Megatron parameter name <-> HF tensor names.
 
     In names, `{layer}` is the layer's index in the whole model and `{expert}` the expert's index.
@@ -93,7 +93,7 @@ class Family:
     """
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[WeightMapping, ...]
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     no_effect: frozenset[str] = frozenset()
     mapped: frozenset[str] = frozenset()

@@ -4,46 +4,48 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tepo_megatron.weights.families.family import Row
+from tepo_megatron.weights.families.family import WeightMapping
 from tepo_megatron.weights.ops import FusedGateUp, FusedQKV, Replicated, Split, Vocabulary
 
 _MEGATRON, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 # Embeddings, norms and attention projections
 DECODER = (
-    Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Vocabulary()),
-    Row("output_layer.weight", ("lm_head.weight",), Vocabulary()),
-    Row("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated()),
-    Row(_MEGATRON + "input_layernorm.weight", (_HF + "input_layernorm.weight",), Replicated()),
-    Row(
+    WeightMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Vocabulary()),
+    WeightMapping("output_layer.weight", ("lm_head.weight",), Vocabulary()),
+    WeightMapping("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated()),
+    WeightMapping(_MEGATRON + "input_layernorm.weight", (_HF + "input_layernorm.weight",), Replicated()),
+    WeightMapping(
         _MEGATRON + "self_attention.linear_qkv.weight",
         tuple(_HF + f"self_attn.{x}_proj.weight" for x in "qkv"),
         FusedQKV(),
     ),
-    Row(_MEGATRON + "self_attention.linear_proj.weight", (_HF + "self_attn.o_proj.weight",), Split(dim=1)),
-    Row(_MEGATRON + "pre_mlp_layernorm.weight", (_HF + "post_attention_layernorm.weight",), Replicated()),
+    WeightMapping(_MEGATRON + "self_attention.linear_proj.weight", (_HF + "self_attn.o_proj.weight",), Split(dim=1)),
+    WeightMapping(_MEGATRON + "pre_mlp_layernorm.weight", (_HF + "post_attention_layernorm.weight",), Replicated()),
 )
 
 QKV_BIAS = (
-    Row(_MEGATRON + "self_attention.linear_qkv.bias", tuple(_HF + f"self_attn.{x}_proj.bias" for x in "qkv"), FusedQKV()),
+    WeightMapping(
+        _MEGATRON + "self_attention.linear_qkv.bias", tuple(_HF + f"self_attn.{x}_proj.bias" for x in "qkv"), FusedQKV()
+    ),
 )
 
 QK_NORM = (
-    Row(_MEGATRON + "self_attention.q_layernorm.weight", (_HF + "self_attn.q_norm.weight",), Replicated()),
-    Row(_MEGATRON + "self_attention.k_layernorm.weight", (_HF + "self_attn.k_norm.weight",), Replicated()),
+    WeightMapping(_MEGATRON + "self_attention.q_layernorm.weight", (_HF + "self_attn.q_norm.weight",), Replicated()),
+    WeightMapping(_MEGATRON + "self_attention.k_layernorm.weight", (_HF + "self_attn.k_norm.weight",), Replicated()),
 )
 
 
-def swiglu(layers: Literal["all", "dense"] = "all") -> tuple[Row, ...]:
+def swiglu(layers: Literal["all", "dense"] = "all") -> tuple[WeightMapping, ...]:
     """Return the rows of a dense SwiGLU feed-forward block."""
     gate_up = tuple(_HF + f"mlp.{x}_proj.weight" for x in ("gate", "up"))
     return (
-        Row(_MEGATRON + "mlp.linear_fc1.weight", gate_up, FusedGateUp(), layers),
-        Row(_MEGATRON + "mlp.linear_fc2.weight", (_HF + "mlp.down_proj.weight",), Split(dim=1), layers),
+        WeightMapping(_MEGATRON + "mlp.linear_fc1.weight", gate_up, FusedGateUp(), layers),
+        WeightMapping(_MEGATRON + "mlp.linear_fc2.weight", (_HF + "mlp.down_proj.weight",), Split(dim=1), layers),
     )
 
 
-def experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+def experts(block: str, gate: str, up: str, down: str) -> tuple[WeightMapping, ...]:
     """Return the rows of a router and SwiGLU experts.
 
     Args:
@@ -55,7 +57,9 @@ def experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
     of_expert = _HF + block + ".experts.{expert}."
     mine = _MEGATRON + "mlp.experts.{expert}."
     return (
-        Row(_MEGATRON + "mlp.router.weight", (_HF + block + ".gate.weight",), Replicated(), "sparse"),
-        Row(mine + "linear_fc1.weight", tuple(of_expert + f"{x}.weight" for x in (gate, up)), FusedGateUp(), "sparse"),
-        Row(mine + "linear_fc2.weight", (of_expert + f"{down}.weight",), Split(dim=1), "sparse"),
+        WeightMapping(_MEGATRON + "mlp.router.weight", (_HF + block + ".gate.weight",), Replicated(), "sparse"),
+        WeightMapping(
+            mine + "linear_fc1.weight", tuple(of_expert + f"{x}.weight" for x in (gate, up)), FusedGateUp(), "sparse"
+        ),
+        WeightMapping(mine + "linear_fc2.weight", (of_expert + f"{down}.weight",), Split(dim=1), "sparse"),
     )

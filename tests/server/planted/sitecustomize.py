@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-INBOX = "tepo_megatron.weight_sync.receiver.inbox"
+INBOX = "tepo_megatron.weight_sync.receiver.receiver"
 CONTROL = "TEPO_TEST_FAULT"
 TENSOR = "model.layers.1.mlp.down_proj.weight"
 

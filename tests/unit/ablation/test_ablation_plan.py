@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tepo_megatron.ablation.plan import Plan, read_plan
+from tepo_megatron.ablation.plan import AblationPlan, read_plan
 from tepo_megatron.config import Config
 from tepo_megatron.controller.method import resolve
 from tepo_megatron.errors import ConfigError
@@ -23,7 +23,7 @@ def check(cfg: Config) -> None:
     resolve(cfg)
 
 
-def plan_of(folder: Path, words: tuple[str, ...] = (), **change: Any) -> Plan:
+def plan_of(folder: Path, words: tuple[str, ...] = (), **change: Any) -> AblationPlan:
     (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
     (folder / "ab.yaml").write_text(yaml.safe_dump(FILE | change, sort_keys=False))
     return read_plan(folder / "ab.yaml", list(words), check)

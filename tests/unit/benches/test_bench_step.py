@@ -52,7 +52,7 @@ def test_the_parts_add_up_to_the_step(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_step_without_one_of_the_mends_computes_the_same(tmp_path: Path) -> None:
-    run("benchmarks.mends", "--quick", "--json", str(tmp_path / "found.json"))
+    run("benchmarks.optimizations", "--quick", "--json", str(tmp_path / "found.json"))
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ratio"].keys() == MENDS.keys() and all(ratio > 0 for ratio in found["ratio"].values())
     assert max(found["disagreement"].values()) <= step.AGREE

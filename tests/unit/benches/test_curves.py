@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from benchmarks.curves import table
-from tepo_megatron.ablation.results import Outcome
+from tepo_megatron.ablation.results import RunOutcome
 from tepo_megatron.evaluation import Scores
 from tepo_megatron.report.drawing import Curves
 
 STEPS = 20
 
 
-def outcome(seed: int, gain: float, noise: float) -> Outcome:
+def outcome(seed: int, gain: float, noise: float) -> RunOutcome:
     """A run whose accuracy rises to 0.8 + gain."""
     generator = np.random.default_rng(seed)
     accuracy = np.linspace(0.2, 0.8, STEPS) + gain + noise * generator.standard_normal(STEPS)
@@ -20,7 +20,7 @@ def outcome(seed: int, gain: float, noise: float) -> Outcome:
         for i, x in enumerate(accuracy.tolist())
     ]
     after = float(accuracy[-1])
-    return Outcome(Curves(records), Scores({0: 0.2, 1: 0.3}, {0: after, 1: after}))
+    return RunOutcome(Curves(records), Scores({0: 0.2, 1: 0.3}, {0: after, 1: after}))
 
 
 @pytest.mark.parametrize(("gain", "verdict"), [(0.0, "within noise"), (0.1, "beyond noise")])

@@ -19,7 +19,7 @@ from tepo_megatron.evaluation.command import Request, run, settings
 from tepo_megatron.evaluation.folder import read_record
 from tepo_megatron.evaluation.results import result
 from tepo_megatron.evaluation.samples import read_samples
-from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.engine import LaunchSpec
 from tests.e2e.scripted_worker import ScriptedEngine
 from tests.tiny import tiny_qwen3
 from tests.worlds import run_world
@@ -51,10 +51,10 @@ class Engines:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TEPO_TEST_ENGINE", "good")
-        self.launches: list[Launch] = []
+        self.launches: list[LaunchSpec] = []
         self.configs: list[Config] = []
 
-    def __call__(self, cfg: Config, launch: Launch, log_path: Path) -> ScriptedEngine:
+    def __call__(self, cfg: Config, launch: LaunchSpec, log_path: Path) -> ScriptedEngine:
         self.launches.append(launch)
         self.configs.append(cfg)
         return ScriptedEngine(cfg)

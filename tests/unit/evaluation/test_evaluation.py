@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.actor.tally import UpdateResult
+from tepo_megatron.actor.accumulator import UpdateResult
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.controller.step_log import KEYS, StepLog
 from tepo_megatron.errors import DataError, SyncError
-from tepo_megatron.evaluation import Scores, in_run, read_evaluation, write_evaluation
+from tepo_megatron.evaluation import Scores, read_evaluation, run_evaluations, write_evaluation
 from tepo_megatron.evaluation.runner import Accuracy, accuracy
 from tepo_megatron.observability.histogram import counts
 from tepo_megatron.observability.metrics import Metrics
@@ -71,11 +71,11 @@ def test_an_evaluation_samples_as_its_own_settings_say(monkeypatch: pytest.Monke
         asked.append((sampling, seed))
         return accuracy([graded(0, 1.0)])
 
-    monkeypatch.setattr(in_run, "evaluate", evaluate)
+    monkeypatch.setattr(run_evaluations, "evaluate", evaluate)
     tree = {"name": "a", "platform": "cpu", "model": {"path": "m"}, "data": {"train": "t"}, "seed": 3}
     cfg = validate(tree | {"evaluation": {"temperature": 0.3, "samples": 5}})
     training = SamplingParams(samples=8, temperature=1.0, max_tokens=7)
-    evaluations = in_run.Evaluations(cfg, [Prompt(0, (1,), "1")], None)
+    evaluations = run_evaluations.Evaluations(cfg, [Prompt(0, (1,), "1")], None)
     for step in (0, 4):
         assert len(list(evaluations.measure(step, None, None, training))) == 1
     (first, seed), second = asked

@@ -15,7 +15,7 @@ from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.ops.pipeline_time import Pipeline
 from tepo_megatron.ops.planning import plan_metrics, plan_microbatches
-from tepo_megatron.ops.shared_prompts import Families, Piece, cut, pieces_of
+from tepo_megatron.ops.shared_prompts import Piece, PrefixGroups, cut, pieces_of
 from tepo_megatron.types import Rollout, TrainBatch
 
 CHECKED = settings(max_examples=60, deadline=None, derandomize=True)
@@ -35,8 +35,8 @@ def batch_of(shapes: list[tuple[int, int]]) -> TrainBatch:
     return TrainBatch.build(rollouts, torch.zeros(len(shapes)))
 
 
-def families_of(batch: TrainBatch, least_tokens: int = 1, least_saved: int = 0) -> Families | None:
-    return Families.of(batch.prompt_ids, batch.prompt_lengths, least_tokens, least_saved)
+def families_of(batch: TrainBatch, least_tokens: int = 1, least_saved: int = 0) -> PrefixGroups | None:
+    return PrefixGroups.of(batch.prompt_ids, batch.prompt_lengths, least_tokens, least_saved)
 
 
 @CHECKED
@@ -128,7 +128,7 @@ def test_plans_keep_their_contract(
 
 def test_a_family_is_kept_together_or_cut_where_that_is_faster() -> None:
     """16 responses of 1,000 tokens to 8,000: one microbatch if it has the room, two if not, a part for each of four ranks."""
-    lengths, families = [9000] * 16, Families((0,) * 16, (8000,) * 16)
+    lengths, families = [9000] * 16, PrefixGroups((0,) * 16, (8000,) * 16)
 
     def plan(dp: int, room: int) -> list[list[int]]:
         return [[len(m) for m in rank] for rank in plan_microbatches(lengths, dp, room, Alignment(), families=families)]
@@ -160,7 +160,7 @@ def test_sharing_on_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_metrics_by_hand() -> None:
     """Two microbatches: a prompt of 9 with 3 + 5 behind it, padded to 12 + 4 + 8; and a sequence of 7, padded to 8."""
-    families = Families((0, 0, 1), (9, 9, 4))
+    families = PrefixGroups((0, 0, 1), (9, 9, 4))
     found = plan_metrics([[[0, 1], [2]]], [12, 14, 7], Alignment(cp=2), attention_tokens=1e18, families=families)
     assert found["packing/computed_tokens"] == 12 + 4 + 8 + 8
     assert found["packing/shared_share"] == pytest.approx(9 / 33)

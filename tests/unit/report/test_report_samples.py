@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from tepo_megatron.config import Config
 from tepo_megatron.errors import DataError
 from tepo_megatron.report import Run, read_run
-from tepo_megatron.report.benchmarks import Benchmarks, over_steps, read_benchmarks
+from tepo_megatron.report.benchmarks import BenchmarkPanel, over_steps, read_benchmarks
 from tepo_megatron.report.charts import chart
 from tepo_megatron.report.held_out import change, read_held_out
 from tepo_megatron.report.samples import MOST_CHANGED, read_samples
@@ -176,7 +176,7 @@ def write_benchmark(run: Run, step: int, scores: dict[int, list[float]]) -> None
 
 
 def test_benchmarks_of_a_run(run: Run) -> None:
-    assert read_benchmarks(run) == Benchmarks({}, [], [])
+    assert read_benchmarks(run) == BenchmarkPanel({}, [], [])
     write_benchmark(run, 0, {0: [0.0, 0.0], 1: [1.0, 1.0], 2: [0.0, 0.0]})
     write_benchmark(run, 2, {0: [0.0, 0.0], 1: [1.0, 0.0], 2: [1.0, 1.0]})
     found = read_benchmarks(run)

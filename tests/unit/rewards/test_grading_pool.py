@@ -11,7 +11,7 @@ from tepo_megatron.errors import RewardError
 from tepo_megatron.grading.worker import grade_in_time
 from tepo_megatron.rewards import process
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
-from tepo_megatron.rewards.process import Outcome
+from tepo_megatron.rewards.process import WorkerOutcome
 
 GOOD = """
 import json, os, sys, time
@@ -62,10 +62,10 @@ def test_a_worker_that_is_killed_is_reported(
     once = tmp_path / "once"
     lost = f"if text == {BAD!r} or not os.path.exists({str(once)!r}): open({str(once)!r}, 'w'); os.kill(os.getpid(), 9)"
     made = pool(tmp_path, monkeypatch, GOOD.replace("BEHAVE", lost))
-    assert made.grade([["a"]]) == [Outcome("graded", 1.0)]
+    assert made.grade([["a"]]) == [WorkerOutcome("graded", 1.0)]
     assert [record.getMessage().partition(" was ended by SIGKILL: ")[2] != "" for record in caplog.records] == [True]
     assert caplog.records[0].getMessage().endswith("; its answer is graded again")
-    assert made.grade([[BAD]]) == [Outcome("died")]
+    assert made.grade([[BAD]]) == [WorkerOutcome("died")]
     made.close()
     assert [record.getMessage().rpartition("; ")[2] for record in caplog.records[1:]] == [
         "its answer is graded again", "so did another at the same answer, which counts as 0 (died)",
@@ -86,14 +86,14 @@ def test_a_broken_worker_costs_one_sample(fate: str, tmp_path: Path, monkeypatch
         pids = made.pids
         again = made.grade([["a"]])
         made.close()
-    expected = [Outcome("graded", float(len(text))) for text in texts]
+    expected = [WorkerOutcome("graded", float(len(text))) for text in texts]
     if fate == "answers twice":  # the first may be read before the second is there, which then spoils an attempt at the next
         assert found[:2] + found[3:] == expected[:2] + expected[3:]
-        assert found[2] in (Outcome("died"), Outcome("graded", 9.0))
+        assert found[2] in (WorkerOutcome("died"), WorkerOutcome("graded", 9.0))
     else:
-        expected[2] = Outcome(status)
+        expected[2] = WorkerOutcome(status)
         assert found == expected
-    assert again == [Outcome("graded", 1.0)] and len(pids) == 1
+    assert again == [WorkerOutcome("graded", 1.0)] and len(pids) == 1
     assert seconds < HARD_SECONDS + 20.0  # the worker would sleep for a minute
 
 
@@ -109,7 +109,7 @@ def test_a_long_request_to_a_worker_that_does_not_read_is_given_up(tmp_path: Pat
     deaf = "import time\nprint('\"ready\"', flush=True)\ntime.sleep(60)\n"
     made = pool(tmp_path, monkeypatch, deaf)
     start = time.monotonic()
-    assert made.grade([["x" * 1_000_000]]) == [Outcome("timeout")]
+    assert made.grade([["x" * 1_000_000]]) == [WorkerOutcome("timeout")]
     assert time.monotonic() - start < HARD_SECONDS + 20.0
     made.close()
 

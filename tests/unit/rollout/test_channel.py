@@ -14,13 +14,21 @@ import pytest
 import torch
 
 from tepo_megatron.distributed.meeting_store import open_store
-from tepo_megatron.weight_sync.channel import SENDER, BrokenChannel, Channel, Meeting, came_key, off_key, tell
+from tepo_megatron.weight_sync.broadcast_group import (
+    SENDER,
+    BroadcastGroup,
+    BrokenChannel,
+    GroupSpec,
+    came_key,
+    off_key,
+    signal,
+)
 
 CPU = torch.device("cpu")
 MEMBER = """
 import json, os, signal, sys
 import torch, torch.distributed as dist
-from tepo_megatron.weight_sync.channel import Meeting, form_group
+from tepo_megatron.weight_sync.broadcast_group import Meeting, form_group
 
 meeting = Meeting(**json.loads(sys.argv[1]))
 group = form_group(meeting, 0, meeting.first, torch.device("cpu"))
@@ -29,7 +37,7 @@ os.kill(os.getpid(), getattr(signal, sys.argv[2]))
 
 
 @contextmanager
-def member(meeting: Meeting, signal: str) -> Iterator[None]:
+def member(meeting: GroupSpec, signal: str) -> Iterator[None]:
     told = json.dumps(dataclasses.asdict(meeting))
     process = subprocess.Popen([sys.executable, "-c", MEMBER, told, signal])
     try:
@@ -42,24 +50,24 @@ def member(meeting: Meeting, signal: str) -> Iterator[None]:
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
 def test_a_member_that_is_lost_after_it_joined_is_noticed_within_the_deadline(signal: str) -> None:
     store = open_store("127.0.0.1")
-    meeting = Meeting("127.0.0.1", store.port, signal, 1, 2, SENDER + 1, seconds=60.0, join_seconds=30.0)
+    meeting = GroupSpec("127.0.0.1", store.port, signal, 1, 2, SENDER + 1, seconds=60.0, join_seconds=30.0)
     with member(meeting, signal):
         start = time.monotonic()
         with pytest.raises(BrokenChannel):
-            Channel(meeting, 0, SENDER, CPU, until=start + 5.0)
+            BroadcastGroup(meeting, 0, SENDER, CPU, until=start + 5.0)
         assert time.monotonic() - start < 7.0
 
 
 def test_forming_a_group_ends_as_soon_as_it_is_called_off() -> None:
     store = open_store("127.0.0.1")
-    meeting = Meeting("127.0.0.1", store.port, "off", 1, 2, SENDER + 1, seconds=60.0, join_seconds=60.0)
-    tell(store, came_key(meeting, 1))
+    meeting = GroupSpec("127.0.0.1", store.port, "off", 1, 2, SENDER + 1, seconds=60.0, join_seconds=60.0)
+    signal(store, came_key(meeting, 1))
     start = time.monotonic()
     with pytest.raises(BrokenChannel, match="called off, or not formed within 60 s"):
-        Channel(meeting, 0, SENDER, CPU, wanted=lambda: time.monotonic() < start + 0.5 or not tell_off(store, meeting))
+        BroadcastGroup(meeting, 0, SENDER, CPU, wanted=lambda: time.monotonic() < start + 0.5 or not tell_off(store, meeting))
     assert time.monotonic() - start < 5.0 and store.check([off_key(meeting)])
 
 
-def tell_off(store: torch.distributed.Store, meeting: Meeting) -> bool:
-    tell(store, off_key(meeting))
+def tell_off(store: torch.distributed.Store, meeting: GroupSpec) -> bool:
+    signal(store, off_key(meeting))
     return True

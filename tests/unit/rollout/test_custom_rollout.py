@@ -19,7 +19,7 @@ from examples.arithmetic.task import END, build_tokenizer, make_problem
 from examples.tools.calculator import result
 from tepo_megatron.config import RewardConfig, RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.inference.engine import Launch, Send
+from tepo_megatron.inference.engine import LaunchSpec, Send
 from tepo_megatron.inference.samples import checked_rollout
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
@@ -336,7 +336,7 @@ def fleet(folder: Path, api: type[ScriptedApi] = ScriptedApi, servers: int = 3, 
     (folder / "model").mkdir(exist_ok=True)
     settings_of_one = ServerConfig(backoff_seconds=0.05, silent_seconds=20.0, concurrency=4, ready_seconds=60, **settings)
     cfg = RolloutConfig(servers=servers, server=settings_of_one)
-    launch = Launch(folder / "model", max_model_len=64, platform="cpu", precision="fp32", seed=0)
+    launch = LaunchSpec(folder / "model", max_model_len=64, platform="cpu", precision="fp32", seed=0)
     endpoints = []
     for i in range(servers):
         made_of = api()

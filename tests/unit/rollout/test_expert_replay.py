@@ -18,8 +18,8 @@ from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError, DataError, RolloutError
-from tepo_megatron.inference.cut import CUT, joined, rest
-from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.engine import LaunchSpec
+from tepo_megatron.inference.partial import ABORTED, merge, rest
 from tepo_megatron.inference.samples import checked_rollout
 from tepo_megatron.inference.sglang import SglangApi, generate_request, parse_generated
 from tepo_megatron.inference.vllm import VllmApi, parse_completion
@@ -108,7 +108,7 @@ def test_servers_are_started_and_asked_for_them_only_where_they_are_replayed(tmp
     cfg = ServerConfig(python=str(tmp_path / "python"))
     (tmp_path / "python").touch()
     for wanted in (False, True):
-        launch = Launch(tmp_path, 64, platform="cuda", precision="bf16", seed=0, returns_experts=wanted)
+        launch = LaunchSpec(tmp_path, 64, platform="cuda", precision="bf16", seed=0, returns_experts=wanted)
         assert all((flag in api.command(cfg, launch, 1)) is wanted for api in (VllmApi(), SglangApi()))
         assert (runner in VllmApi().environment(cfg, launch, {}, "key")) is wanted
         sampling = SAMPLING if wanted else replace(SAMPLING, routing=None)
@@ -118,16 +118,16 @@ def test_servers_are_started_and_asked_for_them_only_where_they_are_replayed(tmp
 def test_a_response_that_new_weights_interrupt_has_the_experts_of_the_last_ones() -> None:
     """Those computed its whole context anew, so they chose for every token."""
     sampling = replace(SAMPLING, max_tokens=4, stop_token_ids=())
-    cut = checked_rollout(PROMPT, [8, 9], [-0.5, -0.5], CUT, sampling, 1, torch.from_numpy(GIVEN % 300))
+    cut = checked_rollout(PROMPT, [8, 9], [-0.5, -0.5], ABORTED, sampling, 1, torch.from_numpy(GIVEN % 300))
     assert cut.experts_LKT is None
     ask = rest(cut, PROMPT, sampling, 0)
     given = torch.arange(6 * 3 * 2).view(6, 3, 2)
     end = checked_rollout(ask.prompt, [10, 11], [-0.5, -0.5], "length", ask.sampling, 2, given)
     cut, end = (replace(r, servers=((0, name),)) for r, name in ((cut, "a"), (end, "b")))
-    assert joined(cut, end).servers == ((0, "a"), (5, "b")) and joined(cut, replace(end, servers=cut.servers)).servers == (
+    assert merge(cut, end).servers == ((0, "a"), (5, "b")) and merge(cut, replace(end, servers=cut.servers)).servers == (
         (0, "a"),
     )
-    whole = joined(cut, end)
+    whole = merge(cut, end)
     assert whole.experts_LKT is not None and whole.experts_LKT[:-1].tolist() == given[:, [0, 2]].tolist()
     assert whole.experts_LKT.shape[0] == whole.token_ids_L.numel() == 7 and whole.later_versions == ((5, 2),)
 

@@ -18,7 +18,7 @@ import pytest
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import RolloutError, SyncError
-from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.engine import LaunchSpec
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
@@ -46,7 +46,7 @@ def fleet(
         in_flight=in_flight,
         server=ServerConfig(**settings),
     )
-    launch = Launch(folder / "model", max_model_len=64, platform="cpu", precision="fp32", seed=0)
+    launch = LaunchSpec(folder / "model", max_model_len=64, platform="cpu", precision="fp32", seed=0)
     endpoints = []
     for i in range(servers):
         api = ScriptedApi()

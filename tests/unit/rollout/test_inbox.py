@@ -16,22 +16,22 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tepo_megatron.distributed.meeting_store import open_store
-from tepo_megatron.weight_sync.channel import (
+from tepo_megatron.weight_sync.broadcast_group import (
     SENDER,
+    BroadcastGroup,
     BrokenChannel,
     Bucket,
-    Channel,
     Content,
-    Kept,
-    Meeting,
+    GroupSpec,
+    UnchangedTensors,
     arrived_key,
     came_key,
     crc32,
     join_store,
     joined_key,
-    tell,
+    signal,
 )
-from tepo_megatron.weight_sync.receiver.inbox import Inbox
+from tepo_megatron.weight_sync.receiver.receiver import WeightReceiver
 
 CPU = torch.device("cpu")
 MODEL = {
@@ -54,18 +54,18 @@ class Trainer:
 
     def __init__(self, store: dist.TCPStore) -> None:
         self.store, self.meetings = store, 0
-        self.channel: Channel | None = None
+        self.channel: BroadcastGroup | None = None
 
-    def meet(self, inbox: Inbox, seconds: float = SECONDS) -> Meeting:
+    def meet(self, inbox: WeightReceiver, seconds: float = SECONDS) -> GroupSpec:
         """A new group with that inbox."""
         self.meetings += 1
-        self.meeting = Meeting("127.0.0.1", self.store.port, f"m{self.meetings}", 1, 2, SENDER + 1, seconds, SECONDS)
+        self.meeting = GroupSpec("127.0.0.1", self.store.port, f"m{self.meetings}", 1, 2, SENDER + 1, seconds, SECONDS)
         inbox.join(self.meeting, CPU)
-        self.channel = Channel(self.meeting, 0, SENDER, CPU)
+        self.channel = BroadcastGroup(self.meeting, 0, SENDER, CPU)
         self.store.wait([joined_key(self.meeting, SENDER + 1)], datetime.timedelta(seconds=SECONDS))
         return self.meeting
 
-    def send(self, inbox: Inbox, bucket: Bucket, row: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    def send(self, inbox: WeightReceiver, bucket: Bucket, row: torch.Tensor) -> dict[str, torch.Tensor] | None:
         """What the inbox has to load then."""
         assert self.channel is not None
         with ThreadPoolExecutor() as threads:
@@ -80,10 +80,10 @@ class Trainer:
 
 
 @contextmanager
-def met(folder: Path) -> Iterator[tuple[Trainer, Inbox]]:
+def met(folder: Path) -> Iterator[tuple[Trainer, WeightReceiver]]:
     """A trainer and an inbox that wait for an update's first round."""
     save_file(MODEL, folder / "model.safetensors")
-    trainer, inbox = Trainer(open_store("127.0.0.1")), Inbox()
+    trainer, inbox = Trainer(open_store("127.0.0.1")), WeightReceiver()
     trainer.meet(inbox)
     inbox.begin(folder, tied_embeddings=False)
     yield trainer, inbox
@@ -151,11 +151,11 @@ def test_nobody_waits_longer_than_the_meeting_says(tmp_path: Path) -> None:
         trainer.meet(inbox, seconds=2.0)
         bucket, _ = packed(0, "a.weight")
         assert inbox.take([bucket.to_json()]) is None  # a sender that lives and says nothing
-        alone = Meeting("127.0.0.1", trainer.store.port, "alone", 1, 2, SENDER + 1, SECONDS, 0.3)
+        alone = GroupSpec("127.0.0.1", trainer.store.port, "alone", 1, 2, SENDER + 1, SECONDS, 0.3)
         inbox.join(alone, CPU)
         start = time.monotonic()
         with pytest.raises(BrokenChannel):
-            Channel(replace(alone, name="alone too"), 0, SENDER, CPU)
+            BroadcastGroup(replace(alone, name="alone too"), 0, SENDER, CPU)
         assert time.monotonic() - start < 0.3 + SECONDS / 2
         assert trainer.store.check([came_key(alone, SENDER + 1)])
         assert not trainer.store.check([joined_key(alone, SENDER + 1)])
@@ -163,32 +163,32 @@ def test_nobody_waits_longer_than_the_meeting_says(tmp_path: Path) -> None:
 
 def test_only_who_has_the_version_before_may_keep_tensors_of_it(tmp_path: Path) -> None:
     save_file(MODEL, tmp_path / "model.safetensors")
-    file, inbox, some = str(tmp_path / "model.safetensors"), Inbox(), tuple(MODEL)
+    file, inbox, some = str(tmp_path / "model.safetensors"), WeightReceiver(), tuple(MODEL)
 
-    def update(kept: Kept, *files: str) -> None:
+    def update(kept: UnchangedTensors, *files: str) -> None:
         inbox.begin(tmp_path, tied_embeddings=False)
         inbox.keep(kept)
         inbox.take(list(files))
         inbox.finish()
 
     with pytest.raises(ValueError, match=r"3 tensors of version -1 are to stay, .* of another \(unknown\)"):
-        update(Kept(1, -1, some))  # those that it was started with
-    update(Kept(1, -1, ()), file)
-    update(Kept(2, 1, some))
+        update(UnchangedTensors(1, -1, some))  # those that it was started with
+    update(UnchangedTensors(1, -1, ()), file)
+    update(UnchangedTensors(2, 1, some))
     with pytest.raises(ValueError, match=r"of version 1 are to stay, .* of another \(2\)"):
-        update(Kept(3, 1, some))
+        update(UnchangedTensors(3, 1, some))
     with pytest.raises(ValueError, match=r"of another \(unknown\)"):  # that one was broken off
-        update(Kept(3, 2, some))
+        update(UnchangedTensors(3, 2, some))
     inbox.begin(tmp_path, tied_embeddings=False)
     inbox.take([file])
     inbox.finish()
     with pytest.raises(ValueError, match=r"of another \(unknown\)"):  # it did not say which it was
-        update(Kept(4, 3, some))
+        update(UnchangedTensors(4, 3, some))
 
 
 def test_what_is_told_is_there_for_others_at_once() -> None:
     store = open_store("127.0.0.1")
-    other = join_store(Meeting("127.0.0.1", store.port, "m", 1, 2, SENDER + 1, SECONDS, SECONDS))
+    other = join_store(GroupSpec("127.0.0.1", store.port, "m", 1, 2, SENDER + 1, SECONDS, SECONDS))
     for i in range(5000):  # with `TCPStore.set`, 2 to 35 in 1000 were not
-        tell(other, f"key {i}")
+        signal(other, f"key {i}")
         assert store.check([f"key {i}"])

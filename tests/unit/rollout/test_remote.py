@@ -26,7 +26,7 @@ from tepo_megatron.config import Config, RolloutConfig, ServerConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference import engines
-from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION, Launch
+from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION, LaunchSpec
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer, url_of
 from tepo_megatron.inference.servers.rendezvous import KEY_FILE, KEY_VARIABLE, Record, Rendezvous, fingerprint
@@ -49,9 +49,9 @@ def model_in(folder: Path) -> Path:
     return folder / "model"
 
 
-def launch_of(folder: Path, **change: Any) -> Launch:
+def launch_of(folder: Path, **change: Any) -> LaunchSpec:
     settings = {"max_model_len": 64, "platform": "cpu", "precision": "fp32", "seed": 0} | change
-    return Launch(model_in(folder), **settings)
+    return LaunchSpec(model_in(folder), **settings)
 
 
 @contextmanager

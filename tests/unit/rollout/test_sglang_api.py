@@ -13,7 +13,7 @@ import torch
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.inference.engine import INITIAL_VERSION, Launch, StaleWeights
+from tepo_megatron.inference.engine import INITIAL_VERSION, LaunchSpec, StaleWeights
 from tepo_megatron.inference.samples import prompt_seed
 from tepo_megatron.inference.sglang import SglangApi, generate_request, parse_generated
 from tepo_megatron.types import Prompt, SamplingParams
@@ -83,13 +83,13 @@ def test_nothing_but_the_temperature_shapes_the_distribution() -> None:
     assert request["sampling_params"] == expected
 
 
-def launch(folder: Path, precision: Any = "fp32") -> Launch:
+def launch(folder: Path, precision: Any = "fp32") -> LaunchSpec:
     config = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 32, "num_attention_heads": 4}
     (folder / "config.json").write_text(json.dumps(config))
-    return Launch(folder, max_model_len=64, platform="cpu", precision=precision, seed=0)
+    return LaunchSpec(folder, max_model_len=64, platform="cpu", precision=precision, seed=0)
 
 
-def command(cfg: ServerConfig, launch: Launch) -> list[str]:
+def command(cfg: ServerConfig, launch: LaunchSpec) -> list[str]:
     return SglangApi().command(cfg, launch, port=1)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.engine import Launch
+from tepo_megatron.inference.engine import LaunchSpec
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.inference.sglang import SglangApi
@@ -192,7 +192,7 @@ class Script:
 @pytest.mark.parametrize("sleeps", [True, False])
 def test_engines_are_started_for_it_on_gpus(platform: Any, flags: bool, sleeps: bool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}')
-    launch = Launch(tmp_path, max_model_len=64, platform=platform, precision="bf16", seed=0, sleeps=sleeps)
+    launch = LaunchSpec(tmp_path, max_model_len=64, platform=platform, precision="bf16", seed=0, sleeps=sleeps)
     cfg = ServerConfig(python="python3")
     released = VllmApi().command(cfg, launch, 1)[-2:] == ["--enable-sleep-mode", "--sleep-mode-offload-cudagraph"]
     assert released is (flags and sleeps)
@@ -211,7 +211,7 @@ print(args.enable_sleep_mode, args.sleep_mode_offload_cudagraph, args.enable_ncc
 
 @pytest.mark.slow
 def test_the_vllm_that_is_installed_knows_the_options_of_sleep(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, max_model_len=64, platform="cuda", precision="bf16", seed=0, sleeps=True)
+    launch = LaunchSpec(tmp_path, max_model_len=64, platform="cuda", precision="bf16", seed=0, sleeps=True)
     words = VllmApi().command(ServerConfig(), launch, 1)
     engine = words[words.index("--model") : words.index("--served-model-name")] + words[-2:]
     read = subprocess.run(

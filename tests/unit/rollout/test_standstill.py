@@ -15,8 +15,8 @@ import pytest
 
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers.fleet import Fleet
+from tepo_megatron.inference.servers.quiesce import Quiesce
 from tepo_megatron.inference.servers.rendezvous import Rendezvous, keeper_name, this_host
-from tepo_megatron.inference.servers.standstill import Standstill
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, ids, until
 from tests.unit.rollout.test_remote import (  # noqa: F401
     Serving,
@@ -177,13 +177,13 @@ def test_who_does_not_answer_is_named(tmp_path: Path) -> None:
     rendezvous = Rendezvous(tmp_path)
     for keeper in ("there-7", "elsewhere-8"):
         rendezvous.register(keeper)
-    standstill = Standstill(rendezvous, "runs/a", list, seconds=0.3)
+    standstill = Quiesce(rendezvous, "runs/a", list, seconds=0.3)
     with pytest.raises(RolloutError, match=r"elsewhere-8, there-7 \(host .* remove elsewhere-8\.keeper, there-7\.keeper there"):
         asyncio.run(standstill.reach())
     rendezvous.deregister("elsewhere-8")
 
     async def answered() -> None:
-        reached = asyncio.create_task(Standstill(rendezvous, "runs/a", lambda: ["s"], seconds=20).reach())
+        reached = asyncio.create_task(Quiesce(rendezvous, "runs/a", lambda: ["s"], seconds=20).reach())
         while (turn := rendezvous.turn()) is None or turn.starts != ("s",):
             await asyncio.sleep(0.01)
         rendezvous.answer("there-7", "an earlier token")
@@ -193,7 +193,7 @@ def test_who_does_not_answer_is_named(tmp_path: Path) -> None:
         await reached
 
     asyncio.run(answered())
-    Standstill(rendezvous, "runs/another", list, seconds=1).end()
+    Quiesce(rendezvous, "runs/another", list, seconds=1).end()
     assert rendezvous.turn() is not None, "it is not another run's to end"
     standstill.end()
     assert rendezvous.turn() is None

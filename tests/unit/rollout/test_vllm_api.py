@@ -12,7 +12,7 @@ import torch
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.engine import EngineApi, Launch, StaleWeights, served_label
+from tepo_megatron.inference.engine import EngineApi, LaunchSpec, StaleWeights, served_label
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.inference.samples import LARGEST_SEED, prompt_seed
 from tepo_megatron.inference.sglang import SglangApi
@@ -21,8 +21,8 @@ from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")
 SAMPLING = SamplingParams(samples=2, temperature=0.7, max_tokens=3, stop_token_ids=(2,))
-CPU = Launch(Path("m"), max_model_len=64, platform="cpu", precision="fp32", seed=0)
-CUDA = Launch(Path("m"), max_model_len=64, platform="cuda", precision="bf16", seed=0)
+CPU = LaunchSpec(Path("m"), max_model_len=64, platform="cpu", precision="fp32", seed=0)
+CUDA = LaunchSpec(Path("m"), max_model_len=64, platform="cuda", precision="bf16", seed=0)
 
 
 def answer() -> dict[str, Any]:

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from tepo_megatron.inference.servers.environment import devices
-from tepo_megatron.weight_sync.channel import Bucket, pack
-from tepo_megatron.weight_sync.ipc import Handle, borrowed, lend
-from tepo_megatron.weight_sync.receiver.inbox import Inbox
+from tepo_megatron.weight_sync.broadcast_group import Bucket, pack
+from tepo_megatron.weight_sync.ipc import Handle, export_buffer, open_buffer
+from tepo_megatron.weight_sync.receiver.receiver import WeightReceiver
 from tepo_megatron.weights import fp8
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ MODEL = {
 }
 READER = """
 import sys, torch
-from tepo_megatron.weight_sync.channel import Bucket
+from tepo_megatron.weight_sync.broadcast_group import Bucket
 from tepo_megatron.weight_sync.ipc import borrowed
 bucket = Bucket.from_json(sys.stdin.readline())
 with borrowed(bucket.handle, torch.device("cpu")) as row:
@@ -38,7 +38,7 @@ with borrowed(bucket.handle, torch.device("cpu")) as row:
 
 
 def packed(number: int = 0) -> tuple[Bucket, torch.Tensor]:
-    row = lend(256, CPU)
+    row = export_buffer(256, CPU)
     contents = pack(MODEL.items(), row.bytes, with_checksums=True)
     return Bucket(number, 0, contents, row.handle), row
 
@@ -54,7 +54,7 @@ def test_another_process_reads_the_same_bytes_and_changes_none() -> None:
 def test_tensors_of_any_order_lie_where_their_dtype_allows_it() -> None:
     bucket, row = packed()
     assert Bucket.from_json(bucket.to_json()) == bucket
-    with borrowed(row.handle, CPU) as there:
+    with open_buffer(row.handle, CPU) as there:
         read = dict(bucket.tensors(there))
         for name, tensor in MODEL.items():
             assert read[name].dtype == tensor.dtype and read[name].shape == tensor.shape
@@ -64,26 +64,26 @@ def test_tensors_of_any_order_lie_where_their_dtype_allows_it() -> None:
 
 
 def test_memory_that_is_gone_is_an_error_with_a_mend() -> None:
-    row = lend(16, CPU)
+    row = export_buffer(16, CPU)
     row.close()
     gone = Handle(16, pid=2**22, file=3)  # above every process
     for handle in (row.handle, gone):
         with (
             pytest.raises(ValueError, match=r"cannot be mapped .*sync\.transport=ipc .*use shm or group"),
-            borrowed(handle, CPU),
+            open_buffer(handle, CPU),
         ):
             pass
 
 
 def test_a_gpu_that_is_not_there_is_named() -> None:
     handle = Handle(16, gpu="GPU-1234")
-    with pytest.raises(ValueError, match=r"on the GPU GPU-1234, which cpu does not reach"), borrowed(handle, CPU):
+    with pytest.raises(ValueError, match=r"on the GPU GPU-1234, which cpu does not reach"), open_buffer(handle, CPU):
         pass
 
 
 def test_an_inbox_takes_lent_rounds_in_turn_and_notices_damage(tmp_path: Path) -> None:
     save_file(MODEL, tmp_path / "model.safetensors")
-    inbox = Inbox()
+    inbox = WeightReceiver()
     inbox.begin(tmp_path, tied_embeddings=False)
     bucket, row = packed()
     with pytest.raises(ValueError, match="round 1 of the update came when round 0 was due"):
@@ -107,7 +107,7 @@ def test_nothing_is_left_mapped_once_the_last_view_is_gone() -> None:
         return "tepo-weights" in Path("/proc/self/maps").read_text()
 
     bucket, row = packed()
-    with borrowed(row.handle, CPU) as there:
+    with open_buffer(row.handle, CPU) as there:
         views = dict(bucket.tensors(there))
     row.close()
     assert mapped() and torch.equal(views["a.weight"], MODEL["a.weight"])  # the memory of a file lasts as long as its maps

@@ -15,11 +15,11 @@ import torch
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.weight_sync import meeting
-from tepo_megatron.weight_sync.channel import crc32
+from tepo_megatron.weight_sync.broadcast_group import crc32
+from tepo_megatron.weight_sync.buckets import cut as cut_into_buckets
+from tepo_megatron.weight_sync.buckets import is_check_due, whole_bytes
 from tepo_megatron.weight_sync.receiver.weight_files import tensors
 from tepo_megatron.weight_sync.relay import memory_identity, takers, together
-from tepo_megatron.weight_sync.rounds import cut as cut_into_buckets
-from tepo_megatron.weight_sync.rounds import is_check_due, whole_bytes
 from tepo_megatron.weight_sync.stores import Staging, make_folder, write_file
 from tepo_megatron.weight_sync.sync import check_one_host
 from tepo_megatron.weights.ops import Replicated

@@ -1,6 +1,6 @@
 """Measure the gain of three optimizations of the training step: the step with all of them next to the step without one.
 
-    python -m benchmarks.mends [--quick] [--repetitions 9] [--model demo|100m] [--json FILE]
+    python -m benchmarks.optimizations [--quick] [--repetitions 9] [--model demo|100m] [--json FILE]
 
 The steps of `benchmarks.step`, one rank, one thread, in processes that take turns. No prompt is shared, since Megatron-Core's
 own rotary embedding starts every sequence at 0. All compute the same losses and gradient norms, or it raises AssertionError.

@@ -15,11 +15,11 @@ import torch
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
 
-CUT = "abort"  # stop reason of an aborted response, in both engines
+ABORTED = "abort"  # stop reason of an aborted response, in both engines
 
 
 @dataclass(frozen=True)
-class Ask:
+class GenerationRequest:
     """A generation request: `sampling.samples` responses to a prompt."""
 
     prompt: Prompt
@@ -27,7 +27,7 @@ class Ask:
     seed: int
 
 
-def rest(cut: Rollout, prompt: Prompt, sampling: SamplingParams, seed: int) -> Ask:
+def rest(cut: Rollout, prompt: Prompt, sampling: SamplingParams, seed: int) -> GenerationRequest:
     """Return the request that continues an aborted response, with one sample.
 
     Args:
@@ -40,10 +40,12 @@ def rest(cut: Rollout, prompt: Prompt, sampling: SamplingParams, seed: int) -> A
     tokens = tuple(cut.token_ids_L.tolist())
     longer = replace(prompt, token_ids=tokens)
     left = sampling.max_tokens - (len(tokens) - len(prompt.token_ids))
-    return Ask(longer, replace(sampling, samples=1, max_tokens=left), seed)
+    return GenerationRequest(longer, replace(sampling, samples=1, max_tokens=left), seed)
 
 
-def rests(group: Sequence[Rollout], prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[int, Ask]:
+def continuations(
+    group: Sequence[Rollout], prompt: Prompt, sampling: SamplingParams, seed: int
+) -> dict[int, GenerationRequest]:
     """Return the requests that continue the aborted responses of a group, by their index in it.
 
     Args:
@@ -53,11 +55,11 @@ def rests(group: Sequence[Rollout], prompt: Prompt, sampling: SamplingParams, se
     return {
         place: rest(r, prompt, sampling, derive_seed(seed, "rest", place, r.token_ids_L.numel()))
         for place, r in enumerate(group)
-        if r.stop_reason == CUT
+        if r.stop_reason == ABORTED
     }
 
 
-def joined(cut: Rollout, end: Rollout) -> Rollout:
+def merge(cut: Rollout, end: Rollout) -> Rollout:
     """Merge an aborted response and its continuation, which may have been aborted itself.
 
     Args:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.actor.whole_stats import WholeStats
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.actor.minibatch_stats import MinibatchTokenStats
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.losses.diagnostics import HISTOGRAMS, METRICS
 from tepo_megatron.observability.histogram import BINS
 from tepo_megatron.observability.metrics import Pair
@@ -38,7 +38,7 @@ class UpdateResult:
     measured: TrainBatch | None = None
 
 
-class Tally:
+class UpdateAccumulator:
     """The sums over the microbatches of one update, on the last stage, in fp64, which holds the counts exactly.
 
     Args:
@@ -47,7 +47,7 @@ class Tally:
         whole: Collects the statistics of all tokens too. None: they are not collected.
     """
 
-    def __init__(self, batch: TrainBatch, device: torch.device, whole: WholeStats | None) -> None:
+    def __init__(self, batch: TrainBatch, device: torch.device, whole: MinibatchTokenStats | None) -> None:
         self.whole = whole
         self._knows_entropy_change = batch.update > 0 and batch.old_entropies_N is not None
         self._pairs = torch.zeros(len(METRICS), 2, dtype=torch.float64, device=device)
@@ -71,7 +71,7 @@ class Tally:
         mean_R = (out.ratio_R / segments.spread(microbatch.lengths_G)).double()
         self._ratio_B.index_add_(0, microbatch.sequences_G[microbatch.sequence_R], mean_R)
 
-    def reduce(self, groups: Groups) -> UpdateResult:
+    def reduce(self, groups: ParallelDims) -> UpdateResult:
         """Return the sums over dp x cp on every stage. Collectives: one all-reduce over dp x cp, one broadcast over pp."""
         parts = (self._pairs, self._counts, self._ratio_B)
         flat = torch.cat([part.flatten() for part in parts])

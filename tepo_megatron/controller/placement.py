@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 import torch.distributed as dist
 
 from tepo_megatron.actor.offload import Part
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.inference.engine import EnginePart
 
 State = Literal["train", "sync", "generate", "repair"]
@@ -51,7 +51,7 @@ class Engine(Protocol):
         """Allocate one part again."""
 
 
-class Apart:
+class Disaggregated:
     """The disaggregated placement: the engine has devices of its own, so nobody waits."""
 
     shared = False
@@ -69,7 +69,7 @@ class Apart:
         push()
 
 
-class Colocation(Apart):
+class Colocated(Disaggregated):
     """The colocated placement. It starts in `train` with the engine asleep. All ranks must call every method.
 
     Args:
@@ -83,7 +83,7 @@ class Colocation(Apart):
 
     shared = True
 
-    def __init__(self, trainer: Trainer, engine: Engine | None, groups: Groups) -> None:
+    def __init__(self, trainer: Trainer, engine: Engine | None, groups: ParallelDims) -> None:
         self._trainer, self._engine, self._groups = trainer, engine, groups
         self.state: State = "train"
 
@@ -109,7 +109,7 @@ class Colocation(Apart):
         self._go("train")
         if self._engine is not None:
             self._engine.sleep()
-        everybody(self._groups)
+        barrier(self._groups)
         self._trainer.load()
 
     def repair(self, push: Callable[[], None]) -> None:
@@ -121,7 +121,7 @@ class Colocation(Apart):
         self._go("generate")
 
     def _wake(self, part: EnginePart) -> None:
-        everybody(self._groups)
+        barrier(self._groups)
         if self._engine is not None:
             self._engine.wake(part)
 
@@ -134,6 +134,6 @@ class Colocation(Apart):
         self.state = state
 
 
-def everybody(groups: Groups) -> None:
+def barrier(groups: ParallelDims) -> None:
     """Wait until all ranks have arrived, however long rank 0 takes. Collectives: one barrier over the host group."""
     dist.barrier(group=groups.host)

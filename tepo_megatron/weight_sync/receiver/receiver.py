@@ -17,27 +17,27 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.weight_sync.channel import (
+from tepo_megatron.weight_sync.broadcast_group import (
+    BroadcastGroup,
     BrokenChannel,
     Bucket,
-    Channel,
-    Kept,
-    Meeting,
+    GroupSpec,
+    UnchangedTensors,
     arrived_key,
     came_key,
     join_store,
     joined_key,
     off_key,
-    tell,
+    signal,
 )
-from tepo_megatron.weight_sync.ipc import borrowed
+from tepo_megatron.weight_sync.ipc import open_buffer
 from tepo_megatron.weight_sync.receiver.weight_files import Update, tensors
 
 logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 
 
-class Inbox:
+class WeightReceiver:
     """Receiver of weight updates, one per process of a server.
 
     Attributes:
@@ -69,7 +69,7 @@ class Inbox:
         self._update, self._next = Update(model, tied_embeddings), 0
         self._before, self._version, self._coming = self._version, None, None
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: UnchangedTensors) -> None:
         """Note the tensors that the update leaves unchanged.
 
         Raises ValueError for tensors that the model does not have, or if the weights here are not of version `kept.base`.
@@ -89,7 +89,7 @@ class Inbox:
         assert self._update is not None, "the update has to begin first"
         return self._update.kept
 
-    def join(self, meeting: Meeting, device: torch.device) -> None:
+    def join(self, meeting: GroupSpec, device: torch.device) -> None:
         """Leave the old process groups and begin to form new ones.
 
         A thread forms them, so that the server answers health requests meanwhile. Errors are only logged: the trainer notices
@@ -151,7 +151,7 @@ class Inbox:
         """
         for bucket in buckets:
             assert bucket.handle is not None
-            with borrowed(bucket.handle, self._device) as row:
+            with open_buffer(bucket.handle, self._device) as row:
                 yield from bucket.tensors(row)
 
     def finish(self) -> None:
@@ -196,8 +196,8 @@ class Membership:
         joined: Set while this process is in all groups.
     """
 
-    def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
-        self.channels: list[Channel] = []
+    def __init__(self, meeting: GroupSpec, rank: int, device: torch.device) -> None:
+        self.channels: list[BroadcastGroup] = []
         self.joined = threading.Event()
         self._left, self._closing = threading.Event(), threading.Lock()
         self._meeting, self._rank, self._device = meeting, rank, device
@@ -208,12 +208,12 @@ class Membership:
         until = time.monotonic() + self._meeting.join_seconds
         try:
             self._store = join_store(self._meeting)
-            tell(self._store, came_key(self._meeting, self._rank))
+            signal(self._store, came_key(self._meeting, self._rank))
             for sender in range(self._meeting.senders):
-                channel = Channel(self._meeting, sender, self._rank, self._device, until, self._is_wanted)
+                channel = BroadcastGroup(self._meeting, sender, self._rank, self._device, until, self._is_wanted)
                 self.channels.append(channel)
             self.joined.set()
-            tell(self._store, joined_key(self._meeting, self._rank))
+            signal(self._store, joined_key(self._meeting, self._rank))
         except (BrokenChannel, RuntimeError) as e:
             logger.warning("tepo: could not join %s: %s", self._meeting.name, e)
             self._left.set()
@@ -227,7 +227,7 @@ class Membership:
     def tell_arrived(self, number: int) -> None:
         """Report to rank 0 of the trainer, through the store, that the round `number` arrived. Raises BrokenChannel."""
         assert self._store is not None
-        tell(self._store, arrived_key(self._meeting, number, self._rank))
+        signal(self._store, arrived_key(self._meeting, number, self._rank))
 
     def leave(self) -> None:
         """Leave the groups, or give up forming them."""

@@ -59,7 +59,7 @@ class Here:
             self.phase = before
 
 
-here = Here()
+progress = Here()
 
 
 class BeatStore(Protocol):
@@ -117,7 +117,7 @@ class _Seen:
     unmoved: int = 0
 
 
-class Watch:
+class HangWatchdog:
     """The hang watchdog of one rank; a context manager that runs it.
 
     Time is counted in beats of the listening rank, so a job that is suspended as a whole and continued has missed none.
@@ -152,7 +152,7 @@ class Watch:
         self._main, self._over, self._told = threading.main_thread().ident, threading.Event(), threading.Lock()
         self._threads = [threading.Thread(target=run, name="watch", daemon=True) for run in (self._beat, self._hold_store)]
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> HangWatchdog:
         for thread in self._threads:
             thread.start()
         return self
@@ -192,7 +192,7 @@ class Watch:
 
     def _say(self, left: bool = False) -> None:
         self._beats += 1
-        self._store.set(_key(self._rank), json.dumps([self._beats, self._place(), here.phase, left]))
+        self._store.set(_key(self._rank), json.dumps([self._beats, self._place(), progress.phase, left]))
 
     def _listen(self, seen: Mapping[int, _Seen]) -> None:
         for rank, of in seen.items():
@@ -272,7 +272,7 @@ def place_of(frame: FrameType | None) -> str:
                 line = f"{package}/{inside}:{frame.f_lineno}, {frame.f_code.co_name}"
                 break
         frame = frame.f_back
-    where = f"step {here.step}, {here.phase}" + (f", microbatch {here.microbatch}" if here.microbatch else "")
+    where = f"step {progress.step}, {progress.phase}" + (f", microbatch {progress.microbatch}" if progress.microbatch else "")
     return where + (f", in {collective}" if collective else "") + (f" ({line})" if line else "")
 
 
@@ -288,12 +288,12 @@ def _ranges(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {words}"
 
 
-def last_words(explanation: str, _: bool) -> NoReturn:
+def abort(explanation: str, _: bool) -> NoReturn:
     """Print the explanation on stderr and end this process with status 1.
 
     Args:
         explanation: The fault.
-        _: Ignored: whether this rank is cut off from the store (see `Watch`).
+        _: Ignored: whether this rank is cut off from the store (see `HangWatchdog`).
     """
     print(f"tepo: error: {escaped(explanation)}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.config import SyncConfig
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConversionError, TepoError
 from tepo_megatron.weights import fp8
 from tepo_megatron.weights.gather import Binding, iterate_hf, sent_by
@@ -31,8 +31,8 @@ class Verifier(Protocol):
 
 
 @dataclass
-class Said:
-    """The ranks' replies within `Rounds.agreed`.
+class RankReplies:
+    """The ranks' replies within `BucketPlan.agreed`.
 
     Attributes:
         mine: This rank's reply, set before the block ends.
@@ -43,7 +43,7 @@ class Said:
     all: list[Any] = field(default_factory=list)
 
 
-class Rounds:
+class BucketPlan:
     """The bucket plan of a model, the same in every delivery.
 
     Attributes:
@@ -54,7 +54,7 @@ class Rounds:
         sent: The parameters that leave through this rank's tensor-parallel group.
     """
 
-    def __init__(self, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: Groups) -> None:
+    def __init__(self, cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims) -> None:
         """Plan the buckets. Collectives: two all-gathers over the host group.
 
         Args:
@@ -118,12 +118,12 @@ class Rounds:
         return [part for name, tensor in whole for part in fp8.parts(binding.row.op, name, tensor)]
 
     @contextlib.contextmanager
-    def agreed(self) -> Iterator[Said]:
+    def agreed(self) -> Iterator[RankReplies]:
         """Raise a TepoError of this block on all ranks: unchanged where it occurred, elsewhere prefixed with the rank's number.
 
         Collectives: one all-gather over the host group.
         """
-        said = Said()
+        said = RankReplies()
         mine: TepoError | None = None
         try:
             yield said

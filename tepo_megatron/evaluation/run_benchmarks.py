@@ -23,7 +23,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Benchmarks:
+class BenchmarkRuns:
     """Evaluates the benchmarks at steps of a run and stores the results in the run's folder.
 
     The disk alone records which steps were evaluated: results of a killed run are kept, and those that a resumed run must

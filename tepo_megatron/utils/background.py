@@ -10,7 +10,7 @@ from typing import Any
 POLL_SECONDS = 0.05
 
 
-class Nothing:
+class NoTask:
     """The placeholder for the background work on ranks other than 0."""
 
     @property
@@ -23,7 +23,7 @@ class Nothing:
         return False, None
 
 
-class Beside(Nothing):
+class BackgroundTask(NoTask):
     """Background work on rank 0.
 
     Args:

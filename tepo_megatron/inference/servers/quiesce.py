@@ -18,7 +18,7 @@ from tepo_megatron.inference.servers.rendezvous import Rendezvous
 POLL_SECONDS = 0.1
 
 
-class Standstill:
+class Quiesce:
     """Holds a run's device lease on the servers of a rendezvous folder.
 
     Args:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.distributed.meeting_store import FolderStore, Store, address_towards, connect
+from tepo_megatron.distributed.meeting_store import FolderStore, KeyValueStore, address_towards, connect
 from tepo_megatron.distributed.own_peers import own_peers_only
 from tepo_megatron.weight_sync.ipc import Handle
 
@@ -35,7 +35,7 @@ class BrokenChannel(Exception):
 
 
 @dataclass(frozen=True)
-class Meeting:
+class GroupSpec:
     """The spec of new process groups, one per sender: where their members rendezvous, and one server's place in them."""
 
     address: str  # of the trainer's store
@@ -48,7 +48,7 @@ class Meeting:
     join_seconds: float  # time limit for all groups to be formed
     folder: str = ""  # a store in this folder replaces the TCP store if all members are on one machine
 
-    def at(self, first: int) -> Meeting:
+    def at(self, first: int) -> GroupSpec:
         """Return the same spec for another server."""
         return replace(self, first=first)
 
@@ -143,7 +143,7 @@ Source = Path | Bucket  # a safetensors file that both sides see, or a bucket th
 
 
 @dataclass(frozen=True)
-class Kept:
+class UnchangedTensors:
     """The tensors, by Hugging Face name, that an update to `version` leaves as they are in version `base`."""
 
     version: int
@@ -152,7 +152,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Taker:
+class Recipient:
     """A recipient: one server in an update."""
 
     name: str
@@ -161,12 +161,12 @@ class Taker:
     life: object  # differs from its value before a restart of the server
 
 
-class Channel:
+class BroadcastGroup:
     """One rank's end of a sender's process group."""
 
     def __init__(
         self,
-        meeting: Meeting,
+        meeting: GroupSpec,
         sender: int,
         rank: int,
         device: torch.device,
@@ -205,7 +205,7 @@ class Channel:
         if self._failed:
             raise BrokenChannel(self._failed)
 
-    def _form(self, meeting: Meeting, sender: int, rank: int) -> None:
+    def _form(self, meeting: GroupSpec, sender: int, rank: int) -> None:
         """Form the group and broadcast one byte in it, over a connection to the store that only this thread uses."""
         group: Any = None
         if self._device.type == "cuda":
@@ -257,7 +257,7 @@ class Channel:
         self._group = self._work = None
 
 
-def join_store(meeting: Meeting) -> FolderStore | dist.TCPStore:
+def join_store(meeting: GroupSpec) -> FolderStore | dist.TCPStore:
     """Open the spec's store. Raises BrokenChannel if it cannot be reached, or if other users could write in it."""
     try:
         if meeting.folder:
@@ -267,27 +267,27 @@ def join_store(meeting: Meeting) -> FolderStore | dist.TCPStore:
         raise BrokenChannel(_first_line(e)) from None
 
 
-def came_key(meeting: Meeting, rank: int) -> str:
+def came_key(meeting: GroupSpec, rank: int) -> str:
     """Return the key that a server's rank puts into the store when it begins to form the groups."""
     return f"{meeting.name}/came/{rank}"
 
 
-def off_key(meeting: Meeting) -> str:
+def off_key(meeting: GroupSpec) -> str:
     """Return the key that rank 0 puts into the store when the groups are cancelled."""
     return f"{meeting.name}/off"
 
 
-def joined_key(meeting: Meeting, rank: int) -> str:
+def joined_key(meeting: GroupSpec, rank: int) -> str:
     """Return the key that a server's rank puts into the store once it is in all groups."""
     return f"{meeting.name}/joined/{rank}"
 
 
-def arrived_key(meeting: Meeting, number: int, rank: int) -> str:
+def arrived_key(meeting: GroupSpec, number: int, rank: int) -> str:
     """Return the key that a server's rank puts into the store once it has received the round `number` of an update."""
     return f"{meeting.name}/arrived/{number}/{rank}"
 
 
-def tell(store: Store, key: str) -> None:
+def signal(store: KeyValueStore, key: str) -> None:
     """Put a key into a store; once this has returned, all members see the key. Raises BrokenChannel.
 
     `set` would not do: the store does not answer it, so a message on another path (an HTTP response) may overtake it.
@@ -310,11 +310,11 @@ def _from_sender(seconds: float) -> Any:
     return options
 
 
-def form_group(meeting: Meeting, sender: int, rank: int, device: torch.device) -> Any:
+def form_group(meeting: GroupSpec, sender: int, rank: int, device: torch.device) -> Any:
     """Form a process group over the interface that leads to the trainer: NCCL for GPUs, else gloo, which connects all members.
 
     Args:
-        meeting, sender, rank, device: As in `Channel`.
+        meeting, sender, rank, device: As in `BroadcastGroup`.
 
     Raises:
         BrokenChannel, RuntimeError, OSError: The group cannot be formed, or on one machine another user is in it (`Stranger`).

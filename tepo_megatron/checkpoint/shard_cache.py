@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint import optimizer
-from tepo_megatron.checkpoint.state import Box, objects, written
+from tepo_megatron.checkpoint.state import ShardSlice, objects, written
 
 _Places = tuple[tuple[int, int, torch.dtype], ...]
 
 
-class Views:
+class ShardCache:
     """The cached boxes and objects of an actor's state.
 
     Attributes:
@@ -29,11 +29,11 @@ class Views:
     """
 
     def __init__(self) -> None:
-        self.boxes: Sequence[Box] = ()
+        self.boxes: Sequence[ShardSlice] = ()
         self._places: _Places | None = None  # addresses when the boxes were made; None: the boxes cannot be reused
         self._objects: dict[str, Any] | None = None
 
-    def of(self, actor: Actor) -> tuple[Sequence[Box], dict[str, Any]]:
+    def of(self, actor: Actor) -> tuple[Sequence[ShardSlice], dict[str, Any]]:
         """Return what `written` and `objects` return for the actor.
 
         The boxes are the same object as before if no tensor was replaced. The objects are deep copies, which later training

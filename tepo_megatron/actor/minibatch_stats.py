@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.distributed.parallel import Groups
+from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.types import PackedMicrobatch, TokenStats
 
 
-class WholeStats:
+class MinibatchTokenStats:
     """A buffer for the log-probs and entropies (fp32, detached) of N response tokens. Ranks of the last stage add their own."""
 
-    def __init__(self, tokens: int, groups: Groups) -> None:
+    def __init__(self, tokens: int, groups: ParallelDims) -> None:
         self._groups = groups
         self._stats_N = torch.zeros(tokens, 2, device=groups.device)
 

@@ -20,7 +20,7 @@ class Planned(RolloutError):
     """Reason for ending a healthy server. The server is restarted at once, and the restart does not count as a failure."""
 
 
-class Life:
+class Incarnation:
     """One incarnation of a server, from healthy to ended. Whoever finds a reason to end it calls `end`."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Life:
         return await self._end
 
 
-class Member(Generic[C]):
+class ServerSlot(Generic[C]):
     """Slot of one server in the fleet: watches the server, restarts it with exponential back-off, and declares it lost.
 
     All methods run in one event loop.
@@ -67,7 +67,7 @@ class Member(Generic[C]):
         may_start: asyncio.Event | None = None,
     ) -> None:
         self.endpoint = endpoint
-        self.life: Life | None = None
+        self.life: Incarnation | None = None
         self.lost: TepoError | None = None
         self.again = 0
         self._ending = False  # it was up, and it is not decided yet whether it is lost
@@ -129,7 +129,7 @@ class Member(Generic[C]):
         """Reset the failure counters after a good answer."""
         self._restarts = self._errors = 0
 
-    async def failed(self, life: Life, cause: RequestFailed) -> RolloutError:
+    async def failed(self, life: Incarnation, cause: RequestFailed) -> RolloutError:
         """Return the error of a failed request, and end the incarnation if the server cannot be trusted to go on.
 
         The incarnation goes on if the server answered with an error, has done so fewer than `MOST_ERRORS` times since its last
@@ -150,7 +150,7 @@ class Member(Generic[C]):
     async def _live(self) -> RolloutError:
         """Publish a new incarnation, wait until it has to end, and return the reason."""
         assert self.endpoint.client is not None
-        life = self.life = Life()
+        life = self.life = Incarnation()
         watch = asyncio.create_task(self.endpoint.client.illness())
         watch.add_done_callback(lambda _: life.end(None))
         await self._tell()

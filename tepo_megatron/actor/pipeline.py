@@ -14,8 +14,8 @@ from torch import Tensor
 from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.output_rows import OutputRows
 from tepo_megatron.actor.rotary import PACKED
-from tepo_megatron.distributed.parallel import Groups
-from tepo_megatron.observability.watch import here
+from tepo_megatron.distributed.parallel import ParallelDims
+from tepo_megatron.observability.hang_watchdog import progress
 from tepo_megatron.types import PackedMicrobatch
 
 # (microbatch, logits [R, V / tp] in the model's dtype, or hidden states [R, H]) -> its part of the loss; the parts are summed
@@ -23,7 +23,7 @@ LossFunction = Callable[[PackedMicrobatch, Tensor], Tensor]
 Visitor = Callable[[PackedMicrobatch, Tensor], None]
 
 
-class Schedule:
+class PipelineSchedule:
     """Runs microbatches over the pipeline. Only the last stage calls the given function, with its response rows.
 
     Args:
@@ -34,7 +34,11 @@ class Schedule:
     """
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], rows: OutputRows | None, groups: Groups, experts: ExpertReplay | None = None
+        self,
+        chunks: Sequence[torch.nn.Module],
+        rows: OutputRows | None,
+        groups: ParallelDims,
+        experts: ExpertReplay | None = None,
     ) -> None:
         self._chunks, self._rows, self._groups, self._experts = list(chunks), rows, groups, experts
 
@@ -75,7 +79,7 @@ class Schedule:
         """Run Megatron's schedule. `on_output` gets each microbatch and its output on the last stage."""
 
         def forward_step(data: Iterator[PackedMicrobatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            here.microbatch += 1
+            progress.microbatch += 1
             microbatch = next(data).to(self._groups.device)
             if self._rows is not None:
                 self._rows.current = microbatch.rows_R
@@ -86,7 +90,7 @@ class Schedule:
             )  # positions come from cu_seqlens
             return output, partial(on_output, microbatch)
 
-        here.microbatch = 0
+        progress.microbatch = 0
         several = len(self._chunks) > 1
         length = microbatches[0].tokens_S.numel()  # nominal: in a pipeline each length is sent with its activations
         get_forward_backward_func()(

@@ -1,4 +1,4 @@
-"""Begin a start of a SkyPilot managed job: `python -m launch.begin CONFIG`, on its first machine, before the run.
+"""Begin a start of a SkyPilot managed job: `python -m launch.bootstrap CONFIG`, on its first machine, before the run.
 
 It counts the job's starts in the run's folder. At the first start it creates that folder, as `launch` itself does under Slurm.
 """

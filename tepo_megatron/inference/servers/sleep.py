@@ -14,11 +14,11 @@ from tepo_megatron.inference.engine import ENGINE_PARTS, EnginePart
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.growth import GrowthLimit
-from tepo_megatron.inference.servers.member import Member
-from tepo_megatron.inference.servers.standstill import Standstill
+from tepo_megatron.inference.servers.quiesce import Quiesce
+from tepo_megatron.inference.servers.slot import ServerSlot
 
 
-class Rest:
+class SleepController:
     """Controller of the fleet's sleep state.
 
     Methods run in the fleet's event loop, except those that only read the state.
@@ -33,7 +33,7 @@ class Rest:
         may_start: Set while servers may be started.
     """
 
-    def __init__(self, changed: asyncio.Condition, standstill: Standstill | None, growth: GrowthLimit) -> None:
+    def __init__(self, changed: asyncio.Condition, standstill: Quiesce | None, growth: GrowthLimit) -> None:
         self._changed, self._standstill, self._growth = changed, standstill, growth
         self.asleep: frozenset[EnginePart] = frozenset()
         self.may_start = asyncio.Event()
@@ -60,7 +60,7 @@ class Rest:
         if "weights" in self.asleep:
             raise RolloutError(f"the engine is {self.state} and cannot take weights; wake its weights first")
 
-    async def sleep(self, members: Sequence[Member]) -> None:
+    async def sleep(self, members: Sequence[ServerSlot]) -> None:
         """Put all servers to sleep. Returns when their memory is released; servers that failed to sleep have been ended.
 
         Raises:
@@ -80,7 +80,7 @@ class Rest:
             await self._tell([m for m in members if not m.endpoint.asleep], lambda endpoint: endpoint.sleep())
             await self._until(lambda: not any(m.between for m in members))
 
-    async def wake(self, members: Sequence[Member], part: EnginePart) -> None:
+    async def wake(self, members: Sequence[ServerSlot], part: EnginePart) -> None:
         """Wake one part of all sleeping servers. Once all parts are awake, servers may be started again.
 
         Args:
@@ -105,7 +105,7 @@ class Rest:
         if self._standstill is not None:
             self._standstill.end()
 
-    async def _tell(self, members: Sequence[Member], say: Callable[[Endpoint], Awaitable[None]]) -> None:
+    async def _tell(self, members: Sequence[ServerSlot], say: Callable[[Endpoint], Awaitable[None]]) -> None:
         """Make one call to all servers that are up, concurrently. A server on which the call fails is ended."""
         alive = [(m, m.life) for m in members if m.life is not None]
         results = await asyncio.gather(*(say(m.endpoint) for m, _ in alive), return_exceptions=True)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from tepo_megatron.config import Config
-from tepo_megatron.evaluation.during import Benchmarks, in_words
 from tepo_megatron.evaluation.records import write_evaluation
+from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns, in_words
 from tepo_megatron.evaluation.runner import Accuracy, evaluate
 from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.rewards import Reward
@@ -19,7 +19,7 @@ from tepo_megatron.utils.seeding import derive_seed
 class Evaluations:
     """Accuracies of a run by step, on held-out problems and on benchmarks. Either may be missing."""
 
-    def __init__(self, cfg: Config, held_out: Sequence[Prompt], benchmarks: Benchmarks | None) -> None:
+    def __init__(self, cfg: Config, held_out: Sequence[Prompt], benchmarks: BenchmarkRuns | None) -> None:
         """Begin without results; a resumed run restores them with `load_state_dict`.
 
         Args:
