@@ -77,11 +77,11 @@ def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> No
         temporary: Folder for the model and, by default, the checkpoints.
     """
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.checkpoint.agreement import from_main
     from tepo_megatron.checkpoint.checkpoints import Checkpoints
     from tepo_megatron.checkpoint.state import written
     from tepo_megatron.config import CheckpointConfig
     from tepo_megatron.distributed import parallel
+    from tepo_megatron.distributed.objects import broadcast_object
 
     model = _write_model(args.model, temporary) if args.model in SHAPES else Path(args.model)
     world = int(os.environ["WORLD_SIZE"])
@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> No
         print(f"{args.model}: {parameters / 1e6:.1f} M parameters and {size / 2**20:.0f} MiB of state on rank 0 of {world}")
     plain = _PlainCopies(actor)
     saves: list[dict[str, float]] = []
-    folder = from_main(args.folder or temporary / "checkpoints", groups.host)
+    folder = broadcast_object(args.folder or temporary / "checkpoints", groups.host)
     with Checkpoints(folder, CheckpointConfig(keep_last=1), groups) as checkpoints:
         for step in range(1, args.saves + 1):
             kept, fresh = plain.kept(), plain.fresh()

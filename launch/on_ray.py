@@ -1,7 +1,7 @@
 """The program on the head of a Ray cluster: `python on_ray.py PLAN` runs the scripts of a job's plan.
 
-A copy of this file lies next to the plan. It needs Python, Ray, and keep.py next to it, and nothing else of this project. One
-actor per machine, with all its GPUs, supervises that machine's scripts. If one fails or a machine is lost, all others are
+A copy of this file lies next to the plan. It needs Python, Ray, and supervise.py next to it, and nothing else of this project.
+One actor per machine, with all its GPUs, supervises that machine's scripts. If one fails or a machine is lost, all others are
 ended. Then the whole job is started again on the available machines, unless the plan's limits are reached. Ending this program
 ends everything.
 """
@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 60.0  # time limit for an answer of a machine; longer than Ray takes to notice a lost one
-_END_SECONDS = 60.0  # time to end all processes of a machine; keep.py kills them after half of it
+_END_SECONDS = 60.0  # time to end all processes of a machine; supervise.py kills them after half of it
 _HEAD = "node:__internal_head__"  # a resource that only Ray's head node has
 
 
@@ -99,7 +99,7 @@ class Failure(Exception):
 
 
 class Machine:
-    """An actor that supervises the scripts of one machine. It is killed with its node, and the scripts then end (keep.py)."""
+    """An actor that supervises the scripts of one machine. It is killed with its node; then supervise.py ends the scripts."""
 
     def __init__(self) -> None:
         self._kept: dict[str, subprocess.Popen[bytes]] = {}
@@ -110,14 +110,14 @@ class Machine:
 
         Args:
             name: Name of the script.
-            words: Arguments of Python: keep.py and its arguments.
+            words: Arguments of Python: supervise.py and its arguments.
             more: Additional environment variables.
         """
         environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="surrogateescape")
         inherited = dict(entry.split("=", 1) for entry in environ.split("\0") if "=" in entry)
         pipe = subprocess.PIPE
         self._kept[name] = subprocess.Popen([sys.executable, *words], stdin=pipe, stdout=pipe, env=inherited | more)
-        self._kept[name].wait()  # reap the process that keep.py detaches from
+        self._kept[name].wait()  # reap the process that supervise.py detaches from
 
     def ended(self) -> dict[str, int]:
         """Return the exit statuses of the scripts that have ended, with all their processes."""
@@ -137,7 +137,7 @@ class Machine:
         outputs = {kept.stdout: name for name, kept in self._kept.items() if name not in self._ended}
         for output in select.select(list(outputs), [], [], seconds)[0]:
             assert output is not None
-            told = output.readline()  # written at once, so never partial; empty if keep.py was killed
+            told = output.readline()  # written at once, so never partial; empty if supervise.py was killed
             self._ended[outputs[output]] = int(told or 137)
         return self._ended
 
@@ -276,7 +276,7 @@ def main() -> int:
     """Run the plan and return the exit status of the job."""
     plan = Plan.read(sys.argv[1])
     ray.init(address="auto", log_to_driver=False)
-    return Job(plan, Path(__file__).absolute().with_name("keep.py")).run()
+    return Job(plan, Path(__file__).absolute().with_name("supervise.py")).run()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ OF_RAY = {
     "RAY_worker_niceness": "0", "RAY_worker_oom_score_adjustment": "0", "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
-PLAN, PROGRAM, KEEPER = "plan.json", "on_ray.py", "keep.py"
+PLAN, PROGRAM, KEEPER = "plan.json", "on_ray.py", "supervise.py"
 _NAME_LENGTH = 24  # characters of the run's name in the job's name, which KubeRay limits to 47
 
 

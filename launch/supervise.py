@@ -1,4 +1,4 @@
-"""Supervise one command and all its descendants for a process that may be killed: `python keep.py LOG WORDS...`.
+"""Supervise one command and all its descendants for a process that may be killed: `python supervise.py LOG WORDS...`.
 
 It is run by its file path. Stdin is never read. When stdin is closed, because the process at the other end closed it or is
 gone, everything is ended. When no process of the command is left, one line with the command's exit status goes to stdout. No

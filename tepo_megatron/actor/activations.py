@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.platform.host_memory import HostPiece, HostStacks
-from tepo_megatron.platform.host_sizes import LEAST_OFFLOADED
+from tepo_megatron.utils.host_sizes import LEAST_OFFLOADED
 
 
 @dataclass

@@ -49,7 +49,8 @@ UPDATE = "an update"
 class Actor:
     """This rank's part of the policy: model, optimizer and pipeline schedule. All ranks call every public method.
 
-    Token statistics are valid on the last pipeline stage. A pass without gradient takes the collectives of `MinibatchTokenStats`.
+    Token statistics are valid on the last pipeline stage. A pass without gradient takes the collectives of
+    `MinibatchTokenStats`.
 
     Attributes:
         family, arch: The model's family and architecture.

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import optimizer, restoring, rng_state
-from tepo_megatron.checkpoint.agreement import all_true, from_all
 from tepo_megatron.checkpoint.planning import SavePlanner, make_room
 from tepo_megatron.checkpoint.restoring import FoundCheckpoint
 from tepo_megatron.checkpoint.saving import Commit, Content, Save, Saved, SaveOutcome, SavingThread
@@ -25,6 +24,7 @@ from tepo_megatron.checkpoint.shard_cache import ShardCache
 from tepo_megatron.checkpoint.state import CONTENT
 from tepo_megatron.checkpoint.tensors import HostCopy
 from tepo_megatron.config import CheckpointConfig
+from tepo_megatron.distributed.objects import all_gather_object, all_true
 from tepo_megatron.distributed.own_peers import own_peers_only
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError
@@ -195,7 +195,7 @@ class Checkpoints:
         self._save = None
         limit = self._cfg.timeout_seconds
         late = SaveOutcome(error=f"rank {self._groups.rank}: still writing after {limit:g} s", broken=True)
-        outcomes = from_all(save.outcome or late, self._callers)
+        outcomes = all_gather_object(save.outcome or late, self._callers)
         errors = [o.error for o in outcomes if o.error is not None]
         path = folders.complete(self._folder, save.step)
         if any(o.broken for o in outcomes):

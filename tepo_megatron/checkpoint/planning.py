@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from tepo_megatron.checkpoint import folder as folders
-from tepo_megatron.checkpoint.agreement import from_main, to_main
 from tepo_megatron.checkpoint.state import ShardSlice
 from tepo_megatron.checkpoint.tensors import chunk
+from tepo_megatron.distributed.objects import broadcast_object, gather_object
 from tepo_megatron.errors import CheckpointError
 
 
@@ -49,7 +49,7 @@ class SavePlanner:
             CheckpointError: on every rank, when the boxes of a tensor do not add up to it. So no checkpoint lacks a weight.
         """
         mine = self._plan(boxes, objects)
-        changes = to_main(None if mine is self._told or mine == self._told else mine, self.group)
+        changes = gather_object(None if mine is self._told or mine == self._told else mine, self.group)
         error = None
         if any(change is not None for change in changes):
             self._plans = [new or old for new, old in zip(changes, self._plans, strict=True)]
@@ -57,7 +57,7 @@ class SavePlanner:
                 self._metadata = merge([p for p in self._plans if p is not None])
             except (AssertionError, ValueError) as e:
                 error = f"rank 0: what the ranks write is no whole state ({e})"
-        error = from_main(error, self.group)
+        error = broadcast_object(error, self.group)
         if error is not None:
             raise CheckpointError(error)
         self._told = mine
@@ -88,7 +88,7 @@ def make_room(folder: Path, step: int, refused: str | None, group: dist.ProcessG
             folders.prepare(folder, step)
         except OSError as e:
             error = str(e)
-    error = from_main(error, group)
+    error = broadcast_object(error, group)
     if error is not None:
         raise CheckpointError(f"rank 0: {folders.partial(folder, step)}: cannot be begun ({error})")
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import optimizer, rng_state
-from tepo_megatron.checkpoint.agreement import from_all, from_main
 from tepo_megatron.checkpoint.files import FileSum, check, read_manifest, shares
 from tepo_megatron.checkpoint.reading import SliceReader
 from tepo_megatron.checkpoint.saving import RUN
 from tepo_megatron.checkpoint.state import wanted
+from tepo_megatron.distributed.objects import all_gather_object, broadcast_object, same_error
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError
 
@@ -106,14 +106,14 @@ def newest(folder: Path, group: dist.ProcessGroup, held: contextlib.ExitStack) -
     passed_over: list[str] = []
     last: int | None = None
     while True:
-        offer, wrong = from_main(_offer(folder, last, held) if group.rank() == 0 else (None, []), group)
+        offer, wrong = broadcast_object(_offer(folder, last, held) if group.rank() == 0 else (None, []), group)
         passed_over += wrong
         if offer is None:
             break
         last, sums = offer
         path = folders.complete(folder, last)
         mine = shares(sums, group.size())[group.rank()]
-        wrong = [line for lines in from_all(check(path, sums, mine), group) for line in lines]
+        wrong = [line for lines in all_gather_object(check(path, sums, mine), group) for line in lines]
         if not wrong:
             return _read_run(path, tuple(passed_over))
         passed_over += wrong
@@ -142,17 +142,17 @@ def restore(found: FoundCheckpoint, actor: Actor, groups: ParallelDims, group: d
         raise CheckpointError(f"{found.path}: the vocabulary had {before} tokens and has {here}; resume with the same model")
     boxes = list(wanted(actor))
     reader = items = None
-    with _agreed(group, (CheckpointError,)):
+    with same_error(group, (CheckpointError,), CheckpointError):
         reader = SliceReader(found.path)
         items = reader.plan(boxes)
     assert reader is not None and items is not None
-    left_over = sorted(reader.names - set().union(*from_all({b.name for b in boxes}, group)))
+    left_over = sorted(reader.names - set().union(*all_gather_object({b.name for b in boxes}, group)))
     if left_over:
         raise CheckpointError(
             f"{found.path}: holds {left_over[0]} (and {len(left_over) - 1} more), which this model lacks; resume with the "
             "model that it was saved from"
         )
-    with _agreed(group, (OSError, RuntimeError)):
+    with same_error(group, (OSError, RuntimeError), CheckpointError):
         reader.read(boxes, items)
         if found.layout == describe_layout(actor):
             rng_state.restore(reader.read_bytes(rng_name(groups.rank, groups.world_size)))
@@ -198,16 +198,3 @@ def _read_run(path: Path, passed_over: tuple[str, ...]) -> FoundCheckpoint:
             f"{path}: of format {content['format']}, and this version reads {FORMAT}; resume with the version that wrote it"
         )
     return FoundCheckpoint(path, content["step"], content["run"], content["layout"], content["numbers"], passed_over)
-
-
-@contextlib.contextmanager
-def _agreed(group: dist.ProcessGroup, kinds: tuple[type[Exception], ...]) -> Any:
-    """Turn an error of these kinds within the block, on any rank, into a CheckpointError on all ranks."""
-    error = None
-    try:
-        yield
-    except kinds as e:
-        error = f"rank {group.rank()}: {e}"
-    errors = [e for e in from_all(error, group) if e is not None]
-    if errors:
-        raise CheckpointError(errors[0])

@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import rng_state
-from tepo_megatron.checkpoint.agreement import from_main, to_main
 from tepo_megatron.checkpoint.files import FileSum, files_below, read_sum, write, write_manifest
 from tepo_megatron.checkpoint.planning import SavePlanner, make_room
 from tepo_megatron.checkpoint.state import ShardSlice
 from tepo_megatron.checkpoint.tensors import Stored, pickled, write_items, write_metadata
+from tepo_megatron.distributed.objects import broadcast_object, gather_object
 from tepo_megatron.errors import CheckpointError
 from tepo_megatron.utils.run_lock import FolderIdentity
 from tepo_megatron.utils.storage import disk_fault
@@ -59,13 +59,14 @@ class Saved:
 class Content:
     """What one rank writes, as it was when the save was asked for. Training reaches none of it.
 
-    boxes: with their data in host memory; objects: to be pickled, by name; generators: of this rank, whose name `rng` is.
+    boxes: with their data in host memory; objects: to be pickled, by name; rng_states: of this rank, saved under the name
+    `rng`.
     """
 
     boxes: Sequence[ShardSlice]
     objects: Mapping[str, Any]
     rng: str
-    rng_state: rng_state.States
+    rng_states: rng_state.States
 
 
 @dataclass(frozen=True)
@@ -158,12 +159,12 @@ class Save:
     def _write_all(self, content: Content, commit: Commit | None, place: FolderIdentity) -> SaveOutcome:
         """Write this rank's file; on rank 0 complete the checkpoint too. place: the folder that it is written to."""
         items, metadata = self._plans.agree(content.boxes, (*content.objects, content.rng))
-        everything = to_main(self._write(items, content), self._group)
+        everything = gather_object(self._write(items, content), self._group)
         outcome = SaveOutcome()
         if commit is not None:
             assert metadata is not None
             outcome = self._conclude(everything, metadata, commit, place)
-        return from_main(outcome, self._group)
+        return broadcast_object(outcome, self._group)
 
     def _write(self, items: Sequence[WriteItem], content: Content) -> Written:
         rank = self._group.rank()
@@ -173,7 +174,7 @@ class Save:
             if rank == 0:
                 folders.sweep(self._folder, writing=self.step)  # first, since the space may be needed
             objects = [pickled([value]) for value in content.objects.values()]  # in a list, as Megatron expects them
-            values = [*(box.data for box in content.boxes), *objects, rng_state.packed(content.generators)]
+            values = [*(box.data for box in content.boxes), *objects, rng_state.packed(content.rng_states)]
             return Written(name, *write_items(path, items, values))
         except Exception as e:
             return Written(name, error=f"rank {rank}: {path} cannot be written ({_why(e, self._folder)})")

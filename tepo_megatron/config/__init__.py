@@ -1,6 +1,6 @@
 """The one config tree. Every default and every check across fields lives here.
 
-How a config is read and how its errors are told: `config_io.py`. What depends on the model (does tp divide its heads?) is
+How a config is read and how its errors are told: `config/io.py`. What depends on the model (does tp divide its heads?) is
 checked in `actor/layout.py`, what depends on the table of objectives in `losses/`; both before any process is started.
 """
 

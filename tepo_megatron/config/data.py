@@ -41,7 +41,7 @@ class DataSet:
         _check_source("path", self.path)
 
 
-# the tags keep errors about one of the two apart from errors about the other; `config_io.py` leaves them out of what it tells
+# the tags keep errors about one of the two apart from errors about the other; `config/io.py` leaves them out of what it tells
 _Train = Annotated[
     Annotated[str, Tag("<path>")] | Annotated[list[DataSet], Tag("<sets>")],
     Discriminator(lambda value: "<sets>" if isinstance(value, list) else "<path>"),

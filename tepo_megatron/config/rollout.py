@@ -82,7 +82,7 @@ class RolloutConfig:
     # responses that are under way when new weights are there; finish: they are waited for; continue: each goes on at once under
     # the new weights, those that oversample leaves over too; restart: their groups are sampled anew
     in_flight: Literal["finish", "continue", "restart"] = "finish"
-    # trainer and engine share the devices: while one works, the other has released what it can (`colocation.py`). With
+    # trainer and engine share the devices: while one works, the other has released what it can (`placement.py`). With
     # server.rendezvous servers are on every machine of the ranks, kept there by `tepo serve`
     colocate: bool = False
     prompts_per_step: Positive = 64  # of a rollout batch

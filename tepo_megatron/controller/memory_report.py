@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import torch.distributed as dist
-
+from tepo_megatron.distributed.objects import all_gather_object
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.platform.memory import Usage, reset_peak, usage
 
@@ -60,9 +59,7 @@ class MemoryReport:
         """Measure at the end of a phase. Collectives: one all-gather over the host group."""
         if not self._enabled:
             return
-        mine = usage(self._groups.device)
-        ranks = [mine] * self._groups.world_size
-        dist.all_gather_object(ranks, mine, group=self._groups.host)
+        ranks = all_gather_object(usage(self._groups.device), self._groups.host)
         now = _Measured(ranks, 0 if self._servers is None else self._servers.resident_bytes())
         self._last[phase] = now
         self._largest[phase] = _larger(self._largest.get(phase, now), now)

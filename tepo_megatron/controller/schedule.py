@@ -18,14 +18,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from tepo_megatron.config import Config
 from tepo_megatron.controller.driver import Driver
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
 from tepo_megatron.controller.placement import Disaggregated
+from tepo_megatron.distributed.objects import broadcast_object
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
@@ -75,7 +73,7 @@ class Schedule:
         self._begun = first  # last step whose rollouts were started
         self._trained = first  # version of the actor's weights
         self._version: int | None = None  # version of the served weights
-        self.ended: bool = broadcast_object(driver.out_of_patience, groups)
+        self.ended: bool = broadcast_object(driver.out_of_patience, groups.host)
         if not turns.shared:
             self._serve(Clock())
         if first == 0:
@@ -104,7 +102,7 @@ class Schedule:
         with clock.phase("sync"):
             self.train()
         if self._staleness:
-            if not broadcast_object(any(not working.done for working, _ in self._ahead), self._groups):
+            if not broadcast_object(any(not working.done for working, _ in self._ahead), self._groups.host):
                 self._serve(clock)
                 with clock.paused():
                     self.evaluate_if_due(step - 1)
@@ -147,7 +145,7 @@ class Schedule:
             return
         self._serve(Clock())
         self._wait(self._driver.beside(lambda: self._driver.evaluate(step)))
-        self.ended = broadcast_object(self._driver.out_of_patience, self._groups)
+        self.ended = broadcast_object(self._driver.out_of_patience, self._groups.host)
 
     def _begin_what_may_be(self) -> None:
         """Start rollouts as far ahead as the staleness of the served weights allows."""
@@ -167,7 +165,7 @@ class Schedule:
         newest.
         """
         while True:
-            weights_wanted, made = broadcast_object(working.wait(), self._groups)
+            weights_wanted, made = broadcast_object(working.wait(), self._groups.host)
             if not weights_wanted:
                 return made
             self._turns.repair(self._push)
@@ -183,17 +181,3 @@ class Schedule:
         self._sync.push(version=self._trained)
         self._gate.delivered(self._trained)
         self._version = self._trained
-
-
-def broadcast_object(value: Any, groups: ParallelDims) -> Any:
-    """Return rank 0's value on every rank. The ranks wait for it as long as generation takes.
-
-    Collectives: one broadcast over the host group.
-
-    Args:
-        value: Any object that can be pickled; used on rank 0 only.
-        groups: The mesh of this run.
-    """
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=groups.host, device=torch.device("cpu"))
-    return box[0]

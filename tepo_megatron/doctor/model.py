@@ -18,7 +18,7 @@ from tepo_megatron.weights.ops import Architecture
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tepo_megatron.weights.families import Row
+    from tepo_megatron.weights.families import WeightMapping
 
 QUESTION, ANSWER = "What is 1 + 1?", "2"
 
@@ -55,7 +55,7 @@ def conversion(cfg: Config) -> Iterator[Finding]:
         yield Finding("conversion", "pass", said)
 
 
-def _ends(row: Row, arch: Architecture) -> list[tuple[str, ...]]:
+def _ends(row: WeightMapping, arch: Architecture) -> list[tuple[str, ...]]:
     """Return a row's first and last instance; with experts the first and last expert of the first and last layer."""
     instances = list(row.instances(arch))
     of_layer = arch.experts.number if arch.experts is not None and "{expert}" in row.megatron else 1
@@ -63,7 +63,7 @@ def _ends(row: Row, arch: Architecture) -> list[tuple[str, ...]]:
     return [instances[i] for i in sorted(kept)]
 
 
-def _changed(row: Row, names: Sequence[str], tensors: Sequence[Tensor], arch: Architecture, tp: int) -> str:
+def _changed(row: WeightMapping, names: Sequence[str], tensors: Sequence[Tensor], arch: Architecture, tp: int) -> str:
     """Return what is wrong with the round trip; empty if nothing is."""
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
         return f"{', '.join(names)} hold values that are not finite"

@@ -1,7 +1,7 @@
 """Adapter for SGLang's own server: `/generate` with token ids and log-probs, weights through its custom loader.
 
 Facts about SGLang are of 0.5.23. Nothing here imports SGLang: it runs in a separate environment (its pins conflict with
-vLLM's), started by `in_server/sglang_server.py`, which must be importable there.
+vLLM's), started by `weight_sync/receiver/sglang_server.py`, which must be importable there.
 """
 
 from __future__ import annotations

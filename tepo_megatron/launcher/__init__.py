@@ -1,1 +1,7 @@
-"""TODO launcher."""
+"""Start the ranks of a run on this machine, watch them, and turn any failure of theirs into one message.
+
+launcher.py    one run: its ranks, its log, its exit status
+ranks.py       the ranks as child processes
+worker.py      what each rank executes
+open_files.py  whether this machine lets the processes open as many files as they need
+"""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tepo_megatron.config import ParallelConfig
-from tepo_megatron.platform.host_sizes import LEAST_OFFLOADED
+from tepo_megatron.utils.host_sizes import LEAST_OFFLOADED
 from tepo_megatron.weights.ops import Architecture
 
 Recompute = Literal["none", "selective", "full"]

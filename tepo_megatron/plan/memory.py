@@ -14,7 +14,7 @@ from tepo_megatron.plan.activations import Kernels, Recompute, SavedActivations
 from tepo_megatron.plan.gpus import ASSUMED, GIB, GPUS_PER_NODE, Assumptions, Gpu
 from tepo_megatron.plan.parameters import Held
 from tepo_megatron.plan.placement import placement_of
-from tepo_megatron.platform.host_sizes import arena_bytes
+from tepo_megatron.utils.host_sizes import arena_bytes
 from tepo_megatron.weights.families import Family
 from tepo_megatron.weights.ops import Architecture
 

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 
 from tepo_megatron.actor.layout import stage_layers
 from tepo_megatron.config import ParallelConfig
-from tepo_megatron.weights.families import Row
+from tepo_megatron.weights.families import WeightMapping
 from tepo_megatron.weights.ops import Architecture, Replicated, padded_vocab_size
 
 _ALIGNMENT = 64  # elements; every parameter starts at a multiple
@@ -107,11 +107,11 @@ def stages(arch: Architecture, parallel: ParallelConfig, rank: int) -> list[Stag
     return [Stage(tuple(range(at * size, (at + 1) * size)), at == 0, at == pieces - 1) for at in places]
 
 
-def shape(row: Row, arch: Architecture, tp: int) -> tuple[int, ...]:
+def shape(row: WeightMapping, arch: Architecture, tp: int) -> tuple[int, ...]:
     """Return the shape of a row's Megatron parameter on one tensor-parallel rank.
 
     Args:
-        row: Row of the model's family.
+        row: WeightMapping of the model's family.
         arch: Sizes of the model.
         tp: Tensor-parallel ranks.
     """
@@ -139,7 +139,7 @@ def shape(row: Row, arch: Architecture, tp: int) -> tuple[int, ...]:
 
 
 def chunk_parameters(
-    rows_of: tuple[Row, ...], arch: Architecture, parallel: ParallelConfig, stage: Stage
+    rows_of: tuple[WeightMapping, ...], arch: Architecture, parallel: ParallelConfig, stage: Stage
 ) -> Iterator[Parameter]:
     """Yield the parameters of a model chunk on one rank, in the order of its modules.
 
@@ -172,7 +172,9 @@ def chunk_parameters(
             yield Parameter(output, by_name[output], alone=shared)
 
 
-def rank_parameters(rows: tuple[Row, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int) -> list[Parameter]:
+def rank_parameters(
+    rows: tuple[WeightMapping, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int
+) -> list[Parameter]:
     """Return the parameters of all model chunks of a pipeline rank.
 
     Args:
@@ -186,7 +188,7 @@ def rank_parameters(rows: tuple[Row, ...], arch: Architecture, parallel: Paralle
 
 @lru_cache(maxsize=8192)
 def held(
-    rows: tuple[Row, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int, dp_cp_rank: int | None = None
+    rows: tuple[WeightMapping, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int, dp_cp_rank: int | None = None
 ) -> Held:
     """Return the elements that one rank holds.
 
@@ -214,7 +216,9 @@ def held(
 
 
 @lru_cache(maxsize=8192)
-def linear_parameters(rows: tuple[Row, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int, ends: int = 0) -> int:
+def linear_parameters(
+    rows: tuple[WeightMapping, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int, ends: int = 0
+) -> int:
     """Return the elements of a rank's weights that Transformer Engine's linear modules multiply with.
 
     Args:
@@ -233,7 +237,7 @@ def linear_parameters(rows: tuple[Row, ...], arch: Architecture, parallel: Paral
 
 
 @lru_cache(maxsize=64)
-def total_parameters(rows: tuple[Row, ...], arch: Architecture) -> int:
+def total_parameters(rows: tuple[WeightMapping, ...], arch: Architecture) -> int:
     """Return the parameters of the whole model, counting tied ones once and without vocabulary padding.
 
     Args:
@@ -247,7 +251,7 @@ def total_parameters(rows: tuple[Row, ...], arch: Architecture) -> int:
     return sum(p.elements for p in found) - tables * padding * arch.hidden_size
 
 
-def _place(row: Row) -> int:
+def _place(row: WeightMapping) -> int:
     return next(i for i, suffix in enumerate(_ORDER) if row.megatron.endswith(suffix))
 
 

@@ -1,1 +1,1 @@
-"""Sampling from inference servers: their processes, their HTTP interface, and the weights that they serve."""
+"""Rollouts: prompts become graded groups of responses, which are recorded and can be replayed."""

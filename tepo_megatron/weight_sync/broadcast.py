@@ -1,4 +1,4 @@
-"""Deliver the actor's weights through process groups (gloo on CPU, NCCL on GPUs), by the bucket plan of `rounds.py`.
+"""Deliver the actor's weights through process groups (gloo on CPU, NCCL on GPUs), by the bucket plan of `buckets.py`.
 
 Each sender is rank 0 of a process group of its own; the other members are all ranks of all inference servers. So every byte of
 the model is broadcast once, by a rank that has it, and no trainer rank receives another's. A bucket is one buffer of bytes.

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.config import SyncConfig
+from tepo_megatron.distributed.objects import all_gather_object
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConversionError, TepoError
 from tepo_megatron.weights import fp8
@@ -153,9 +153,7 @@ class BucketPlan:
 
     def from_all(self, value: Any) -> list[Any]:
         """Return every rank's value, indexed by rank. Collectives: one all-gather over the host group."""
-        values = [value] * self._groups.world_size
-        dist.all_gather_object(values, value, group=self._groups.host)
-        return values
+        return all_gather_object(value, self._groups.host)
 
 
 def is_check_due(version: int, before: int | None, every: int) -> bool:

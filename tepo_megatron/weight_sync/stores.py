@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from tepo_megatron.config import SyncConfig
+from tepo_megatron.distributed.objects import broadcast_object
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError, ConfigError
 from tepo_megatron.platform.host_memory import HostArena
@@ -82,9 +82,7 @@ class Files:
         folder = Path()
         if groups.is_main:
             folder, self._in_use = make_folder(cfg.folder)
-        name = [str(folder)]
-        dist.broadcast_object_list(name, src=0, group=groups.host, device=torch.device("cpu"))
-        self.folder = Path(name[0])
+        self.folder = broadcast_object(folder, groups.host)
         self._staging = Staging(plan.largest, groups.device) if groups.device.type == "cuda" else None
 
     def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:

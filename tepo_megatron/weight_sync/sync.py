@@ -1,9 +1,9 @@
 """Deliver the actor's weights to the inference engine after every step, through files or shared buffers that the engine reads.
 
-The delivery goes in rounds (the bucket plan in `rounds.py`). In each round every sender stores its next bucket, in Hugging Face
-layout, where the engine can read it (`stores.py`): in a file in shared memory (of each machine, if colocated servers and ranks
-span several machines: `relay.py`), in a file in `sync.folder`, or in its own memory, which servers of this machine map. When
-all have, rank 0 sends the engine their locations, and while the engine loads them the next round is stored. The space of a
+The delivery goes in rounds (the bucket plan in `buckets.py`). In each round every sender stores its next bucket, in Hugging
+Face layout, where the engine can read it (`stores.py`): in a file in shared memory (of each machine, if colocated servers and
+ranks span several machines: `relay.py`), in a file in `sync.folder`, or in its own memory, which servers of this machine map.
+When all have, rank 0 sends the engine their locations, and while the engine loads them the next round is stored. The space of a
 round is free before the round after the next begins. So two rounds are held at most, each of `sync.bucket_mib` (or, if that is
 larger, of one parameter from each sender). With `sync.delta` parameters that did not change since the last push are left out
 (see `delta.py`).

@@ -1,1 +1,1 @@
-"""Weights between Hugging Face and Megatron layouts: mapping tables, resharding, files, and delivery to engines."""
+"""Weights between Hugging Face and Megatron layouts: mapping tables, resharding, and files."""

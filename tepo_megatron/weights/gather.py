@@ -7,7 +7,6 @@ virtual-pipeline and expert parallelism need no rules of their own, except for t
 from __future__ import annotations
 
 import collections
-import contextlib
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tepo_megatron.distributed.objects import all_gather_object, same_error
 from tepo_megatron.distributed.parallel import Axis, ParallelDims
 from tepo_megatron.errors import CheckpointError, ConversionError, RunReplacedError
 from tepo_megatron.utils.storage import writing
 from tepo_megatron.weights import hf_io
-from tepo_megatron.weights.families import Family, Row, check_tokenizer
+from tepo_megatron.weights.families import Family, WeightMapping, check_tokenizer
 from tepo_megatron.weights.ops import Architecture, Replicated
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -33,6 +33,8 @@ _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+
+_FAULTS = (CheckpointError, RunReplacedError, OSError)  # of an export, on any rank
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Binding:
 
     name: str
     parameter: torch.nn.Parameter
-    row: Row
+    row: WeightMapping
     hf_names: tuple[str, ...]
 
     @property
@@ -188,13 +190,13 @@ def export_hf(
         CheckpointError: on every rank, naming the rank and the file, when one rank cannot write or `check_in_place` fails.
     """
     temporary = out.with_name(out.name + ".partial")
-    with _agreed(groups):
+    with same_error(groups.host, _FAULTS, CheckpointError):
         if groups.is_main:
             check_in_place()
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
     mine: tuple[dict[str, list[str]], int] = ({}, 0)
-    with _agreed(groups):
+    with same_error(groups.host, _FAULTS, CheckpointError):
         if sent := sent_by(bindings, groups):
             tensors = iterate_hf(sent, arch, groups.tp)
             stream = _Counted(tensors)
@@ -204,9 +206,8 @@ def export_hf(
                 collections.deque(tensors, maxlen=0)  # the other ranks of its tensor-parallel group still gather the rest
                 raise
             mine = (written, stream.bytes)
-    everything = [mine] * groups.world_size
-    dist.all_gather_object(everything, mine, group=groups.host)
-    with _agreed(groups):
+    everything = all_gather_object(mine, groups.host)
+    with same_error(groups.host, _FAULTS, CheckpointError):
         if groups.is_main:
             all_files = {file: names for files, _ in everything for file, names in files.items()}
             hf_io.write_index(temporary, all_files, total_bytes=sum(size for _, size in everything))
@@ -214,23 +215,6 @@ def export_hf(
             check_in_place()
             with writing(temporary):
                 hf_io.publish(temporary, out)
-
-
-@contextlib.contextmanager
-def _agreed(groups: ParallelDims) -> Iterator[None]:
-    """Turn an error within the block, on any rank, into the same CheckpointError on all ranks. Collectives: one host
-    all-gather.
-    """
-    error = None
-    try:
-        yield
-    except (CheckpointError, RunReplacedError, OSError) as e:
-        error = f"rank {groups.rank}: {e}"
-    errors = [error] * groups.world_size
-    dist.all_gather_object(errors, error, group=groups.host)
-    for error in errors:
-        if error is not None:
-            raise CheckpointError(error)
 
 
 class _Counted:

@@ -1,4 +1,6 @@
-"""Count the files that the processes of a short run have open at once: where `tepo_megatron/launcher/open_files.py` has its figure from.
+"""Count the files that the processes of a short run have open at once.
+
+`tepo_megatron/launcher/open_files.py` has its figure from here.
 
     python -m tests.harness.open_files [--engine vllm|sglang|scripted] [--tp 2] [--dp 1] [--steps 4]
 

@@ -170,7 +170,7 @@ def test_submitted_asked_and_cancelled(tmp_path: Path, monkeypatch: pytest.Monke
         assert {n: text.rstrip() for n, text in parts(dry[1]).items()} == {
             n: text.rstrip() for n, text in written.items() if not n.endswith(".py")
         }
-        assert {"on_ray.py", "keep.py"} <= written.keys()
+        assert {"on_ray.py", "supervise.py"} <= written.keys()
         assert not any(cases.SECRET in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
 
         assert first[1].endswith(": not seen by KubeRay's operator yet\n")

@@ -190,13 +190,13 @@ def test_what_is_not_committed_would_not_travel(tmp_path: Path) -> None:
     git(tmp_path, "commit", "--allow-empty", "-m", "a")
     assert "HEAD of " in skypilot.check_code(tmp_path)[0] and "has no launch/bootstrap.py" in skypilot.check_code(tmp_path)[0]
     (tmp_path / "launch").mkdir()
-    (tmp_path / "launch" / "begin.py").write_text("")
+    (tmp_path / "launch" / "bootstrap.py").write_text("")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "b")
     (tmp_path / "notes.txt").write_text("stays where it is")
     assert skypilot.check_code(tmp_path) == []
     (tmp_path / "launch" / "new.py").write_text("")
-    (tmp_path / "launch" / "begin.py").write_text("changed")
+    (tmp_path / "launch" / "bootstrap.py").write_text("changed")
     (said,) = skypilot.check_code(tmp_path)
     assert said.startswith("launch/bootstrap.py and 1 more would not travel, since NeMo-Run sends the commit HEAD; commit")
 

@@ -17,8 +17,8 @@ from tepo_megatron.plan.activations import ON_CPU, final_norm_terms, kept_terms,
 from tepo_megatron.plan.memory import ELEMENT, Model, checkpoint_bytes, offload_bytes, state_bytes, training
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, rank_parameters
-from tepo_megatron.platform.host_sizes import arena_bytes
 from tepo_megatron.types import Rollout, TrainBatch
+from tepo_megatron.utils.host_sizes import arena_bytes
 from tests.marks import full_but, slow_but
 from tests.parallel import cases
 from tests.parallel.test_families import MODELS, shaped

@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from tepo_megatron.cli import preflight
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.doctor import doctor, examine, machine, trial, versions
 from tepo_megatron.doctor.findings import Finding
+from tepo_megatron.launcher.start import preflight
 from tepo_megatron.utils.escaping import escaped
 from tests.tiny import tiny_qwen3
 

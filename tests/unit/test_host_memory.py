@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.platform.host_memory import HostArena, HostPiece, HostStacks
-from tepo_megatron.platform.host_sizes import ALIGNMENT, arena_bytes, starts
+from tepo_megatron.utils.host_sizes import ALIGNMENT, arena_bytes, starts
 
 CPU = torch.device("cpu")
 PAGE, MIB = os.sysconf("SC_PAGESIZE"), 2**20

@@ -19,7 +19,7 @@ from tepo_megatron.plan.parameters import held, total_parameters
 from tepo_megatron.plan.step import REFILLS
 from tepo_megatron.plan.whole_run import BENCHMARKS, WholeRun, asked, time_range, whole_run
 from tepo_megatron.plan.workload import Workload, max_refills
-from tepo_megatron.platform.host_sizes import block_bytes
+from tepo_megatron.utils.host_sizes import block_bytes
 from tests.unit.test_plan import RECIPES, config, run
 
 

@@ -3,7 +3,7 @@
 vLLM and SGLang hash each parameter of each of their ranks, under their own names, as it lies in memory: SHA-256 of the bytes
 (SGLang on GPUs: a kernel of its own). It takes as long as copying and hashing the model, and nothing is sampled meanwhile.
 Parameters whose memory was freed are not covered, nor are packed copies in their place: on CPU vLLM hashes the embedding and
-the norms, and no linear layer. Those are covered only by the CRC-32 check on arrival (`inbox.py`) and the comparison of
+the norms, and no linear layer. Those are covered only by the CRC-32 check on arrival (`receiver.py`) and the comparison of
 log-probs.
 """
 

@@ -7,8 +7,8 @@ An inference server is a tree of processes. A death anywhere in it must not leav
     would not do, because it fires when the *thread* that forked ends.
   * The server's first process is killed: vLLM's EngineCore would live on, so the guard ends the whole session.
   * The guard itself is killed: the server's first process gets SIGKILL from the kernel (the guard has one thread, so PDEATHSIG
-    is right here; vLLM with open requests ignores SIGTERM). The other processes end themselves (`in_server/lifeline.py`). The
-    owner, if it lives, ends the session, whose id is the guard's pid.
+    is right here; vLLM with open requests ignores SIGTERM). The other processes end themselves
+    (`weight_sync/receiver/lifeline.py`). The owner, if it lives, ends the session, whose id is the guard's pid.
 COMMAND gets SIGTERM and GRACE seconds to end by itself. Then its session, and the processes that left that session, get
 SIGKILL. FOLDER is the server's `scratch.PrivateFolder` ("-": none): the guard records the server's shared-memory segments in
 it, and removes it when the owner cannot. Exit status: that of COMMAND, or 128 + n if signal n ended it. The guard imports

@@ -5,7 +5,7 @@
     HOST-PORT.START.taken     the run that uses this start (incarnation) of the server
     HOST-PORT.START.end       why its user ended this start: the server has to be restarted
     HOST-PID.keeper           a running `tepo serve`, and the last lease token that it acknowledged
-    turn                      the device lease (`standstill.py`): the run that has the servers' devices, the starts that it
+    turn                      the device lease (`quiesce.py`): the run that has the servers' devices, the starts that it
                               keeps, and a token for the acknowledgements
 
 Every file appears under its name only when it is complete. The folder belongs to its owner alone: whoever could write a record

@@ -30,7 +30,8 @@ def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torc
         BEGIN: forget what an earlier update gave.
         FINISH: raise ValueError unless all tensors of the model's checkpoint were given since BEGIN, except unchanged ones.
         JOIN and the JSON of a `GroupSpec`: join its groups.
-        KEEP and the JSON of a `UnchangedTensors`: note the tensors that stay; raise ValueError if they are not here in that version.
+        KEEP and the JSON of an `UnchangedTensors`: note the tensors that stay; raise ValueError if they are not here in that
+            version.
 
     Args:
         model: SGLang's model.

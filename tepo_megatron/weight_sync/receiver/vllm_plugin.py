@@ -1,8 +1,8 @@
-"""Weight-transfer backend of vLLM that takes the sources of `inbox.py`, on CPU and GPU. Runs inside the vLLM server.
+"""Weight-transfer backend of vLLM that takes the sources of `receiver.py`, on CPU and GPU. Runs inside the vLLM server.
 
 vLLM finds `register` through the entry point `vllm.general_plugins`; `--weight-transfer-config '{"backend": "tepo_shm"}'`
-selects it. Of this package it imports only `inbox.py`, `lifeline.py`, `own_peers.py` and what these need: the server loads
-nothing of the trainer. Facts are of vLLM 0.32.
+selects it. Of this package it imports only `receiver.py`, `lifeline.py`, `distributed/own_peers.py` and what these need: the
+server loads nothing of the trainer. Facts are of vLLM 0.32.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from tepo_megatron.weights.families import llama, mistral, mixtral, qwen2, qwen3
 from tepo_megatron.weights.families.family import Family, WeightMapping
 from tepo_megatron.weights.families.tokens import check_tokenizer
 
-__all__ = ["FAMILIES", "Family", "Row", "check_tokenizer", "find_family", "read_config"]
+__all__ = ["FAMILIES", "Family", "WeightMapping", "check_tokenizer", "find_family", "read_config"]
 
 FAMILIES: Mapping[str, Family] = {
     "Qwen2ForCausalLM": qwen2.FAMILY,

@@ -61,7 +61,7 @@ EXHIBITS = (
             "Under cp > 1 rank 0 reports the loss, clip shares, mask share and ratios of its own chunks; ratio_B "
             "comes out near 1/cp of the truth. Gradients stay right."
         ),
-        symbol="Tally.reduce",
+        symbol="UpdateAccumulator.reduce",
         old="dist.all_reduce(flat, group=groups.dp_cp.group)",
         new="dist.all_reduce(flat, group=groups.dp.group)",
         tests=("tests/parallel/test_layouts.py::test_layout_equals_reference",),
@@ -169,7 +169,7 @@ EXHIBITS = (
         cost=(
             "Gradients shrink with the number of microbatches of a rank; loss and metrics do not. Right with one microbatch."
         ),
-        symbol="Schedule.forward_backward",
+        symbol="PipelineSchedule.forward_backward",
         old="return loss(microbatch, output.squeeze(0)) * tokens, local, {}",
         new="return loss(microbatch, output.squeeze(0)) * tokens / len(microbatches), local, {}",
         tests=("tests/parallel/test_layouts.py::test_number_of_microbatches",),

@@ -19,7 +19,7 @@ EXHIBITS = (
             "one sequence in a microbatch."
         ),
         symbol="SDPACoreAttention._packed_layout",
-        old='layout = Layout.of(lengths, self.cp_group, query_S.device, getattr(params, "starts", None))',
+        old='layout = AttentionLayout.of(lengths, self.cp_group, query_S.device, getattr(params, "starts", None))',
         new=(
             'one = [sum(lengths)] if getattr(params, "starts", None) is None else lengths\n'
             '            layout = Layout.of(one, self.cp_group, query_S.device, getattr(params, "starts", None))'

@@ -157,7 +157,7 @@ EXHIBITS = (
             "After offloading, colocation or a first optimizer step that makes new tensors, checkpoints hold old "
             "values and their checksums are right."
         ),
-        symbol="Views.of",
+        symbol="ShardCache.of",
         old="if places != self._places:",
         new="if self._places is None:",
         tests=("tests/parallel/test_checkpoint_views.py::test_what_is_saved_is_the_state_whatever_was_replaced",),

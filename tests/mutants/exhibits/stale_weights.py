@@ -96,7 +96,7 @@ EXHIBITS = (
         cost=(
             "The rest of an interrupted response counts as sampled by the older weights; rollout/mixed_versions is too small."
         ),
-        symbol="joined",
+        symbol="merge",
         old=("versions += [change for change in [(begun, end.policy_version), *end.later_versions] if change[1] != newest]"),
         new="versions += [change for change in end.later_versions if change[1] != newest]",
         tests=(

@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from examples.paper.dapo_math import convert
-from tepo_megatron.cli import preflight
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
 from tepo_megatron.controller.method import resolve
 from tepo_megatron.errors import ConfigError, DataError
 from tepo_megatron.evaluation.problems import check_sources
+from tepo_megatron.launcher.start import preflight
 
 PAPER = Path("examples/paper")
 README = (PAPER / "README.md").read_text()

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.cli import preflight
 from tepo_megatron.config.io import load_config, to_yaml, validate
 from tepo_megatron.controller.method import Method, resolve
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.launcher.start import preflight
 from tepo_megatron.rewards.overlong import OverlongShaping
 
 DYNAMIC = {"name": "grpo", "dynamic_sampling": True}

@@ -1,0 +1,86 @@
+"""Exchange Python objects between ranks, so that all ranks come to the same conclusion. The only module that does.
+
+Every function is a collective over an explicit group, and waits no longer than the group's timeout. Objects are pickled, so a
+group must consist of processes of one run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def all_gather_object(value: T, group: dist.ProcessGroup) -> list[T]:
+    """Return every rank's value, in the order of ranks.
+
+    Args:
+        value: This rank's value; it must be picklable.
+        group: Every rank of it calls.
+    """
+    values: list[T] = [value] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def gather_object(value: T, group: dist.ProcessGroup) -> list[T]:
+    """Gather every rank's value on rank 0 of the group.
+
+    Args:
+        value: This rank's value; it must be picklable.
+        group: Every rank of it calls.
+
+    Returns:
+        On rank 0 the values in the order of ranks; on other ranks an empty list.
+    """
+    values: list[T] | None = [value] * group.size() if group.rank() == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values or []
+
+
+def broadcast_object(value: T, group: dist.ProcessGroup) -> T:
+    """Return rank 0's value on every rank.
+
+    Args:
+        value: The value to broadcast; it is ignored on all ranks but 0.
+        group: Every rank of it calls.
+    """
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+def all_true(value: bool, group: dist.ProcessGroup) -> bool:
+    """Return whether `value` is true on every rank. This costs one all-reduce of a number.
+
+    Args:
+        value: This rank's value.
+        group: Every rank of it calls.
+    """
+    flag = torch.tensor(int(value))
+    dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
+    return bool(flag)
+
+
+@contextlib.contextmanager
+def same_error(group: dist.ProcessGroup, kinds: tuple[type[Exception], ...], error: type[Exception]) -> Iterator[None]:
+    """Turn an error within the block, on any rank, into the same error on all ranks. Collectives: one all-gather.
+
+    Args:
+        group: Every rank of it enters the block.
+        kinds: Errors that are caught; any other passes on this rank alone.
+        error: What is raised instead, with the number and the message of the first rank that failed.
+    """
+    mine = None
+    try:
+        yield
+    except kinds as e:
+        mine = f"rank {group.rank()}: {e}"
+    for message in all_gather_object(mine, group):
+        if message is not None:
+            raise error(message)

@@ -1,0 +1,67 @@
+"""One run from its check to its end: what can be refused before a process is started, and the start itself."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.observability import run_dir
+from tepo_megatron.utils.escaping import escaped
+
+if TYPE_CHECKING:  # heavy imports come later, where an interrupt is reported in one line
+    from tepo_megatron.config import Config
+
+
+def preflight(cfg: Config) -> None:
+    """Check everything that can be refused before a process is started. Raises a TepoError."""
+    from tepo_megatron.actor.layout import check_layout
+    from tepo_megatron.actor.precision import check_shapes
+    from tepo_megatron.controller.method import resolve
+    from tepo_megatron.evaluation.problems import check_sources
+    from tepo_megatron.launcher.open_files import check_open_files
+    from tepo_megatron.rewards import check_reward
+    from tepo_megatron.rollout.custom import load_function
+    from tepo_megatron.rollout.experts import check_experts, replayed_routing
+    from tepo_megatron.weights.families import find_family, read_config
+    from tepo_megatron.weights.families.tokens import check_tokenizer
+    from tepo_megatron.weights.hf_io import HfReader
+
+    check_open_files(cfg)
+    resolve(cfg)
+    check_sources(cfg.evaluation)
+    if cfg.rollout.function is not None:
+        load_function(cfg.rollout.function)
+    check_reward(cfg.reward)
+    hf_config = read_config(cfg.model.path)
+    architecture = find_family(hf_config).architecture(hf_config)
+    check_layout(architecture, cfg.parallel)
+    check_shapes(architecture, cfg.model, cfg.parallel)
+    check_experts(cfg)
+    replayed_routing(cfg)
+    check_tokenizer(cfg.model.path, architecture.vocab_size)
+    HfReader(cfg.model.path)
+    if cfg.model.reference is not None:
+        hf_config = read_config(cfg.model.reference)
+        if find_family(hf_config).architecture(hf_config) != architecture:
+            raise ConfigError(
+                f"model.reference={cfg.model.reference} has another architecture than model.path={cfg.model.path}"
+            )
+        HfReader(cfg.model.reference)
+
+
+def start(cfg: Config) -> None:
+    """Make one run, already checked by `preflight`, in processes of its own and wait for it.
+
+    Raises a TepoError, which is also written to the run's log.txt.
+    """
+    from tepo_megatron.launcher.launcher import RanksFailed, launch
+
+    with run_dir.claim(cfg) as lock:
+        try:
+            launch(cfg, inherit=[lock.file])
+        except RanksFailed as e:
+            if lock.holds():  # otherwise the folder belongs to another run, or is gone
+                with contextlib.suppress(OSError), (cfg.run_dir / "log.txt").open("a") as log:  # the disk may be at fault
+                    log.write(f"error: {escaped(str(e))}\n")
+            raise
