@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tepo_megatron.checkpoint.reading import Reader as ResumeReader
-from tepo_megatron.convert.dist_reader import Reader as ConversionReader
+from tepo_megatron.checkpoint.reading import SliceReader as ResumeReader
+from tepo_megatron.convert.dist_reader import DistCheckpointReader as ConversionReader
 from tepo_megatron.errors import CheckpointError
 from tepo_megatron.evaluation.checkpoint import hf_model
 from tepo_megatron.utils.restricted_pickle import METADATA, load_metadata, restricted_loading
