@@ -151,6 +151,7 @@ def test_launch_knows_little_of_the_training_code_and_few_files_of_nemo_run() ->
         "tepo_megatron.config.fields",
         "tepo_megatron.config.io",
         "tepo_megatron.errors",
+        "tepo_megatron.observability",
         "tepo_megatron.utils",
         "tepo_megatron.utils.escaping",
     }

@@ -162,8 +162,8 @@ def run_twice(rank: int, cu: list[int]) -> int:
     cu_seqlens = torch.tensor(cu, dtype=torch.int32)
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
     with pytest.MonkeyPatch.context() as patch:
-        of = attention.Layout.of
-        patch.setattr(attention.Layout, "of", lambda *a: (built.append(1), of(*a))[1])
+        of = attention.AttentionLayout.of
+        patch.setattr(attention.AttentionLayout, "of", lambda *a: (built.append(1), of(*a))[1])
         for _ in range(3):  # three layers
             core(*inputs((cu[-1],))[:3], None, packed_seq_params=params)
     return len(built)

@@ -88,7 +88,7 @@ class Count(w.Kill):
         setattr(owner, name, noted)
 
 
-CALLS = Count("tepo_megatron.actor.pipeline:Schedule.forward tepo_megatron.actor.actor:Actor.update")
+CALLS = Count("tepo_megatron.actor.pipeline:PipelineSchedule.forward tepo_megatron.actor.actor:Actor.update")
 
 
 def run(model: Path, folder: Path, **sections: Any) -> tuple[list[dict[str, Any]], Counter]:

@@ -42,11 +42,11 @@ HARMLESS = {"checkpoint/rng_state.py", "convert/dist_reader.py", "inference/vllm
 WORDS = re.compile("|".join([*MODULES, *NAMES, "exec_module", r"load\(", "load_all", "read_pickle", "trust_remote_code"]))
 # file -> what it may call, with the reason
 ALLOWED = {
-    "restricted_pickle.py": {"pickle.Unpickler"},  # with its own find_class
+    "utils/restricted_pickle.py": {"pickle.Unpickler"},  # with its own find_class
     "checkpoint/rng_state.py": {"torch.load(weights_only=True)"},
     "convert/dist_reader.py": {"torch.load(weights_only=True)"},
     "inference/vllm.py": {"np.load(allow_pickle=False)"},
-    "user_file.py": {"exec_module"},  # a Python file that the user's config names
+    "utils/user_file.py": {"exec_module"},  # a Python file that the user's config names
 }
 
 

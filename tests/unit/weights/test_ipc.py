@@ -29,9 +29,9 @@ MODEL = {
 READER = """
 import sys, torch
 from tepo_megatron.weight_sync.broadcast_group import Bucket
-from tepo_megatron.weight_sync.ipc import borrowed
+from tepo_megatron.weight_sync.ipc import open_buffer
 bucket = Bucket.from_json(sys.stdin.readline())
-with borrowed(bucket.handle, torch.device("cpu")) as row:
+with open_buffer(bucket.handle, torch.device("cpu")) as row:
     print(*row[:bucket.nbytes].tolist())
     row.zero_()
 """
