@@ -29,7 +29,7 @@ PINS_PYTHON ?= $(shell python3.12 -c "" 2>/dev/null \
   && test -z "$(filter-out $(wildcard $(addsuffix /torch-*-cp312-*.whl,$(PIP_FIND_LINKS))),$(wildcard $(addsuffix /torch-*.whl,$(PIP_FIND_LINKS))))" \
   && echo python3.12 || echo $(PYTHON))
 
-.PHONY: demo sglang launch launch-sky ablation precision bench docs docs-links test test-runs test-servers test-fast test-full test-full-runs \
+.PHONY: demo sglang launch launch-sky ablation precision bench docs docs-links test test-parts test-runs test-servers test-fast test-full test-full-runs \
   test-full-parts test-slurm \
   test-gpu test-pins test-pins-ci test-te test-image chaos hurt two-starts mutants check lint types format pins clean
 
@@ -79,10 +79,13 @@ docs: $(DOCS)/.ready
 docs-links: $(DOCS)/.ready
 	$(DOCS)/bin/sphinx-build --quiet -c docs -d $(SITE)/.doctrees -b linkcheck . $(SITE)/links
 
-# the second half in two at once, whole runs in one and servers in the other; what is printed appears when either has ended
+# three at once, because each waits a part of its time: what needs no server, whole runs, servers. Each prints when it has ended
 test: $(READY) $(SGLANG)/.ready $(LAUNCH)/.ready
+	@echo "three streams of tests run at once; each prints when it has ended (together some 9 minutes on 2 cores)"
+	@$(MAKE) --no-print-directory -j3 --output-sync=target --keep-going test-parts test-runs test-servers
+
+test-parts:
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not full and not server and not e2e"
-	@$(MAKE) --no-print-directory -j2 --output-sync=target --keep-going test-runs test-servers
 
 test-runs:
 	$(BIN)/python -m pytest -m "not full and e2e" $(RUNS)

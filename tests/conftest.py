@@ -14,6 +14,9 @@ from hypothesis import HealthCheck, settings
 
 from tepo_megatron.platform import activate
 
+# Imports, tests and models are many objects that stay: by default the collector looks through them a tenth of the time.
+gc.set_threshold(100_000)
+
 activate("cpu")
 
 # The same examples in every run, and none fails for the time that it takes: others may use this machine.

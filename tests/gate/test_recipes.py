@@ -30,9 +30,10 @@ def _every_part() -> Iterator[tuple[str, int]]:
 
 
 def parts() -> Iterator[Any]:
-    """Yield every part; `make test-fast` takes the first one of each world."""
+    """Yield every part: `make test` takes the first one of each world, `make test-fast` those of the smallest."""
     for name, first in _every_part():
-        yield pytest.param(name, first, marks=[pytest.mark.slow] if first else [])
+        mark = pytest.mark.full if first else pytest.mark.slow
+        yield pytest.param(name, first, marks=[] if (name, first) == ("TP2", 0) else [mark])
 
 
 @pytest.fixture(scope="module")

@@ -153,7 +153,7 @@ def test_names_that_kubernetes_takes() -> None:
     assert len(name("x" * 99, "/a", 12345)) <= 47 and "--" not in name("__", "/a")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_submitted_asked_and_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NeMo-Run's manifest and Kubernetes' own client, over HTTP."""
     with serving(tmp_path) as (kubernetes, kubeconfig):

@@ -29,8 +29,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("mode", "one_server"),
     full_but(
-        [("ahead", False), ("ahead", True), ("sync, old_logprobs rollout", True), ("group, ahead", True)],
-        [("3 ahead, continue", True), ("function", True)],
+        [("ahead", False), ("sync, old_logprobs rollout", True), ("group, ahead", True)],
+        [("3 ahead, continue", True)],
         EVERY_MODE,
     ),
 )

@@ -172,7 +172,7 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_no_pair_of_switches_turns_the_gate_off_without_a_word(case: cases.Case) -> None:
     batch = replace(case.batches[0], old_logprobs_N=None, old_entropies_N=None, update=0)
     allowed = [(pair, cfg) for pair, cfg in pairs(str(case.model)) if cfg is not None]

@@ -77,7 +77,7 @@ SHARING = [
 
 @pytest.mark.parametrize(
     ("name", "max_tokens", "training"),
-    full_but([("1 rank", 40, {}), ("CP2 TP2+SP", 4096, {})], SHARING[-6:], SHARING),
+    full_but([("1 rank", 40, {}), ("CP2 TP2+SP", 4096, {})], SHARING[-4:], SHARING),
 )
 def test_shared_prompts(shared: cases.Case, name: str, max_tokens: int, training: dict) -> None:
     """Groups of one, two and three, prompts of one token and more, whole and cut over small microbatches."""

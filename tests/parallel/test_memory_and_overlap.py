@@ -96,8 +96,8 @@ OVERLAPS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("layout", "gather"),
     full_but(
-        [("DP2", False), ("DP2", True)],
-        [(layout, True) for layout in OVERLAPS],
+        [("DP2", True)],
+        [("DP2 TP2+SP", True), ("DP2 PP2 VPP2", True)],
         itertools.product(OVERLAPS, (False, True)),
     ),
 )

@@ -172,7 +172,7 @@ def test_checkpoint_continues_on_another_layout(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(second), torch.tensor(first[2:]), rtol=2e-6, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_bf16_checkpoint_keeps_the_masters(tmp_path: Path) -> None:
     bf16 = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True}
     first = run_world(2, train_and_save, {"dp": 2}, tmp_path, bf16)[0]
@@ -236,7 +236,7 @@ def test_experts_over_ranks_equal_experts_on_one(tmp_path: Path) -> None:
     assert ranks[0]["loss"] == pytest.approx(whole["loss"], rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_experts_over_experts_and_tensors(tmp_path: Path) -> None:
     """Expert tensor parallelism (2, as tp) gathers the tokens of the ranks in lists of unequal sizes."""
     (whole,) = run_world(1, save_experts, tmp_path)

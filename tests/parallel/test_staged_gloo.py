@@ -118,6 +118,7 @@ def test_handles_groups_and_blocking_calls() -> None:
         assert told["not contiguous"] == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_the_environment_decides(value: str) -> None:
     """Megatron-Core gets the staged collectives with TEPO_STAGED_GLOO=1 only."""
@@ -135,6 +136,7 @@ def test_the_environment_decides(value: str) -> None:
     assert done.stdout.split()[-1] == str(value == "1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_the_ranks_of_cuda_share_the_first_gpu(value: str) -> None:
     """With the variable: gloo, GPU 0 for each rank, and staging of what is not on the host. Without: NCCL, a GPU each."""

@@ -37,6 +37,7 @@ def test_the_sample_has_every_kind_and_every_client() -> None:
     assert {kind for _, kind in sample()} == set(misbehaving.KINDS) and {client for client, _ in sample()} == CLIENTS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [sample, pytest.param(lambda: ALL - sample(), id="others", marks=pytest.mark.full)])
 def test_every_client_ends_in_time_with_an_error_that_is_safe(chosen: Callable[[], Pairs]) -> None:
     pairs = sorted(chosen())

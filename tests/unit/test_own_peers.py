@@ -25,7 +25,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become ano
 CALLER = """
 import encodings.idna, os, socket, sys
 os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
-with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as connection:
+with socket.create_connection((sys.argv[4], int(sys.argv[1]))) as connection:
     connection.sendall(bytes(8))
     print("said", flush=True)
     if sys.argv[3] == "stays":
@@ -36,11 +36,10 @@ sys.stdin.read()
 
 
 @contextlib.contextmanager
-def called(port: int, user: int, then: str) -> Iterator[None]:
+def called(port: int, user: int, then: str, address: str = "127.0.0.1") -> Iterator[None]:
     pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-c", CALLER, str(port), str(user), then], stdin=pipe, stdout=pipe, text=True
-    ) as caller:
+    words = [sys.executable, "-c", CALLER, str(port), str(user), then, address]
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as caller:
         assert caller.stdout is not None and caller.stdout.readline() == "said\n"
         if then == "leaves":
             assert caller.stdout.readline() == "left\n"
@@ -58,6 +57,19 @@ def test_a_group_that_another_user_connected_to_is_not_used(then: str) -> None:
                 door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
                 stack.enter_context(called(door.getsockname()[1], NOBODY, then))
                 stack.enter_context(door.accept()[0])
+
+
+@as_root
+@pytest.mark.parametrize("listens", [socket.AF_INET, socket.AF_INET6])
+def test_another_user_is_found_whose_socket_is_of_ipv6(listens: socket.AddressFamily) -> None:
+    """The kernel lists such sockets in a table of their own."""
+    with contextlib.ExitStack() as stack, pytest.raises(Stranger, match=f"user {NOBODY} of this machine"), own_peers_only():
+        door = stack.enter_context(
+            socket.create_server(("127.0.0.1" if listens == socket.AF_INET else "::1", 0), family=listens)
+        )
+        to = "::ffff:127.0.0.1" if listens == socket.AF_INET else "::1"
+        stack.enter_context(called(door.getsockname()[1], NOBODY, "stays", to))
+        stack.enter_context(door.accept()[0])
 
 
 @as_root

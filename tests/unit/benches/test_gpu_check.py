@@ -82,7 +82,7 @@ def test_every_part_that_needs_no_gpu_passes(tmp_path: Path) -> None:
     assert ran == set(PARTS[[p.name for p in PARTS].index("layouts")].lines)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_part_that_takes_too_long_is_cut_off_and_keeps_its_lines(tmp_path: Path) -> None:
     """Its ranks end with it, and the parts behind it find no time."""
     start = time.monotonic()

@@ -34,7 +34,7 @@ def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("logits", ["bf16", "fp32"])
 @pytest.mark.parametrize("kernel", VARIANTS)
 @pytest.mark.parametrize(

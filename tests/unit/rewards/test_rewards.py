@@ -181,6 +181,7 @@ def test_worker_that_hangs_is_replaced() -> None:
         assert worker_pids(reward) != [pid]
 
 
+@pytest.mark.slow
 def test_worker_killed_at_work_costs_nothing() -> None:
     with math_reward(soft_seconds=2, hard_seconds=30) as reward:
         assert statuses(reward, [r"\boxed{7.0}"]) == ["equal"]

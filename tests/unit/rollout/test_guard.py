@@ -116,6 +116,7 @@ def kill(victims: list[psutil.Process]) -> None:
             os.kill(victim.pid, signum)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_whoever_is_killed(servers) -> None:
     owner, trees, folders, segments = servers
     alone = [i for i, victims in enumerate(SUBSETS) if "owner" not in victims]

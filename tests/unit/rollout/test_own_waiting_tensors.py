@@ -42,7 +42,7 @@ print("inside" if inside else "own", copied_once, half.weight.tolist(), whole.we
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_only_what_a_module_still_waits_with_is_copied() -> None:
     done = subprocess.run([sys.executable, "-c", ROUND], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -209,7 +209,7 @@ print(args.enable_sleep_mode, args.sleep_mode_offload_cudagraph, args.enable_ncc
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_vllm_that_is_installed_knows_the_options_of_sleep(tmp_path: Path) -> None:
     launch = LaunchSpec(tmp_path, max_model_len=64, platform="cuda", precision="bf16", seed=0, sleeps=True)
     words = VllmApi().command(ServerConfig(), launch, 1)
