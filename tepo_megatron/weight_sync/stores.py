@@ -7,7 +7,6 @@ the memory of its sender, which servers of this machine map.
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
 import os
 import shutil
@@ -27,6 +26,7 @@ from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError, ConfigError
 from tepo_megatron.platform.host_memory import HostArena
 from tepo_megatron.utils import scratch
+from tepo_megatron.utils.atomic import replacing
 from tepo_megatron.weight_sync.broadcast_group import Bucket, Source, crc32, pack
 from tepo_megatron.weight_sync.buckets import BucketPlan
 from tepo_megatron.weight_sync.ipc import IpcBuffer, export_buffer
@@ -221,12 +221,8 @@ def write_file(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, i
         header["crc32"] = json.dumps(checksums)
     try:
         if for_others:
-            part = path.with_suffix(".part")
-            save_file(tensors, part, header)
-            _flush(part)
-            part.rename(path)
-            with contextlib.suppress(OSError):  # some file systems cannot flush folders
-                _flush(path.parent)
+            with replacing(path) as unfinished:
+                save_file(tensors, unfinished, header)
         else:
             save_file(tensors, path, header)
     except (OSError, SafetensorError) as e:
@@ -235,15 +231,6 @@ def write_file(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, i
             f"{path}: cannot be written ({e}): {wanted / 2**20:.0f} MiB wanted, {free / 2**20:.0f} MiB free; lower "
             "sync.bucket_mib or free some space (in a container, /dev/shm grows with --shm-size)"
         ) from None
-
-
-def _flush(path: Path) -> None:
-    """Flush a file, or a folder's entries, so that other machines see it. Raises OSError."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def make_folder(shared: str | None = None) -> tuple[Path, int]:
