@@ -19,11 +19,11 @@ from typing import Any, Self
 import torch
 
 from tepo_megatron.weight_sync.broadcast_group import Bucket, GroupSpec, Recipient, Source
-from tepo_megatron.weight_sync.receiver.receiver import WeightReceiver
+from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 
 
 class Receiver:
-    """Receives weights as one rank in its own process. See `weights.broadcast.GroupReceiver` and `weights.sync.Receiver`."""
+    """Receives weights as one rank in its own process. See `weight_sync.transport.WeightReceiver`."""
 
     def __init__(self, model: Path, device: str | None = None) -> None:
         command = [sys.executable, "-m", "benchmarks._receiver", str(model), *([device] if device else [])]
@@ -69,7 +69,7 @@ class Receiver:
 
 def main() -> None:
     """Execute the commands on the standard input."""
-    inbox, device = WeightReceiver(), torch.device(sys.argv[2]) if len(sys.argv) > 2 else None
+    inbox, device = RankReceiver(), torch.device(sys.argv[2]) if len(sys.argv) > 2 else None
     if device is not None and device.type == "cuda":
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)

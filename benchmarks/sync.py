@@ -45,7 +45,6 @@ from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Recipient, Sour
 
 if TYPE_CHECKING:  # Megatron-Core is imported after the platform is active
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.weight_sync.broadcast import BroadcastSync
     from tepo_megatron.weight_sync.sync import WeightSync
 
 TARGETS = {"shm": 3.0, "group": 10.0, "ipc": 3.0}  # limits, in copies
@@ -118,7 +117,7 @@ class Timed:
         self.seconds += time.perf_counter() - start
 
 
-def timed_push(sync: WeightSync | BroadcastSync, version: int) -> float:
+def timed_push(sync: WeightSync, version: int) -> float:
     start = time.perf_counter()
     sync.push(version)
     return time.perf_counter() - start
@@ -135,17 +134,15 @@ def measure(actor: Actor, cfg: Config, engine: Fleet | None, nbytes: int, pushes
         pushes: Number of counted pushes.
     """
     source = torch.ones(nbytes, dtype=torch.uint8)
-    from tepo_megatron.weight_sync.broadcast import BroadcastSync
-    from tepo_megatron.weight_sync.sync import WeightSync
+    from tepo_megatron.weight_sync.sync import make_weight_sync
 
     receiver = Timed(engine) if engine is not None else None
     main, grouped = actor.groups.is_main, cfg.sync.transport == "group"
     times: dict[str, list[float]] = collections.defaultdict(list)
     with contextlib.ExitStack() as stack:
 
-        def sync_to(receiver: Any) -> WeightSync | BroadcastSync:
-            made = (BroadcastSync if grouped else WeightSync)(cfg.sync, actor.bindings, actor.arch, actor.groups, receiver)
-            return stack.enter_context(made)  # type: ignore[return-value]
+        def sync_to(receiver: Any) -> WeightSync:
+            return stack.enter_context(make_weight_sync(cfg.sync, actor.bindings, actor.arch, actor.groups, receiver))
 
         syncs = {"gather": sync_to(Nobody() if main else None)} if grouped else {}
         taker = stack.enter_context(Receiver(Path(cfg.model.path))) if grouped and main else Nobody() if main else None

@@ -11,6 +11,7 @@ import sys
 from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import TepoError
 from tepo_megatron.observability import run_dir
+from tepo_megatron.utils.atomic import replace_file
 
 
 def begin(config: str, task_id: str) -> int:
@@ -32,9 +33,7 @@ def begin(config: str, task_id: str) -> int:
     if number == 1:
         run_dir.prepare(cfg)
         count.parent.mkdir(exist_ok=True)
-    part = count.with_suffix(".part")
-    part.write_text(f"{number}\n")
-    part.replace(count)
+    replace_file(count, f"{number}\n".encode(), durable=False)
     return number
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.utils import records
+from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.escaping import escaped
 
 _RECORD = "job.json"
@@ -51,9 +52,7 @@ def write(folder: Path, executor: str, job_id: str) -> None:
     home = home_of(folder)
     home.mkdir(parents=True, exist_ok=True)
     job = Job(executor, job_id, os.uname().nodename, time.strftime("%Y-%m-%dT%H:%M:%S%z"))
-    part = home / f"{_RECORD}.part"
-    part.write_text(json.dumps(asdict(job), indent=2) + "\n")
-    part.replace(home / _RECORD)
+    replace_file(home / _RECORD, json.dumps(asdict(job), indent=2).encode() + b"\n", durable=False)
 
 
 def read(folder: Path) -> Job:

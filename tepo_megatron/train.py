@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +24,7 @@ from tepo_megatron.observability.timing import Clock
 from tepo_megatron.platform import Platform
 from tepo_megatron.types import Rollout, TrainBatch
 from tepo_megatron.utils.seeding import derive_seed
-from tepo_megatron.weight_sync.broadcast import BroadcastSync
-from tepo_megatron.weight_sync.sync import NoSync, WeightSync, check_one_host
+from tepo_megatron.weight_sync.sync import NoSync, WeightSync, check_one_host, make_weight_sync
 
 
 def train(
@@ -182,16 +180,12 @@ def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> int:
     return int(state["step"])
 
 
-def _open_sync(
-    cfg: Config, groups: parallel.ParallelDims, actor: Actor, driver: Driver
-) -> contextlib.AbstractContextManager[WeightSync | BroadcastSync | NoSync]:
+def _open_sync(cfg: Config, groups: parallel.ParallelDims, actor: Actor, driver: Driver) -> WeightSync | NoSync:
     """Return the sync that delivers the actor's weights; one that does nothing if rollouts are replayed."""
     engine = driver.engine_when_ready()
     if cfg.rollout.replay is not None:
-        return contextlib.nullcontext(NoSync())
-    if cfg.sync.transport == "group":
-        return BroadcastSync(cfg.sync, actor.bindings, actor.arch, groups, engine)
-    return WeightSync(cfg.sync, actor.bindings, actor.arch, groups, engine)
+        return NoSync()
+    return make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, engine)
 
 
 def _is_due(step: int, every: int) -> bool:

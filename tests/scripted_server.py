@@ -71,6 +71,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.rest()
         if self.path == "/keep":
             Handler.kept = body
+            for rank in Handler.ranks:
+                rank.keep(body)
             return self.fails("cannot keep these") or self.answer(200, {})
         if self.path in ("/begin", "/load", "/update"):
             return self.update(body)
@@ -186,14 +188,19 @@ class Rank:
     def __init__(self, model: str, number: int) -> None:
         import torch
 
-        from tepo_megatron.weight_sync.receiver.receiver import WeightReceiver
+        from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 
         self.model, self.number, self.device = model, number, torch.device("cpu")
-        self.inbox, self.tensors, self.meeting = WeightReceiver(), {}, None
+        self.inbox, self.tensors, self.meeting = RankReceiver(), {}, None
 
     def begin(self) -> None:
         self.inbox.begin(self.model, tied_embeddings=True)
         self.tensors = {}
+
+    def keep(self, body: dict[str, Any]) -> None:
+        from tepo_megatron.weight_sync.broadcast_group import UnchangedTensors
+
+        self.inbox.keep(UnchangedTensors(**body))
 
     def join(self) -> None:
         self.inbox.join(self.meeting, self.device)
@@ -235,7 +242,7 @@ class Rank:
     def finish(self, folder: str | None) -> None:
         from safetensors.torch import save_file
 
-        if self.tensors:
+        if self.tensors or self.inbox.kept:
             self.inbox.finish()
         if folder is not None:
             save_file(self.tensors, Path(folder) / f"{os.getpid()}-{self.number}.safetensors")

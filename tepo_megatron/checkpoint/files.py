@@ -101,15 +101,6 @@ def read_sum(path: Path) -> FileSum:
     return FileSum(size, crc)
 
 
-def sync_folder(path: Path) -> None:
-    """Sync a folder's entries (new files, new names) to disk. Raises OSError."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def write_manifest(folder: Path, sums: Mapping[str, FileSum]) -> None:
     """Write the manifest, which is the last file of a checkpoint.
 

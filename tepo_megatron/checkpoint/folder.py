@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from tepo_megatron.checkpoint.files import sync_folder
+from tepo_megatron.utils.atomic import sync
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"step-\d{8,}\.(partial|deleted-\w+)")
@@ -67,7 +67,7 @@ def prepare(folder: Path, step: int) -> Path:
     """
     if not folder.exists():
         folder.mkdir(parents=True)
-        sync_folder(folder.parent)
+        sync(folder.parent)
     target = partial(folder, step)
     if target.exists():
         _to_deleted(target)
@@ -91,12 +91,12 @@ def publish(folder: Path, step: int) -> list[Path]:
     """
     source, target = partial(folder, step), complete(folder, step)
     for inner in (source, *(path for path in source.rglob("*") if path.is_dir())):
-        sync_folder(inner)
+        sync(inner)
     aside = [_set_aside(target)] if target.exists() else []
     source.rename(target)
-    sync_folder(folder)
+    sync(folder)
     aside += [_set_aside(complete(folder, later)) for later in steps(folder) if later > step]
-    sync_folder(folder)
+    sync(folder)
     return aside
 
 

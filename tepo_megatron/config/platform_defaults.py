@@ -98,6 +98,6 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "inference/vllm.py:VllmApi.command": "options of the server",
     "inference/vllm.py:VllmApi.environment": "its environment",
     "config/safety.py:_checksums": "vLLM on a CPU packs linear layers, of which it tells no checksum",
-    "weight_sync/stores.py:Files.__init__": "files of weights leave a GPU through page-locked memory",
+    "weight_sync/stores.py:FileTransport.__init__": "files of weights leave a GPU through page-locked memory",
     "weight_sync/stores.py:Staging.copy": "copies from a GPU are waited for",
 }

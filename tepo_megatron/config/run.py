@@ -139,10 +139,6 @@ class Config:
                 f"{self.parallel.timeout_seconds:g}, after which a rank that forms a group counts as stuck; lower the first or "
                 "raise the second"
             )
-        if self.sync.transport == "group" and self.sync.delta:
-            raise ValueError(
-                "sync.delta=true with sync.transport=group is not built; use sync.transport=shm or ipc, or set it to false"
-            )
         sends = not self.rollout.only and self.rollout.replay is None
         if sends and self.rollout.server.remote and self.sync.transport == "ipc":
             raise ValueError(

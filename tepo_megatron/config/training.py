@@ -147,8 +147,8 @@ class SyncConfig:
     answer about their health meanwhile.
     address: of rank 0's machine, at which the groups meet; None: the one on the way to the servers. The port that is open there
     asks for no key.
-    delta: with `shm` or `ipc`, only decoder layers (whole ones) and other parameters are sent whose bytes changed since the
-    last push; servers that lack it get all. The engine stops sampling before the first of it is written.
+    delta: only decoder layers (whole ones) and other parameters are sent whose bytes changed since the last push; servers that
+    lack it get all. The engine stops sampling before the first of it is written.
     verify_every: then the engine checks each tensor that arrives by its CRC-32, and all servers tell the checksums of what they
     serve: it must be the same on all, and other than before where a tensor is. On CPU vLLM has none of linear layers.
     """

@@ -26,7 +26,7 @@ from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.inference.engines import beginning, build_engine, launch_beside_ranks
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.run_dir import rename_outcome
-from tepo_megatron.observability.sinks import RunLog, replace_file
+from tepo_megatron.observability.sinks import RunLog
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout import record
@@ -35,6 +35,7 @@ from tepo_megatron.rollout.custom import CustomRollouts, load_function
 from tepo_megatron.rollout.experts import replayed_routing
 from tepo_megatron.rollout.replay import Replay
 from tepo_megatron.types import Rollout
+from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.background import BackgroundTask, NoTask
 from tepo_megatron.utils.storage import writing
 

@@ -29,7 +29,6 @@ from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.types import Rollout
 from tepo_megatron.utils.background import NoTask
-from tepo_megatron.weight_sync.broadcast import BroadcastSync
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync
 
 
@@ -44,7 +43,7 @@ class Schedule:
         self,
         cfg: Config,
         driver: Driver,
-        sync: WeightSync | BroadcastSync | NoSync,
+        sync: WeightSync | NoSync,
         groups: ParallelDims,
         first: int,
         turns: Disaggregated,

@@ -13,7 +13,7 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.problems import Problems
 from tepo_megatron.evaluation.results import Result, result
 from tepo_megatron.evaluation.samples import Sample, load_samples, to_lines
-from tepo_megatron.observability.sinks import replace_file
+from tepo_megatron.utils.atomic import replace_file
 
 RECORD_FILE = "evaluation.json"
 TABLE_FILE = "evaluation.md"

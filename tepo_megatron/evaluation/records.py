@@ -10,8 +10,8 @@ from typing import Any
 
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.runner import Accuracy
-from tepo_megatron.observability.sinks import replace_file
 from tepo_megatron.utils import records
+from tepo_megatron.utils.atomic import replace_file
 
 EVALUATION_FILE = "evaluation.jsonl"
 

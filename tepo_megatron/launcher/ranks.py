@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.memory_kills import MemoryKills
 
@@ -172,10 +173,9 @@ def leave_message(message: str, expected: bool) -> None:
     """
     try:
         if (path := os.environ.get(ERROR_FILE)) is not None:
-            partial = Path(f"{path}.partial")
             # the monotonic clock is the same for all processes of a machine, and nobody sets it
-            partial.write_text(json.dumps({"message": message, "expected": expected, "time": time.monotonic()}))
-            partial.replace(path)
+            left = {"message": message, "expected": expected, "time": time.monotonic()}
+            replace_file(Path(path), json.dumps(left).encode(), durable=False)
             return
         if (path := os.environ.get(_AGENT_FILE)) is not None:
             now = time.time()  # torchrun's agent expects wall-clock time

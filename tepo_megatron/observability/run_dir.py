@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.run_lock import LOCK_FILE, RunLock
 from tepo_megatron.utils.storage import disk_fault
 
@@ -28,7 +29,7 @@ _OF_A_RUN = (
     "checkpoints", *_OUTCOME, *_OUTCOME.values(), *_HANG, *_HANG.values(), "summary.json.partial", "evaluation.jsonl.partial",
     "config.yaml", "config.yaml.partial", "metrics.jsonl", "metrics.jsonl.partial", "metrics.lost.jsonl",
     "metrics.lost.jsonl.partial", "rollouts", "evaluation", "log.txt", "server.log", "report.html", "report.html.partial",
-    "report.png", "report.png.tmp", "hf", "hf.partial", "hf.former", "tensorboard", "wandb", "stacks",
+    "report.png", "report.png.partial", "hf", "hf.partial", "hf.former", "tensorboard", "wandb", "stacks",
 )  # fmt: skip
 
 
@@ -97,9 +98,8 @@ def _make_ready(cfg: Config) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        partial = cfg.run_dir / "config.yaml.partial"
-        partial.write_text(to_yaml(cfg))
-        partial.replace(cfg.run_dir / "config.yaml")  # ranks on other machines may read it meanwhile
+        # ranks on other machines may read it meanwhile
+        replace_file(cfg.run_dir / "config.yaml", to_yaml(cfg).encode(), durable=False)
     except OSError as e:
         fault = disk_fault(e, cfg.run_dir, written=False) or f"{cfg.run_dir} cannot be written ({e}); choose another directory"
         raise ConfigError(f"output={cfg.output}: {fault}") from None

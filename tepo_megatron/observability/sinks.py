@@ -25,6 +25,7 @@ from tepo_megatron.config import LoggingConfig
 from tepo_megatron.errors import ConfigError, DataError, RunReplacedError
 from tepo_megatron.observability.run_dir import lock
 from tepo_megatron.utils import records
+from tepo_megatron.utils.atomic import replace_file, replacing
 from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.storage import writing
 
@@ -199,12 +200,10 @@ class RunLog:
     def _replace_metrics(self, data: bytes) -> None:
         """Replace metrics.jsonl atomically. The new file is locked for this run before other processes can see it."""
         path = self.run_dir / METRICS_FILE
-        unfinished = path.with_name(path.name + ".partial")
-        unfinished.write_bytes(data)
-        file = _open_for_appending(unfinished)
-        lock(file, self.run_dir)
-        os.fsync(file)
-        os.replace(unfinished, path)
+        with replacing(path) as unfinished:
+            unfinished.write_bytes(data)
+            file = _open_for_appending(unfinished)
+            lock(file, self.run_dir)
         former, self._metrics = self._metrics, file
         os.close(former)
 
@@ -273,21 +272,6 @@ def read_steps(run_dir: Path) -> records.Steps:
         what = f"{found.faults[0]}; restore the file, or repeat the run" if found.faults else "wait for the first one"
         raise DataError(f"{path}: no step has been recorded yet; {what}")
     return found
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file atomically: after a kill or power loss it has either the old content or all of the new.
-
-    Args:
-        path: The file.
-        data: New content.
-    """
-    unfinished = path.with_name(path.name + ".partial")
-    with unfinished.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
 
 
 def _finite(value: Value) -> Value:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.observability.sinks import replace_file
 from tepo_megatron.report.drawing import STYLE, Curves
 from tepo_megatron.report.page import render
 from tepo_megatron.report.picture import draw, save_picture, write_picture
 from tepo_megatron.report.run import Run, Summary, read_run
+from tepo_megatron.utils.atomic import replace_file
 
 __all__ = [
     "STYLE",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import matplotlib
@@ -12,6 +11,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.report import panels
 from tepo_megatron.report.drawing import BLUE, MUTED, STYLE, Curves, steps_along
 from tepo_megatron.report.run import Run, Summary, facts
+from tepo_megatron.utils.atomic import replacing
 
 _INCHES = (15, 13.9)
 
@@ -29,9 +29,8 @@ def save_picture(figure: Figure, path: Path) -> Path:
         figure: Figure to write.
         path: File to write.
     """
-    unfinished = path.with_suffix(".png.tmp")
-    figure.savefig(unfinished, format="png", dpi=130)
-    os.replace(unfinished, path)
+    with replacing(path, durable=False) as unfinished:
+        figure.savefig(unfinished, format="png", dpi=130)
     return path
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 from tepo_megatron.errors import DataError
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.types import Rollout
+from tepo_megatron.utils.atomic import PARTIAL, replacing
 from tepo_megatron.utils.storage import writing
 from tepo_megatron.weights.hf_io import follow_umask
 
@@ -60,12 +60,11 @@ def write(folder: Path, step: int, rollouts: Sequence[Rollout], metrics: Metrics
     text = {name: json.dumps([getattr(r, name) for r in rollouts]) for name in _TEXTS}
     text["metrics"] = json.dumps(metrics.pairs())
     path = file_of(folder, step)
-    unfinished = path.with_suffix(".partial")
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, unfinished, {**text, _SUM: _sum_of(tensors, text)})
-        follow_umask(unfinished)
-        os.replace(unfinished, path)
+        with replacing(path, durable=False, temporary=path.with_suffix(PARTIAL)) as unfinished:
+            save_file(tensors, unfinished, {**text, _SUM: _sum_of(tensors, text)})
+            follow_umask(unfinished)
 
 
 def set_aside(folder: Path, after: int) -> list[str]:

@@ -24,6 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tepo_megatron.utils.atomic import replace_file
+
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENTS = "shared_memory.json"  # lists the segments to remove with a folder, see `record_segments`
 _NAME = re.compile(r"tepo-[a-z]+-[0-9a-f]{16}")
@@ -137,9 +139,7 @@ def record_segments(folder: Path, segments: Segments) -> None:
     Raises:
         OSError: The record cannot be written.
     """
-    part = folder / f"{SEGMENTS}.part"
-    part.write_text(json.dumps(segments))
-    part.replace(folder / SEGMENTS)
+    replace_file(folder / SEGMENTS, json.dumps(segments).encode(), durable=False)
 
 
 def recorded_segments(folder: Path) -> Segments:

@@ -1,13 +1,13 @@
 """Deliver the actor's weights to inference servers after every step. Both ends of the wire are here.
 
-sync.py             push through files, shared memory or CUDA IPC
-broadcast.py        push through process groups
-meeting.py          how ranks and servers agree on such a group
-broadcast_group.py  the group, and the formats of its messages
-relay.py            copies of the buckets on each machine of the ranks
-stores.py           buckets that wait until an engine has read them
-delta.py            which parameters changed since the last push
-buckets.py          the weights in buckets of limited size
+sync.py             one push for all transports, and the choice of the transport; says which way a weight goes
+transport.py        the two contracts of a push: `WeightTransport`, and `WeightReceiver`, which the engine offers
+buckets.py          the weights in buckets of limited size, and which of them changed since the last push
+stores.py           transports `shm` and `ipc`: buckets that wait until an engine has read them
+relay.py            transport `shm` on several machines: copies of the buckets on each
+broadcast.py        transport `group`: buckets that are broadcast
+meeting.py          the store at which ranks and servers agree on process groups
+broadcast_group.py  a process group, and the formats of its messages
 ipc.py              memory that several processes of a machine map
 receiver/           the other end, which runs inside the servers
 """

@@ -1,4 +1,4 @@
-"""Deliver the actor's weights through process groups (gloo on CPU, NCCL on GPUs), by the bucket plan of `buckets.py`.
+"""Transport `group`: broadcast the buckets through process groups (gloo on CPU, NCCL on GPUs).
 
 Each sender is rank 0 of a process group of its own; the other members are all ranks of all inference servers. So every byte of
 the model is broadcast once, by a rank that has it, and no trainer rank receives another's. A bucket is one buffer of bytes.
@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch import Tensor
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.distributed.meeting_store import KeyValueStore
 from tepo_megatron.distributed.parallel import ParallelDims
-from tepo_megatron.errors import ConfigError, ConversionError, SyncError
+from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.observability.hang_watchdog import JOINING, progress
 from tepo_megatron.weight_sync.broadcast_group import (
     SENDER,
@@ -42,82 +42,58 @@ from tepo_megatron.weight_sync.broadcast_group import (
     pack,
     signal,
 )
-from tepo_megatron.weight_sync.buckets import BucketPlan, is_check_due
+from tepo_megatron.weight_sync.buckets import BucketPlan
 from tepo_megatron.weight_sync.meeting import OwnedStore, own_address
-from tepo_megatron.weights.gather import Binding
-from tepo_megatron.weights.ops import Architecture
+from tepo_megatron.weight_sync.transport import Staged, WeightReceiver
 
 ATTEMPTS = 3  # at sending a round, while all servers live
 JOIN_POLL_SECONDS = 0.05
 
 
-class GroupReceiver(Protocol):
-    """The side of an engine that receives weights from process groups. See `rollout.engine.RolloutEngine`."""
-
-    @property
-    def takers(self) -> tuple[Recipient, ...]:
-        """The recipients: the servers in the update in progress."""
-
-    def begin_update(self, version: int) -> None:
-        """Begin an update to `version`, of which all weights follow. Raises SyncError."""
-
-    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
-        """Have each recipient join the process groups of its group spec."""
-
-    def load(self, sources: Sequence[Source]) -> Future[None]:
-        """Have the recipients receive and load a round."""
-
-    def finish_update(self) -> None:
-        """Serve the new weights: all of them have been sent. Raises SyncError."""
-
-    def verify(self, sent: Mapping[str, int]) -> None:
-        """Compare the served tensors with the CRC-32 of the sent ones, by Hugging Face name. Raises SyncError."""
-
-
 @dataclass
-class _Round:
-    """One round in flight, seen from this rank."""
+class _Flight:
+    """One round that was started, seen from this rank."""
 
-    number: int
-    bucket: Bucket | None = None  # this rank's; None: it has none in this round
-    row: Tensor | None = None  # the bucket's bytes
+    sources: Sequence[Source]  # of all ranks
+    row: Tensor | None = None  # the bytes of this rank's bucket; None: it has none in this round
     sent: bool = False  # whether there were groups to send the round to
     loading: Future[None] | None = None  # the servers' work, on rank 0
     attempts: int = 0  # at sending the round to the same servers
-    fault: ConversionError | None = None  # why this rank could not make its bucket
+
+    @property
+    def number(self) -> int:
+        """Number of the round."""
+        assert isinstance(self.sources[0], Bucket)
+        return self.sources[0].number
 
 
-class BroadcastSync:
-    """Pushes the weights to the engine (`receiver`, given on rank 0 only) through process groups.
+class _Report(NamedTuple):
+    """A rank's result of waiting for a round."""
 
-    Collectives over the host group: at construction two all-gathers; in a push three for each round, two for each forming of
-    groups, two more, and another two if the delivery is checked.
+    broken: bool = False  # whether the groups have to be left
+    arrived: bool = True  # of rank 0: whether all recipients have the round
+
+
+class GroupTransport:
+    """Broadcasts the buckets to the engine's servers through process groups. See `WeightTransport`.
+
+    Collectives over the host group: in `start` one all-gather; in `complete` two for each time that a round is sent again; in
+    both two for each forming of groups.
 
     Attributes:
-        rounds: Number of rounds of a delivery.
         sent_bytes: Bytes that this rank has broadcast so far.
         meetings: How often new groups were formed so far, or tried to be; counted on rank 0 only.
     """
 
-    def __init__(
-        self,
-        cfg: SyncConfig,
-        bindings: Sequence[Binding],
-        arch: Architecture,
-        groups: ParallelDims,
-        receiver: GroupReceiver | None,
-    ) -> None:
-        self.cfg, self.groups, self.receiver = cfg, groups, receiver
-        self._plan = BucketPlan(cfg, bindings, arch, groups)
-        self.rounds = self._plan.count
+    def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> None:
+        self.cfg, self.groups, self.receiver, self._plan = cfg, groups, receiver, plan
         self.sent_bytes = self.meetings = 0
-        senders = self._plan.senders
-        self._sender = senders.index(groups.rank) if groups.rank in senders else None  # index of this rank's group
+        self._sender = plan.senders.index(groups.rank) if groups.rank in plan.senders else None  # index of this rank's group
         self._meeting: GroupSpec | None = None  # the spec of the current groups
         self._channel: BroadcastGroup | None = None
         self._rows: list[Tensor] = []
-        self._sent: dict[str, int] = {}  # CRC-32 of each tensor that this rank sent, as of its last check
-        self._delivered: int | None = None  # version of the last delivery
+        self._staged: Tensor | None = None  # the bytes of this rank's bucket that was staged last
+        self._flight: _Flight | None = None
         # the rest is used on rank 0 only
         self._owned: OwnedStore | None = None
         self._store: KeyValueStore | None = None  # `_owned.store`
@@ -125,105 +101,76 @@ class BroadcastSync:
         self._ranks: dict[Recipient, range] = {}  # ranks of each server of the last group spec, the same in every group
         self._absent: list[str] = []  # names of the servers that missed the last group forming or round
 
-    def push(self, version: int) -> None:
-        """Deliver the weights; when it returns, the engine serves `version`. All ranks call it.
-
-        Raises on every rank SyncError if the engine refuses the weights or live servers do not receive them, and
-        ConversionError if a rank cannot quantize a tensor. The engine can only be closed then.
-        """
-        try:
-            under_way: _Round | None = None
-            for i in range(self.rounds):
-                gathered = self._gather(version, i)
-                if under_way is None:
-                    with self._plan.agreed():
-                        if self.receiver is not None:
-                            self.receiver.begin_update(version)
-                else:
-                    self._deliver(under_way)
-                under_way = gathered
-                self._send(under_way)
-            if under_way is not None:
-                self._deliver(under_way)
-            with self._plan.agreed():
-                if self.receiver is not None:
-                    self.receiver.finish_update()
-            if self._is_due(version):
-                self._plan.verify(self.receiver, self._sent)
-            self._delivered = version
-        except BaseException:
-            self._leave()
-            raise
-        finally:
-            self._rows = []
-
-    def _gather(self, version: int, i: int) -> _Round:
-        """Return this rank's bucket of round `i`, packed into one of two buffers that are used in turn."""
-        row = self._row(i % 2)
-        try:
-            contents = pack(self._plan.tensors(i), row, self._is_due(version))
-        except ConversionError as e:
-            return _Round(i, fault=e)
-        self._sent |= {c.name: c.crc32 for c in contents if c.crc32 is not None}
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Staged | None:
+        """Pack the bucket into one of two buffers that are used in turn. See `WeightTransport.stage`."""
+        row, self._staged = self._row(number % 2), None
+        contents = pack(tensors, row, checked)
         if self._sender is None or not contents:
-            return _Round(i)
-        bucket = Bucket(i, self._sender, contents)
-        return _Round(i, bucket, row[: bucket.nbytes])
-
-    def _is_due(self, version: int) -> bool:
-        """Return whether this delivery is checked."""
-        return is_check_due(version, self._delivered, self.cfg.verify_every)
+            return None
+        bucket = Bucket(number, self._sender, contents)
+        self._staged = row[: bucket.nbytes]
+        return Staged(bucket, bucket.checksums)
 
     def _row(self, which: int) -> Tensor:
         while len(self._rows) <= which:
             self._rows.append(torch.empty(self._plan.largest, dtype=torch.uint8, device=self.groups.device))
         return self._rows[which]
 
-    def _send(self, it: _Round) -> None:
+    def start(self, sources: Sequence[Source]) -> None:
+        """Begin to broadcast the staged round. See `WeightTransport.start`."""
+        self._flight = _Flight(sources, self._staged)
+        self._send(self._flight)
+
+    def _send(self, it: _Flight) -> None:
         """Begin to send a round, in new groups if the recipients are not those of the current groups."""
         with self._plan.agreed() as said:
-            if it.fault is not None:
-                raise it.fault
-            said.mine = it.bucket, self._invitation()
-        told: list[tuple[Bucket | None, GroupSpec | None]] = said.all
-        invitation = told[0][1]
+            said.mine = self._invitation()
+        invitation: GroupSpec | None = said.all[0]
         it.loading, it.attempts = None, it.attempts + 1
         it.sent = invitation is not None and (invitation == self._meeting or self._meet(invitation))
         if not it.sent:
             return
         if self.receiver is not None:
-            it.loading = self.receiver.load([bucket for bucket, _ in told if bucket is not None])
+            it.loading = self.receiver.load(it.sources)
         if it.row is not None and self._channel is not None:
             self._channel.start(it.row)
             self.sent_bytes += it.row.nbytes
 
-    def _deliver(self, it: _Round) -> None:
-        """Return when all live servers have a round that was sent; send it again while one lacks it. Raises SyncError."""
-        while not self._arrived(it):
-            self._send(it)
-
-    def _arrived(self, it: _Round) -> bool:
-        """Wait until the round is no longer in flight and return whether all recipients have it. Broken groups are left."""
+    def wait(self) -> _Report:
+        """Wait until the round is no longer in flight. See `WeightTransport.wait`."""
+        it = self._flight
+        if it is None:
+            return _Report()
         broken = arrived = False
         try:
             if self._channel is not None:
                 self._channel.wait()
         except BrokenChannel:
             broken = True
-        with self._plan.agreed():
-            if self.receiver is not None:
-                if it.loading is not None:
-                    it.loading.result()
-                takers = self.receiver.takers
-                arrived = not takers or (it.sent and self._is_here(it.number, takers))
-                if set(takers) != set(self._ranks):
-                    broken, it.attempts = True, 0
-                elif not arrived and it.attempts >= ATTEMPTS:
-                    raise SyncError(self._not_taken(it))
-        told = self._plan.from_all((broken, arrived))
-        if any(broken for broken, _ in told) or not told[0][1]:
-            self._leave()
-        return bool(told[0][1])
+        if self.receiver is not None:
+            if it.loading is not None:
+                it.loading.result()
+            takers = self.receiver.takers
+            arrived = not takers or (it.sent and self._is_here(it.number, takers))
+            if set(takers) != set(self._ranks):
+                broken, it.attempts = True, 0
+            elif not arrived and it.attempts >= ATTEMPTS:
+                raise SyncError(self._not_taken(it))
+        return _Report(broken, arrived)
+
+    def complete(self, reports: Sequence[_Report]) -> None:
+        """Send the round again while a live server lacks it. Broken groups are left. See `WeightTransport.complete`."""
+        while self._flight is not None:
+            arrived = reports[0].arrived
+            if not arrived or any(report.broken for report in reports):
+                self._leave()
+            if arrived:
+                break
+            self._send(self._flight)
+            with self._plan.agreed() as said:
+                said.mine = self.wait()
+            reports = said.all
+        self._flight = None
 
     def _is_here(self, number: int, takers: Sequence[Recipient]) -> bool:
         """Return whether every rank of these servers has reported that it has the round."""
@@ -317,13 +264,22 @@ class BroadcastSync:
         lacking = {t for t, ranks in self._ranks.items() for rank in ranks if not self._store.check([key(meeting, rank)])}
         return [taker.name for taker in self._ranks if taker in lacking]
 
+    def finish(self) -> None:
+        """Free the buffers. The groups last until the next update."""
+        self._rows, self._staged, self._flight = [], None, None
+
+    def abort(self) -> None:
+        """Leave the groups and free the buffers."""
+        self._leave()
+        self.finish()
+
     def _leave(self) -> None:
         """Leave this rank's group; members that still wait in it fail at once."""
         if self._channel is not None:
             self._channel.close()
         self._channel = self._meeting = None
 
-    def _not_taken(self, it: _Round) -> str:
+    def _not_taken(self, it: _Flight) -> str:
         assert self._owned is not None
         who = ", ".join(self._absent) or "inference servers"
         what, key, seconds = "meet the trainer's ranks", "sync.join_seconds", self.cfg.join_limit(self.groups.device.type)
@@ -341,9 +297,3 @@ class BroadcastSync:
         if self._owned is not None:
             self._owned.close()
         self._store = self._owned = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()

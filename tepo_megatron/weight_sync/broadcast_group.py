@@ -87,6 +87,11 @@ class Bucket:
         """Bytes of the packed buffer."""
         return _places(self.contents)[-1]
 
+    @property
+    def checksums(self) -> dict[str, int]:
+        """The CRC-32 of each tensor that has one, by name."""
+        return {c.name: c.crc32 for c in self.contents if c.crc32 is not None}
+
     def to_json(self) -> str:
         """Return JSON for `from_json`; no path of a file looks like it."""
         return json.dumps(asdict(self))
@@ -224,9 +229,7 @@ class BroadcastGroup:
             group.abort()
 
     def start(self, row: Tensor) -> None:
-        """Start to send the buffer, or to receive into it: uint8, contiguous, on the group's device. Returns at once.
-        Collectives: one broadcast.
-        """
+        """Start to send a contiguous uint8 buffer of the group's device, or to receive into it. Collectives: one broadcast."""
         self._until = time.monotonic() + self._seconds
         try:
             self._work = self._group.broadcast([row], _from_sender(self._seconds))

@@ -1,15 +1,17 @@
 """Split the weights into size-limited buckets (the bucket plan) and keep the ranks in step while they are sent.
 
 Every sender, a rank that owns a pipeline stage or some of its experts, splits its tensors into buckets. A round sends the next
-bucket of every sender. The plan is the same for all transports; an error on any rank ends the delivery on all ranks.
+bucket of every sender. The plan is the same for all transports; an error on any rank ends the delivery on all ranks. With
+`sync.delta` only parameters that changed since the last push are sent (`Delta`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,16 +20,12 @@ from tepo_megatron.config import SyncConfig
 from tepo_megatron.distributed.objects import all_gather_object
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConversionError, TepoError
+from tepo_megatron.weight_sync.broadcast_group import crc32
 from tepo_megatron.weights import fp8
 from tepo_megatron.weights.gather import Binding, iterate_hf, sent_by
 from tepo_megatron.weights.ops import Architecture, Replicated
 
-
-class Verifier(Protocol):
-    """The side of an engine that reports which weights it serves. See `rollout.engine.RolloutEngine`."""
-
-    def verify(self, sent: Mapping[str, int]) -> None:
-        """Compare the served tensors with the CRC-32 of the sent ones, by Hugging Face name. Raises SyncError."""
+_LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
 
 @dataclass
@@ -137,23 +135,39 @@ class BucketPlan:
                 raise type(error)(f"rank {rank}: {error}")
         said.all = [value for value, _ in told]
 
-    def verify(self, receiver: Verifier | None, mine: Mapping[str, int]) -> None:
-        """Compare the served weights with the sent ones; raise SyncError on all ranks if they differ.
-
-        Collectives: two all-gathers over the host group.
-
-        Args:
-            receiver: The engine, on rank 0; None elsewhere.
-            mine: CRC-32 of the tensors that this rank sent, by Hugging Face name.
-        """
-        told = self.from_all(mine)
-        with self.agreed():
-            if receiver is not None:
-                receiver.verify({name: crc32 for them in told for name, crc32 in them.items()})
-
     def from_all(self, value: Any) -> list[Any]:
         """Return every rank's value, indexed by rank. Collectives: one all-gather over the host group."""
         return all_gather_object(value, self._groups.host)
+
+
+class Delta:
+    """Finds what changed, from the CRC-32, at the last push, of this rank's part of each parameter in `BucketPlan.sent`.
+
+    A decoder layer is sent whole or not at all, and so is each parameter outside the layers. Anything smaller fails: vLLM loads
+    a module once all of its tensors are there, and a module that gets only some of them (`q_proj` without `k_proj`) has garbage
+    in the rest.
+    """
+
+    def __init__(self, plan: BucketPlan) -> None:
+        self._plan = plan
+        self._known: dict[str, int] = {}
+        self._version: int | None = None
+
+    def changed(self, version: int, base: int | None) -> list[Binding] | None:
+        """Return the parameters that a push must send; None: all of them, because `base` is not the version of the last push.
+
+        Every rank reads its own part of the model. Collectives: one all-gather over the host group.
+
+        Args:
+            version: The version that is pushed now.
+            base: The version that all servers in the update have; None: there is no such version.
+        """
+        now = {b.name: crc32(b.parameter) for b in self._plan.sent}
+        mine = {_unit(name) for name, checksum in now.items() if self._known.get(name) != checksum}
+        units: Set[str] = set().union(*self._plan.from_all(mine))
+        known = base is not None and base == self._version
+        self._known, self._version = now, version
+        return [b for b in self._plan.sent if _unit(b.name) in units] if known else None
 
 
 def is_check_due(version: int, before: int | None, every: int) -> bool:
@@ -221,3 +235,9 @@ def whole_bytes(binding: Binding, tp: int) -> int:
         tp: Size of the tensor-parallel group.
     """
     return int(binding.parameter.nbytes) * (1 if isinstance(binding.row.op, Replicated) else tp)
+
+
+def _unit(name: str) -> str:
+    """Return the name of the unit that is sent whole or not at all: the layer of a parameter, or the parameter itself."""
+    match = _LAYER.match(name)
+    return match.group() if match else name

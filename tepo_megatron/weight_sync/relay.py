@@ -1,4 +1,4 @@
-"""Keep a copy of the buckets in the shared memory of each machine, for servers on all machines of the ranks.
+"""Transport `shm` on several machines: a copy of the buckets in the shared memory of each, for servers on all of them.
 
 The machines need not share a file system. Two ranks are on the same machine if they see the same shared memory. On each machine
 the lowest rank keeps a folder there. It has the same name everywhere, so that all servers are given one path. A bucket is
@@ -27,7 +27,7 @@ from tepo_megatron.utils import scratch
 from tepo_megatron.weight_sync import stores
 from tepo_megatron.weight_sync.broadcast_group import Bucket, Source, pack
 from tepo_megatron.weight_sync.buckets import BucketPlan
-from tepo_megatron.weight_sync.stores import Stored
+from tepo_megatron.weight_sync.transport import Staged, WeightReceiver
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # unique to a running kernel
 
@@ -51,10 +51,10 @@ class Route:
         return rank == self.sender or rank in self.takers
 
 
-class Relay:
-    """A store with a copy of every bucket on each machine. See `stores.WeightStore`.
+class RelayTransport(stores.StoredTransport):
+    """Stores a copy of every bucket as a file on each machine. See `WeightTransport`.
 
-    Collectives: at construction, three all-gathers over the host group, and the creation of groups; in a put, one all-gather
+    Collectives: at construction, three all-gathers over the host group, and the creation of groups; in `stage`, one all-gather
     over the host group, and for each sender with a bucket one broadcast over the sender and its recipients.
 
     Attributes:
@@ -62,7 +62,8 @@ class Relay:
         folder: The folder on this machine.
     """
 
-    def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims) -> None:
+    def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> None:
+        super().__init__(receiver)
         self._plan, self._rank, self._owner, self._device = plan, groups.rank, groups.owner, groups.device
         self._in_use: int | None = None
         self._written: list[tuple[int, Path]] = []  # (number of the round, file) of each file this rank wrote
@@ -84,13 +85,10 @@ class Relay:
             raise
         self._routes = _routes(plan.senders, self.machines)
 
-    def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
-        """Write the buckets of all senders on every machine. See `WeightStore.put`.
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Staged | None:
+        """Write the buckets of all senders on every machine. See `WeightTransport.stage`.
 
         An error on one rank before anything is sent is raised on all ranks.
-
-        Args:
-            version, number, tensors, checked: As in `WeightStore.put`.
 
         Raises:
             CheckpointError: A file cannot be written. It is raised after all buckets have been sent.
@@ -99,10 +97,12 @@ class Relay:
         self._remove(before=number - 1)
         own = self._row("own", self._plan.largest)
         name = f"v{version}-{number:05d}-{self._owner}.safetensors"
+        mine: Bucket | None = None
         with self._plan.agreed() as said:
             contents = pack(tensors, own, checked)
             if contents:
-                said.mine = name, Bucket(number, self._plan.senders.index(self._rank), contents)
+                mine = Bucket(number, self._plan.senders.index(self._rank), contents)
+                said.mine = name, mine
         fault: TepoError | None = None  # raised after all buckets are sent: other ranks broadcast with this one
         for route in self._routes:
             if said.all[route.sender] is None or not route.passes(self._rank):
@@ -118,15 +118,14 @@ class Relay:
                 fault = fault or e
         if fault is not None:
             raise fault
-        return (self._told / name, {c.name: c.crc32 for c in contents if c.crc32 is not None}) if contents else None
+        return None if mine is None else Staged(self._told / name, mine.checksums)
 
     def _write(self, name: str, bucket: Bucket, row: Tensor) -> None:
         """Write a bucket to its file. Raises CheckpointError, and SyncError for a tensor that was damaged in transit."""
         self._written.append((bucket.number, self.folder / name))
-        checksums = {c.name: c.crc32 for c in bucket.contents if c.crc32 is not None}
         try:
             there = {name: stores.on_host(tensor) for name, tensor in bucket.tensors(row)}
-            stores.write_file(there, self.folder / name, checksums)
+            stores.write_file(there, self.folder / name, bucket.checksums)
         except ValueError as e:
             raise SyncError(f"on {socket.gethostname()}: {e}") from None
         except CheckpointError as e:
@@ -146,7 +145,7 @@ class Relay:
                 path.unlink(missing_ok=True)
         self._written = [] if before is None else [(n, path) for n, path in self._written if n >= before]
 
-    def remove(self, sources: Sequence[Source]) -> None:
+    def _release(self, sources: Sequence[Source]) -> None:
         """Delete the files on rank 0's machine.
 
         On others the rank that wrote a file deletes it, before the round after the next or at the end.
@@ -155,18 +154,19 @@ class Relay:
             assert isinstance(source, Path)
             (self.folder / source.name).unlink(missing_ok=True)
 
-    def rest(self) -> None:
-        """Delete this rank's files and free its buffers; see `clear`."""
-        self.clear()
-
-    def clear(self) -> None:
+    def finish(self) -> None:
         """Delete this rank's files and free its buffers."""
+        self.abort()
+
+    def abort(self) -> None:
+        """Delete this rank's files and free its buffers."""
+        self._loading = None
         self._remove()
         self._rows = {}
 
     def close(self) -> None:
         """Remove the folder, on the rank that made it."""
-        self.clear()
+        self.abort()
         if self._in_use is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             os.close(self._in_use)

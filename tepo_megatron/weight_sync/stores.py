@@ -1,19 +1,19 @@
-"""Hold the buckets of a round until the engine has read them.
+"""Transports `shm` and `ipc`: the engine loads a round from where the ranks stored it.
 
-They are safetensors files in shared memory or in `sync.folder`, or byte buffers in the memory of the sender.
+A bucket is a safetensors file in shared memory or in `sync.folder` (here; on several machines: `relay.py`), or a byte buffer in
+the memory of its sender, which servers of this machine map.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -26,57 +26,60 @@ from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError, ConfigError
 from tepo_megatron.platform.host_memory import HostArena
 from tepo_megatron.utils import scratch
+from tepo_megatron.utils.atomic import replacing
 from tepo_megatron.weight_sync.broadcast_group import Bucket, Source, crc32, pack
 from tepo_megatron.weight_sync.buckets import BucketPlan
 from tepo_megatron.weight_sync.ipc import IpcBuffer, export_buffer
+from tepo_megatron.weight_sync.transport import Staged, WeightReceiver
 
 SHARED_MEMORY = scratch.SHARED_MEMORY
 PURPOSE = "sync"  # in the names of the folders, see `scratch.claim`
-# the source that the engine reads, and the CRC-32 of its tensors by name (empty if the delivery is not checked)
-Stored = tuple[Source, dict[str, int]]
 
 
-class WeightStore(Protocol):
-    """One rank's store of buckets. It holds two rounds at most: each round replaces the one before the last."""
+class StoredTransport:
+    """The common part of the transports whose rounds the engine reads by itself: rank 0 gives it their locations.
 
-    def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
-        """Store this rank's bucket of a round; return None if it is empty.
+    Each round replaces the one before the last. `start`, `wait` and `complete` make no collective call.
 
-        Args:
-            version: The version of the weights.
-            number: Number of the round, from 0. Rounds in which no rank has anything to send are not counted.
-            tensors: (Hugging Face name, tensor) of the bucket.
-            checked: Whether the engine is to compare each tensor's CRC-32.
-
-        Raises:
-            CheckpointError: The bucket cannot be stored.
-        """
-        ...
-
-    def remove(self, sources: Sequence[Source]) -> None:
-        """Release sources that the engine has read. Called on rank 0 only."""
-        ...
-
-    def rest(self) -> None:
-        """Release what the update still holds after it has succeeded. Other ranks may already have begun the next update."""
-        ...
-
-    def clear(self) -> None:
-        """Release what the update still holds after it has failed."""
-        ...
-
-    def close(self) -> None:
-        """Close the store for good. A second call does nothing."""
-        ...
-
-
-class Files:
-    """Stores buckets as safetensors files in one folder, which rank 0 makes and empties.
-
-    Collectives: at construction, one broadcast over the host group.
+    Args:
+        receiver: The engine, on rank 0; None on other ranks.
     """
 
-    def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims) -> None:
+    def __init__(self, receiver: WeightReceiver | None) -> None:
+        self._receiver = receiver
+        self._loading: Future[None] | None = None
+        self._sources: Sequence[Source] = ()
+
+    def start(self, sources: Sequence[Source]) -> None:
+        """Have the engine load the round. See `WeightTransport.start`."""
+        if self._receiver is not None:
+            self._loading, self._sources = self._receiver.load(sources), sources
+
+    def wait(self) -> None:
+        """Return when the engine has loaded the round, and release its sources. See `WeightTransport.wait`."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.result()
+            self._release(self._sources)
+
+    def complete(self, reports: Sequence[None]) -> None:
+        """Do nothing: the engine has loaded the round once rank 0 has waited. See `WeightTransport.complete`."""
+
+    def finish(self) -> None:
+        """Do nothing: all sources are released. See `WeightTransport.finish`."""
+
+    def _release(self, sources: Sequence[Source]) -> None:
+        """Release sources that the engine has read. Called on rank 0 only."""
+
+
+class FileTransport(StoredTransport):
+    """Stores buckets as safetensors files in one folder, which rank 0 makes and empties. See `WeightTransport`.
+
+    Collectives: at construction, one broadcast over the host group; none in a push.
+    """
+
+    def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> None:
+        super().__init__(receiver)
         self._in_use: int | None = None
         self._owner, self._for_others = groups.owner, cfg.folder is not None
         folder = Path()
@@ -85,31 +88,25 @@ class Files:
         self.folder = broadcast_object(folder, groups.host)
         self._staging = Staging(plan.largest, groups.device) if groups.device.type == "cuda" else None
 
-    def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
-        """Write the bucket to a file. See `WeightStore.put`.
-
-        Args:
-            version, number, tensors, checked: As in `WeightStore.put`.
-        """
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Staged | None:
+        """Write the bucket to a file. See `WeightTransport.stage`."""
         there = {name: on_host(t) for name, t in tensors} if self._staging is None else self._staging.copy(tensors)
         if not there:
             return None
         path = self.folder / f"v{version}-{number:05d}-{self._owner}.safetensors"
         checksums = {name: crc32(t) for name, t in there.items()} if checked else {}
         write_file(there, path, checksums, for_others=self._for_others)
-        return path, checksums
+        return Staged(path, checksums)
 
-    def remove(self, sources: Sequence[Source]) -> None:
+    def _release(self, sources: Sequence[Source]) -> None:
         """Delete files that the engine has read, so that two rounds lie in the folder at most."""
         for source in sources:
             assert isinstance(source, Path)
             source.unlink()
 
-    def rest(self) -> None:
-        """Do nothing: `remove` has deleted all files."""
-
-    def clear(self) -> None:
+    def abort(self) -> None:
         """Delete the files that are left; only the rank that made the folder does."""
+        self._loading = None
         if self._in_use is not None:
             for file in self.folder.iterdir():
                 file.unlink()
@@ -122,55 +119,50 @@ class Files:
             self._in_use = None
 
 
-class Rows:
+class IpcTransport(StoredTransport):
     """Stores buckets in two byte buffers on the sender's device, used in turn, which servers of this machine map (`ipc.py`).
 
-    The buffers exist only during an update.
+    The buffers exist only during an update. Collectives: none. See `WeightTransport`.
     """
 
-    def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims) -> None:
+    def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> None:
+        super().__init__(receiver)
         self._nbytes, self._device = plan.largest, groups.device
         self._sender = plan.senders.index(groups.rank) if groups.rank in plan.senders else -1
-        self._rows: dict[int, IpcBuffer] = {}
+        self._buffers: dict[int, IpcBuffer] = {}
 
-    def put(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Stored | None:
-        """Copy the bucket into one of the two buffers. See `WeightStore.put`.
-
-        Args:
-            version, number, tensors, checked: As in `WeightStore.put`.
-        """
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Staged | None:
+        """Copy the bucket into one of the two buffers. See `WeightTransport.stage`."""
         if not self._nbytes:  # this rank does not send, but its tensor-parallel group gathers together with it
             collections.deque(tensors, maxlen=0)
             return None
-        row = self._row(number % 2)
-        contents = pack(tensors, row.bytes, checked)
+        buffer = self._buffer(number % 2)
+        contents = pack(tensors, buffer.bytes, checked)
         if not contents:
             return None
-        row.written()
-        checksums = {c.name: c.crc32 for c in contents if c.crc32 is not None}
-        return Bucket(number, self._sender, contents, row.handle), checksums
+        buffer.written()
+        bucket = Bucket(number, self._sender, contents, buffer.handle)
+        return Staged(bucket, bucket.checksums)
 
-    def _row(self, which: int) -> IpcBuffer:
-        if which not in self._rows:
-            self._rows[which] = export_buffer(self._nbytes, self._device)
-        return self._rows[which]
+    def _buffer(self, which: int) -> IpcBuffer:
+        if which not in self._buffers:
+            self._buffers[which] = export_buffer(self._nbytes, self._device)
+        return self._buffers[which]
 
-    def remove(self, sources: Sequence[Source]) -> None:
-        """Do nothing: the round after the next overwrites the buffer."""
-
-    def rest(self) -> None:
+    def finish(self) -> None:
         """Free the buffers."""
-        self.clear()
+        self.abort()
 
-    def clear(self) -> None:
+    def abort(self) -> None:
         """Free the buffers. A process that still maps one belongs to an engine that can only be closed."""
-        for row in self._rows.values():
-            row.close()
-        self._rows = {}
+        self._loading = None
+        for buffer in self._buffers.values():
+            buffer.close()
+        self._buffers = {}
 
     def close(self) -> None:
-        """Free the buffers; see `clear`."""
-        self.clear()
+        """Free the buffers; see `abort`."""
+        self.abort()
 
 
 class Staging:
@@ -229,12 +221,8 @@ def write_file(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, i
         header["crc32"] = json.dumps(checksums)
     try:
         if for_others:
-            part = path.with_suffix(".part")
-            save_file(tensors, part, header)
-            _flush(part)
-            part.rename(path)
-            with contextlib.suppress(OSError):  # some file systems cannot flush folders
-                _flush(path.parent)
+            with replacing(path) as unfinished:
+                save_file(tensors, unfinished, header)
         else:
             save_file(tensors, path, header)
     except (OSError, SafetensorError) as e:
@@ -243,15 +231,6 @@ def write_file(tensors: dict[str, Tensor], path: Path, checksums: Mapping[str, i
             f"{path}: cannot be written ({e}): {wanted / 2**20:.0f} MiB wanted, {free / 2**20:.0f} MiB free; lower "
             "sync.bucket_mib or free some space (in a container, /dev/shm grows with --shm-size)"
         ) from None
-
-
-def _flush(path: Path) -> None:
-    """Flush a file, or a folder's entries, so that other machines see it. Raises OSError."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def make_folder(shared: str | None = None) -> tuple[Path, int]:

@@ -1,12 +1,19 @@
-"""Deliver the actor's weights to the inference engine after every step, through files or shared buffers that the engine reads.
+"""Deliver the actor's weights to the inference engine after every step: one push, whatever carries the weights.
 
-The delivery goes in rounds (the bucket plan in `buckets.py`). In each round every sender stores its next bucket, in Hugging
-Face layout, where the engine can read it (`stores.py`): in a file in shared memory (of each machine, if colocated servers and
-ranks span several machines: `relay.py`), in a file in `sync.folder`, or in its own memory, which servers of this machine map.
-When all have, rank 0 sends the engine their locations, and while the engine loads them the next round is stored. The space of a
-round is free before the round after the next begins. So two rounds are held at most, each of `sync.bucket_mib` (or, if that is
-larger, of one parameter from each sender). With `sync.delta` parameters that did not change since the last push are left out
-(see `delta.py`).
+The path of a weight from a Megatron shard to the engine:
+    weights/gather.py          gathers the shards of a parameter over tp
+    weights/ops.py             puts them together as Hugging Face tensors
+    weight_sync/buckets.py     cuts the tensors into buckets, one bucket per sender and round; leaves out what did not change
+    weight_sync/sync.py        stages, starts and completes the rounds (this module)
+    weight_sync/stores.py      carries a round (`shm`, `ipc`); or relay.py (`shm` on several machines), broadcast.py (`group`)
+    receiver/receiver.py       takes the round, in the server's processes
+    receiver/weight_files.py   checks that the tensors are the model's, and reads files
+    receiver/vllm_plugin.py    loads them into the engine's model; or sglang_loader.py
+The request that names the sources of a round goes through inference/servers/fleet.py, endpoint.py and the engine's client.
+
+All transports implement `WeightTransport` (`transport.py`). While the engine loads a round, the next one is staged. So two
+rounds are held at most, each of `sync.bucket_mib` (or, if that is larger, of one parameter from each sender). With `sync.delta`
+parameters that did not change since the last push are left out.
 """
 
 from __future__ import annotations
@@ -14,76 +21,46 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Protocol, Self
+from dataclasses import dataclass
+from typing import Self
 
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.distributed.parallel import ParallelDims
-from tepo_megatron.errors import ConfigError, SyncError
-from tepo_megatron.weight_sync.broadcast_group import Source
-from tepo_megatron.weight_sync.buckets import BucketPlan, is_check_due
-from tepo_megatron.weight_sync.delta import Delta
-from tepo_megatron.weight_sync.relay import Relay
-from tepo_megatron.weight_sync.stores import Files, Rows, WeightStore
+from tepo_megatron.errors import ConfigError, SyncError, TepoError
+from tepo_megatron.weight_sync.broadcast import GroupTransport
+from tepo_megatron.weight_sync.buckets import BucketPlan, Delta, is_check_due
+from tepo_megatron.weight_sync.relay import RelayTransport
+from tepo_megatron.weight_sync.stores import FileTransport, IpcTransport
+from tepo_megatron.weight_sync.transport import Staged, WeightReceiver, WeightTransport
 from tepo_megatron.weights.gather import Binding
 from tepo_megatron.weights.ops import Architecture
 
 
-class Receiver(Protocol):
-    """The side of an engine that receives weights. See `rollout.engine.RolloutEngine`."""
-
-    def begin_update(self, version: int) -> None:
-        """Begin an update to `version`, of which all weights follow. Raises SyncError."""
-
-    @property
-    def base(self) -> int | None:
-        """The version that all servers in the update had before it; None: they have no version in common."""
-
-    def keep(self, names: Sequence[str]) -> None:
-        """Keep these tensors as they are in the version before; the update does not send them. Raises SyncError."""
-
-    def load(self, sources: Sequence[Source]) -> Future[None]:
-        """Load some of the update's tensors. The sources are in use until the future is done; its error is a SyncError."""
-
-    def finish_update(self) -> None:
-        """Serve the new weights: all of them have been sent. Raises SyncError."""
-
-    def verify(self, sent: Mapping[str, int]) -> None:
-        """Compare the served tensors with the CRC-32 of the sent ones, by Hugging Face name. Raises SyncError."""
-
-
 class WeightSync:
-    """Pushes the weights to the engine, which reads them where the ranks store them (`stores.py`).
+    """Pushes the weights to the engine. Make one with `make_weight_sync`.
 
-    Collectives: at construction, two all-gathers over the host group, and those of the store; in a push, one gather over tp for
-    each split parameter that is sent, one all-gather over the host group for each round and one at the end, with `sync.delta`
-    four more, and two more if the delivery is checked; with ranks on several machines those of `Relay` in each round.
+    Collectives: in a push, one gather over tp for each split parameter that is sent; over the host group one all-gather for
+    each round and two at the end, with `sync.delta` four more, and two more if the delivery is checked; those of the transport.
+
+    Attributes:
+        transport: What carries the rounds.
+        rounds: Number of rounds of a delivery of all weights.
     """
 
-    def __init__(
-        self,
-        cfg: SyncConfig,
-        bindings: Sequence[Binding],
-        arch: Architecture,
-        groups: ParallelDims,
-        receiver: Receiver | None,
-    ) -> None:
-        """Plan the buckets and make the store.
+    def __init__(self, cfg: SyncConfig, plan: BucketPlan, transport: WeightTransport, receiver: WeightReceiver | None) -> None:
+        """Store the parts.
 
         Args:
-            cfg: `transport` selects the store.
-            bindings: This rank's parameters.
-            arch: The model's architecture.
-            groups: The mesh of this run.
+            cfg: `delta` and `verify_every` are used.
+            plan: The buckets.
+            transport: Carries them to `receiver`.
             receiver: The engine, on rank 0; None on other ranks.
         """
-        self.cfg, self.groups, self.receiver = cfg, groups, receiver
+        self.transport, self.rounds = transport, plan.count
+        self._plan, self._receiver, self._verify_every = plan, receiver, cfg.verify_every
+        self._delta = Delta(plan) if cfg.delta else None
         self._sent: dict[str, int] = {}  # CRC-32 of each tensor that this rank sent, as of its last check
         self._delivered: int | None = None  # version of the last delivery
-        self._plan = BucketPlan(cfg, bindings, arch, groups)
-        self.rounds = self._plan.count
-        self.store: WeightStore = _STORES[cfg.transport](cfg, self._plan, groups)
-        self._delta = Delta(self._plan) if cfg.delta else None
 
     def push(self, version: int) -> None:
         """Deliver the weights as `version`. All ranks call it.
@@ -92,72 +69,78 @@ class WeightSync:
         closed.
 
         Raises:
-            SyncError: The engine refuses the weights. This and the other errors are raised on every rank.
+            SyncError: The engine refuses the weights, or live servers do not receive them. This and the other errors are raised
+                on every rank.
             CheckpointError: A rank cannot store a bucket.
             ConversionError: A rank cannot quantize a tensor.
         """
-        loading: Future[None] | None = None
-        before: list[Source] = []
-        number = 0  # of the next round, counting only those in which any rank has something to send
+        checked = is_check_due(version, self._delivered, self._verify_every)
         try:
-            only = self._begin(version) if self._delta is not None else None
-            for i in range(self.rounds):
-                with self._plan.agreed() as said:
-                    said.mine = self._put(version, i, number, only)
-                    if self.receiver is not None:
-                        if loading is not None:
-                            loading.result()
-                            self.store.remove(before)
-                        elif i == 0 and self._delta is None:
-                            self.receiver.begin_update(version)
-                loading, before = None, [source for source in said.all if source is not None]
-                number += bool(before)
-                if self.receiver is not None and before:
-                    loading = self.receiver.load(before)
+            self._send(version, checked)
             with self._plan.agreed():
-                if self.receiver is not None:
-                    if loading is not None:
-                        loading.result()
-                        self.store.remove(before)
-                    self.receiver.finish_update()
-            if self._is_due(version):
-                self._plan.verify(self.receiver, self._sent)
+                if self._receiver is not None:
+                    self._receiver.finish_update()
+            if checked:
+                self._verify()
             self._delivered = version
         except BaseException:
-            self.store.clear()
+            self.transport.abort()
             raise
-        self.store.rest()
+        self.transport.finish()
 
-    def _put(self, version: int, i: int, number: int, only: Sequence[Binding] | None) -> Source | None:
-        """Store this rank's bucket of round `i` where the engine can read it. Raises CheckpointError, ConversionError."""
-        put = self.store.put(version, number, self._plan.tensors(i, only), self._is_due(version))
-        if put is None:
-            return None
-        source, checksums = put
-        self._sent |= checksums
-        return source
+    def _send(self, version: int, checked: bool) -> None:
+        """Send all rounds: stage each while the one before is loaded."""
+        only = self._begin(version) if self._delta is not None else None
+        number = 0  # of the next round, counting only those in which any rank has something to send
+        for i in range(self.rounds):
+            with self._plan.agreed() as said:
+                said.mine = self._stage(version, i, number, only, checked), self.transport.wait()
+                if i == 0 and self._delta is None and self._receiver is not None:
+                    self._receiver.begin_update(version)
+            self.transport.complete([report for _, report in said.all])
+            sources = [staged.source for staged, _ in said.all if staged is not None]
+            if sources:
+                self.transport.start(sources)
+                number += 1
+        with self._plan.agreed() as said:
+            said.mine = self.transport.wait()
+        self.transport.complete(said.all)
 
-    def _is_due(self, version: int) -> bool:
-        """Return whether this delivery is checked."""
-        return is_check_due(version, self._delivered, self.cfg.verify_every)
+    def _stage(self, version: int, i: int, number: int, only: Sequence[Binding] | None, checked: bool) -> Staged | None:
+        """Stage this rank's bucket of round `i`, which is sent as round `number`. See `WeightTransport.stage`."""
+        try:
+            staged = self.transport.stage(version, number, self._plan.tensors(i, only), checked)
+        except TepoError:
+            self.transport.wait()  # the push is aborted, and the round before is not to be in flight then
+            raise
+        if staged is not None:
+            self._sent |= staged.checksums
+        return staged
 
     def _begin(self, version: int) -> list[Binding] | None:
         """Begin a delta update; return the parameters to send of those that leave through this rank, None for all of them."""
         assert self._delta is not None
         with self._plan.agreed() as said:
-            if self.receiver is not None:
-                self.receiver.begin_update(version)
-                said.mine = self.receiver.base
+            if self._receiver is not None:
+                self._receiver.begin_update(version)
+                said.mine = self._receiver.base
         only = self._delta.changed(version, said.all[0])
         told = self._plan.from_all(self._plan.names_without(only))
         with self._plan.agreed():
-            if self.receiver is not None:
-                self.receiver.keep([name for names in told for name in names])
+            if self._receiver is not None:
+                self._receiver.keep([name for names in told for name in names])
         return only
 
+    def _verify(self) -> None:
+        """Compare the served weights with the sent ones; raise SyncError on all ranks if they differ."""
+        told = self._plan.from_all(self._sent)
+        with self._plan.agreed():
+            if self._receiver is not None:
+                self._receiver.verify({name: crc32 for sent in told for name, crc32 in sent.items()})
+
     def close(self) -> None:
-        """Release the store's memory. A second call does nothing."""
-        self.store.close()
+        """Close the transport. A second call does nothing."""
+        self.transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -172,14 +155,62 @@ class NoSync:
     def push(self, version: int) -> None:
         """Do nothing."""
 
+    def __enter__(self) -> Self:
+        return self
 
-def _files(cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims) -> WeightStore:
-    """Return the store for `transport: shm`: `Relay` if ranks are on several machines that share no `folder`, else `Files`."""
+    def __exit__(self, *exc_info: object) -> None: ...
+
+
+# makes a transport; the parameters are those of `FileTransport`
+MakeTransport = Callable[[SyncConfig, BucketPlan, ParallelDims, WeightReceiver | None], WeightTransport]
+
+
+def _file_transport(
+    cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None
+) -> WeightTransport:
+    """Return `RelayTransport` if ranks are on several machines that share no `folder`, else `FileTransport`."""
     here, everywhere = _ranks()
-    return Files(cfg, plan, groups) if cfg.folder is not None or here == everywhere else Relay(cfg, plan, groups)
+    make: MakeTransport = FileTransport if cfg.folder is not None or here == everywhere else RelayTransport
+    return make(cfg, plan, groups, receiver)
 
 
-_STORES: Mapping[str, Callable[[SyncConfig, BucketPlan, ParallelDims], WeightStore]] = {"shm": _files, "ipc": Rows}
+@dataclass(frozen=True)
+class TransportRow:
+    """One transport, and what it cannot do."""
+
+    make: MakeTransport
+    # (config, whether the servers are next to the ranks) -> whether it carries weights of ranks on several machines
+    spans_machines: Callable[[SyncConfig, bool], bool]
+    fix: str = ""  # what to set if it does not
+
+
+TRANSPORTS: Mapping[str, TransportRow] = {
+    "shm": TransportRow(
+        _file_transport,
+        spans_machines=lambda cfg, local: cfg.folder is not None or local,
+        fix="set sync.folder to a folder that all machines share, or ",
+    ),
+    "ipc": TransportRow(IpcTransport, spans_machines=lambda cfg, local: False),
+    "group": TransportRow(GroupTransport, spans_machines=lambda cfg, local: True),
+}
+
+
+def make_weight_sync(
+    cfg: SyncConfig, bindings: Sequence[Binding], arch: Architecture, groups: ParallelDims, receiver: WeightReceiver | None
+) -> WeightSync:
+    """Plan the buckets and make the transport that `cfg.transport` names.
+
+    Collectives: two all-gathers over the host group, and those of the transport's construction.
+
+    Args:
+        cfg: The config of the delivery.
+        bindings: This rank's parameters.
+        arch: The model's architecture.
+        groups: The mesh of this run.
+        receiver: The engine, on rank 0; None on other ranks.
+    """
+    plan = BucketPlan(cfg, bindings, arch, groups)
+    return WeightSync(cfg, plan, TRANSPORTS[cfg.transport].make(cfg, plan, groups, receiver), receiver)
 
 
 def _ranks() -> tuple[int, int]:
@@ -194,14 +225,13 @@ def check_one_host(cfg: SyncConfig, servers_beside_ranks: bool) -> None:
         cfg: The transport and its folder.
         servers_beside_ranks: Whether servers run on the machines of the ranks, and nowhere else.
     """
-    if cfg.transport == "group" or (cfg.transport == "shm" and (cfg.folder is not None or servers_beside_ranks)):
+    (here, everywhere), row = _ranks(), TRANSPORTS[cfg.transport]
+    if here == everywhere or row.spans_machines(cfg, servers_beside_ranks):
         return
-    here, everywhere = _ranks()
-    if here != everywhere:
-        what, mend = f"sync.transport={cfg.transport}", "use sync.transport=group"
-        if cfg.transport == "shm":
-            what, mend = f"{what} without sync.folder", f"set sync.folder to a folder that all machines share, or {mend}"
-        raise ConfigError(f"{what} needs all ranks on one machine, but only {here} of {everywhere} are here; {mend}")
+    what = f"sync.transport={cfg.transport}" + (" without sync.folder" if cfg.transport == "shm" else "")
+    raise ConfigError(
+        f"{what} needs all ranks on one machine, but only {here} of {everywhere} are here; {row.fix}use sync.transport=group"
+    )
 
 
 def allowed_difference(tokens: int, cfg: SyncConfig) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tepo_megatron.errors import CheckpointError, ConversionError
+from tepo_megatron.utils.atomic import sync
 
 INDEX = "model.safetensors.index.json"
 _CARRIED = (
@@ -218,20 +218,11 @@ def publish(temporary: Path, final: Path) -> None:
         OSError: a file cannot be synced or a directory cannot be renamed.
     """
     for path in (*temporary.rglob("*"), temporary):
-        _sync(path)
+        sync(path)
     former = final.with_name(final.name + ".former")
     shutil.rmtree(former, ignore_errors=True)
     if final.exists():
         final.rename(former)
     temporary.rename(final)
     shutil.rmtree(former, ignore_errors=True)
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    """Sync a file's data, or a directory's entries, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(final.parent)

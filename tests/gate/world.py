@@ -114,16 +114,14 @@ def _gate(actor: Any, step: int, groups: Any) -> Any:
 
 def _deliver(actor: Any, turns: Any, folder: Path, version: int) -> dict[str, Tensor] | None:
     """Send the weights as the config says, in the state that colocation is in then; return what arrived, on rank 0."""
-    from tepo_megatron.weight_sync.broadcast import BroadcastSync
-    from tepo_megatron.weight_sync.sync import WeightSync
+    from tepo_megatron.weight_sync.sync import make_weight_sync
 
     cfg, groups = actor.cfg, actor.groups
     with contextlib.ExitStack() as stack:
         receiver: Any = None
         if groups.is_main:
             receiver = Recorder() if cfg.sync.transport != "group" else stack.enter_context(_server(folder, cfg))
-        kind: Any = BroadcastSync if cfg.sync.transport == "group" else WeightSync
-        sync = stack.enter_context(kind(cfg.sync, actor.bindings, actor.arch, groups, receiver))
+        sync = stack.enter_context(make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, receiver))
 
         def push() -> None:
             actor.require_loaded("sending weights", "parameters")

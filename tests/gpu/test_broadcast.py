@@ -22,13 +22,13 @@ ROUNDS = 3
 NUMEL = 2**24
 RECEIVER = """
 import json, sys, torch
-from tepo_megatron.weight_sync.broadcast_group import Meeting
-from tepo_megatron.weight_sync.receiver.receiver import Inbox
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec
+from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 
 device = torch.device("cuda", 1)
 torch.cuda.set_device(device)
-inbox = Inbox()
-inbox.join(Meeting(**json.loads(sys.argv[1])), device)
+inbox = RankReceiver()
+inbox.join(GroupSpec(**json.loads(sys.argv[1])), device)
 assert inbox.membership.joined.wait(60)
 inbox.begin(sys.argv[2], tied_embeddings=False)
 for line in sys.stdin:

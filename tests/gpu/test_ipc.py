@@ -18,10 +18,10 @@ NUMEL = 2**24
 DEVICE = torch.device("cuda", 0)
 RECEIVER = """
 import sys, torch
-from tepo_megatron.weight_sync.receiver.receiver import Inbox
+from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 
 device = torch.device("cuda", 0)
-inbox = Inbox()
+inbox = RankReceiver()
 inbox.begin(sys.argv[1], False, device)
 for line in sys.stdin:
     for name, tensor in inbox.take([line]):

@@ -23,7 +23,7 @@ from tepo_megatron.inference.engine import serialize
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Recipient, Source, UnchangedTensors
-from tepo_megatron.weight_sync.receiver.receiver import WeightReceiver
+from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 from tests.e2e.scripted_worker import ScriptedEngine
 from tests.harness import experts
 
@@ -114,7 +114,7 @@ class Scored:
 
 class FaultyEngine(ScriptedEngine):
     """One model for each of `rollout.servers`, and one that has what was sent. Each server takes weights as real ones do, in an
-    `WeightReceiver`: files, lent memory or broadcasts, whole or what changed.
+    `RankReceiver`: files, lent memory or broadcasts, whole or what changed.
 
     book: a file; a line for each sample tells by how much, in nats, the fault moved each log-prob. In bf16 if the run is.
     """
@@ -133,7 +133,7 @@ class FaultyEngine(ScriptedEngine):
         self._right, self._served = model(), [model() for _ in range(cfg.rollout.servers)]
         self._chosen = [experts.record_choices(served) for served in self._served]
         self._told = experts.tell_choices(self._right) if cfg.rollout.replay_experts else None
-        self._inboxes = [WeightReceiver() for _ in self._served]
+        self._inboxes = [RankReceiver() for _ in self._served]
         self._threads = ThreadPoolExecutor(1 + len(self._inboxes))
         self._given: list[dict[str, Tensor]] = [{} for _ in self._served]  # to each server, by all updates
         self._history: list[State] = []  # by version

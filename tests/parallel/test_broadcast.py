@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
 from tests.marks import marked
 from tests.parallel import cases
-from tests.parallel.test_weights import ROUNDS, tensors, tiny_moe
+from tests.parallel.test_weights import ROUNDS, actor_of, tensors, tiny_moe
+from tests.parallel.test_weights import sync_of as sync_of_actor
 from tests.scripted_api import ScriptedApi
 from tests.tiny import tiny_qwen3
 from tests.unit.rollout.test_fleet import behave, process, until
@@ -50,11 +52,11 @@ def sync_of(cfg: Any, receiver: Fleet | None) -> Any:
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
-    from tepo_megatron.weight_sync.broadcast import BroadcastSync
+    from tepo_megatron.weight_sync.sync import make_weight_sync
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
     actor = Actor(cfg, groups)
-    return BroadcastSync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
+    return make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
 
 
 def config_of(model: Path, layout: dict[str, int], **sync: Any) -> Any:
@@ -81,7 +83,7 @@ def push_twice(rank: int, cfg: Any, folder: Path) -> dict[str, Any]:
         with sync_of(cfg, None) as sync:
             sync.push(1)
             sync.push(2)
-            return {"sent": sync.sent_bytes}
+            return {"sent": sync.transport.sent_bytes}
     model = Path(cfg.model.path)
     with fleet(folder, model, servers=2, tp=2) as servers, sync_of(cfg, servers) as sync:
         for i in range(2):
@@ -91,7 +93,12 @@ def push_twice(rank: int, cfg: Any, folder: Path) -> dict[str, Any]:
             sync.push(version)
             received.append(got(folder))
         assert servers.version == 2 and not servers.needs_weights
-        return {"sent": sync.sent_bytes, "rounds": sync.rounds, "meetings": sync.meetings, "received": received}
+        return {
+            "sent": sync.transport.sent_bytes,
+            "rounds": sync.rounds,
+            "meetings": sync.transport.meetings,
+            "received": received,
+        }
 
 
 @pytest.mark.parametrize("name", [marked(name, pytest.mark.slow if name == "PP2" else pytest.mark.full) for name in ROUNDS])
@@ -132,7 +139,7 @@ def push_and_lose(rank: int, cfg: Any, folder: Path, fault: str) -> dict[str, An
         sync.push(2)
         assert not servers.needs_weights
         events = "\n".join(servers.take_events())
-        return {"survivors": survivors, "again": got(folder), "events": events, "meetings": sync.meetings}
+        return {"survivors": survivors, "again": got(folder), "events": events, "meetings": sync.transport.meetings}
 
 
 @pytest.mark.full
@@ -148,6 +155,44 @@ def test_the_servers_that_live_get_everything_and_go_on_when_one_is_lost(tmp_pat
     assert "server 1 is started again (restart 1)" in rank0["events"] and "server 0" not in rank0["events"]
     assert ("it has ended with exit status 3" in rank0["events"]) == (fault != "freeze"), "it was lost in another way"
     assert rank0["meetings"] == 3  # of all, without the lost one, with that one alone
+
+
+# of each push: version, part of the names of the parameters that change before it, what happens to server 1 in it
+PUSHES = [(1, "all", {}), (2, "", {}), (3, "layers.1.mlp", {}), (4, "layers.2.mlp", {"broadcast": "midst"}), (4, "", {}),
+          (5, "layers.1.mlp", {})]  # fmt: skip
+
+
+def push_changes(rank: int, cfg: Any, folder: Path) -> dict[str, Any]:
+    """What the servers got in each push."""
+    received: list[list[list[str]]] = []
+    with contextlib.ExitStack() as stack:
+        servers = stack.enter_context(fleet(folder, Path(cfg.model.path), servers=2)) if rank == 0 else None
+        actor = actor_of(cfg)
+        sync = stack.enter_context(sync_of_actor(cfg, servers, actor))
+        for version, change, fault in PUSHES:
+            for binding in actor.bindings:
+                if change and change in binding.name:
+                    binding.parameter.data.view(-1)[0] += 1
+            if servers is not None:
+                until(lambda: len(received) != 4 or servers.needs_weights)  # the lost one is back
+                for i in range(2):
+                    behave(servers, i, save=str(folder), **(fault if i == 1 else {}))
+            sync.push(version)
+            if servers is not None:
+                received.append([sorted(tensors) for tensors in got(folder)])
+        return {"received": received, "meetings": sync.transport.meetings}
+
+
+@pytest.mark.slow
+def test_only_layers_that_changed_are_broadcast_and_a_server_that_comes_back_gets_all(tmp_path: Path) -> None:
+    """A server refuses tensors that should have stayed, and an update that lacks others."""
+    model = tmp_path / "model"
+    tiny_qwen3(model, layers=4, vocab_size=cases.VOCAB)
+    rank0 = run_world(2, push_changes, config_of(model, {"pp": 2}, delta=True), tmp_path, timeout=120)[0]
+    names = sorted(tensors(model))
+    layers = [[name for name in names if f"layers.{i}." in name] for i in range(4)]
+    assert rank0["received"] == [[names] * 2, [[]] * 2, [layers[1]] * 2, [layers[2]], [names], [layers[1]] * 2]
+    assert rank0["meetings"] == 4  # of both, without the lost one, with that one alone, of both
 
 
 def push_to_nobody(rank: int, cfg: Any, folder: Path, fault: str) -> str:

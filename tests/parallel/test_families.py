@@ -162,13 +162,13 @@ def visit_model(rank: int, cfg: Any, sequences: list[Tensor], out: Path) -> dict
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
-    from tepo_megatron.weight_sync.sync import WeightSync
+    from tepo_megatron.weight_sync.sync import make_weight_sync
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
     actor = Actor(cfg, groups)
     actor.export_hf(out)
     receiver = Recorder() if rank == 0 else None
-    with WeightSync(cfg.sync, actor.bindings, actor.arch, groups, receiver) as sync:
+    with make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, receiver) as sync:
         sync.push(version=1)
     logits = gathered_logits(actor, batch_of(sequences))
     ids = sequences[0]

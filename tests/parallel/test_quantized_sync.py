@@ -53,13 +53,11 @@ def sync_of(cfg: Any, sync: SyncConfig, receiver: Any) -> tuple[Any, Any]:
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
-    from tepo_megatron.weight_sync.broadcast import BroadcastSync
-    from tepo_megatron.weight_sync.sync import WeightSync
+    from tepo_megatron.weight_sync.sync import make_weight_sync
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
     actor = Actor(cfg, groups)
-    made = BroadcastSync if sync.transport == "group" else WeightSync
-    return made(sync, actor.bindings, actor.arch, groups, receiver), actor  # type: ignore[arg-type]
+    return make_weight_sync(sync, actor.bindings, actor.arch, groups, receiver), actor
 
 
 def plain(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, torch.Tensor]]:
@@ -81,13 +79,13 @@ def broadcast(rank: int, cfg: Any, sync: SyncConfig, folder: Path) -> dict[str, 
         pushing, _ = sync_of(cfg, sync, None)
         with pushing:
             pushing.push(1)
-        return {"bytes": pushing.sent_bytes}
+        return {"bytes": pushing.transport.sent_bytes}
     with fleet(folder, folder / "fp8", servers=1, tp=1) as servers:
         pushing, _ = sync_of(cfg, sync, servers)
         with pushing:
             behave(servers, 0, save=str(folder / "got"))
             pushing.push(1)
-    return {"received": plain(got(folder / "got")[0]), "bytes": pushing.sent_bytes, "rounds": pushing.rounds}
+    return {"received": plain(got(folder / "got")[0]), "bytes": pushing.transport.sent_bytes, "rounds": pushing.rounds}
 
 
 CASES = [

@@ -89,8 +89,8 @@ class Recorder:
 
 def left_of(sync: Any) -> list[str]:
     """What this rank still has of an update: files, or rows that it lends."""
-    if hasattr(sync.store, "folder"):
-        return [file.name for file in sync.store.folder.iterdir()]
+    if hasattr(sync.transport, "folder"):
+        return [file.name for file in sync.transport.folder.iterdir()]
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "tepo-weights" in line]
 
 
@@ -117,19 +117,19 @@ def export_and_push(rank: int, cfg: Any, out: Path) -> dict[str, Any]:
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
-    from tepo_megatron.weight_sync.sync import WeightSync
+    from tepo_megatron.weight_sync.sync import make_weight_sync
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
     actor = Actor(cfg, groups)
     actor.export_hf(out)
     receiver = Recorder() if rank == 0 else None
-    sync = WeightSync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
+    sync = make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
     sync.push(version=3)
-    left = list(sync.store.folder.iterdir()) if rank == 0 else []
+    left = list(sync.transport.folder.iterdir()) if rank == 0 else []
     sync.close()
     parallel.shutdown()
     return (
-        {"received": receiver.received, "rounds": receiver.rounds, "left": left, "folder": str(sync.store.folder)}
+        {"received": receiver.received, "rounds": receiver.rounds, "left": left, "folder": str(sync.transport.folder)}
         if receiver
         else {}
     )
@@ -177,10 +177,10 @@ def actor_of(cfg: Any) -> Any:
 
 def sync_of(cfg: Any, receiver: Recorder | None, actor: Any = None) -> Any:
     """actor: whose weights are sent; None: a new one's."""
-    from tepo_megatron.weight_sync.sync import WeightSync
+    from tepo_megatron.weight_sync.sync import make_weight_sync
 
     actor = actor or actor_of(cfg)
-    return WeightSync(cfg.sync, actor.bindings, actor.arch, actor.groups, receiver)
+    return make_weight_sync(cfg.sync, actor.bindings, actor.arch, actor.groups, receiver)
 
 
 def push_twice(rank: int, cfg: Any) -> Recorder | None:

@@ -24,7 +24,7 @@ def run(check: Check) -> None:
     """Push the weights with each transport, and time plain copies of as many bytes."""
     model = random_model(check)
     with actor_of(check, sync={"bucket_mib": BUCKET_MIB[check.platform]}) as (actor, cfg):
-        from tepo_megatron.weight_sync.sync import WeightSync
+        from tepo_megatron.weight_sync.sync import make_weight_sync
 
         nbytes = sum(b.parameter.nbytes for b in actor.bindings)
         for transport in ("ipc", "shm"):
@@ -37,7 +37,7 @@ def run(check: Check) -> None:
                 sync_cfg = validate(tree | {"sync": tree["sync"] | {"verify_every": PUSHES + 1}}).sync
                 with (
                     Receiver(model, check.platform) as receiver,
-                    WeightSync(sync_cfg, actor.bindings, actor.arch, actor.groups, receiver) as sync,
+                    make_weight_sync(sync_cfg, actor.bindings, actor.arch, actor.groups, receiver) as sync,
                 ):
                     taken = []
                     for version in range(PUSHES + 1):

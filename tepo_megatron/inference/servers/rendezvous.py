@@ -28,6 +28,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from tepo_megatron.errors import ConfigError, RolloutError
+from tepo_megatron.utils.atomic import replacing, sync
 
 KEY_VARIABLE = "TEPO_SERVER_KEY"
 KEY_FILE = "key"
@@ -191,8 +192,7 @@ class Rendezvous:
     def publish(self, record: Record) -> None:
         """Publish a healthy server. Replaces the record of an earlier server at the same address."""
         self._clear(record)
-        part = self._part(record.stem, json.dumps(dataclasses.asdict(record), indent=2) + "\n")
-        part.rename(self.folder / f"{record.stem}.json")
+        self._replace(f"{record.stem}.json", json.dumps(dataclasses.asdict(record), indent=2) + "\n")
 
     def withdraw(self, record: Record) -> None:
         """Remove the record of a server."""
@@ -228,7 +228,7 @@ class Rendezvous:
         """
         path = self._path(record, "end")
         if record in self.records():
-            self._part(record.stem, why).rename(path)
+            self._replace(path.name, why)
             self._stands(record, path)
 
     def ended(self, record: Record) -> str | None:
@@ -245,7 +245,7 @@ class Rendezvous:
                         self.withdraw(record)
                 self.deregister(other)
         if not self._registered():
-            self._part(_TURN, "{}").rename(self.folder / _TURN)
+            self._replace(_TURN, "{}")
         self.answer(keeper, "")
 
     def answer(self, keeper: str, token: str) -> None:
@@ -255,7 +255,7 @@ class Rendezvous:
             keeper: See `keeper_name`.
             token: Token of the lease. Empty string: none.
         """
-        self._part(keeper, f"{_machine()} {token}").rename(self.folder / f"{keeper}.{_KEEPER}")
+        self._replace(f"{keeper}.{_KEEPER}", f"{_machine()} {token}")
 
     def deregister(self, keeper: str) -> None:
         """Unregister a `tepo serve` whose servers have ended. The last one also removes the lease."""
@@ -279,7 +279,7 @@ class Rendezvous:
             starts: Start ids of the run's own servers, which stay.
         """
         turn = DeviceLease(run, secrets.token_hex(8), tuple(starts))
-        self._part(_TURN, json.dumps(dataclasses.asdict(turn))).rename(self.folder / _TURN)
+        self._replace(_TURN, json.dumps(dataclasses.asdict(turn)))
         return turn
 
     def turn(self) -> DeviceLease | None:
@@ -291,7 +291,7 @@ class Rendezvous:
     def end_turn(self, run: str) -> None:
         """End the lease of `run`, if it has one. The file stays: over NFS a new file is taken for missing for a long time."""
         if (turn := self.turn()) is not None and turn.run == run:
-            self._part(_TURN, "{}").rename(self.folder / _TURN)
+            self._replace(_TURN, "{}")
 
     def _path(self, record: Record, what: str) -> Path:
         return self.folder / f"{record.stem}.{record.start}.{what}"
@@ -311,14 +311,27 @@ class Rendezvous:
             for path in self.folder.glob(f"{record.stem}.*.{what}"):
                 path.unlink(missing_ok=True)
 
+    def _replace(self, name: str, text: str) -> None:
+        """Write a file of mode 0600 atomically."""
+        with replacing(self.folder / name, temporary=self._temporary(name)) as unfinished:
+            _write_private(unfinished, text)
+
     def _part(self, name: str, text: str) -> Path:
-        """Write a complete file of mode 0600 under a temporary name, and return its path."""
-        path = self.folder / f".{name}.{secrets.token_hex(8)}"
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        """Write a complete file of mode 0600 under a temporary name, to be linked, and return its path."""
+        path = self._temporary(name)
+        _write_private(path, text)
+        sync(path)
         return path
+
+    def _temporary(self, name: str) -> Path:
+        """Return a path that no other process writes."""
+        return self.folder / f".{name}.{secrets.token_hex(8)}"
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a new file of mode 0600."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
 
 
 def _machine() -> str:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 
 
-class WeightReceiver:
+class RankReceiver:
     """Receiver of weight updates, one per process of a server.
 
     Attributes:

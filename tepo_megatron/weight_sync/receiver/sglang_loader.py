@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
-from tepo_megatron.weight_sync.receiver.receiver import WeightReceiver
+from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 
 LOADER = "tepo_megatron.weight_sync.receiver.sglang_loader.load_sources"
 MODEL_VARIABLE = "TEPO_MODEL_PATH"  # model folder that the server was started with
@@ -20,7 +20,7 @@ MODEL_VARIABLE = "TEPO_MODEL_PATH"  # model folder that the server was started w
 # the tensors that an update leaves unchanged.
 BEGIN, FINISH, JOIN, KEEP = "tepo:begin", "tepo:finish", "tepo:join", "tepo:keep"
 
-_inbox = WeightReceiver()  # of this process
+_inbox = RankReceiver()  # of this process
 
 
 def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -35,7 +35,7 @@ def load_sources(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torc
 
     Args:
         model: SGLang's model.
-        named_tensors: The names are the sources of a round (see `WeightReceiver.take`), or a command; the tensors are empty.
+        named_tensors: The names are the sources of a round (see `RankReceiver.take`), or a command; the tensors are empty.
 
     Raises:
         ValueError: The round holds a tensor that the model does not have, that has another shape, or that was given before.

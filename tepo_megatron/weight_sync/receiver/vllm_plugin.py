@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from tepo_megatron.distributed.own_peers import guard_process_groups
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, UnchangedTensors
 from tepo_megatron.weight_sync.receiver import lifeline
-from tepo_megatron.weight_sync.receiver.receiver import WeightReceiver
+from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 
 BACKEND = "tepo_shm"
 _OWN = "_tepo_own"  # attribute that marks copies made by `own_waiting_tensors`
@@ -59,7 +59,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """One round of an update.
 
     Attributes:
-        sources: Sources of some of the model's tensors under their Hugging Face names. See `WeightReceiver.take`.
+        sources: Sources of some of the model's tensors under their Hugging Face names. See `RankReceiver.take`.
     """
 
     sources: list[str]
@@ -74,7 +74,7 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    _inbox: WeightReceiver | None = None
+    _inbox: RankReceiver | None = None
     _touched = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -82,7 +82,7 @@ class InboxEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         vLLM calls this at the start, for new groups to join, and for tensors that an update leaves unchanged.
         """
-        self._inbox = self._inbox or WeightReceiver()
+        self._inbox = self._inbox or RankReceiver()
         if init_info.meeting is not None:
             self._inbox.join(GroupSpec(**init_info.meeting), self.device)
         if init_info.kept is not None:

@@ -15,9 +15,9 @@ EXHIBITS = (
             "else was right, and most prompts never touch that row."
         ),
         cost="With sync.transport=ipc the next round is written over the one that servers still read.",
-        symbol="Rows.put",
-        old="row = self._row(number % 2)",
-        new="row = self._row(0)",
+        symbol="IpcTransport.stage",
+        old="buffer = self._buffer(number % 2)",
+        new="buffer = self._buffer(0)",
         tests=("tests/parallel/test_weights.py::test_rounds_bound_the_memory_and_send_every_byte_once",),
     ),
     Exhibit(

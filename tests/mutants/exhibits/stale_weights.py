@@ -243,7 +243,7 @@ EXHIBITS = (
             "of which (dp - 1) / dp is stale."
         ),
         cost=(
-            "WeightSync and BroadcastSync read the parameters as they lie. After a step with a small learning "
+            "The push reads the parameters as they lie. After a step with a small learning "
             "rate the difference is far below the gate's limit, in every step of the run."
         ),
         symbol="learn",

@@ -1,8 +1,8 @@
 """Wrong weights inside a real server of either engine, whose Python finds this file by PYTHONPATH and runs it at its start.
 
-The server's `Inbox` is changed once it is imported. The file that TEPO_TEST_FAULT names holds {"run": a name, "kind": "dropped"
-or "one tensor", "first": n}: in each run the updates from the n-th on (from 0) do not reach the model, or all of them but a
-tensor that stays as it was before. The server answers, in every word, as it does without.
+The server's `RankReceiver` is changed once it is imported. The file that TEPO_TEST_FAULT names holds {"run": a name, "kind":
+"dropped" or "one tensor", "first": n}: in each run the updates from the n-th on (from 0) do not reach the model, or all of them
+but a tensor that stays as it was before. The server answers, in every word, as it does without.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Planting(importlib.abc.MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            plant(module.Inbox)
+            plant(module.RankReceiver)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

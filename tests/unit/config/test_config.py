@@ -56,7 +56,6 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
             {"sync": {"transport": "group", "join_seconds": 540}},
             r"sync.join_seconds=540 must be below 0.9 of parallel.timeout_seconds=600, after which a rank .* counts as stuck",
         ),
-        ({"sync": {"transport": "group", "delta": True}}, r"sync\.delta=true with sync\.transport=group is not built"),
         (
             {"sync": {"transport": "ipc"}, "rollout": {"server": {"rendezvous": "/shared"}}},
             r"sync\.transport=ipc lends memory of this machine's processes.*use sync\.transport=group, or shm",

@@ -28,9 +28,9 @@ CPU = torch.device("cpu")
 MEMBER = """
 import json, os, signal, sys
 import torch, torch.distributed as dist
-from tepo_megatron.weight_sync.broadcast_group import Meeting, form_group
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, form_group
 
-meeting = Meeting(**json.loads(sys.argv[1]))
+meeting = GroupSpec(**json.loads(sys.argv[1]))
 group = form_group(meeting, 0, meeting.first, torch.device("cpu"))
 os.kill(os.getpid(), getattr(signal, sys.argv[2]))
 """

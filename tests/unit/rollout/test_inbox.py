@@ -31,7 +31,7 @@ from tepo_megatron.weight_sync.broadcast_group import (
     joined_key,
     signal,
 )
-from tepo_megatron.weight_sync.receiver.receiver import WeightReceiver
+from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 
 CPU = torch.device("cpu")
 MODEL = {
@@ -56,7 +56,7 @@ class Trainer:
         self.store, self.meetings = store, 0
         self.channel: BroadcastGroup | None = None
 
-    def meet(self, inbox: WeightReceiver, seconds: float = SECONDS) -> GroupSpec:
+    def meet(self, inbox: RankReceiver, seconds: float = SECONDS) -> GroupSpec:
         """A new group with that inbox."""
         self.meetings += 1
         self.meeting = GroupSpec("127.0.0.1", self.store.port, f"m{self.meetings}", 1, 2, SENDER + 1, seconds, SECONDS)
@@ -65,7 +65,7 @@ class Trainer:
         self.store.wait([joined_key(self.meeting, SENDER + 1)], datetime.timedelta(seconds=SECONDS))
         return self.meeting
 
-    def send(self, inbox: WeightReceiver, bucket: Bucket, row: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    def send(self, inbox: RankReceiver, bucket: Bucket, row: torch.Tensor) -> dict[str, torch.Tensor] | None:
         """What the inbox has to load then."""
         assert self.channel is not None
         with ThreadPoolExecutor() as threads:
@@ -80,10 +80,10 @@ class Trainer:
 
 
 @contextmanager
-def met(folder: Path) -> Iterator[tuple[Trainer, WeightReceiver]]:
+def met(folder: Path) -> Iterator[tuple[Trainer, RankReceiver]]:
     """A trainer and an inbox that wait for an update's first round."""
     save_file(MODEL, folder / "model.safetensors")
-    trainer, inbox = Trainer(open_store("127.0.0.1")), WeightReceiver()
+    trainer, inbox = Trainer(open_store("127.0.0.1")), RankReceiver()
     trainer.meet(inbox)
     inbox.begin(folder, tied_embeddings=False)
     yield trainer, inbox
@@ -163,7 +163,7 @@ def test_nobody_waits_longer_than_the_meeting_says(tmp_path: Path) -> None:
 
 def test_only_who_has_the_version_before_may_keep_tensors_of_it(tmp_path: Path) -> None:
     save_file(MODEL, tmp_path / "model.safetensors")
-    file, inbox, some = str(tmp_path / "model.safetensors"), WeightReceiver(), tuple(MODEL)
+    file, inbox, some = str(tmp_path / "model.safetensors"), RankReceiver(), tuple(MODEL)
 
     def update(kept: UnchangedTensors, *files: str) -> None:
         inbox.begin(tmp_path, tied_embeddings=False)

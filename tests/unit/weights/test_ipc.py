@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tepo_megatron.inference.servers.environment import devices
 from tepo_megatron.weight_sync.broadcast_group import Bucket, pack
 from tepo_megatron.weight_sync.ipc import Handle, export_buffer, open_buffer
-from tepo_megatron.weight_sync.receiver.receiver import WeightReceiver
+from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 from tepo_megatron.weights import fp8
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
 
 def test_an_inbox_takes_lent_rounds_in_turn_and_notices_damage(tmp_path: Path) -> None:
     save_file(MODEL, tmp_path / "model.safetensors")
-    inbox = WeightReceiver()
+    inbox = RankReceiver()
     inbox.begin(tmp_path, tied_embeddings=False)
     bucket, row = packed()
     with pytest.raises(ValueError, match="round 1 of the update came when round 0 was due"):

@@ -1,0 +1,108 @@
+"""The two contracts of a push: what carries a round of buckets, and what the engine must offer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Recipient, Source
+
+
+class WeightReceiver(Protocol):
+    """The side of an engine that receives weights. Rank 0 holds it. See `inference.engine.RolloutEngine`."""
+
+    def begin_update(self, version: int) -> None:
+        """Begin an update to `version`, of which all weights follow. Raises SyncError."""
+
+    @property
+    def base(self) -> int | None:
+        """The version that all servers in the update had before it; None: they have no version in common."""
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Keep these tensors as they are in version `base`; the update does not send them. Raises SyncError."""
+
+    @property
+    def takers(self) -> tuple[Recipient, ...]:
+        """The recipients: the servers in the update in progress."""
+
+    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
+        """Have each recipient join the process groups of its group spec."""
+
+    def load(self, sources: Sequence[Source]) -> Future[None]:
+        """Have the recipients load a round. The sources are in use until the future is done; its error is a SyncError."""
+
+    def finish_update(self) -> None:
+        """Serve the new weights: all of them have been sent. Raises SyncError."""
+
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """Compare the served tensors with the CRC-32 of the sent ones, by Hugging Face name. Raises SyncError."""
+
+
+class Staged(NamedTuple):
+    """One rank's bucket of a round, ready to be loaded."""
+
+    source: Source  # what the engine is given
+    checksums: dict[str, int]  # CRC-32 of its tensors by name; empty if the delivery is not checked
+
+
+class WeightTransport(Protocol):
+    """Carries the rounds of a push from the ranks to the engine. All ranks make the same calls.
+
+    A round is staged, started, waited for and completed. The next round is staged while one is loaded, so a transport holds two
+    rounds at most. Rounds in which no rank has anything to send are staged but not started, and not counted.
+    """
+
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Staged | None:
+        """Put this rank's bucket where it can be loaded from; return None if it is empty.
+
+        `RelayTransport` makes collective calls here; it iterates the tensors like all others, which gathers them over tp.
+
+        Args:
+            version: The version of the weights.
+            number: Number of the round, from 0.
+            tensors: (Hugging Face name, tensor) of the bucket.
+            checked: Whether the engine is to compare each tensor's CRC-32.
+
+        Raises:
+            CheckpointError: The bucket cannot be stored.
+            ConversionError: A tensor cannot be quantized.
+        """
+        ...
+
+    def start(self, sources: Sequence[Source]) -> None:
+        """Begin to load the staged round and return. Collective: see the class.
+
+        Args:
+            sources: The sources of all ranks, the same on every rank; at least one.
+        """
+        ...
+
+    def wait(self) -> Any:
+        """Return this rank's report once the started round is no longer in flight here. No collective.
+
+        Returns at once if no round was started. Raises SyncError if the engine refuses the round.
+        """
+        ...
+
+    def complete(self, reports: Sequence[Any]) -> None:
+        """Return when all recipients that live have the round. Collective: see the class.
+
+        Args:
+            reports: The results of `wait`, indexed by rank.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Release what the update still holds after it has succeeded. Other ranks may already have begun the next update."""
+        ...
+
+    def abort(self) -> None:
+        """Release what the update still holds after it has failed."""
+        ...
+
+    def close(self) -> None:
+        """Close the transport for good. A second call does nothing."""
+        ...
