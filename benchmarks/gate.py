@@ -64,8 +64,10 @@ def measure(repetitions: int) -> list[dict[str, Any]]:
                 training=replace(cfg.training, epochs=max(1, updates // 4), minibatch_prompts=16 // min(4, updates)),
             )
             groups = groups or parallel.initialize(cfg.parallel, platform, 0)
-            actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
-            gates, rollouts, steps = {"gate": WeightsGate(cfg, actor, groups), "none": Off(cfg, actor, groups)}, graded(), [1]
+            actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
+            sections = (cfg.rollout, cfg.training, cfg.sync)
+            gates = {"gate": WeightsGate(*sections, actor, groups), "none": Off(*sections, actor, groups)}
+            rollouts, steps = graded(), [1]
             gates["gate"].delivered(0)
 
             def step(side: str) -> None:

@@ -23,7 +23,7 @@ from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.storage import disk_fault, writing
 
 if TYPE_CHECKING:
-    from tepo_megatron.controller.driver import EngineFactory
+    from tepo_megatron.controller.opening import EngineFactory
     from tepo_megatron.platform import Platform
 
 # Environment variable with our launcher's process ID, for the ranks that it starts.
@@ -124,7 +124,7 @@ def run_rank(
             return 0
         from tepo_megatron.train import train  # imports Megatron-Core, so the platform must be active first
 
-        train(cfg, platform, make_engine, end=_end_at_once)
+        train(cfg, platform, make_engine, on_hang=_end_at_once)
     except TepoError as e:
         leave_message(str(e), expected=True)
         return 1

@@ -70,7 +70,7 @@ def _train(job: Job, groups: Any) -> Outcome:
     from tepo_megatron.train import learn
 
     cfg, out = job.cfg, Outcome()
-    actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
+    actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
     if actor.activations is not None:
         actor.activations.least_bytes = 1  # tiny tensors are moved too
     if objective.ref_beta:
@@ -106,7 +106,7 @@ def _gate(actor: Any, step: int, groups: Any) -> Any:
     """A gate that knows the versions of the rollouts of `step` + 1, all of them with the actor's weights."""
     from tepo_megatron.controller.gate import WeightsGate
 
-    gate = WeightsGate(actor.cfg, actor, groups)
+    gate = WeightsGate(actor.cfg.rollout, actor.cfg.training, actor.cfg.sync, actor, groups)
     for version in range(step - actor.cfg.rollout.max_staleness, step + 1):
         gate.delivered(version)
     return gate
@@ -152,7 +152,7 @@ def _resumed(actor: Any, folder: Path, step: int) -> Any:
     with Checkpoints(folder / "checkpoints", actor.cfg.checkpoint, actor.groups) as checkpoints:
         checkpoints.save(step, actor, {"step": step})
         assert checkpoints.wait() is not None
-        fresh = Actor(actor.cfg, actor.groups)
+        fresh = Actor.open(actor.cfg, actor.groups)
         if fresh.cfg.objective.ref_beta:
             fresh.keep_reference()
         found = checkpoints.newest()

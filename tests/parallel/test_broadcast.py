@@ -53,7 +53,7 @@ def sync_of(cfg: Any, receiver: Fleet | None) -> Any:
     from tepo_megatron.weight_sync.broadcast import BroadcastSync
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
-    actor = Actor(cfg, groups)
+    actor = Actor.open(cfg, groups)
     return BroadcastSync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
 
 

@@ -70,7 +70,7 @@ def test_a_run_in_turns_is_the_same_run(model: Path, apart: w.Outcome, tmp_path:
     "kill",
     [
         Kill("tepo_megatron.checkpoint.checkpoints:Checkpoints.save", step=4, after=True),
-        Kill("tepo_megatron.controller.placement:Colocation.train", step=4, call=1),
+        Kill("tepo_megatron.controller.placement:Colocated.train", step=4, call=1),
         Kill("tepo_megatron.weight_sync.sync:WeightSync.push", step=3, rank=1),
     ],
     ids=str,

@@ -125,7 +125,7 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
     from tepo_megatron.train import learn
 
     groups = parallel.initialize(configs[0].parallel, activate("cpu"), 0)
-    actor = Actor(configs[0], groups)
+    actor = Actor.open(configs[0], groups)
     actor.keep_reference()
 
     def weights() -> list[torch.Tensor]:
@@ -156,7 +156,7 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
     for cfg in configs:
         row = []
         for said, really in [(1, 0), *([(0, 1)] if cfg.rollout.max_staleness else []), (1, 1)]:
-            rollouts, gate = graded(said, really, cfg), WeightsGate(cfg, actor, groups)
+            rollouts, gate = graded(said, really, cfg), WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
             for version in (0, 1):
                 put(of[version])
                 gate.delivered(version)

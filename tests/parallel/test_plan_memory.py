@@ -59,7 +59,7 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
-    actor = Actor(cfg, groups)
+    actor = Actor.open(cfg, groups)
     actor.optimizer.step()
     actor.offloader = Offload(actor.chunks, actor.optimizer, groups.device, ON_CUDA)
     actor.offload()
@@ -162,7 +162,7 @@ def kept(rank: int, cfg: Config) -> tuple[int, int, int]:
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
-    actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
+    actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
     batch = one_batch(cfg.training.share_prompts == "always")
     weights = {p.untyped_storage()._cdata for chunk in actor.chunks for p in chunk.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}

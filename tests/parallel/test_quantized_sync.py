@@ -57,7 +57,7 @@ def sync_of(cfg: Any, sync: SyncConfig, receiver: Any) -> tuple[Any, Any]:
     from tepo_megatron.weight_sync.sync import WeightSync
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
-    actor = Actor(cfg, groups)
+    actor = Actor.open(cfg, groups)
     made = BroadcastSync if sync.transport == "group" else WeightSync
     return made(sync, actor.bindings, actor.arch, groups, receiver), actor  # type: ignore[arg-type]
 
