@@ -75,7 +75,7 @@ def measure(repetitions: int) -> list[dict[str, Any]]:
                 gates[side].delivered(steps[0] - 1)  # noqa: B023
                 actor.start_step(steps[0])  # noqa: B023
                 older = [replace(r, policy_version=steps[0] - 2) for r in rollouts]  # noqa: B023
-                learn(older, steps[0], actor, objective, cfg, StepLog(), Clock(), gates[side])  # noqa: B023
+                learn(older, steps[0], actor, objective, cfg.training, StepLog(), Clock(), gates[side])  # noqa: B023
 
             def prepare() -> None:
                 gates["gate"].delivered(steps[0] - 1)  # noqa: B023  keeps what a run with the gate would have kept

@@ -168,10 +168,12 @@ def _serve(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _doctor(args: argparse.Namespace, overrides: list[str]) -> int:
     from tepo_megatron.config.io import load_config
-    from tepo_megatron.doctor import doctor
+    from tepo_megatron.doctor import examine, print_findings
+    from tepo_megatron.launcher.launcher import launch
     from tepo_megatron.launcher.start import preflight, start
 
-    return doctor(load_config(args.config, overrides), preflight, start, args.quick)
+    findings = examine(load_config(args.config, overrides), preflight, start, launch, args.quick)
+    return print_findings(findings)
 
 
 def _ablate(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -273,7 +275,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
         overrides: The remaining arguments.
     """
     from tepo_megatron.config.io import load_config
-    from tepo_megatron.plan.command import Request, plan
+    from tepo_megatron.plan.command import Request, plan, predictor_of
 
     for name in ("gpus", "prompt", "response"):
         value = getattr(args, name)
@@ -282,7 +284,8 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.dropped is not None and not 0 <= args.dropped < 1:
         raise ConfigError(f"--dropped {args.dropped:g}: a share of at least 0 and below 1")
     request = Request(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped)
-    return plan(load_config(args.config, overrides), request, lambda text: print(escaped(text), flush=True))
+    predictor = predictor_of(load_config(args.config, overrides), request)
+    return plan(predictor, request, lambda text: print(escaped(text), flush=True))
 
 
 def report_on(run_dirs: Sequence[Path], out: Path | None) -> Path:

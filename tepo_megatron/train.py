@@ -97,7 +97,8 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
             rollouts = log.receive(schedule.next_batch(step, clock))
             actor.start_step(step)
             if rollouts:
-                learn(rollouts, step, actor, objective, cfg, log, clock, gate)
+                noise = _is_due(step - 1, cfg.logging.noise_floor_every)
+                learn(rollouts, step, actor, objective, cfg.training, log, clock, gate, measures_noise=noise)
             schedule.publish_weights(step, clock)
             log.memory(memory.values())
             driver.log_step(step, log, clock)
@@ -124,10 +125,12 @@ def learn(
     step: int,
     actor: Actor,
     objective: Objective,
-    cfg: Config,
+    training: TrainingConfig,
     log: StepLog,
     clock: Clock,
     gate: WeightsGate,
+    *,
+    measures_noise: bool = False,
 ) -> None:
     """Make all updates of one rollout batch: old statistics, reference log-probs, then one update per minibatch.
 
@@ -138,11 +141,12 @@ def learn(
         step: Number of the rollout batch; it seeds the order of the minibatches.
         actor: The policy to update.
         objective: The loss.
-        cfg: The run's config.
+        training: Sets epochs, minibatches, and whose log-probs are the old ones.
         log: Receives metrics and the mismatch between engine and actor.
         clock: Receives the seconds of the phases `old_stats` and `update`.
         gate: Compares each rollout with the log-probs of the weights that sampled it; it must have been notified of their
             delivery.
+        measures_noise: Also measure the noise floor of dH, if the batch has an old pass.
 
     Raises:
         SyncError: The engine's log-probs differ from the actor's by more than `sync.max_logprob_diff`.
@@ -151,18 +155,18 @@ def learn(
     batch = TrainBatch.build(rollouts, group_advantages(rollouts, objective.advantage))
     with clock.phase("old_stats"):
         gate.before_updates(batch, step)
-        if cfg.training.old_logprobs == "rollout":
+        if training.old_logprobs == "rollout":
             batch = replace(batch, old_logprobs_N=batch.rollout_logprobs_N)
-        elif _needs_old_pass(batch, objective, cfg.training):
+        elif _needs_old_pass(batch, objective, training):
             batch = actor.attach_old_stats(batch)
             log.note(mismatch(batch, actor.groups))
             gate.with_old_stats(batch, step)
-            if _is_due(step - 1, cfg.logging.noise_floor_every):
+            if measures_noise:
                 log.note({"tepo/entropy_noise_floor": actor.measure_noise(batch)})
         batch = _with_reference(batch, actor, objective, log)
     with clock.phase("update"):
-        shuffle = derive_seed(cfg.seed, "minibatches", step)
-        for minibatch in batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, shuffle):
+        shuffle = derive_seed(actor.cfg.seed, "minibatches", step)
+        for minibatch in batch.epochs(training.epochs, training.minibatch_prompts, shuffle):
             result = actor.update(minibatch, objective)
             log.add(result)
             if result.mismatch is not None and result.measured is not None:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from tepo_megatron.config import Config, TrainingConfig
-from tepo_megatron.config.safety import checks_that_are_off
+from tepo_megatron.config.safety import checks_that_are_off, safety_checks
 from tepo_megatron.controller.driver import Driver
 from tepo_megatron.controller.main_driver import MainDriver
 from tepo_megatron.controller.method import Method, resolve
@@ -54,7 +54,7 @@ def open_driver(cfg: Config, groups: ParallelDims, make_engine: EngineFactory | 
     if rollout.replay is not None:
         with RunLog(run_dir, cfg.logging, steps) as log:
             log.message(f"objective {cfg.objective.name}; rollouts of {rollout.replay}, no engine")
-            _log_lines(log, *checks_that_are_off(cfg))
+            _log_lines(log, *checks_that_are_off(safety_checks(cfg)))
             yield MainDriver(cfg, Replay(Path(rollout.replay), routing), None, evaluations([], None), log)
         return
     encode, decode = text_functions(tokenizer)
@@ -71,8 +71,12 @@ def open_driver(cfg: Config, groups: ParallelDims, make_engine: EngineFactory | 
         )
         _log_lines(log, *data.told)
         _log_lines(log, *_method_lines(method, cfg.training, rollout.prompts_per_step))
-        _log_lines(log, *checks_that_are_off(cfg), *beginning(rollout, run_dir / SERVER_LOG))
-        engine = (make_engine or _engine)(cfg)
+        _log_lines(log, *checks_that_are_off(safety_checks(cfg)), *beginning(rollout, run_dir / SERVER_LOG))
+        engine: RolloutEngine
+        if make_engine is not None:
+            engine = make_engine(cfg)
+        else:
+            engine = build_engine(rollout, launch_beside_ranks(cfg), run_dir / SERVER_LOG)
         if rollout.function is not None:
             log.message(f"each sample is made by {rollout.function}")
             function, mixed = load_function(rollout.function), rollout.in_flight == "continue"
@@ -89,10 +93,6 @@ def open_driver(cfg: Config, groups: ParallelDims, make_engine: EngineFactory | 
         )
         held_out = data.eval[: cfg.evaluation.max_problems]
         yield MainDriver(cfg, collector, prompts, evaluations(held_out, benchmarks), log)
-
-
-def _engine(cfg: Config) -> RolloutEngine:
-    return build_engine(cfg.rollout, launch_beside_ranks(cfg), cfg.run_dir / SERVER_LOG)
 
 
 def _check_enough_prompts(data: Data, name: str, wanted: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -73,22 +73,10 @@ def _why_no_step(rollout: RolloutConfig, enough_devices: bool, failed: bool, qui
     return ""
 
 
-def doctor(cfg: Config, check: Callable[[Config], None], start: Callable[[Config], None], quick: bool) -> int:
-    """Print all findings.
-
-    Args:
-        cfg: The config of the run.
-        check: Raises a TepoError for a config that cannot run.
-        start: Makes a run.
-        quick: Skip the checks that start processes.
-
-    Returns:
-        The exit status: 1 if a check failed, else 0.
-    """
-    from tepo_megatron.launcher.launcher import launch
-
+def print_findings(findings: Iterable[Finding]) -> int:
+    """Print findings as they are made, and their count. Return the exit status: 1 if a check failed, else 0."""
     count = {"pass": 0, "warn": 0, "fail": 0, "skip": 0}
-    for finding in examine(cfg, check, start, launch, quick):
+    for finding in findings:
         count[finding.verdict] += 1
         print(finding, flush=True)
     print(", ".join(f"{number} {verdict}" for verdict, number in count.items() if number))

@@ -87,7 +87,7 @@ def _train(job: Job, groups: Any) -> Outcome:
         gate.delivered(step - 1)
         actor.start_step(step)
         with _captured(actor, out):
-            learn(_versioned(rollouts, step, cfg), step, actor, objective, cfg, StepLog(), Clock(), gate)
+            learn(_versioned(rollouts, step, cfg), step, actor, objective, cfg.training, StepLog(), Clock(), gate)
     out.weights = sent(actor, [b.parameter for b in actor.bindings])
     if job.folder is not None:
         out.delivered = _deliver(actor, turns, job.folder, version=step)
@@ -96,7 +96,7 @@ def _train(job: Job, groups: Any) -> Outcome:
         for each in (actor, fresh):
             each.start_step(step + 1)
             again = _versioned(job.steps[0], step + 1, cfg)
-            learn(again, step + 1, each, objective, cfg, StepLog(), Clock(), _gate(each, step, groups))
+            learn(again, step + 1, each, objective, cfg.training, StepLog(), Clock(), _gate(each, step, groups))
         pairs = zip(actor.bindings, fresh.bindings, strict=True)
         out.resumed = all(torch.equal(a.parameter, b.parameter) for a, b in pairs)
     return out

@@ -162,7 +162,7 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
                 gate.delivered(version)
             actor.start_step(2)
             try:
-                learn(rollouts, 2, actor, build_objective(cfg.objective), cfg, StepLog(), Clock(), gate)
+                learn(rollouts, 2, actor, build_objective(cfg.objective), cfg.training, StepLog(), Clock(), gate)
             except SyncError as e:
                 assert "sync.max_logprob_diff" in str(e)
                 row.append(True)
@@ -208,7 +208,7 @@ def test_what_no_check_can_see_is_named_whatever_it_is_paired_with() -> None:
     for pair, cfg in pairs("model"):
         if cfg is None:
             continue
-        off = "\n".join(checks_that_are_off(cfg))
+        off = "\n".join(checks_that_are_off(safety_checks(cfg)))
         sends = not cfg.rollout.only and cfg.rollout.replay is None
         assert ("log-probs of evaluations: OFF" in off) == (cfg.data.eval is not None and sends), pair
         assert ("the engine's choice of experts" in off) == (cfg.rollout.replay_experts and not cfg.rollout.only), pair

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
-from tepo_megatron.doctor import doctor, examine, machine, trial, versions
+from tepo_megatron.doctor import examine, machine, print_findings, trial, versions
 from tepo_megatron.doctor.findings import Finding
 from tepo_megatron.launcher.start import preflight
 from tepo_megatron.utils.escaping import escaped
@@ -115,7 +115,7 @@ def test_what_files_say_cannot_drive_a_terminal(
         made(data={"train": str(tmp_path / "bad.jsonl")}),
         made(model={"path": str(copied(model, tmp_path / CODES.replace("/", "")))}),
     ):
-        doctor(cfg, preflight, nothing, quick=True)
+        print_findings(examine(cfg, preflight, nothing, nothing, quick=True))
         out = capsys.readouterr().out
         assert "\\x1b]0;owned" in out and out == escaped(out), out
         heads = [line.split()[1] for line in out.splitlines() if re.match("(pass|warn|fail|skip) ", line)]
