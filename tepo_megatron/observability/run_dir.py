@@ -7,7 +7,8 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,14 +54,22 @@ def claim(cfg: Config) -> RunLock:
     """
     from tepo_megatron.config.io import to_yaml
 
+    inputs = (
+        ("model.path", cfg.model.path),
+        ("model.reference", cfg.model.reference),
+        *cfg.data.paths,
+        ("rollout.replay", cfg.rollout.replay),
+        ("rollout.function", cfg.rollout.function),
+    )
+    refuse = partial(_refuse_what_is_there, cfg.run_dir, cfg.overwrite, cfg.resume, cfg.rollout.only, inputs)
     if not (cfg.run_dir / LOCK_FILE).exists():
-        _refuse_what_is_there(cfg)  # before a lock file is created in a folder that is not ours
+        refuse()  # before a lock file is created in a folder that is not ours
     try:
         lock = RunLock(cfg.run_dir)
     except ConfigError as e:
         raise ConfigError(f"output={cfg.output}: {e}") from None
     try:
-        _refuse_what_is_there(cfg)
+        refuse()
         _refuse_one_under_way(cfg.run_dir)  # by its metrics: a version without this lock started it, or the lock is gone
         lock.sign()
         _make_ready(cfg.run_dir, cfg.resume, to_yaml(cfg), cfg.output)
@@ -70,25 +79,26 @@ def claim(cfg: Config) -> RunLock:
     return lock
 
 
-def _refuse_what_is_there(cfg: Config) -> None:
-    """Raise ConfigError if the run may not start in the folder as it is now. This only reads."""
-    metrics = cfg.run_dir / "metrics.jsonl"
-    holds_a_run = (metrics.exists() and metrics.stat().st_size) or any((cfg.run_dir / n).exists() for n in _SIGNS)
-    if holds_a_run and not (cfg.overwrite or cfg.resume):
+def _refuse_what_is_there(
+    run_dir: Path, overwrite: bool, resume: bool, only_samples: bool, inputs: Sequence[tuple[str, str | None]]
+) -> None:
+    """Raise ConfigError if the run may not start in the folder as it is now. This only reads.
+
+    Args:
+        run_dir: Folder of the run.
+        overwrite, resume, only_samples: `overwrite`, `resume` and `rollout.only` of the config.
+        inputs: (key of the config, path) of each file that the run reads. None: not set.
+    """
+    metrics = run_dir / "metrics.jsonl"
+    holds_a_run = (metrics.exists() and metrics.stat().st_size) or any((run_dir / n).exists() for n in _SIGNS)
+    if holds_a_run and not (overwrite or resume):
         raise ConfigError(
-            f"{cfg.run_dir} holds a run already; go on with it with --resume true, choose another `name`, or replace it with "
+            f"{run_dir} holds a run already; go on with it with --resume true, choose another `name`, or replace it with "
             f"--overwrite true"
         )
-    if holds_a_run and cfg.resume:
-        _refuse_without_checkpoints(cfg.run_dir, cfg.rollout.only)
-    used = (
-        ("model.path", cfg.model.path),
-        ("model.reference", cfg.model.reference),
-        *cfg.data.paths,
-        ("rollout.replay", cfg.rollout.replay),
-        ("rollout.function", cfg.rollout.function),
-    )
-    _refuse_to_remove_what_is_used(used, _removed(cfg.run_dir, cfg.resume))
+    if holds_a_run and resume:
+        _refuse_without_checkpoints(run_dir, only_samples)
+    _refuse_to_remove_what_is_used(inputs, _removed(run_dir, resume))
 
 
 def _removed(run_dir: Path, resume: bool) -> list[Path]:
@@ -192,7 +202,7 @@ def _refuse_without_checkpoints(run_dir: Path, only_samples: bool) -> None:
         )
 
 
-def _refuse_to_remove_what_is_used(inputs: Iterable[tuple[str, str | None]], removed: list[Path]) -> None:
+def _refuse_to_remove_what_is_used(inputs: Sequence[tuple[str, str | None]], removed: list[Path]) -> None:
     for key, used in inputs:
         if used is not None and any(Path(used).resolve().is_relative_to(path.resolve()) for path in removed):
             raise ConfigError(f"{key}={used} lies in the run that would be replaced; choose another `name`")

@@ -102,7 +102,7 @@ def search(predictor: Predictor, gpus: int) -> SearchResult:
     best: list[LayoutCandidate] = []
     refused: dict[str, list[str]] = defaultdict(list)
     seen = 0
-    for cfg in _candidates(predictor.cfg, gpus, predictor.model.arch.experts is not None):
+    for cfg in _candidates(predictor, gpus):
         seen += 1
         layout = judge(replace(predictor, cfg=cfg))
         if layout.why:
@@ -113,7 +113,8 @@ def search(predictor: Predictor, gpus: int) -> SearchResult:
     return SearchResult(best, dict(sorted(refused.items(), key=lambda item: -len(item[1]))), seen)
 
 
-def _candidates(cfg: Config, gpus: int, experts: bool) -> Iterator[Config]:
+def _candidates(predictor: Predictor, gpus: int) -> Iterator[Config]:
+    cfg, experts = predictor.cfg, predictor.model.arch.experts is not None
     placement = placement_of(cfg.parallel.world_size, cfg.rollout)
     if placement.kind == "apart":
         splits = [(n, gpus - n) for n in divisors(gpus) if n < gpus] + ([(3 * gpus // 4, gpus // 4)] if gpus % 4 == 0 else [])
