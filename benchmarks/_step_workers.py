@@ -40,11 +40,12 @@ class OurStep:
         from tepo_megatron.losses import build_objective
 
         self.cfg, self.rollouts, self.steps = cfg, rollouts, 0
-        self.actor = Actor(cfg, parallel.initialize(cfg.parallel, platform, cfg.seed))
+        self.actor = Actor.open(cfg, parallel.initialize(cfg.parallel, platform, cfg.seed))
         self.objective = build_objective(cfg.objective)
 
     def __call__(self) -> Updates:
         """Run one step as `train.py` does; return (loss, gradient norm) of each update."""
+        from tepo_megatron.actor.comparisons import mismatch
         from tepo_megatron.controller.step_log import StepLog
         from tepo_megatron.losses.advantages import group_advantages
         from tepo_megatron.types import TrainBatch
@@ -54,7 +55,7 @@ class OurStep:
         actor.start_step(self.steps)
         batch = TrainBatch.build(self.rollouts, group_advantages(self.rollouts, self.objective.advantage))
         batch = actor.attach_old_stats(batch)
-        log.note(actor.mismatch(batch))
+        log.note(mismatch(batch, actor.groups))
         for minibatch in batch.epochs(self.cfg.training.epochs, self.cfg.training.minibatch_prompts, self.steps):
             result = actor.update(minibatch, self.objective)
             log.add(result)

@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> No
         "training": {"max_tokens_per_microbatch": 64}, "parallel": {"tp": args.tp, "dp": world // args.tp},
     })  # fmt: skip
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
-    actor = Actor(cfg, groups)
+    actor = Actor.open(cfg, groups)
     for chunk in actor.chunks:
         chunk.zero_grad_buffer()
     actor.start_step(1)

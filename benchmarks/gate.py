@@ -64,8 +64,10 @@ def measure(repetitions: int) -> list[dict[str, Any]]:
                 training=replace(cfg.training, epochs=max(1, updates // 4), minibatch_prompts=16 // min(4, updates)),
             )
             groups = groups or parallel.initialize(cfg.parallel, platform, 0)
-            actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
-            gates, rollouts, steps = {"gate": WeightsGate(cfg, actor, groups), "none": Off(cfg, actor, groups)}, graded(), [1]
+            actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
+            sections = (cfg.rollout, cfg.training, cfg.sync)
+            gates = {"gate": WeightsGate(*sections, actor, groups), "none": Off(*sections, actor, groups)}
+            rollouts, steps = graded(), [1]
             gates["gate"].delivered(0)
 
             def step(side: str) -> None:
@@ -73,7 +75,7 @@ def measure(repetitions: int) -> list[dict[str, Any]]:
                 gates[side].delivered(steps[0] - 1)  # noqa: B023
                 actor.start_step(steps[0])  # noqa: B023
                 older = [replace(r, policy_version=steps[0] - 2) for r in rollouts]  # noqa: B023
-                learn(older, steps[0], actor, objective, cfg, StepLog(), Clock(), gates[side])  # noqa: B023
+                learn(older, steps[0], actor, objective, cfg.training, StepLog(), Clock(), gates[side])  # noqa: B023
 
             def prepare() -> None:
                 gates["gate"].delivered(steps[0] - 1)  # noqa: B023  keeps what a run with the gate would have kept

@@ -14,7 +14,7 @@ from tepo_megatron.config.io import validate
 from tepo_megatron.plan.activations import Recompute
 from tepo_megatron.plan.compute import Machine
 from tepo_megatron.plan.gpus import GPUS
-from tepo_megatron.plan.memory import Model
+from tepo_megatron.plan.memory_parts import Model
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.step import Predictor
 from tepo_megatron.plan.workload import Workload

@@ -165,7 +165,7 @@ def step(cfg: Config, name: str, groups: ParallelDims, rollouts: list[Rollout]) 
     from tepo_megatron.losses.kl import mask_falling_entropy
 
     precision, inputs, weights = VARIANTS[name]
-    actor = Actor(replace(cfg, model=replace(cfg.model, precision=precision)), groups)  # type: ignore[arg-type]
+    actor = Actor.open(replace(cfg, model=replace(cfg.model, precision=precision)), groups)  # type: ignore[arg-type]
     if inputs is not None and weights is not None:
         emulate(actor, inputs, weights)
     objective = build_objective(cfg.objective)

@@ -155,7 +155,7 @@ def measure(names: list[str], repetitions: int, quick: bool) -> list[dict[str, A
             case = (QUICK if quick else CASES)[name]
             configs = {side: config(Path(folder), case, share) for side, share in (("plain", "never"), ("shared", case.share))}
             groups = groups or parallel.initialize(configs["plain"].parallel, platform, 0)
-            actors = {side: Actor(cfg, groups) for side, cfg in configs.items()}
+            actors = {side: Actor.open(cfg, groups) for side, cfg in configs.items()}
             objective, batch = build_objective(configs["plain"].objective), batch_of(case)
             metrics: dict[str, dict[str, float]] = {}
 

@@ -217,7 +217,7 @@ def main() -> None:
         from tepo_megatron.distributed import parallel
 
         groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
-        actor = Actor(cfg, groups)
+        actor = Actor.open(cfg, groups)
         nbytes = sum(p.stat().st_size for p in model.glob("*.safetensors"))
         results = {}
         for name in args.engines.split(","):

@@ -18,7 +18,7 @@ from tepo_megatron.utils.escaping import escaped
 from tepo_megatron.utils.run_lock import RunLock
 
 if TYPE_CHECKING:  # heavy imports come later, where an interrupt is reported in one line
-    from tepo_megatron.config import Config
+    pass
 
 COMMANDS_WITH_KEYS = ("train", "ablate", "serve", "doctor", "evaluate", "plan")  # they take --section.key VALUE
 Commands = argparse._SubParsersAction
@@ -168,10 +168,12 @@ def _serve(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _doctor(args: argparse.Namespace, overrides: list[str]) -> int:
     from tepo_megatron.config.io import load_config
-    from tepo_megatron.doctor import doctor
+    from tepo_megatron.doctor import examine, print_findings
+    from tepo_megatron.launcher.launcher import launch
     from tepo_megatron.launcher.start import preflight, start
 
-    return doctor(load_config(args.config, overrides), preflight, start, args.quick)
+    findings = examine(load_config(args.config, overrides), preflight, start, launch, args.quick)
+    return print_findings(findings)
 
 
 def _ablate(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -211,7 +213,7 @@ def train(config_path: str, overrides: list[str]) -> int:
     is_main = not inside_torchrun() or os.environ["RANK"] == "0"
     if run_dir.finished(cfg):
         if is_main:
-            _tell_results(cfg)
+            _print_results(cfg.run_dir, cfg.training.steps)
         return 0
     if is_main:
         try:
@@ -273,7 +275,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
         overrides: The remaining arguments.
     """
     from tepo_megatron.config.io import load_config
-    from tepo_megatron.plan.command import Request, plan
+    from tepo_megatron.plan.command import Request, plan, predictor_of
 
     for name in ("gpus", "prompt", "response"):
         value = getattr(args, name)
@@ -282,7 +284,8 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.dropped is not None and not 0 <= args.dropped < 1:
         raise ConfigError(f"--dropped {args.dropped:g}: a share of at least 0 and below 1")
     request = Request(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped)
-    return plan(load_config(args.config, overrides), request, lambda text: print(escaped(text), flush=True))
+    predictor = predictor_of(load_config(args.config, overrides), request)
+    return plan(predictor, request, lambda text: print(escaped(text), flush=True))
 
 
 def report_on(run_dirs: Sequence[Path], out: Path | None) -> Path:
@@ -301,18 +304,18 @@ def report_on(run_dirs: Sequence[Path], out: Path | None) -> Path:
     return write_report(run_dirs[0])
 
 
-def _tell_results(cfg: Config) -> None:
+def _print_results(folder: Path, steps: int) -> None:
     """Print the results of a finished run; write its page and picture if it was killed before it did."""
-    folder, names = cfg.run_dir, ("summary.json", "report.html", "report.png", "hf")
+    names = ("summary.json", "report.html", "report.png", "hf")
     if not (folder / "report.png").exists():  # a run removes the picture before it writes its summary
         from tepo_megatron.report import write_report
 
         with RunLock(folder):
             write_report(folder)
     results = ", ".join(name for name in names if (folder / name).exists())
-    steps = json.loads((folder / "summary.json").read_text())["steps"]
-    print(f"{escaped(str(folder))}: this run is finished, with {steps} steps; its results: {results}")
-    early = steps < cfg.training.steps
+    made = json.loads((folder / "summary.json").read_text())["steps"]
+    print(f"{escaped(str(folder))}: this run is finished, with {made} steps; its results: {results}")
+    early = made < steps
     print(f"only {'--evaluation.patience null' if early else 'a higher training.steps'} makes it go on")
 
 

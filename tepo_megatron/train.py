@@ -7,16 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from tepo_megatron.actor.actor import Actor
+from tepo_megatron.actor.comparisons import mismatch, reference_divergence
 from tepo_megatron.checkpoint.checkpoints import Checkpoints
-from tepo_megatron.config import Config, ParallelConfig
+from tepo_megatron.config import Config, ParallelConfig, SyncConfig, TrainingConfig
 from tepo_megatron.config.io import plain
-from tepo_megatron.controller.driver import Driver, EngineFactory
+from tepo_megatron.controller.driver import Driver
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
+from tepo_megatron.controller.opening import EngineFactory, open_driver
 from tepo_megatron.controller.placement import Colocated, Disaggregated, barrier
 from tepo_megatron.controller.schedule import Schedule
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.distributed import parallel
+from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.losses.advantages import group_advantages, penalized
 from tepo_megatron.observability import hang_watchdog
@@ -31,7 +34,7 @@ def train(
     cfg: Config,
     platform: Platform,
     make_engine: EngineFactory | None = None,
-    end: Callable[[str, bool], object] = hang_watchdog.abort,
+    on_hang: Callable[[str, bool], object] = hang_watchdog.abort,
 ) -> None:
     """Make one run of `cfg.training.steps` steps: sample and grade a batch, train on it, and update the engine's weights.
 
@@ -39,68 +42,79 @@ def train(
         cfg: The run's config.
         platform: The activated platform of `cfg.platform`.
         make_engine: Makes an engine to use instead of the one that the config names.
-        end: Called by the hang watchdog to end this process; see `watch.HangWatchdog`.
+        on_hang: Called by the hang watchdog to end this process; see `hang_watchdog.HangWatchdog`.
     """
     check_one_host(cfg.sync, servers_beside_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous is not None)
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
-    with _watched(cfg.parallel, groups, cfg.run_dir, end), Driver.open(cfg, groups, make_engine) as driver:
+    with _watched(cfg.parallel, groups, cfg.run_dir, on_hang), open_driver(cfg, groups, make_engine) as driver:
         if cfg.rollout.only:
-            _sample(cfg, driver)
+            _sample(driver, cfg.training.steps)
         else:
-            _learn(cfg, groups, driver)
+            _train(cfg, groups, driver)
     parallel.shutdown()
 
 
 def _watched(
-    cfg: ParallelConfig, groups: parallel.ParallelDims, folder: Path, end: Callable[[str, bool], object]
+    cfg: ParallelConfig, groups: parallel.ParallelDims, folder: Path, on_hang: Callable[[str, bool], object]
 ) -> hang_watchdog.HangWatchdog:
     seconds = {"silent_seconds": cfg.silent_seconds, "stuck_seconds": cfg.stuck_seconds}
-    return hang_watchdog.HangWatchdog(parallel.world_store(), groups.rank, groups.world_size, folder, **seconds, end=end)
+    return hang_watchdog.HangWatchdog(
+        parallel.world_store(), groups.rank, groups.world_size, folder, **seconds, on_hang=on_hang
+    )
 
 
-def _learn(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
+def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
     """Train for all steps; then export the model, evaluate it and write the report."""
     if cfg.rollout.colocate:
-        driver.engine_to_sleep()
+        driver.sleep_engine()
         barrier(groups)
-    actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
+    actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
     if objective.ref_beta:
         actor.keep_reference()
+    steps, every = cfg.training.steps, cfg.checkpoint.every
+    evaluation = cfg.evaluation if cfg.data.eval is not None or cfg.evaluation.benchmarks else None
     with (
         Checkpoints(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
-        _open_sync(cfg, groups, actor, driver) as sync,
+        _open_sync(cfg.sync, cfg.rollout.replay is not None, groups, actor, driver.wait_engine()) as sync,
     ):
         first = _resume(checkpoints, actor, driver) if cfg.resume else 0
-        turns = Colocated(actor, driver.engine, groups) if cfg.rollout.colocate else Disaggregated()
+        gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
+        placement = Colocated(actor, driver.engine, groups) if cfg.rollout.colocate else Disaggregated()
         memory = MemoryReport(groups, driver.engine, enabled=cfg.logging.memory or cfg.rollout.colocate)
-        gate = WeightsGate(cfg, actor, groups)
-        schedule = Schedule(cfg, driver, sync, groups, first, turns, memory, gate)
-        for step in range(first + 1, cfg.training.steps + 1):
+        schedule = Schedule(
+            *(cfg.rollout, evaluation, steps, driver, sync, gate, placement, memory, groups),
+            trained=first,
+        )
+        schedule.publish_first_weights()
+        if first == 0:
+            schedule.evaluate(0)
+        for step in range(first + 1, steps + 1):
             if schedule.ended:
                 break
             clock, log, hang_watchdog.progress.step = Clock(), StepLog(), step
-            rollouts = log.receive(schedule.take(step, clock))
+            rollouts = log.receive(schedule.next_batch(step, clock))
             actor.start_step(step)
             if rollouts:
-                learn(rollouts, step, actor, objective, cfg, log, clock, gate)
-            schedule.give(step, clock)
+                noise = _is_due(step - 1, cfg.logging.noise_floor_every)
+                learn(rollouts, step, actor, objective, cfg.training, log, clock, gate, measures_noise=noise)
+            schedule.publish_weights(step, clock)
             log.memory(memory.values())
             driver.log_step(step, log, clock)
             schedule.evaluate_if_due(step)
-            last = step == cfg.training.steps or schedule.ended
-            if _is_due(step, cfg.checkpoint.every) or (last and cfg.checkpoint.every):
-                schedule.train()  # an evaluation may have offloaded the trainer
+            last = step == steps or schedule.ended
+            if _is_due(step, every) or (last and every):
+                schedule.load_trainer()
                 checkpoints.save(step, actor, driver.state(step) | {"noise_floor": actor.noise_floor}, driver.best_step)
-            driver.saved(checkpoints.poll())
+            driver.log_checkpoint(checkpoints.poll())
 
         if schedule.ended:
-            schedule.train()
-        driver.saved(checkpoints.wait())
+            schedule.load_trainer()
+        driver.log_checkpoint(checkpoints.wait())
         if cfg.export_hf:  # first, so that a later failure cannot cost the model
             actor.export_hf(cfg.run_dir / "hf", driver.check_in_place)
         schedule.evaluate(schedule.trained)
     if table := memory.table():
-        driver.tell(table)
+        driver.log_message(table)
     driver.finish(schedule.trained)
 
 
@@ -109,10 +123,12 @@ def learn(
     step: int,
     actor: Actor,
     objective: Objective,
-    cfg: Config,
+    training: TrainingConfig,
     log: StepLog,
     clock: Clock,
     gate: WeightsGate,
+    *,
+    measures_noise: bool = False,
 ) -> None:
     """Make all updates of one rollout batch: old statistics, reference log-probs, then one update per minibatch.
 
@@ -123,11 +139,12 @@ def learn(
         step: Number of the rollout batch; it seeds the order of the minibatches.
         actor: The policy to update.
         objective: The loss.
-        cfg: The run's config.
+        training: Sets epochs, minibatches, and whose log-probs are the old ones.
         log: Receives metrics and the mismatch between engine and actor.
         clock: Receives the seconds of the phases `old_stats` and `update`.
         gate: Compares each rollout with the log-probs of the weights that sampled it; it must have been notified of their
             delivery.
+        measures_noise: Also measure the noise floor of dH, if the batch has an old pass.
 
     Raises:
         SyncError: The engine's log-probs differ from the actor's by more than `sync.max_logprob_diff`.
@@ -136,18 +153,18 @@ def learn(
     batch = TrainBatch.build(rollouts, group_advantages(rollouts, objective.advantage))
     with clock.phase("old_stats"):
         gate.before_updates(batch, step)
-        if cfg.training.old_logprobs == "rollout":
+        if training.old_logprobs == "rollout":
             batch = replace(batch, old_logprobs_N=batch.rollout_logprobs_N)
-        elif _needs_old_pass(batch, objective, cfg):
+        elif _needs_old_pass(batch, objective, training):
             batch = actor.attach_old_stats(batch)
-            log.note(actor.mismatch(batch))
+            log.note(mismatch(batch, actor.groups))
             gate.with_old_stats(batch, step)
-            if _is_due(step - 1, cfg.logging.noise_floor_every):
+            if measures_noise:
                 log.note({"tepo/entropy_noise_floor": actor.measure_noise(batch)})
         batch = _with_reference(batch, actor, objective, log)
     with clock.phase("update"):
-        shuffle = derive_seed(cfg.seed, "minibatches", step)
-        for minibatch in batch.epochs(cfg.training.epochs, cfg.training.minibatch_prompts, shuffle):
+        shuffle = derive_seed(actor.cfg.seed, "minibatches", step)
+        for minibatch in batch.epochs(training.epochs, training.minibatch_prompts, shuffle):
             result = actor.update(minibatch, objective)
             log.add(result)
             if result.mismatch is not None and result.measured is not None:
@@ -157,10 +174,10 @@ def learn(
     log.note(gate.values())
 
 
-def _sample(cfg: Config, driver: Driver) -> None:
+def _sample(driver: Driver, steps: int) -> None:
     """Only sample and record rollouts, with the weights in `model.path`."""
-    driver.engine_when_ready()
-    for step in range(1, cfg.training.steps + 1):
+    driver.wait_engine()
+    for step in range(1, steps + 1):
         clock, log = Clock(), StepLog()
         sampled = driver.collect(step, clock)
         assert sampled is not None, "rollout.only runs on one rank"
@@ -180,25 +197,24 @@ def _resume(checkpoints: Checkpoints, actor: Actor, driver: Driver) -> int:
     return int(state["step"])
 
 
-def _open_sync(cfg: Config, groups: parallel.ParallelDims, actor: Actor, driver: Driver) -> WeightSync | NoSync:
+def _open_sync(
+    cfg: SyncConfig, replays: bool, groups: parallel.ParallelDims, actor: Actor, engine: RolloutEngine | None
+) -> WeightSync | NoSync:
     """Return the sync that delivers the actor's weights; one that does nothing if rollouts are replayed."""
-    engine = driver.engine_when_ready()
-    if cfg.rollout.replay is not None:
-        return NoSync()
-    return make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, engine)
+    return NoSync() if replays else make_weight_sync(cfg, actor.bindings, actor.arch, groups, engine)
 
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _needs_old_pass(batch: TrainBatch, objective: Objective, cfg: Config) -> bool:
+def _needs_old_pass(batch: TrainBatch, objective: Objective, training: TrainingConfig) -> bool:
     """Return whether old statistics need a forward pass of their own.
 
     They do not if the only update's own forward pass yields them and nothing asks for them earlier.
     """
     in_reward = bool(objective.ref_beta) and objective.ref_kl_in == "reward"
-    several = batch.updates(cfg.training.epochs, cfg.training.minibatch_prompts) > 1
+    several = batch.updates(training.epochs, training.minibatch_prompts) > 1
     return several or objective.needs_batch_statistics or in_reward
 
 
@@ -209,7 +225,7 @@ def _with_reference(batch: TrainBatch, actor: Actor, objective: Objective, log: 
     batch = actor.attach_ref_logprobs(batch)
     if objective.ref_kl_in == "loss":
         return batch
-    divergence_B = actor.reference_divergence(batch, objective.ref_kl)
+    divergence_B = reference_divergence(batch, objective.ref_kl, actor.groups)
     log.note({"reward/ref_kl": float(divergence_B.mean())})
     rollouts = penalized(batch.rollouts, objective.ref_beta * divergence_B)
     return replace(batch, rollouts=rollouts, advantages_B=group_advantages(rollouts, objective.advantage))

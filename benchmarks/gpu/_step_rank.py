@@ -62,7 +62,7 @@ class Steps:
 
         self.cfg, self.rollouts = cfg, rollouts(cfg, work)
         self.groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
-        self.actor, self.objective = Actor(cfg, self.groups), build_objective(cfg.objective)
+        self.actor, self.objective = Actor.open(cfg, self.groups), build_objective(cfg.objective)
         self.on_gpu = cfg.platform == "cuda"
         self.seconds: dict[str, list[float]] = {OLD: [], UPDATES: []}
 

@@ -108,15 +108,27 @@ def batch_setup(cfg: Config, slurm: SlurmConfig, home: Path) -> str:
         slurm: Section of the profile.
         home: Folder for the log of that step, and for the checkpoints at which starts of the job failed.
     """
-    name = cfg.run_dir.absolute().name
+    checkpoints, name = (cfg.run_dir / "checkpoints").absolute(), cfg.run_dir.absolute().name
     log, failures = (shlex.quote(str(home / f"{name}-{what}")) for what in ("guard-%j.log", "failures-"))
+    return _before_the_limit(slurm, checkpoints, failures, cfg.training.steps) + _after_a_failure(slurm, log)
+
+
+def _before_the_limit(slurm: SlurmConfig, checkpoints: Path, failures: str, steps: int) -> str:
+    """Return the part that requeues the job before its time limit, with the variables that `_after_a_failure` reads too.
+
+    Args:
+        slurm: Section of the profile.
+        checkpoints: Folder of the run's checkpoints.
+        failures: Quoted start of the path of the file that lists failed starts.
+        steps: Last step of the run.
+    """
     patience = slurm.warning_seconds - min(_MARGIN_SECONDS, slurm.warning_seconds // 2)
     return f"""
 # queued again before the time limit: after the next checkpoint, or {patience} s from now without one
 set +vx
-checkpoints={shlex.quote(str((cfg.run_dir / "checkpoints").absolute()))}
+checkpoints={shlex.quote(str(checkpoints))}
 failures={failures}"$SLURM_JOB_ID"
-last=step-{cfg.training.steps:08d}
+last=step-{steps:08d}
 newest() {{ ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort -V | tail -n 1; }}
 under_way() {{ kill -0 "${{pids[0]}}" 2>/dev/null; }}
 used_up() {{
@@ -135,7 +147,17 @@ queue_again() {{
   fi
 }}
 trap queue_again USR1
+"""
 
+
+def _after_a_failure(slurm: SlurmConfig, log: str) -> str:
+    """Return the part that requeues the job after a failed task or the batch script's own death.
+
+    Args:
+        slurm: Section of the profile.
+        log: Quoted path of the log of the step that notices that death.
+    """
+    return f"""
 # queued again after a failure, unless {slurm.error_restarts + 1} starts failed at one checkpoint
 job_says() {{ scontrol show job --oneliner "$SLURM_JOB_ID" | grep -qE "$1"; }}
 after_failure() {{

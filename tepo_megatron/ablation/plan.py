@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import Config, DataConfig, EvaluationConfig, ModelConfig
 from tepo_megatron.config.fields import NonNegative, config
 from tepo_megatron.config.io import parse_overrides, read_layers, read_yaml, set_key, validate_as
 from tepo_megatron.errors import ConfigError, TepoError
@@ -162,20 +162,22 @@ def _config(file: AblationFile, path: str | Path, run: str, seed: int, words: li
 def _check_comparable(plan: AblationPlan, path: str | Path) -> None:
     """Raise ConfigError unless all runs share base model and evaluation: the comparison is made problem by problem."""
 
-    def common(cfg: Config) -> dict[str, Any]:
-        """Return the settings that all runs must share."""
-        data = {f"data.{field.name}": getattr(cfg.data, field.name) for field in dataclasses.fields(cfg.data)}
-        of_training = ("data.train", "data.shuffle")
-        keys = {"model.path": cfg.model.path, "evaluation": cfg.evaluation}
-        return keys | {key: value for key, value in data.items() if key not in of_training}
-
-    expected = common(plan.any_config)
+    expected = _shared_settings(plan.any_config.model, plan.any_config.data, plan.any_config.evaluation)
     if expected["data.eval"] is None:
         raise ConfigError(f"{path}: data.eval is missing: an ablation compares accuracies on held-out problems; give it a file")
     for name, by_seed in plan.runs.items():
-        for key, value in common(by_seed[plan.seeds[0]]).items():
+        cfg = by_seed[plan.seeds[0]]
+        for key, value in _shared_settings(cfg.model, cfg.data, cfg.evaluation).items():
             if value != expected[key]:
                 raise ConfigError(
                     f"{path}: runs.{name}: {key}={value} is not that of {plan.baseline} ({expected[key]}); all runs start from "
                     "one base model and are evaluated alike"
                 )
+
+
+def _shared_settings(model: ModelConfig, data: DataConfig, evaluation: EvaluationConfig) -> dict[str, Any]:
+    """Return the settings that all runs must share."""
+    fields = {f"data.{field.name}": getattr(data, field.name) for field in dataclasses.fields(data)}
+    of_training = ("data.train", "data.shuffle")
+    keys = {"model.path": model.path, "evaluation": evaluation}
+    return keys | {key: value for key, value in fields.items() if key not in of_training}

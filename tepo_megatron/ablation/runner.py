@@ -63,7 +63,7 @@ def finished_runs(plan: AblationPlan) -> set[tuple[str, int]]:
         for seed, cfg in by_seed.items():
             if not (cfg.run_dir / "summary.json").exists():
                 continue
-            if _same_config(cfg):
+            if _config_in(cfg.run_dir) == cfg:
                 found.add((name, seed))
             elif not plan.overwrite:
                 raise ConfigError(
@@ -92,11 +92,12 @@ def write_results(plan: AblationPlan, outcomes: dict[str, dict[int, RunOutcome]]
     print("written:", *written)
 
 
-def _same_config(cfg: Config) -> bool:
+def _config_in(run_dir: Path) -> Config | None:
+    """Return the config of the run in a folder; None if it cannot be read."""
     try:
-        return load_config(cfg.run_dir / "config.yaml") == cfg
+        return load_config(run_dir / "config.yaml")
     except ConfigError:
-        return False
+        return None
 
 
 @contextlib.contextmanager

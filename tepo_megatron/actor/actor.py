@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from tepo_megatron.actor import build
 from tepo_megatron.actor.accumulator import UpdateAccumulator, UpdateResult
 from tepo_megatron.actor.activations import HostActivations
+from tepo_megatron.actor.comparisons import mismatch
 from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.kernels import check_transformer_engine, hardware, installed
 from tepo_megatron.actor.minibatch import MinibatchInputs
@@ -30,7 +33,6 @@ from tepo_megatron.actor.user_buffers import open_buffers
 from tepo_megatron.config import Config
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import NumericalError
-from tepo_megatron.losses.kl import ESTIMATORS
 from tepo_megatron.losses.objective import Objective
 from tepo_megatron.losses.weighting import BatchStatistics
 from tepo_megatron.ops.output_layer import output_layer_stats
@@ -39,13 +41,15 @@ from tepo_megatron.ops.segments import Segments
 from tepo_megatron.ops.vocab_parallel import token_stats
 from tepo_megatron.types import PackedMicrobatch, TokenStats, TrainBatch
 from tepo_megatron.utils.seeding import derive_seed, hash_rows
-from tepo_megatron.weights.families import find_family, read_config
-from tepo_megatron.weights.gather import bind, export_hf, load_hf
+from tepo_megatron.weights.families import Family, find_family, read_config
+from tepo_megatron.weights.gather import Binding, bind, export_hf, load_hf
 from tepo_megatron.weights.hf_io import HfReader
+from tepo_megatron.weights.ops import Architecture
 
 UPDATE = "an update"
 
 
+@dataclass(eq=False)
 class Actor:
     """This rank's part of the policy: model, optimizer and pipeline schedule. All ranks call every public method.
 
@@ -53,8 +57,10 @@ class Actor:
     `MinibatchTokenStats`.
 
     Attributes:
-        family, arch: The model's family and architecture.
-        cfg, groups: The config and the mesh, as given.
+        cfg: The run's config.
+        groups: The mesh of this run.
+        family: The model's family.
+        arch: The model's architecture.
         config: Megatron's config of the model.
         chunks: This rank's model chunks in DDP.
         bindings: This rank's parameters with their Hugging Face names.
@@ -63,47 +69,68 @@ class Actor:
         schedule: Runs microbatches over the pipeline.
         offloader: Offloads parts of the actor, for `offload` and `load`.
         activations: Context of `training.offload_activations`; None without it.
+        rows: Selects the response rows before the output layer; None except on the last pipeline stage.
         reference: The reference policy's weights; None before `keep_reference`.
         noise_floor: Noise floor of dH in nats; None before `measure_noise` has found one.
     """
 
-    def __init__(self, cfg: Config, groups: ParallelDims) -> None:
+    cfg: Config
+    groups: ParallelDims
+    family: Family
+    arch: Architecture
+    config: TransformerConfig
+    chunks: list[DistributedDataParallel]
+    bindings: list[Binding]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    packer: Packer
+    schedule: PipelineSchedule
+    offloader: Offload
+    activations: HostActivations | None
+    rows: OutputRows | None
+    reference: HostWeights | None = None
+    noise_floor: float | None = None
+    _step: int = 0
+    _gathered: bool = True
+
+    @classmethod
+    def open(cls, cfg: Config, groups: ParallelDims) -> Actor:
+        """Build this rank's part of the model with the weights of `model.path`, and its optimizer.
+
+        Raises:
+            ConfigError: The hardware or the installed packages cannot do what the config asks.
+            CheckpointError: The weights cannot be read, or are not those of the architecture.
+        """
         hf_config = read_config(cfg.model.path)
-        self.family = find_family(hf_config)
-        self.arch = self.family.architecture(hf_config)
-        self.cfg, self.groups = cfg, groups
-        replays = cfg.rollout.replay_experts
-        shares = build.shares_prompts(cfg.training, cfg.model, groups.device, groups.cp.size)
-        check_hardware(cfg.model, hardware(groups.device))
+        family = find_family(hf_config)
+        arch = family.architecture(hf_config)
+        replays, device = cfg.rollout.replay_experts, groups.device
+        shares = build.shares_prompts(cfg.training, cfg.model, device, groups.cp.size)
+        check_hardware(cfg.model, hardware(device))
         check_transformer_engine(cfg.optimizer, cfg.parallel, installed())
         padding = alignment(cfg.model, cfg.parallel, cfg.training)
-        self.packer = Packer(cfg.training, groups, padding, shares_prompts=shares, replays_experts=replays)
+        packer = Packer(cfg.training, groups, padding, shares_prompts=shares, replays_experts=replays)
         if cfg.parallel.tp_comm_overlap:
-            tokens = padding.padded([1])[0] // groups.cp.size
-            open_buffers(cfg.model, cfg.parallel, tokens, self.arch.hidden_size)
-        self.config = build.transformer_config(self.arch, cfg.model, cfg.parallel, groups.device, cfg.training, replays, shares)
-        chunks = build.build_chunks(self.config, self.arch, cfg.model, groups)
-        self.bindings = bind(chunks, self.family, self.arch)
+            open_buffers(cfg.model, cfg.parallel, padding.padded([1])[0] // groups.cp.size, arch.hidden_size)
+        config = build.transformer_config(arch, cfg.model, cfg.parallel, device, cfg.training, replays, shares)
+        bare = build.build_chunks(config, arch, cfg.model, groups)
+        bindings = bind(bare, family, arch)
         # the weights must be loaded before the optimizer copies its fp32 masters from them
-        load_hf(self.bindings, HfReader(cfg.model.path), self.family, self.arch, groups.tp)
+        load_hf(bindings, HfReader(cfg.model.path), family, arch, groups.tp)
         fused = cfg.training.logits_budget_mib is not None
-        rows = OutputRows(chunks[-1].output_layer, keep_hidden=fused) if groups.is_last_stage else None
-        self.chunks = build.wrap_ddp(self.config, chunks, cfg.parallel, cfg.platform)
-        self.optimizer, self.scheduler = build.build_optimizer(
-            cfg.optimizer, cfg.model, cfg.parallel, self.chunks, cfg.platform
+        rows = OutputRows(bare[-1].output_layer, keep_hidden=fused) if groups.is_last_stage else None
+        chunks = build.wrap_ddp(config, bare, cfg.parallel, cfg.platform)
+        optimizer, scheduler = build.build_optimizer(cfg.optimizer, cfg.model, cfg.parallel, chunks, cfg.platform)
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = optimizer.scale_loss
+        experts = ExpertReplay(chunks, arch.sparse_layers, groups, cfg.parallel.sequence_parallel) if replays else None
+        schedule = PipelineSchedule(chunks, rows, groups, experts)
+        offloader = Offload(chunks, optimizer, device)
+        activations = HostActivations(chunks, device) if cfg.training.offload_activations else None
+        return cls(
+            *(cfg, groups, family, arch, config, chunks, bindings, optimizer, scheduler),
+            *(packer, schedule, offloader, activations, rows),
         )
-        self.config.finalize_model_grads_func = finalize_model_grads
-        self.config.grad_scale_func = self.optimizer.scale_loss
-        experts = None
-        if replays:
-            experts = ExpertReplay(self.chunks, self.arch.sparse_layers, groups, cfg.parallel.sequence_parallel)
-        self._rows, self.schedule = rows, PipelineSchedule(self.chunks, rows, groups, experts)
-        self.offloader = Offload(self.chunks, self.optimizer, groups.device)
-        self.activations = HostActivations(self.chunks, groups.device) if cfg.training.offload_activations else None
-        self._step = 0
-        self._gathered = True
-        self.reference: HostWeights | None = None
-        self.noise_floor: float | None = None
 
     def offload(self, *parts: Part) -> None:
         """Offload these parts, or all (see `Offload`). Until `load`, methods that need them raise RuntimeError."""
@@ -146,20 +173,6 @@ class Actor:
         with self.reference.in_place():
             return replace(batch, ref_logprobs_N=self.logprobs(batch, replays=False))
 
-    def reference_divergence(self, batch: TrainBatch, estimator: str) -> Tensor:
-        """Return KL(old, reference) summed over each response: [B] fp64 nats on the host. Collectives: one broadcast over pp.
-
-        Args:
-            batch: A batch with old and reference log-probs.
-            estimator: A name in ESTIMATORS.
-        """
-        divergence_B = torch.zeros(len(batch), dtype=torch.float64, device=self.groups.device)
-        if self.groups.is_last_stage:
-            assert batch.old_logprobs_N is not None and batch.ref_logprobs_N is not None, "attach both log-probs first"
-            kl_N = ESTIMATORS[estimator](batch.old_logprobs_N - batch.ref_logprobs_N).double()
-            divergence_B.index_add_(0, batch.sequence_N.to(kl_N.device), kl_N)
-        return self.groups.broadcast_from_last_stage(divergence_B).cpu()
-
     def measure_noise(self, batch: TrainBatch) -> float | None:
         """Return the noise floor of dH in nats: repeat the old pass under another packing and take the 99 % quantile of |dH|.
 
@@ -175,21 +188,6 @@ class Actor:
         floor = difference_N.kthvalue(math.ceil(0.99 * difference_N.numel())).values
         self.noise_floor = float(self.groups.broadcast_from_last_stage(floor.double().reshape(1)))
         return self.noise_floor
-
-    def mismatch(self, batch: TrainBatch) -> dict[str, float]:
-        """Return the mismatch between the engine's log-probs and the actor's, and the actor's entropy, the same on every rank.
-
-        Keys: `rollout/logprob_diff_mean`, `rollout/logprob_diff_max` (nats) and `actor/entropy` (nats per response token).
-        """
-        assert batch.old_logprobs_N is not None and batch.old_entropies_N is not None, "attach_old_stats comes first"
-        diff_N = (batch.rollout_logprobs_N.to(self.groups.device) - batch.old_logprobs_N).abs()
-        values = torch.stack((diff_N.mean(), diff_N.max(), batch.old_entropies_N.mean())).double()
-        mean, largest, entropy = self.groups.broadcast_from_last_stage(values).tolist()
-        return {
-            "rollout/logprob_diff_mean": mean,
-            "rollout/logprob_diff_max": largest,
-            "actor/entropy": entropy,
-        }
 
     def host_copy(self) -> HostWeights:
         """Return a copy of this rank's current parameters in host memory."""
@@ -231,8 +229,8 @@ class Actor:
             NumericalError: On every rank, for a loss (before the step) or a gradient norm that is not finite.
         """
         plan = self.packer.plan(batch)
-        tally = self.backward(batch, objective, plan)
-        result = tally.reduce(self.groups)
+        accumulator = self.backward(batch, objective, plan)
+        result = accumulator.reduce(self.groups)
         loss, _ = result.metrics["loss/total"]
         if not math.isfinite(loss):
             raise NumericalError(
@@ -247,10 +245,10 @@ class Actor:
             )
         result.metrics["actor/grad_norm"] = (float(grad_norm), 1.0)
         result.metrics.update((name, (value, 1.0)) for name, value in self.packer.metrics(batch, plan).items())
-        if tally.whole is None:
+        if accumulator.whole is None:
             return result
-        batch = batch.with_old_stats(tally.whole.gather())
-        return replace(result, mismatch=self.mismatch(batch), measured=batch)
+        batch = batch.with_old_stats(accumulator.whole.gather())
+        return replace(result, mismatch=mismatch(batch, self.groups), measured=batch)
 
     def backward(self, batch: TrainBatch, objective: Objective, plan: Plan | None = None) -> UpdateAccumulator:
         """Compute the gradients of the objective on a minibatch, reduced over all ranks, in `main_grad`.
@@ -265,7 +263,7 @@ class Actor:
         inputs = MinibatchInputs(batch, self.groups.device, self.noise_floor)
         weights = self._batch_statistics(batch, inputs, objective) if objective.needs_batch_statistics else None
         unmeasured = batch.update == 0 and batch.old_entropies_N is None
-        tally = UpdateAccumulator(
+        accumulator = UpdateAccumulator(
             batch, self.groups.device, MinibatchTokenStats(batch.num_tokens, self.groups) if unmeasured else None
         )
 
@@ -273,7 +271,7 @@ class Actor:
             segments = Segments.of(microbatch, self.groups.cp.group)
             stats = self._stats(microbatch, output)
             out = objective(stats, inputs.rows(microbatch, segments, stats, weights))
-            tally.add(out, microbatch, segments, stats)
+            accumulator.add(out, microbatch, segments, stats)
             return out.loss
 
         for chunk in self.chunks:
@@ -282,7 +280,7 @@ class Actor:
         with self.activations or contextlib.nullcontext():
             self.schedule.forward_backward(self.packer.pack(batch, plan), loss, batch.num_tokens)
         self._gathered = True
-        return tally
+        return accumulator
 
     def _batch_statistics(self, batch: TrainBatch, inputs: MinibatchInputs, objective: Objective) -> BatchStatistics | None:
         """Return the token weights that an objective takes from the whole minibatch; None except on the last pipeline stage.
@@ -322,10 +320,10 @@ class Actor:
         tp, vocab_size, budget_mib = self.groups.tp.group, self.arch.vocab_size, self.cfg.training.logits_budget_mib
         if budget_mib is None:
             return token_stats(output, labels_R, temperature, tp, vocab_size)
-        assert self._rows is not None
+        assert self.rows is not None
         return output_layer_stats(
             output,
-            self._rows.weight,
+            self.rows.weight,
             labels_R,
             temperature,
             tp,

@@ -74,32 +74,10 @@ def transformer_config(
     rotary.lend_to_megatron(share_prompts)
     weight_gradient.lend_to_megatron()
     return TransformerConfig(
-        num_layers=arch.num_layers,
-        hidden_size=arch.hidden_size,
-        ffn_hidden_size=arch.ffn_size,
-        num_attention_heads=arch.num_heads,
-        num_query_groups=arch.num_query_groups,
-        kv_channels=arch.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=arch.norm_eps,
-        qk_layernorm=arch.qk_norm,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=arch.qkv_bias,
-        softmax_scale=_softmax_scale(arch),
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **_network(arch),
         **precision.transformer_fields(model),
         **precision.recompute_fields(training, arch.experts is not None),
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-        context_parallel_size=parallel.cp,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=parallel.tp,
-        sequence_parallel=parallel.sequence_parallel,
-        tp_comm_overlap=parallel.tp_comm_overlap,
+        **_mesh(arch, parallel),
         # Megatron's initialisation also marks the parameters that are split over tp. Without the marks the gradient norm counts
         # rank 0's shards only, and perform_initialization=False loses them (0.16). So it runs with methods that fill nothing.
         use_cpu_initialization=device.type == "cpu",
@@ -108,21 +86,37 @@ def transformer_config(
         embedding_init_method=_left_to_the_checkpoint,
         # gradients are divided once, by the token count of the whole minibatch
         calculate_per_token_loss=True,
-        # packed microbatches differ in length; Megatron requires the all-to-all dispatcher with it, even for dense models
-        variable_seq_lengths=parallel.pp > 1,
-        **_uneven_pipeline(arch, parallel),
         **_mixture_of_experts(arch, kernels.layers == "te"),
         moe_token_dispatcher_type="alltoall",
         moe_enable_routing_replay=replay_experts,
-        # without both of these, interleaved 1F1B over gloo gives silently wrong activations (Megatron 0.16)
-        overlap_p2p_comm=parallel.vpp > 1,
-        batch_p2p_comm=parallel.vpp == 1,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=True,  # SwiGLU as one function that saves only its input; compiled on a GPU
         gradient_accumulation_fusion=kernels.gradient_accumulation != "separate",
         apply_rope_fusion=True,  # Transformer Engine's, or the one in rotary.py
     )
+
+
+def _network(arch: Architecture) -> dict[str, Any]:
+    """Return the TransformerConfig fields of the network itself, apart from experts."""
+    return {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "ffn_hidden_size": arch.ffn_size,
+        "num_attention_heads": arch.num_heads,
+        "num_query_groups": arch.num_query_groups,
+        "kv_channels": arch.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": arch.norm_eps,
+        "qk_layernorm": arch.qk_norm,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
+        "softmax_scale": _softmax_scale(arch),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
 
 
 def _softmax_scale(arch: Architecture) -> float | None:
@@ -135,12 +129,25 @@ def _softmax_scale(arch: Architecture) -> float | None:
     return arch.rotary_table.attention_factor**2 / math.sqrt(arch.head_dim)
 
 
-def _uneven_pipeline(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the layers of the first and the last stage if pp does not divide the layers, as TransformerConfig fields."""
+def _mesh(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the TransformerConfig fields of the mesh, including the layers of the stages if pp does not divide them."""
     stages = stage_layers(arch.num_layers, parallel.pp)
-    if len(set(stages)) == 1:
-        return {}
-    return {"num_layers_in_first_pipeline_stage": stages[0], "num_layers_in_last_pipeline_stage": stages[-1]}
+    uneven = {"num_layers_in_first_pipeline_stage": stages[0], "num_layers_in_last_pipeline_stage": stages[-1]}
+    return {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.tp,
+        "sequence_parallel": parallel.sequence_parallel,
+        "tp_comm_overlap": parallel.tp_comm_overlap,
+        # packed microbatches differ in length; Megatron requires the all-to-all dispatcher with it, even for dense models
+        "variable_seq_lengths": parallel.pp > 1,
+        # without both of these, interleaved 1F1B over gloo gives silently wrong activations (Megatron 0.16)
+        "overlap_p2p_comm": parallel.vpp > 1,
+        "batch_p2p_comm": parallel.vpp == 1,
+    } | (uneven if len(set(stages)) > 1 else {})
 
 
 def _mixture_of_experts(arch: Architecture, transformer_engine: bool) -> dict[str, Any]:

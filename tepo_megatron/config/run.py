@@ -48,6 +48,19 @@ class Config:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.+-]*", self.name):
             raise ValueError(f"name={self.name!r} must be a plain folder name: letters, digits and . _ + -")
+        self._check_evaluation()
+        self._check_lengths()
+        self._check_what_runs()
+        self._check_model()
+        if self.platform == "cpu":
+            self._check_cpu()
+        self._check_sync()
+        self._check_quantize()
+        self._check_overlap()
+        self._check_optimizer_state()
+
+    def _check_evaluation(self) -> None:
+        """Check when evaluations happen, and what depends on them: early stopping and the best checkpoint."""
         if self.evaluation.every and self.data.eval is None and not self.evaluation.benchmarks:
             raise ValueError(
                 f"evaluation.every={self.evaluation.every} needs data.eval or evaluation.benchmarks; give it a file or set "
@@ -69,6 +82,9 @@ class Config:
                 f"checkpoint.keep_best=true needs a checkpoint of every step that is evaluated, and evaluation.every="
                 f"{self.evaluation.every} is no multiple of checkpoint.every={every}; make it one, or set keep_best to false"
             )
+
+    def _check_lengths(self) -> None:
+        """Check that minibatches fit the rollout batch, and that sequences fit microbatches."""
         if self.training.minibatch_prompts > self.rollout.prompts_per_step:
             raise ValueError(
                 f"training.minibatch_prompts={self.training.minibatch_prompts} exceeds "
@@ -89,6 +105,9 @@ class Config:
                     f"{sequence} tokens (data.max_prompt_tokens + rollout.max_response_tokens, or "
                     "rollout.max_sequence_tokens where that is less); raise it to at least that"
                 )
+
+    def _check_what_runs(self) -> None:
+        """Check that resume and overwrite, and sampling alone and training, do not contradict each other."""
         if self.resume and self.overwrite:
             raise ValueError("resume=true and overwrite=true contradict each other; set one of them to false")
         if self.rollout.only:
@@ -98,6 +117,9 @@ class Config:
                 raise ValueError(
                     f"rollout.only=true trains nothing: one rank is enough, not {self.parallel.world_size}; set parallel.* to 1"
                 )
+
+    def _check_model(self) -> None:
+        """Check what the layers can do: recomputation, attention, and a reference policy that is used."""
         if self.rollout.replay_experts and self.training.recompute != "none":
             raise ValueError(
                 f"rollout.replay_experts=true with training.recompute={self.training.recompute}: routers that compute again "
@@ -118,12 +140,6 @@ class Config:
                 "attention in fp32 under context parallelism; set model.attention to auto or sdpa, model.precision to bf16, or "
                 "parallel.cp to 1"
             )
-        if self.platform == "cpu":
-            self._check_cpu()
-        self._check_sync()
-        self._check_quantize()
-        self._check_overlap()
-        self._check_optimizer_state()
 
     def _check_sync(self) -> None:
         """Whom weights reach, and in time."""

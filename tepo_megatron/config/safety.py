@@ -5,9 +5,10 @@ The start of a run and the reports show the result.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import Config, RolloutConfig, SyncConfig
 
 TOO_WIDE = 0.5  # nats; stale or mixed weights rarely reach this mean
 COLD = 0.1  # below this temperature nearly every token is the most likely one
@@ -33,27 +34,29 @@ class SafetyCheck:
 
 def safety_checks(cfg: Config) -> list[SafetyCheck]:
     """Return every check of the engine's weights, with its state in a run of this config."""
-    found = [SafetyCheck("log-probs of engine and actor (sync.max_logprob_diff)", *_log_probs(cfg))]
-    if _delivers(cfg) and (cfg.data.eval is not None or cfg.evaluation.benchmarks):
-        found.append(SafetyCheck("log-probs of evaluations", *_evaluations(cfg)))
-    if cfg.rollout.replay_experts and not cfg.rollout.only:
-        found.append(SafetyCheck("the engine's choice of experts (rollout.replay_experts)", *_experts(cfg)))
-    found.append(SafetyCheck("versions that servers echo", *_versions(cfg)))
-    found.append(SafetyCheck("checksums of what servers hold (sync.verify_every)", *_checksums(cfg)))
+    rollout, sync, steps = cfg.rollout, cfg.sync, cfg.training.steps
+    log_probs = _log_probs(rollout, sync, cfg.training.old_logprobs)
+    found = [SafetyCheck("log-probs of engine and actor (sync.max_logprob_diff)", *log_probs)]
+    if _delivers(rollout) and (cfg.data.eval is not None or cfg.evaluation.benchmarks):
+        found.append(SafetyCheck("log-probs of evaluations", *_evaluations(steps - 1 - rollout.max_staleness)))
+    if rollout.replay_experts and not rollout.only:
+        found.append(SafetyCheck("the engine's choice of experts (rollout.replay_experts)", *_experts(rollout, sync)))
+    found.append(SafetyCheck("versions that servers echo", *_versions(rollout)))
+    checksums = _checksums(rollout, sync, steps, cfg.platform)
+    found.append(SafetyCheck("checksums of what servers hold (sync.verify_every)", *checksums))
     return found
 
 
-def checks_that_are_off(cfg: Config) -> list[str]:
-    """Return one line of text for each check that does not work in a run of this config."""
-    return [f"safety check {check}" for check in safety_checks(cfg) if not check.works]
+def checks_that_are_off(checks: Iterable[SafetyCheck]) -> list[str]:
+    """Return one line of text for each of the checks that does not work."""
+    return [f"safety check {check}" for check in checks if not check.works]
 
 
-def _delivers(cfg: Config) -> bool:
-    return not cfg.rollout.only and cfg.rollout.replay is None
+def _delivers(rollout: RolloutConfig) -> bool:
+    return not rollout.only and rollout.replay is None
 
 
-def _log_probs(cfg: Config) -> tuple[bool, str]:
-    rollout, sync = cfg.rollout, cfg.sync
+def _log_probs(rollout: RolloutConfig, sync: SyncConfig, old_logprobs: str) -> tuple[bool, str]:
     if rollout.only:
         return False, "rollout.only=true trains nothing: the engine's log-probs are recorded as they are"
     if rollout.replay is not None:
@@ -67,7 +70,7 @@ def _log_probs(cfg: Config) -> tuple[bool, str]:
             f"{TOO_WIDE:g}, near the usual gate/logprob_diff_mean"
         )
     share = "every token" if sync.compared_tokens is None else f"about {sync.compared_tokens} tokens of each server and version"
-    if sync.compared_tokens is not None and not rollout.max_staleness and cfg.training.old_logprobs == "actor":
+    if sync.compared_tokens is not None and not rollout.max_staleness and old_logprobs == "actor":
         share = "every token"  # the limit applies only to a comparison pass, which does not run here
     state = f"{share} under the weights that sampled it; the run ends above {sync.max_logprob_diff:g} nats"
     if rollout.filter_uniform_groups:
@@ -77,47 +80,46 @@ def _log_probs(cfg: Config) -> tuple[bool, str]:
     return True, state
 
 
-def _evaluations(cfg: Config) -> tuple[bool, str]:
-    newest = cfg.training.steps - 1 - cfg.rollout.max_staleness
+def _evaluations(newest: int) -> tuple[bool, str]:
     return False, (
         "evaluations are of what the engine serves, and the gate sees a version where training samples it: of those after "
         f"version {max(0, newest)} perhaps none, the last one among them"
     )
 
 
-def _experts(cfg: Config) -> tuple[bool, str]:
+def _experts(rollout: RolloutConfig, sync: SyncConfig) -> tuple[bool, str]:
     state = (
         "the actor takes it over, so that a wrong choice is not seen; a stale router is, by the weights that it gives the "
         "chosen experts"
     )
-    if cfg.rollout.in_flight == "continue":
+    if rollout.in_flight == "continue":
         state += "; tokens of older weights are compared with the choice of the newest that went on with their response"
-    if _delivers(cfg) and cfg.sync.verify_every:
+    if _delivers(rollout) and sync.verify_every:
         state += "; the checksums (sync.verify_every) are of routers too"
     return False, state
 
 
-def _versions(cfg: Config) -> tuple[bool, str]:
-    if not _delivers(cfg):
-        return False, "no weights are sent" if cfg.rollout.only else "rollout.replay has no engine"
+def _versions(rollout: RolloutConfig) -> tuple[bool, str]:
+    if not _delivers(rollout):
+        return False, "no weights are sent" if rollout.only else "rollout.replay has no engine"
     return True, "an answer of another version than was sent is sampled again; it only shows what the server was told"
 
 
-def _checksums(cfg: Config) -> tuple[bool, str]:
-    every = cfg.sync.verify_every
-    if not _delivers(cfg):
-        return False, "no weights are sent" if cfg.rollout.only else "rollout.replay has no engine"
+def _checksums(rollout: RolloutConfig, sync: SyncConfig, steps: int, platform: str) -> tuple[bool, str]:
+    every = sync.verify_every
+    if not _delivers(rollout):
+        return False, "no weights are sent" if rollout.only else "rollout.replay has no engine"
     if not every:
         return False, "sync.verify_every=0 asks for none"
-    if every > cfg.training.steps:
-        return False, f"sync.verify_every={every} is more than training.steps={cfg.training.steps}: no update is checked"
+    if every > steps:
+        return False, f"sync.verify_every={every} is more than training.steps={steps}: no update is checked"
     state = f"at every delivery whose version is a multiple of {every}, or that passes one over"
     if every > 1:
         state += "; a tensor that took an update since the last check, and not the newest, passes"
-    if every > 1 and cfg.sync.delta:
+    if every > 1 and sync.delta:
         state += "; with sync.delta, of what is sent at that delivery"
-    if cfg.rollout.server.precision is not None:
+    if rollout.server.precision is not None:
         state += "; rollout.server.precision is set, so only a server that took none of the changes is noticed"
-    if cfg.platform == "cpu" and cfg.rollout.engine == "vllm":
+    if platform == "cpu" and rollout.engine == "vllm":
         state += "; vLLM on a CPU tells none of linear layers"
     return True, state

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.actor.reference import HostWeights
-from tepo_megatron.config import Config
+from tepo_megatron.config import RolloutConfig, SyncConfig, TrainingConfig
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import SyncError
 from tepo_megatron.types import Rollout, TrainBatch
@@ -59,16 +59,19 @@ class WeightsGate:
     """The comparison over a run. All ranks must call every method, with the same rollouts.
 
     Args:
-        cfg: The run's config. `rollout.max_staleness` sets how many versions are kept; `sync` sets how many tokens are compared
-            and how far the log-probs may differ.
+        rollout: Sets how many versions are kept (`max_staleness`), and whether rollouts are another run's (`replay`).
+        training: Tells how many updates a rollout batch takes, and whose log-probs are the old ones.
+        sync: Sets how many tokens are compared and how far the log-probs may differ.
         actor: Computes the log-probs; its parameters are the ones delivered to the engine.
         groups: Groups of this rank.
     """
 
-    def __init__(self, cfg: Config, actor: Actor, groups: ParallelDims) -> None:
-        self._cfg, self._actor, self._groups = cfg, actor, groups
+    def __init__(
+        self, rollout: RolloutConfig, training: TrainingConfig, sync: SyncConfig, actor: Actor, groups: ParallelDims
+    ) -> None:
+        self._rollout, self._training, self._sync, self._actor, self._groups = rollout, training, sync, actor, groups
         # Another run's weights sampled replayed rollouts; only those recorded as of the newest version can be compared.
-        self._keeps = cfg.rollout.max_staleness if cfg.rollout.replay is None else 0
+        self._keeps = rollout.max_staleness if rollout.replay is None else 0
         self._kept: dict[int, HostWeights] = {}  # version -> weights
         self._compared: dict[Source, Difference] = {}  # differences of the current step
         self._step_tokens = 0
@@ -100,16 +103,16 @@ class WeightsGate:
         Raises:
             SyncError: A server serves other weights than it reports, or rollouts have a version that was never delivered.
         """
-        cfg, newest = self._cfg, step - 1
+        training, newest = self._training, step - 1
         self._compared, self._step_tokens, self._newest_too = {}, batch.num_tokens, False
-        if cfg.rollout.replay is not None:
+        if self._rollout.replay is not None:
             return
-        several = batch.updates(cfg.training.epochs, cfg.training.minibatch_prompts) > 1
-        self._newest_too = cfg.training.old_logprobs == "rollout" and several
+        several = batch.updates(training.epochs, training.minibatch_prompts) > 1
+        self._newest_too = training.old_logprobs == "rollout" and several
         compared: dict[Source, Difference] = {}
         for version in sorted({version for r in batch.rollouts for _, (version, _) in pieces(r)}):
             if version != newest or self._newest_too:
-                part = batch.select(chosen(batch.rollouts, version, cfg.sync.compared_tokens), update=0)
+                part = batch.select(chosen(batch.rollouts, version, self._sync.compared_tokens), update=0)
                 with self._weights_of(version, newest):
                     logprobs_N = self._actor.logprobs(part)
                 compared |= self._differences(part, logprobs_N, version)
@@ -175,7 +178,7 @@ class WeightsGate:
             return
         for source, difference in compared.items():
             self._compared.setdefault(source, Difference()).add(difference)
-        limit = self._cfg.sync
+        limit = self._sync
         # first the server that exceeds the limit for its number of tokens the most, because it best identifies the fault
         worst = sorted(compared.items(), key=lambda item: -item[1].mean / allowed_difference(item[1].tokens, limit))
         for (version, server), difference in worst:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import Config, ObjectiveConfig, RewardConfig, RolloutConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.rewards.overlong import OverlongShaping
@@ -35,15 +35,16 @@ class Method:
 def resolve(cfg: Config) -> Method:
     """Return the method that `cfg` describes. Raises ConfigError when its keys contradict each other. A pure function."""
     objective = build_objective(cfg.objective)
-    _check_reward_penalty(cfg, objective)
-    _check_old_logprobs(cfg, objective)
-    return Method(objective, _max_refills(cfg, objective), _overlong(cfg, objective))
+    _check_reward_penalty(objective, cfg.rollout.filter_uniform_groups)
+    _check_old_logprobs(objective, cfg.training.old_logprobs)
+    max_refills = _max_refills(cfg.rollout, objective, cfg.objective.name)
+    return Method(objective, max_refills, _overlong(cfg.objective, cfg.reward, objective, cfg.rollout.max_response_tokens))
 
 
-def _check_reward_penalty(cfg: Config, objective: Objective) -> None:
+def _check_reward_penalty(objective: Objective, filters_groups: bool) -> None:
     """Raise ConfigError if a KL in the reward would decide the advantages of groups with equal scores."""
     in_reward = objective.ref_beta > 0 and objective.ref_kl_in == "reward"
-    if in_reward and objective.advantage == "std" and not cfg.rollout.filter_uniform_groups:
+    if in_reward and objective.advantage == "std" and not filters_groups:
         raise ConfigError(
             "objective.ref_kl_in=reward with objective.advantage=std and rollout.filter_uniform_groups=false: in a group of "
             "equal verdicts the KL is all that differs, and dividing it by its standard deviation makes full-size advantages "
@@ -51,9 +52,9 @@ def _check_reward_penalty(cfg: Config, objective: Objective) -> None:
         )
 
 
-def _check_old_logprobs(cfg: Config, objective: Objective) -> None:
+def _check_old_logprobs(objective: Objective, old_logprobs: str) -> None:
     """Raise ConfigError if the engine's log-probs serve as the old ones and the objective needs what they lack."""
-    if cfg.training.old_logprobs != "rollout":
+    if old_logprobs != "rollout":
         return
     if objective.kl_mask not in ("none", "all"):
         raise ConfigError(
@@ -67,12 +68,12 @@ def _check_old_logprobs(cfg: Config, objective: Objective) -> None:
         )
 
 
-def _max_refills(cfg: Config, objective: Objective) -> int:
+def _max_refills(cfg: RolloutConfig, objective: Objective, name: str) -> int:
     """Return `rollout.max_refills`, or its default for the objective. Raises ConfigError if the keys contradict each other."""
-    given = cfg.rollout.max_refills
+    given = cfg.max_refills
     if objective.dynamic_sampling:
-        cause = f"objective {cfg.objective.name} samples dynamically (objective.dynamic_sampling)"
-        if not cfg.rollout.filter_uniform_groups:
+        cause = f"objective {name} samples dynamically (objective.dynamic_sampling)"
+        if not cfg.filter_uniform_groups:
             raise ConfigError(
                 f"{cause}: it replaces the groups that rollout.filter_uniform_groups=false keeps; set that to true, or "
                 f"objective.dynamic_sampling=false"
@@ -82,7 +83,7 @@ def _max_refills(cfg: Config, objective: Objective) -> int:
                 f"{cause}, which rollout.max_refills=0 forbids; raise that (null: {DYNAMIC_SAMPLING_REFILLS}), or set "
                 f"objective.dynamic_sampling=false"
             )
-    if given and not cfg.rollout.filter_uniform_groups:
+    if given and not cfg.filter_uniform_groups:
         raise ConfigError(
             f"rollout.max_refills={given} has no effect with rollout.filter_uniform_groups=false, which drops no group; "
             f"change one of them"
@@ -92,20 +93,20 @@ def _max_refills(cfg: Config, objective: Objective) -> int:
     return given
 
 
-def _overlong(cfg: Config, objective: Objective) -> OverlongShaping | None:
+def _overlong(cfg: ObjectiveConfig, reward: RewardConfig, objective: Objective, max_tokens: int) -> OverlongShaping | None:
     """Return the overlong shaping, None for none. Raises ConfigError if the keys contradict each other."""
-    max_tokens, buffer = cfg.rollout.max_response_tokens, cfg.reward.overlong_buffer_tokens
+    buffer = reward.overlong_buffer_tokens
     if objective.overlong_shaping and buffer == 0:
         raise ConfigError(
-            f"objective {cfg.objective.name} shapes the reward of long responses (objective.overlong_shaping), which "
+            f"objective {cfg.name} shapes the reward of long responses (objective.overlong_shaping), which "
             f"reward.overlong_buffer_tokens=0 forbids; raise that (null: a fifth of rollout.max_response_tokens), or set "
             f"objective.overlong_shaping=false"
         )
-    if buffer and cfg.objective.overlong_shaping is False:
+    if buffer and cfg.overlong_shaping is False:
         raise ConfigError(
             f"reward.overlong_buffer_tokens={buffer} shapes the reward, which objective.overlong_shaping=false forbids; "
             f"remove one of them"
         )
     if buffer is None:
         buffer = max(1, max_tokens // OVERLONG_BUFFER_SHARE) if objective.overlong_shaping else 0
-    return OverlongShaping(max_tokens, buffer, cfg.reward.overlong_penalty) if buffer else None
+    return OverlongShaping(max_tokens, buffer, reward.overlong_penalty) if buffer else None

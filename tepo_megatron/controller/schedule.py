@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import EvaluationConfig, RolloutConfig
 from tepo_megatron.controller.driver import Driver
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
@@ -33,57 +33,56 @@ from tepo_megatron.weight_sync.sync import NoSync, WeightSync
 
 
 class Schedule:
-    """The rollout side of the training loop. All ranks make the same calls.
+    """The rollout side of the training loop. All ranks make the same calls, `publish_first_weights` before all others.
 
     Attributes:
+        trained: The step whose weights the actor has.
         ended: Whether training ends before the last step because evaluations stopped improving.
     """
 
     def __init__(
         self,
-        cfg: Config,
+        rollout: RolloutConfig,
+        evaluation: EvaluationConfig | None,
+        steps: int,
         driver: Driver,
         sync: WeightSync | NoSync,
-        groups: ParallelDims,
-        first: int,
-        turns: Disaggregated,
-        memory: MemoryReport,
         gate: WeightsGate,
+        placement: Disaggregated,
+        memory: MemoryReport,
+        groups: ParallelDims,
+        trained: int,
     ) -> None:
-        """Serve the first weights, unless the devices are shared, and evaluate them if the run is new.
+        """Store what the schedule works with.
 
         Args:
-            cfg: The run's config.
+            rollout: Sets how far sampling is ahead of training, and what new weights do to the sampling in progress.
+            evaluation: Sets when weights are evaluated. None: there is nothing to evaluate them on.
+            steps: Number of the last step.
             driver: This rank's driver.
             sync: Delivers the actor's weights.
-            groups: The mesh of this run.
-            first: Step whose weights the actor has at the start.
-            turns: Placement: whether trainer and engine share their devices.
-            memory: Measures the memory of each phase.
             gate: Is notified of every delivery.
+            placement: Whether trainer and engine share their devices.
+            memory: Measures the memory of each phase.
+            groups: The mesh of this run.
+            trained: The step whose weights the actor has now.
         """
-        self._driver, self._sync, self._groups, self._turns, self._memory = driver, sync, groups, turns, memory
-        self._gate = gate
-        self._staleness, self._interrupts = cfg.rollout.max_staleness, cfg.rollout.in_flight != "finish"
-        self._evaluates = cfg.data.eval is not None or bool(cfg.evaluation.benchmarks)
-        self._evaluate_every = cfg.evaluation.every
-        self._last = cfg.training.steps
+        self._driver, self._sync, self._gate, self._groups = driver, sync, gate, groups
+        self._placement, self._memory = placement, memory
+        self._staleness, self._interrupts = rollout.max_staleness, rollout.in_flight != "finish"
+        self._evaluation, self._last = evaluation, steps
         self._ahead: deque[tuple[NoTask, Clock]] = deque()  # rollouts of the next steps, finished or not
-        self._begun = first  # last step whose rollouts were started
-        self._trained = first  # version of the actor's weights
-        self._version: int | None = None  # version of the served weights
-        self.ended: bool = broadcast_object(driver.out_of_patience, groups.host)
-        if not turns.shared:
-            self._serve(Clock())
-        if first == 0:
-            self.evaluate(0)
+        self._started = trained  # last step whose rollouts were started
+        self._served: int | None = None  # version of the served weights
+        self.trained, self.ended = trained, False
 
-    @property
-    def trained(self) -> int:
-        """The step whose weights the actor has."""
-        return self._trained
+    def publish_first_weights(self) -> None:
+        """Have the engine serve the weights that the actor starts with, unless the devices are shared."""
+        self.ended = broadcast_object(self._driver.out_of_patience, self._groups.host)  # a resumed run may have ended already
+        if not self._placement.shared:
+            self._publish(Clock())
 
-    def take(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
+    def next_batch(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
         """Return the graded rollouts to train on in `step`, and their metrics. Collective over all ranks.
 
         Args:
@@ -91,29 +90,29 @@ class Schedule:
             clock: Receives the seconds of waiting, sampling, grading and weight updates.
         """
         if not self._ahead:
-            self._serve(clock)
-        self._begin_what_may_be()
+            self._publish(clock)
+        self._start_rollouts()
         with clock.phase("wait"):
-            working, sampling = self._ahead.popleft()
-            taken: tuple[list[Rollout], Metrics] = self._wait(working)
+            task, sampling = self._ahead.popleft()
+            batch: tuple[list[Rollout], Metrics] = self._wait(task)
         clock.seconds |= sampling.seconds
         self._memory.end_phase("generate")
         with clock.phase("sync"):
-            self.train()
+            self.load_trainer()
         if self._staleness:
-            if not broadcast_object(any(not working.done for working, _ in self._ahead), self._groups.host):
-                self._serve(clock)
+            if not broadcast_object(any(not task.done for task, _ in self._ahead), self._groups.host):
+                self._publish(clock)
                 with clock.paused():
                     self.evaluate_if_due(step - 1)
-            self._begin_what_may_be()
-        return taken
+            self._start_rollouts()
+        return batch
 
-    def train(self) -> None:
-        """Make the actor ready to be trained, saved and exported."""
-        self._turns.train()
+    def load_trainer(self) -> None:
+        """Make the actor ready to be trained, saved and exported: an evaluation may have given the device to the engine."""
+        self._placement.train()
         self._memory.begin_phase()
 
-    def give(self, step: int, clock: Clock) -> None:
+    def publish_weights(self, step: int, clock: Clock) -> None:
         """Have the engine serve the actor's weights, which are those of `step`.
 
         That happens at once, or later if something is being sampled that must finish first; with shared devices, when something
@@ -124,59 +123,59 @@ class Schedule:
             clock: Receives the seconds of the weight update.
         """
         self._memory.end_phase("train")
-        self._trained = step
-        if not self._turns.shared and (self._interrupts or not self._ahead):
-            self._serve(clock)
+        self.trained = step
+        if not self._placement.shared and (self._interrupts or not self._ahead):
+            self._publish(clock)
 
     def evaluate_if_due(self, step: int) -> None:
         """Evaluate the weights of `step` if they are served and an evaluation is due, after the sampling in progress.
 
         The weights of the last step are evaluated at the end of training.
         """
-        due = self._evaluate_every > 0 and step % self._evaluate_every == 0
-        served = self._trained if self._turns.shared else self._version
-        if due and 0 < step < self._last and served == step:
+        every = 0 if self._evaluation is None else self._evaluation.every
+        served = self.trained if self._placement.shared else self._served
+        if every > 0 and step % every == 0 and 0 < step < self._last and served == step:
             self.evaluate(step)
 
     def evaluate(self, step: int) -> None:
         """Evaluate the served weights, those of `step`, on the held-out problems and benchmarks, if there are any."""
-        if not self._evaluates:
+        if self._evaluation is None:
             return
-        self._serve(Clock())
-        self._wait(self._driver.beside(lambda: self._driver.evaluate(step)))
+        self._publish(Clock())
+        self._wait(self._driver.run_in_background(lambda: self._driver.evaluate(step)))
         self.ended = broadcast_object(self._driver.out_of_patience, self._groups.host)
 
-    def _begin_what_may_be(self) -> None:
+    def _start_rollouts(self) -> None:
         """Start rollouts as far ahead as the staleness of the served weights allows."""
-        assert self._version is not None
-        while self._begun < min(self._last, self._version + 1 + self._staleness):
-            self._begun += 1
+        assert self._served is not None
+        while self._started < min(self._last, self._served + 1 + self._staleness):
+            self._started += 1
             sampling = Clock()
-            self._ahead.append((self._driver.beside(self._collecting(self._begun, sampling)), sampling))
+            self._ahead.append((self._driver.run_in_background(self._collecting(self._started, sampling)), sampling))
 
     def _collecting(self, step: int, clock: Clock) -> Callable[[], Any]:
         return lambda: self._driver.collect(step, clock)
 
-    def _wait(self, working: NoTask) -> Any:
-        """Return the work's result from rank 0 on every rank; meanwhile send the weights if a restarted server lacks them.
+    def _wait(self, task: NoTask) -> Any:
+        """Return the task's result from rank 0 on every rank; meanwhile send the weights if a restarted server lacks them.
 
         The actor only has its newest weights. If rollouts are sampled ahead, the rest of them is therefore sampled with the
         newest.
         """
         while True:
-            weights_wanted, made = broadcast_object(working.wait(), self._groups.host)
+            weights_wanted, result = broadcast_object(task.wait(), self._groups.host)
             if not weights_wanted:
-                return made
-            self._turns.repair(self._push)
+                return result
+            self._placement.repair(self._push)
 
-    def _serve(self, clock: Clock) -> None:
+    def _publish(self, clock: Clock) -> None:
         """Have the engine serve the actor's weights, unless it does."""
-        if self._turns.engine_sleeps or self._version != self._trained:
+        if self._placement.engine_sleeps or self._served != self.trained:
             with clock.phase("sync"):
-                self._turns.generate(self._push)
+                self._placement.generate(self._push)
             self._memory.begin_phase()
 
     def _push(self) -> None:
-        self._sync.push(version=self._trained)
-        self._gate.delivered(self._trained)
-        self._version = self._trained
+        self._sync.push(version=self.trained)
+        self._gate.delivered(self.trained)
+        self._served = self.trained

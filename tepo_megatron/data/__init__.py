@@ -3,6 +3,6 @@
 from tepo_megatron.data.mixture import Data, load_data
 from tepo_megatron.data.prompts import Loaded, load_prompts
 from tepo_megatron.data.stream import PromptStream
-from tepo_megatron.data.tokenizer import load_tokenizer, stop_tokens
+from tepo_megatron.data.tokenizer import load_tokenizer, stop_tokens, text_functions
 
-__all__ = ["Data", "Loaded", "PromptStream", "load_data", "load_prompts", "load_tokenizer", "stop_tokens"]
+__all__ = ["Data", "Loaded", "PromptStream", "load_data", "load_prompts", "load_tokenizer", "stop_tokens", "text_functions"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,18 @@ def load_tokenizer(model_path: str | Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(
             f"{directory}: the tokenizer files cannot be read ({type(e).__name__}: {e}); copy them anew from the base model"
         ) from e
+
+
+def text_functions(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:
+    """Return the functions (encode, decode) between text and token ids, without special tokens in either direction."""
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    return encode, decode
 
 
 def stop_tokens(model_path: str | Path, tokenizer: PreTrainedTokenizerBase, further: Sequence[int] = ()) -> tuple[int, ...]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import Config, RolloutConfig
 from tepo_megatron.doctor import inputs, machine, model, trial, versions
 from tepo_megatron.doctor.findings import Finding, found_by
 
@@ -32,25 +32,26 @@ def examine(
             "config", "pass", f"{cfg.model.path} on {cfg.parallel.world_size} {cfg.platform} ranks, {cfg.rollout.engine}"
         )
 
-    failed = False
+    failed, ranks = False, cfg.parallel.world_size
     for name, look in (
         ("packages", machine.packages),
         ("versions", lambda: versions.combinations(versions.installed())),
-        ("kernels", partial(versions.kernels, cfg)),
-        ("cuDNN", partial(versions.cudnn, cfg, os.environ)),
+        ("kernels", lambda: versions.kernels(cfg.model, cfg.training, cfg.platform, cfg.parallel.cp)),
+        ("cuDNN", partial(versions.cudnn, cfg.platform, os.environ)),
         ("config", config),
-        ("processors", partial(machine.processors, cfg)),
-        ("memory", partial(machine.memory, cfg)),
-        ("disk", partial(machine.disk, cfg)),
-        ("port", partial(machine.ports, cfg)),
-        ("conversion", partial(model.conversion, cfg)),
-        ("tokenizer", partial(model.tokenizer, cfg)),
-        ("data", partial(inputs.data, cfg)),
+        ("processors", partial(machine.processors, cfg.platform, ranks, cfg.rollout)),
+        ("memory", partial(machine.memory, cfg.model, cfg.sync, replays=cfg.rollout.replay is not None)),
+        ("disk", partial(machine.disk, Path(cfg.output), cfg.model, cfg.checkpoint, exports=cfg.export_hf)),
+        ("port", partial(machine.ports, cfg.rollout)),
+        ("conversion", partial(model.conversion, cfg.model.path, cfg.parallel.tp)),
+        ("tokenizer", partial(model.tokenizer, cfg.model.path, cfg.data, cfg.rollout.stop_token_ids)),
+        ("data", partial(inputs.data, cfg.model.path, cfg.data, cfg.reward, cfg.rollout.prompts_per_step)),
     ):
         for finding in found_by(name, look):
             failed |= finding.verdict == "fail"
             yield finding
-    if why := _why_no_step(cfg, failed, quick):
+    enough = machine.enough_devices(cfg.platform, ranks, cfg.rollout)
+    if why := _why_no_step(cfg.rollout, enough, failed, quick):
         yield Finding("a step", "skip", why)
         return
     Path(cfg.output).mkdir(parents=True, exist_ok=True)
@@ -60,34 +61,22 @@ def examine(
         yield from found_by("a step", partial(trial.step, small, start))
 
 
-def _why_no_step(cfg: Config, failed: bool, quick: bool) -> str:
+def _why_no_step(rollout: RolloutConfig, enough_devices: bool, failed: bool, quick: bool) -> str:
     if quick:
         return "left out (--quick)"
     if failed:
-        return "not tried: mend the above first"
-    if cfg.rollout.replay is not None or cfg.rollout.only:
+        return "not tried: fix the above first"
+    if rollout.replay is not None or rollout.only:
         return "not tried: rollout.replay and rollout.only are no whole runs"
-    if not machine.enough_devices(cfg):
+    if not enough_devices:
         return "not tried: it needs more GPUs than this machine has"
     return ""
 
 
-def doctor(cfg: Config, check: Callable[[Config], None], start: Callable[[Config], None], quick: bool) -> int:
-    """Print all findings.
-
-    Args:
-        cfg: The config of the run.
-        check: Raises a TepoError for a config that cannot run.
-        start: Makes a run.
-        quick: Skip the checks that start processes.
-
-    Returns:
-        The exit status: 1 if a check failed, else 0.
-    """
-    from tepo_megatron.launcher.launcher import launch
-
+def print_findings(findings: Iterable[Finding]) -> int:
+    """Print findings as they are made, and their count. Return the exit status: 1 if a check failed, else 0."""
     count = {"pass": 0, "warn": 0, "fail": 0, "skip": 0}
-    for finding in examine(cfg, check, start, launch, quick):
+    for finding in findings:
         count[finding.verdict] += 1
         print(finding, flush=True)
     print(", ".join(f"{number} {verdict}" for verdict, number in count.items() if number))

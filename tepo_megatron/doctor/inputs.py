@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import DataConfig, RewardConfig
 from tepo_megatron.data import load_data, load_tokenizer
 from tepo_megatron.doctor.findings import Finding
 from tepo_megatron.rewards import build_reward
@@ -16,46 +16,52 @@ GRADED = 64  # number of answers that are graded
 NEAR_LIMIT = 0.95  # if the 95% quantile of prompt lengths is above this share of the limit, longer ones were likely dropped
 
 
-def data(cfg: Config) -> Iterator[Finding]:
-    """Check both datasets as the run will read them, show the first prompt, and check that the grader accepts right answers."""
-    tokenizer = load_tokenizer(cfg.model.path)
-    found = load_data(cfg.data, cfg.reward, tokenizer)
+def data(model_path: str, cfg: DataConfig, reward: RewardConfig, prompts_per_step: int) -> Iterator[Finding]:
+    """Check both datasets as the run will read them, show the first prompt, and check that the grader accepts right answers.
+
+    Args:
+        model_path: Model directory, for its tokenizer.
+        cfg: Section `data` of the config.
+        reward: Sets the grader.
+        prompts_per_step: Number of prompts that the run must have at least.
+    """
+    tokenizer = load_tokenizer(model_path)
+    found = load_data(cfg, reward, tokenizer)
     for line in found.told:
         yield Finding("data", "warn" if line.startswith("warning") else "pass", line.removeprefix("warning: "))
     train = [prompt for prompts, _ in found.train for prompt in prompts]
     first = train[0]
     yield Finding("first prompt", "pass", f"{len(first.token_ids)} tokens: {tokenizer.decode(first.token_ids)!r:.200}")
-    yield lengths(cfg, sorted(len(prompt.token_ids) for prompt in train))
-    if found.count < (wanted := cfg.rollout.prompts_per_step):
-        said = f"{found.count} prompts, and a step takes rollout.prompts_per_step={wanted}"
+    yield lengths(cfg.max_prompt_tokens, sorted(len(prompt.token_ids) for prompt in train))
+    if found.count < prompts_per_step:
+        said = f"{found.count} prompts, and a step takes rollout.prompts_per_step={prompts_per_step}"
         yield Finding("prompts", "fail", said, "lower that, or add prompts")
-    yield from grading(cfg, train[:: max(1, len(train) // GRADED)][:GRADED])
+    yield from grading(reward, train[:: max(1, len(train) // GRADED)][:GRADED])
 
 
-def lengths(cfg: Config, tokens: Sequence[int]) -> Finding:
+def lengths(limit: int, tokens: Sequence[int]) -> Finding:
     """Check the lengths of the prompts against the limit.
 
     Args:
-        cfg: The config of the run.
+        limit: `data.max_prompt_tokens`.
         tokens: Tokens of the kept prompts, ascending.
     """
-    limit, longest = cfg.data.max_prompt_tokens, tokens[-1]
-    middle, most = tokens[len(tokens) // 2], tokens[len(tokens) * 19 // 20]
+    middle, most, longest = tokens[len(tokens) // 2], tokens[len(tokens) * 19 // 20], tokens[-1]
     said = f"{middle} tokens in the median, {most} at 95%, {longest} at most; data.max_prompt_tokens={limit}"
     if most > NEAR_LIMIT * limit:
         return Finding("prompt lengths", "warn", said, "the limit cuts into the prompts: raise data.max_prompt_tokens")
     return Finding("prompt lengths", "pass", said)
 
 
-def grading(cfg: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+def grading(cfg: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Check that a response with the right answer in a box is graded as right.
 
     Args:
-        cfg: The config of the run.
+        cfg: Sets the grader.
         prompts: Prompts whose answers are graded.
     """
     texts = [rf"\boxed{{{prompt.answer}}}" for prompt in prompts]
-    with build_reward(cfg.reward, decode=lambda ids: texts[ids[0]]) as reward:
+    with build_reward(cfg, decode=lambda ids: texts[ids[0]]) as reward:
         graded = reward.score([_answered(i, prompt) for i, prompt in enumerate(prompts)])
     wrong = [f"{p.answer!r} ({r.status})" for p, r in zip(prompts, graded, strict=True) if r.score <= 0]
     if wrong:

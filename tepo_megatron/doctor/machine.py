@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import CheckpointConfig, ModelConfig, RolloutConfig, SyncConfig
 from tepo_megatron.doctor.findings import Finding
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers.process import choose_port
@@ -48,16 +48,25 @@ def packages() -> Iterator[Finding]:
         yield Finding("packages", "pass", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in SHOWN))
 
 
-def enough_devices(cfg: Config) -> bool:
-    """Return whether this machine alone has the devices for the ranks and for the servers that the run starts."""
-    return cfg.platform == "cpu" or _gpus() >= _wanted(cfg)
+def enough_devices(platform: str, ranks: int, rollout: RolloutConfig) -> bool:
+    """Return whether this machine alone has the devices for the ranks and for the servers that the run starts.
+
+    Args:
+        platform: "cpu" or "cuda".
+        ranks: Number of ranks.
+        rollout: Sets which servers the run starts.
+    """
+    return platform == "cpu" or _gpus() >= _wanted(ranks, rollout)
 
 
-def processors(cfg: Config) -> Iterator[Finding]:
-    """Check that there are GPUs, or cores, for the ranks and for the servers that are started here."""
-    ranks = cfg.parallel.world_size
-    if cfg.platform == "cuda":
-        there, wanted = _gpus(), _wanted(cfg)
+def processors(platform: str, ranks: int, rollout: RolloutConfig) -> Iterator[Finding]:
+    """Check that there are GPUs, or cores, for the ranks and for the servers that are started here.
+
+    Args:
+        platform, ranks, rollout: As in `enough_devices`.
+    """
+    if platform == "cuda":
+        there, wanted = _gpus(), _wanted(ranks, rollout)
         if there >= wanted:
             yield Finding("GPUs", "pass", f"{there}, {wanted} of which are used")
         else:
@@ -67,20 +76,26 @@ def processors(cfg: Config) -> Iterator[Finding]:
             )  # fmt: skip
         return
     cores = len(os.sched_getaffinity(0))
-    busy = max(ranks, cfg.rollout.servers * cfg.rollout.server.tp)
+    busy = max(ranks, rollout.servers * rollout.server.tp)
     if busy > cores:
         yield Finding("cores", "warn", f"{cores}, for {busy} processes that compute at once", "it works, and is slow")
     else:
-        yield Finding("cores", "pass", f"{cores}, for {ranks} ranks and {cfg.rollout.servers} servers")
+        yield Finding("cores", "pass", f"{cores}, for {ranks} ranks and {rollout.servers} servers")
 
 
-def memory(cfg: Config) -> Iterator[Finding]:
-    """Check that host memory suffices for the weights in transfer."""
-    free, files = psutil.virtual_memory().available, cfg.sync.transport == "shm" and cfg.sync.folder is None
+def memory(model: ModelConfig, sync: SyncConfig, *, replays: bool) -> Iterator[Finding]:
+    """Check that host memory suffices for the weights in transfer.
+
+    Args:
+        model: Its path and the type of its weights.
+        sync: Sets how weights are sent.
+        replays: Whether rollouts are replayed, so that no weights are sent.
+    """
+    free, files = psutil.virtual_memory().available, sync.transport == "shm" and sync.folder is None
     yield Finding("memory", "pass" if free > 4 * 2**30 else "warn", f"{free / 2**30:.1f} GiB available on this machine")
-    if files and cfg.rollout.replay is None:
-        rounds, room = 2 * cfg.sync.bucket_mib * 2**20, shutil.disk_usage("/dev/shm").free
-        wanted = min(rounds, _parameters(cfg) * WEIGHT_BYTES[cfg.model.dtype])
+    if files and not replays:
+        rounds, room = 2 * sync.bucket_mib * 2**20, shutil.disk_usage("/dev/shm").free
+        wanted = min(rounds, _parameters(model.path) * WEIGHT_BYTES[model.dtype])
         if room < wanted:
             yield Finding(
                 "shared memory", "fail", f"{room / 2**30:.2f} GiB free in /dev/shm, and two rounds take {wanted / 2**30:.2f}",
@@ -90,12 +105,19 @@ def memory(cfg: Config) -> Iterator[Finding]:
             yield Finding("shared memory", "pass", f"{room / 2**30:.1f} GiB free in /dev/shm")
 
 
-def disk(cfg: Config) -> Iterator[Finding]:
-    """Check free space and speed of the disk for checkpoints and the trained model."""
-    folder = _existing(Path(cfg.output))
-    free, weight = shutil.disk_usage(folder).free, WEIGHT_BYTES[cfg.model.dtype]
-    kept = cfg.checkpoint.keep_last + WRITTEN_AT_ONCE if cfg.checkpoint.every else 0
-    wanted = _parameters(cfg) * (kept * (STATE_BYTES + weight) + (weight if cfg.export_hf else 0))
+def disk(output: Path, model: ModelConfig, checkpoint: CheckpointConfig, *, exports: bool) -> Iterator[Finding]:
+    """Check free space and speed of the disk for checkpoints and the trained model.
+
+    Args:
+        output: Folder of the runs; it need not exist.
+        model: Its path and the type of its weights.
+        checkpoint: Sets how many checkpoints are kept.
+        exports: Whether the trained model is written, too.
+    """
+    folder, parameters = _existing(output), _parameters(model.path)
+    free, weight = shutil.disk_usage(folder).free, WEIGHT_BYTES[model.dtype]
+    kept = checkpoint.keep_last + WRITTEN_AT_ONCE if checkpoint.every else 0
+    wanted = parameters * (kept * (STATE_BYTES + weight) + (weight if exports else 0))
     said = f"{free / 1e9:.0f} GB free in {folder}; the run keeps about {wanted / 1e9:.2g} GB"
     if free < wanted:
         yield Finding("disk", "fail", said, "free some, lower checkpoint.keep_last, or give another output")
@@ -107,21 +129,21 @@ def disk(cfg: Config) -> Iterator[Finding]:
         yield Finding("disk speed", "fail", f"{folder} cannot be written ({e.strerror})", "give another output")
         return
     said = f"{speed / 1e6:.0f} MB/s, written and synced"
-    if cfg.checkpoint.every:
-        said += f"; a checkpoint takes {_parameters(cfg) * (STATE_BYTES + weight) / speed:.2g} s at least, were it one stream"
+    if checkpoint.every:
+        said += f"; a checkpoint takes {parameters * (STATE_BYTES + weight) / speed:.2g} s at least, were it one stream"
     if speed < SLOW_DISK:
         yield Finding("disk speed", "warn", said, "put output on a faster file system, or raise checkpoint.every")
     else:
         yield Finding("disk speed", "pass", said)
 
 
-def ports(cfg: Config) -> Iterator[Finding]:
+def ports(rollout: RolloutConfig) -> Iterator[Finding]:
     """Check that the server's port is free, if the config names one."""
-    if not cfg.rollout.server.port or cfg.rollout.server.remote or cfg.rollout.replay is not None:
+    if not rollout.server.port or rollout.server.remote or rollout.replay is not None:
         return
     try:
-        choose_port(cfg.rollout.server.port)
-        yield Finding("port", "pass", f"{cfg.rollout.server.port} is free")
+        choose_port(rollout.server.port)
+        yield Finding("port", "pass", f"{rollout.server.port} is free")
     except RolloutError as e:
         yield Finding("port", "fail", str(e))
 
@@ -132,15 +154,14 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _wanted(cfg: Config) -> int:
+def _wanted(ranks: int, rollout: RolloutConfig) -> int:
     """Return the GPUs of the ranks and of the servers that are started here."""
-    ranks = cfg.parallel.world_size
-    servers = 0 if cfg.rollout.server.remote or cfg.rollout.replay is not None else cfg.rollout.servers * cfg.rollout.server.tp
-    return max(ranks, servers) if cfg.rollout.colocate else ranks + servers
+    servers = 0 if rollout.server.remote or rollout.replay is not None else rollout.servers * rollout.server.tp
+    return max(ranks, servers) if rollout.colocate else ranks + servers
 
 
-def _parameters(cfg: Config) -> int:
-    return sum(tensor.numel() for tensor in HfReader(cfg.model.path).shapes().values())
+def _parameters(model_path: str) -> int:
+    return sum(tensor.numel() for tensor in HfReader(model_path).shapes().values())
 
 
 def _existing(folder: Path) -> Path:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import DataConfig
 from tepo_megatron.data import load_tokenizer, stop_tokens
 from tepo_megatron.doctor.findings import Finding
 from tepo_megatron.weights.families import find_family, read_config
@@ -23,20 +23,24 @@ if TYPE_CHECKING:
 QUESTION, ANSWER = "What is 1 + 1?", "2"
 
 
-def conversion(cfg: Config) -> Iterator[Finding]:
+def conversion(model_path: str, tp: int) -> Iterator[Finding]:
     """Check that HF -> shards of parallel.tp ranks -> HF preserves every bit, with one parameter in memory at a time.
 
     Checked are the parameters outside of layers, and the first and the last layer with their first and last expert.
+
+    Args:
+        model_path: Model directory.
+        tp: `parallel.tp`.
     """
-    config = read_config(cfg.model.path)
+    config = read_config(model_path)
     family = find_family(config)
-    arch, reader = family.architecture(config), HfReader(cfg.model.path)
+    arch, reader = family.architecture(config), HfReader(model_path)
     expected = family.tensor_names(arch)
     if missing := expected - reader.names():
-        said = f"{len(missing)} tensors of config.json are not in {cfg.model.path}: {min(missing)}"
+        said = f"{len(missing)} tensors of config.json are not in {model_path}: {min(missing)}"
         yield Finding("conversion", "fail", said, "copy the model directory again")
         return
-    tp = cfg.parallel.tp if arch.num_query_groups % cfg.parallel.tp == 0 else 1  # check_layout refuses any other value
+    tp = tp if arch.num_query_groups % tp == 0 else 1  # check_layout refuses any other value
     count, nbytes = 0, 0
     for row in family.rows:
         for names in _ends(row, arch):
@@ -78,15 +82,21 @@ def _changed(row: WeightMapping, names: Sequence[str], tensors: Sequence[Tensor]
     return ""
 
 
-def tokenizer(cfg: Config) -> Iterator[Finding]:
-    """Check that responses can end, and that the chat template works as the config assumes."""
-    found, config = load_tokenizer(cfg.model.path), read_config(cfg.model.path)
-    stops = stop_tokens(cfg.model.path, found, cfg.rollout.stop_token_ids)
+def tokenizer(model_path: str, data: DataConfig, stop_token_ids: Sequence[int]) -> Iterator[Finding]:
+    """Check that responses can end, and that the chat template works as the config assumes.
+
+    Args:
+        model_path: Model directory.
+        data: Sets how prompts become chats.
+        stop_token_ids: `rollout.stop_token_ids`.
+    """
+    found, config = load_tokenizer(model_path), read_config(model_path)
+    stops = stop_tokens(model_path, found, stop_token_ids)
     yield _vocabulary(found, int(config["vocab_size"]))
     yield _stops(found, stops)
     if found.chat_template is not None:
-        yield from _template(cfg, found, stops)
-    elif cfg.data.as_chat:
+        yield from _template(data.template_kwargs, found, stops)
+    elif data.as_chat:
         yield Finding(
             "chat template", "fail", "data.as_chat=true, and the tokenizer has none", "use a chat model's tokenizer, or strings"
         )
@@ -112,13 +122,12 @@ def _stops(found: PreTrainedTokenizerBase, stops: Sequence[int]) -> Finding:
     return Finding("stop tokens", "pass", f"{named} end a response")
 
 
-def _template(cfg: Config, found: PreTrainedTokenizerBase, stops: Sequence[int]) -> Iterator[Finding]:
+def _template(own: Mapping[str, Any], found: PreTrainedTokenizerBase, stops: Sequence[int]) -> Iterator[Finding]:
     chat = [{"role": "user", "content": QUESTION}]
 
     def text(messages: Sequence[dict[str, str]] = chat, prompt: bool = True, **kwargs: object) -> str:
         return str(found.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt, **kwargs))
 
-    own = cfg.data.template_kwargs
     asked = text(**own)
     silent = text(prompt=False, **own)
     if not asked.startswith(silent) or asked == silent:

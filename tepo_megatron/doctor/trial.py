@@ -76,28 +76,28 @@ def step(cfg: Config, start: Callable[[Config], None]) -> Iterator[Finding]:
         start(cfg)
     record = read_metrics(cfg.run_dir)[0]
     yield Finding("engine", "pass", f"{cfg.rollout.engine} started, sampled, and took the weights with their checksums")
-    yield _log_probs(cfg, record)
-    yield _samples(cfg, record)
+    exact = cfg.model.precision == "fp32" and cfg.rollout.server.precision in (None, "fp32")
+    yield _log_probs(record, cfg.rollout.temperature, cfg.sync.max_logprob_diff, exact=exact)
+    yield _samples(record, cfg.rollout.max_response_tokens)
     yield _noise(record)
     phases = ", ".join(f"{name.removeprefix('seconds/')} {record[name]:.1f}" for name in sorted(record) if "seconds/" in name)
     yield Finding("seconds", "pass", f"of a step with {cfg.rollout.prompts_per_step} prompts: {phases}")
 
 
-def _log_probs(cfg: Config, record: Mapping[str, Any]) -> Finding:
+def _log_probs(record: Mapping[str, Any], temperature: float, limit: float, *, exact: bool) -> Finding:
     mean, worst = record["rollout/logprob_diff_mean"], record["rollout/logprob_diff_max"]
-    said = f"|rollout - actor| at temperature {cfg.rollout.temperature:g}, top_p 1: mean {mean:.1e}, largest {worst:.1e} nats; "
-    said += f"the run stops above {cfg.sync.max_logprob_diff:g}"
-    exact = cfg.model.precision == "fp32" and cfg.rollout.server.precision in (None, "fp32")
-    if mean > (EXACT if exact else NEAR * cfg.sync.max_logprob_diff):
+    said = f"|rollout - actor| at temperature {temperature:g}, top_p 1: mean {mean:.1e}, largest {worst:.1e} nats; "
+    said += f"the run stops above {limit:g}"
+    if mean > (EXACT if exact else NEAR * limit):
         return Finding("log-probs", "warn", said, "objective.correction corrects for it; in fp32 it should be rounding alone")
     return Finding("log-probs", "pass", said)
 
 
-def _samples(cfg: Config, record: Mapping[str, Any]) -> Finding:
+def _samples(record: Mapping[str, Any], max_response_tokens: int) -> Finding:
     accuracy, cut = record["accuracy/mean"], record["rollout/truncated"]
     said = f"{accuracy:.1%} right, {cut:.1%} cut off, {record['rollout/response_tokens_mean']:.0f} tokens in the mean"
     if cut > 0.5:
-        return Finding("samples", "warn", said, f"raise rollout.max_response_tokens={cfg.rollout.max_response_tokens}")
+        return Finding("samples", "warn", said, f"raise rollout.max_response_tokens={max_response_tokens}")
     if accuracy in (0.0, 1.0):
         return Finding("samples", "warn", said, "groups that are all alike teach nothing: look at prompts and answers")
     return Finding("samples", "pass", said)

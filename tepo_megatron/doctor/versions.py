@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from tepo_megatron.actor.kernels import choose
 from tepo_megatron.actor.kernels import installed as computing
-from tepo_megatron.config import Config
+from tepo_megatron.config import ModelConfig, TrainingConfig
 from tepo_megatron.doctor.findings import Finding, Verdict
 from tepo_megatron.errors import ConfigError
 
@@ -108,29 +108,36 @@ def combinations(there: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("versions", "pass", f"none of {len(KNOWN_BAD)} combinations that are known not to work")
 
 
-def kernels(cfg: Config) -> Iterator[Finding]:
-    """Report which implementation runs layers, norms, the optimizer step and sums of gradients (`actor/kernels.py`)."""
+def kernels(model: ModelConfig, training: TrainingConfig, platform: str, cp: int) -> Iterator[Finding]:
+    """Report which implementation runs layers, norms, the optimizer step and sums of gradients (`actor/kernels.py`).
+
+    Args:
+        model: Its precision and attention.
+        training: Recomputation and gradient accumulation.
+        platform: "cpu" or "cuda".
+        cp: Number of context-parallel ranks.
+    """
     try:
-        chosen = choose(cfg.model, cfg.training, cfg.platform, computing(), cp=cfg.parallel.cp)
+        chosen = choose(model, training, platform, computing(), cp=cp)
     except ConfigError as e:
         yield Finding("kernels", "fail", str(e), "install what is missing, or change that key")
         return
-    if cfg.platform == "cpu" or chosen.layers == "te":
+    if platform == "cpu" or chosen.layers == "te":
         yield Finding("kernels", "pass", str(chosen))
     else:
         mend = "it works, and is slower; install the extra `te` and use model.attention=auto"
         yield Finding("kernels", "warn", str(chosen), mend)
 
 
-def cudnn(cfg: Config, environment: Mapping[str, str], toolkit: Path = Path("/usr/local/cuda")) -> Iterator[Finding]:
+def cudnn(platform: str, environment: Mapping[str, str], toolkit: Path = Path("/usr/local/cuda")) -> Iterator[Finding]:
     """Report a cuDNN that Transformer Engine would load in addition to PyTorch's.
 
     Args:
-        cfg: The config of the run; `platform: cpu` has no cuDNN.
+        platform: Platform of the run; cpu has no cuDNN.
         environment: Environment variables of this process.
         toolkit: Folder that Transformer Engine searches if no variable names one.
     """
-    if cfg.platform == "cpu":
+    if platform == "cpu":
         return
     folders = [Path(environment[name]) for name in _CUDNN_VARIABLES if environment.get(name)]
     for folder in (*folders, toolkit):

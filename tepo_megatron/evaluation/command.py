@@ -11,7 +11,7 @@ from typing import get_args
 from tepo_megatron.config import Benchmark, Config
 from tepo_megatron.config.io import read_layers, with_overrides
 from tepo_megatron.config.layers import Layers
-from tepo_megatron.data import load_tokenizer, stop_tokens
+from tepo_megatron.data import load_tokenizer, stop_tokens, text_functions
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.checkpoint import hf_model
@@ -93,7 +93,8 @@ def run(request: Request, tell: Callable[[str], None], make_engine: EngineFactor
         read_record(request.against)
     out.mkdir(parents=True, exist_ok=True)
     with hf_model(request.checkpoint, out, tell) as model:
-        folder = _evaluate(replace(cfg, model=replace(cfg.model, path=str(model))), request, out, tell, make_engine or _engine)
+        cfg = replace(cfg, model=replace(cfg.model, path=str(model)))
+        folder = _evaluate(cfg, request, out, tell, make_engine)
     grids = [
         figures(str(request.checkpoint), folder.results, folder.changes),
         beside_the_paper("this model", folder.results, rows_of(request.published, str(request.checkpoint.resolve()))),
@@ -107,26 +108,30 @@ def run(request: Request, tell: Callable[[str], None], make_engine: EngineFactor
 
 
 def _evaluate(
-    cfg: Config, request: Request, out: Path, tell: Callable[[str], None], make_engine: EngineFactory
+    cfg: Config, request: Request, out: Path, tell: Callable[[str], None], make_engine: EngineFactory | None
 ) -> EvaluationFolder:
     tokenizer = load_tokenizer(cfg.model.path)
     suite = load_benchmarks(cfg.evaluation, tokenizer, cfg.data.max_prompt_tokens)
     stops = stop_tokens(cfg.model.path, tokenizer, cfg.rollout.stop_token_ids)
 
-    def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False).input_ids)
-
+    encode, decode = text_functions(tokenizer)
     folder = EvaluationFolder(out, {"checkpoint": str(request.checkpoint), "seed": cfg.seed})
     todo = folder.keep(suite) if cfg.resume else suite
     for name in folder.results:
         tell(f"{BENCHMARKS[name].title}: evaluated before, kept")
     if not todo:
         return folder
+    launch = LaunchSpec(
+        model_path=Path(cfg.model.path),
+        max_model_len=cfg.data.max_prompt_tokens + cfg.evaluation.benchmark_tokens,
+        platform=cfg.platform,
+        precision=cfg.rollout.server.precision or cfg.model.dtype,
+        seed=cfg.seed,
+    )
     with contextlib.ExitStack() as stack:
-        engine = make_engine(cfg, launch_of(cfg), out / "server.log")
+        log_path = out / "server.log"
+        engine: RolloutEngine
+        engine = make_engine(cfg, launch, log_path) if make_engine else build_engine(cfg.rollout, launch, log_path)
         if cfg.rollout.function is not None:
             engine = CustomRollouts(engine, load_function(cfg.rollout.function), encode, decode)
         stack.enter_context(engine)
@@ -142,22 +147,6 @@ def _evaluate(
             for event in engine.take_events():
                 tell(event)
     return folder
-
-
-def launch_of(cfg: Config) -> LaunchSpec:
-    """Return what the servers of an evaluation are started with."""
-    return LaunchSpec(
-        model_path=Path(cfg.model.path),
-        max_model_len=cfg.data.max_prompt_tokens + cfg.evaluation.benchmark_tokens,
-        platform=cfg.platform,
-        precision=cfg.rollout.server.precision or cfg.model.dtype,
-        seed=cfg.seed,
-    )
-
-
-def _engine(cfg: Config, launch: LaunchSpec, log_path: Path) -> RolloutEngine:
-    """Build servers that keep the weights of the checkpoint."""
-    return build_engine(cfg.rollout, launch, log_path)
 
 
 def _in_words(problems: Problems) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import EvaluationConfig
 from tepo_megatron.evaluation.records import write_evaluation
 from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns, in_words
 from tepo_megatron.evaluation.runner import Accuracy, evaluate
@@ -19,15 +20,28 @@ from tepo_megatron.utils.seeding import derive_seed
 class Evaluations:
     """Accuracies of a run by step, on held-out problems and on benchmarks. Either may be missing."""
 
-    def __init__(self, cfg: Config, held_out: Sequence[Prompt], benchmarks: BenchmarkRuns | None) -> None:
+    def __init__(
+        self,
+        cfg: EvaluationConfig,
+        held_out: Sequence[Prompt],
+        benchmarks: BenchmarkRuns | None,
+        *,
+        seed: int,
+        run_dir: Path,
+        keep_best: bool,
+    ) -> None:
         """Begin without results; a resumed run restores them with `load_state_dict`.
 
         Args:
-            cfg: Config of the run.
+            cfg: Section `evaluation` of the run's config.
             held_out: Held-out problems (`data.eval`); empty for none.
             benchmarks: Benchmarks, or None.
+            seed: Seed of the run.
+            run_dir: Folder of the run.
+            keep_best: Whether the checkpoint of the best step is kept (`checkpoint.keep_best`).
         """
         self._cfg, self._held_out, self._benchmarks = cfg, held_out, benchmarks
+        self._seed, self._run_dir, self._keep_best = seed, run_dir, keep_best
         self._by_step: dict[int, Accuracy] = {}  # on held-out problems; the summary has the first and the last
         self._benchmarked: list[int] = []  # steps whose benchmarks this process has evaluated
 
@@ -44,11 +58,11 @@ class Evaluations:
             RolloutError: The engine fails.
             RewardError: The grader fails.
         """
-        cfg = self._cfg.evaluation
+        cfg = self._cfg
         if self._held_out and step not in self._by_step:
             asked = replace(sampling, samples=cfg.samples, temperature=cfg.temperature, routing=None)
             # one seed for all evaluations, so that before and after are compared on the same random numbers
-            found = evaluate(engine, reward, self._held_out, asked, derive_seed(self._cfg.seed, "evaluation"))
+            found = evaluate(engine, reward, self._held_out, asked, derive_seed(self._seed, "evaluation"))
             self._by_step[step] = found
             yield f"accuracy at step {step}: {found}, temperature {cfg.temperature:g}"
         if self._benchmarks is not None and step not in self._benchmarked:
@@ -59,14 +73,14 @@ class Evaluations:
     @property
     def best_step(self) -> int | None:
         """Step whose checkpoint must be kept; None without `checkpoint.keep_best`. Step 0 has no checkpoint and is left out."""
-        if not self._cfg.checkpoint.keep_best:
+        if not self._keep_best:
             return None
         return _best({step: accuracy for step, accuracy in self._means.items() if step > 0})
 
     @property
     def out_of_patience(self) -> bool:
         """True if at least `evaluation.patience` evaluations came after the best one."""
-        patience, best = self._cfg.evaluation.patience, _best(self._means)
+        patience, best = self._cfg.patience, _best(self._means)
         return patience is not None and best is not None and sum(step > best for step in self._means) >= patience
 
     @property
@@ -100,7 +114,7 @@ class Evaluations:
             told.append("resume: the first evaluation was of other problems, so there is no accuracy from before")
             before = None
         if before and after:
-            write_evaluation(self._cfg.run_dir, before, after)
+            write_evaluation(self._run_dir, before, after)
             told.append(f"accuracy before: {before}\naccuracy after:  {after}")
         summary: dict[str, Any] = {
             "accuracy_before": before and before.mean,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import Config, ServerConfig
 from tepo_megatron.config.io import to_yaml
 from tepo_megatron.errors import TepoError
 from tepo_megatron.launcher.ranks import RankProcesses, first_failure, interrupted_by_signals, leave_message
@@ -23,7 +23,7 @@ from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.storage import disk_fault, writing
 
 if TYPE_CHECKING:
-    from tepo_megatron.controller.driver import EngineFactory
+    from tepo_megatron.controller.opening import EngineFactory
     from tepo_megatron.platform import Platform
 
 # Environment variable with our launcher's process ID, for the ranks that it starts.
@@ -64,22 +64,22 @@ def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: 
         with writing(config):
             config.write_text(to_yaml(cfg))
             (folder / "heartbeats").mkdir()
-        words, shared = ["-m", worker, str(config)], _environment(cfg, folder)
-        with RankProcesses(words, cfg.parallel.world_size, folder, shared, inherit) as ranks:
+        words, count = ["-m", worker, str(config)], cfg.parallel.world_size
+        shared = _environment(count, cfg.platform, cfg.rollout.server, folder)
+        with RankProcesses(words, count, folder, shared, inherit) as ranks:
             ranks.start()
             failures = ranks.wait()
     if failures:
         raise RanksFailed(first_failure(failures, kills))
 
 
-def _environment(cfg: Config, folder: Path) -> dict[str, str]:
+def _environment(ranks: int, platform: str, server: ServerConfig, folder: Path) -> dict[str, str]:
     """Return the environment of all ranks: their rendezvous, number of threads, and the interface of gloo and NCCL."""
     shared = {_LAUNCHER: str(os.getpid()), WORLD_FOLDER: str(folder), "GLOO_SOCKET_IFNAME": "lo"}
-    server = cfg.rollout.server
     if server.urls is None and server.rendezvous is None:
         shared["NCCL_SOCKET_IFNAME"] = "=lo"  # otherwise servers on other machines may have to reach a rank
-    threads = {"OMP_NUM_THREADS": str(threads_of_rank(cfg.parallel.world_size))}
-    if cfg.platform == "cpu":
+    threads = {"OMP_NUM_THREADS": str(threads_of_rank(ranks))}
+    if platform == "cpu":
         # one thread per rank; waiting threads must not spin, because the server works on the same cores
         threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     return shared | {name: value for name, value in threads.items() if name not in os.environ}
@@ -124,7 +124,7 @@ def run_rank(
             return 0
         from tepo_megatron.train import train  # imports Megatron-Core, so the platform must be active first
 
-        train(cfg, platform, make_engine, end=_end_at_once)
+        train(cfg, platform, make_engine, on_hang=_end_at_once)
     except TepoError as e:
         leave_message(str(e), expected=True)
         return 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import RewardConfig, RolloutConfig
 from tepo_megatron.errors import ConfigError
 
 # Measured with `python -m tests.harness.open_files` on a CPU (gloo, torch 2.13, vLLM 0.32): with vLLM and 2 ranks (tp 2) rank 0
@@ -15,20 +15,25 @@ _PER_RANK = 12  # gloo connections, one in each process group
 _PER_WORKER = 3  # pipes of a grading worker
 
 
-def needed_open_files(cfg: Config) -> int:
-    """Return the maximum number of files, pipes and connections that one process of the run may have open at once."""
-    requests = cfg.rollout.servers * cfg.rollout.server.concurrency
-    terms = 1 if cfg.reward.terms is None else len(cfg.reward.terms)
-    return _BASE + requests + _PER_RANK * cfg.parallel.world_size + _PER_WORKER * cfg.reward.workers * terms
+def needed_open_files(ranks: int, rollout: RolloutConfig, reward: RewardConfig) -> int:
+    """Return the maximum number of files, pipes and connections that one process of the run may have open at once.
+
+    Args:
+        ranks: Number of ranks of the run.
+        rollout: Sets the number of concurrent requests.
+        reward: Sets the number of grading workers.
+    """
+    requests = rollout.servers * rollout.server.concurrency
+    terms = 1 if reward.terms is None else len(reward.terms)
+    return _BASE + requests + _PER_RANK * ranks + _PER_WORKER * reward.workers * terms
 
 
-def check_open_files(cfg: Config) -> None:
-    """Raise this process's limit of open files if it is too low; child processes inherit it.
+def check_open_files(needed: int) -> None:
+    """Raise this process's limit of open files to `needed` if it is lower; child processes inherit it.
 
     Raises:
         ConfigError: The hard limit is too low.
     """
-    needed = needed_open_files(cfg)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return

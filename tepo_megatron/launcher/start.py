@@ -19,7 +19,7 @@ def preflight(cfg: Config) -> None:
     from tepo_megatron.actor.precision import check_shapes
     from tepo_megatron.controller.method import resolve
     from tepo_megatron.evaluation.problems import check_sources
-    from tepo_megatron.launcher.open_files import check_open_files
+    from tepo_megatron.launcher.open_files import check_open_files, needed_open_files
     from tepo_megatron.rewards import check_reward
     from tepo_megatron.rollout.custom import load_function
     from tepo_megatron.rollout.experts import check_experts, replayed_routing
@@ -27,7 +27,7 @@ def preflight(cfg: Config) -> None:
     from tepo_megatron.weights.families.tokens import check_tokenizer
     from tepo_megatron.weights.hf_io import HfReader
 
-    check_open_files(cfg)
+    check_open_files(needed_open_files(cfg.parallel.world_size, cfg.rollout, cfg.reward))
     resolve(cfg)
     check_sources(cfg.evaluation)
     if cfg.rollout.function is not None:

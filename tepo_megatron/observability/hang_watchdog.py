@@ -129,7 +129,7 @@ class HangWatchdog:
         folder: Folder for the explanation (hang.txt) and the stacks.
         silent_seconds: A rank without heartbeat for this long counts as frozen.
         stuck_seconds: Maximum time at one position of a training phase.
-        end: Ends this process, given the explanation and whether this rank is cut off from the world's store.
+        on_hang: Ends this process, given the explanation and whether this rank is cut off from the world's store.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class HangWatchdog:
         *,
         silent_seconds: float,
         stuck_seconds: float,
-        end: Callable[[str, bool], object],
+        on_hang: Callable[[str, bool], object],
     ) -> None:
-        self._store, self._rank, self._world_size, self._folder, self._end = store, rank, world_size, folder, end
+        self._store, self._rank, self._world_size, self._folder, self._on_hang = store, rank, world_size, folder, on_hang
         self._silent_seconds, self._stuck_seconds = silent_seconds, stuck_seconds
         listened: Sequence[int] = range(world_size) if rank == 0 else (0,) if rank == 1 else ()
         self._seen = {r: _Seen() for r in listened}
@@ -240,7 +240,7 @@ class HangWatchdog:
             if self._identity.is_in_place():  # else the folder now belongs to another run
                 self._write(explanation, cut_off)
             time.sleep(2 * BEAT_SECONDS)  # so that the others read the verdict and write their stacks
-            self._end(explanation, cut_off)
+            self._on_hang(explanation, cut_off)
 
     def _write(self, explanation: str, cut_off: bool) -> None:
         with contextlib.suppress(OSError):

@@ -7,7 +7,8 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,57 +53,74 @@ def claim(cfg: Config) -> RunLock:
         ConfigError: The folder holds a run and neither `resume` nor `overwrite` is set; the run is under way or has nothing to
             resume from; the model or the data lie in what would be removed; or the folder cannot be written.
     """
+    from tepo_megatron.config.io import to_yaml
+
+    inputs = (
+        ("model.path", cfg.model.path),
+        ("model.reference", cfg.model.reference),
+        *cfg.data.paths,
+        ("rollout.replay", cfg.rollout.replay),
+        ("rollout.function", cfg.rollout.function),
+    )
+    refuse = partial(_refuse_what_is_there, cfg.run_dir, cfg.overwrite, cfg.resume, cfg.rollout.only, inputs)
     if not (cfg.run_dir / LOCK_FILE).exists():
-        _refuse_what_is_there(cfg)  # before a lock file is created in a folder that is not ours
+        refuse()  # before a lock file is created in a folder that is not ours
     try:
         lock = RunLock(cfg.run_dir)
     except ConfigError as e:
         raise ConfigError(f"output={cfg.output}: {e}") from None
     try:
-        _refuse_what_is_there(cfg)
+        refuse()
         _refuse_one_under_way(cfg.run_dir)  # by its metrics: a version without this lock started it, or the lock is gone
         lock.sign()
-        _make_ready(cfg)
+        _make_ready(cfg.run_dir, cfg.resume, to_yaml(cfg), cfg.output)
     except BaseException:
         lock.release()
         raise
     return lock
 
 
-def _refuse_what_is_there(cfg: Config) -> None:
-    """Raise ConfigError if the run may not start in the folder as it is now. This only reads."""
-    metrics = cfg.run_dir / "metrics.jsonl"
-    holds_a_run = (metrics.exists() and metrics.stat().st_size) or any((cfg.run_dir / n).exists() for n in _SIGNS)
-    if holds_a_run and not (cfg.overwrite or cfg.resume):
+def _refuse_what_is_there(
+    run_dir: Path, overwrite: bool, resume: bool, only_samples: bool, inputs: Sequence[tuple[str, str | None]]
+) -> None:
+    """Raise ConfigError if the run may not start in the folder as it is now. This only reads.
+
+    Args:
+        run_dir: Folder of the run.
+        overwrite, resume, only_samples: `overwrite`, `resume` and `rollout.only` of the config.
+        inputs: (key of the config, path) of each file that the run reads. None: not set.
+    """
+    metrics = run_dir / "metrics.jsonl"
+    holds_a_run = (metrics.exists() and metrics.stat().st_size) or any((run_dir / n).exists() for n in _SIGNS)
+    if holds_a_run and not (overwrite or resume):
         raise ConfigError(
-            f"{cfg.run_dir} holds a run already; go on with it with --resume true, choose another `name`, or replace it with "
+            f"{run_dir} holds a run already; go on with it with --resume true, choose another `name`, or replace it with "
             f"--overwrite true"
         )
-    if holds_a_run and cfg.resume:
-        _refuse_without_checkpoints(cfg)
-    _refuse_to_remove_what_is_used(cfg, _removed(cfg))
+    if holds_a_run and resume:
+        _refuse_without_checkpoints(run_dir, only_samples)
+    _refuse_to_remove_what_is_used(inputs, _removed(run_dir, resume))
 
 
-def _removed(cfg: Config) -> list[Path]:
-    return [] if cfg.resume else [cfg.run_dir / name for name in _OF_A_RUN]
+def _removed(run_dir: Path, resume: bool) -> list[Path]:
+    return [] if resume else [run_dir / name for name in _OF_A_RUN]
 
 
-def _make_ready(cfg: Config) -> None:
-    from tepo_megatron.config.io import to_yaml
-
+def _make_ready(run_dir: Path, resume: bool, config: str, output: str) -> None:
+    """Remove what `overwrite` replaces and write config.yaml with the text `config`. `output` is for the message alone."""
     try:
-        if cfg.resume:
-            _rename(cfg.run_dir, _HANG)
-        for path in _removed(cfg):
+        if resume:
+            _rename(run_dir, _HANG)
+        for path in _removed(run_dir, resume):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
         # ranks on other machines may read it meanwhile
-        replace_file(cfg.run_dir / "config.yaml", to_yaml(cfg).encode(), durable=False)
+        replace_file(run_dir / "config.yaml", config.encode(), durable=False)
     except OSError as e:
-        fault = disk_fault(e, cfg.run_dir, written=False) or f"{cfg.run_dir} cannot be written ({e}); choose another directory"
-        raise ConfigError(f"output={cfg.output}: {fault}") from None
+        fault = disk_fault(e, run_dir, written=False) or f"{run_dir} cannot be written ({e}); choose another directory"
+        raise ConfigError(f"output={output}: {fault}") from None
 
 
 def rename_outcome(run_dir: Path) -> None:
@@ -169,28 +187,22 @@ def _refuse_one_under_way(run_dir: Path) -> None:
             os.close(metrics)
 
 
-def _refuse_without_checkpoints(cfg: Config) -> None:
+def _refuse_without_checkpoints(run_dir: Path, only_samples: bool) -> None:
     """Refuse a resume without checkpoints if the run had ended. Restarting an interrupted run from scratch loses nothing."""
-    if cfg.rollout.only:
+    if only_samples:
         raise ConfigError(
-            f"{cfg.run_dir} holds a run already, and rollout.only=true keeps no checkpoints to resume from; choose another "
+            f"{run_dir} holds a run already, and rollout.only=true keeps no checkpoints to resume from; choose another "
             f"`name`, or replace it with --overwrite true"
         )
-    checkpoints = (cfg.run_dir / "checkpoints").glob("step-*")
-    if (cfg.run_dir / "summary.json").exists() and not any(c.name.removeprefix("step-").isdigit() for c in checkpoints):
+    checkpoints = (run_dir / "checkpoints").glob("step-*")
+    if (run_dir / "summary.json").exists() and not any(c.name.removeprefix("step-").isdigit() for c in checkpoints):
         raise ConfigError(
-            f"{cfg.run_dir} holds a run that has ended and kept no checkpoints, so resume=true would train it anew; choose "
+            f"{run_dir} holds a run that has ended and kept no checkpoints, so resume=true would train it anew; choose "
             f"another `name`, or replace it with --overwrite true"
         )
 
 
-def _refuse_to_remove_what_is_used(cfg: Config, removed: list[Path]) -> None:
-    for key, used in (
-        ("model.path", cfg.model.path),
-        ("model.reference", cfg.model.reference),
-        *cfg.data.paths,
-        ("rollout.replay", cfg.rollout.replay),
-        ("rollout.function", cfg.rollout.function),
-    ):
+def _refuse_to_remove_what_is_used(inputs: Sequence[tuple[str, str | None]], removed: list[Path]) -> None:
+    for key, used in inputs:
         if used is not None and any(Path(used).resolve().is_relative_to(path.resolve()) for path in removed):
             raise ConfigError(f"{key}={used} lies in the run that would be replaced; choose another `name`")

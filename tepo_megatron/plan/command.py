@@ -13,7 +13,8 @@ from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.plan.activations import ON_CPU, Kernels
 from tepo_megatron.plan.compute import Machine
 from tepo_megatron.plan.gpus import GIB, GPUS
-from tepo_megatron.plan.memory import ELEMENT, Model, host_bytes
+from tepo_megatron.plan.memory import host_bytes
+from tepo_megatron.plan.memory_parts import ELEMENT, Model
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.search import LayoutCandidate, judge, search
 from tepo_megatron.plan.step import Predictor
@@ -69,8 +70,9 @@ def predictor_of(cfg: Config, request: Request) -> Predictor:
         raise ConfigError(f"--gpu {request.gpu}: not in the table; use one of {', '.join(GPUS)}")
     family, arch = read_model(cfg.model.path)
     work = Workload.of(cfg, request.prompt, request.response, request.dropped)
+    samples = cfg.rollout.samples_per_prompt
     kernels = ON_CPU if cfg.platform == "cpu" else Kernels("sdpa" if cfg.model.attention == "sdpa" else "te")
-    if families_of(cfg, work.prompt, cfg.rollout.samples_per_prompt, Alignment(cfg.parallel.cp)) is not None:
+    if families_of(cfg.training, cfg.platform, samples, work.prompt, samples, Alignment(cfg.parallel.cp)) is not None:
         kernels = replace(kernels, attention="shared")
     element = ELEMENT[cfg.model.dtype]
     model = Model(family, arch, element, recompute=cfg.training.recompute, kernels=kernels)
@@ -78,11 +80,11 @@ def predictor_of(cfg: Config, request: Request) -> Predictor:
     return Predictor(cfg, model, Machine(GPUS[request.gpu], matmul_size), work)
 
 
-def plan(cfg: Config, request: Request, tell: Callable[[str], None]) -> int:
+def plan(predictor: Predictor, request: Request, tell: Callable[[str], None]) -> int:
     """Report what a config needs and how fast it would be.
 
     Args:
-        cfg: The config.
+        predictor: `predictor_of` the config and the request.
         request: Options of `tepo plan`.
         tell: Prints a text.
 
@@ -92,7 +94,7 @@ def plan(cfg: Config, request: Request, tell: Callable[[str], None]) -> int:
     Raises:
         ConfigError: The config cannot be planned.
     """
-    predictor = predictor_of(cfg, request)
+    cfg = predictor.cfg
     gpu, work = predictor.machine.gpu, predictor.workload
     gpus = request.gpus or predictor.placement.gpus
     given = judge(predictor)
@@ -104,7 +106,7 @@ def plan(cfg: Config, request: Request, tell: Callable[[str], None]) -> int:
     assumed = "given" if request.prompt and request.response else "assumed"
     tell(f"{assumed}: prompts of {work.prompt} tokens, responses of {work.response} on average, {work.longest} at most")
     if work.dropped:
-        asked, kept = work.rounds(cfg)
+        asked, kept = work.rounds(cfg.rollout, cfg.objective)
         how = "assumed" if request.dropped is None else "given"
         tell(
             f"{how}: {work.dropped:.0%} of the groups are dropped; {sum(asked)} are sampled in {len(asked)} rounds, {kept} kept"

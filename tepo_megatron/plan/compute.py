@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.gpus import ASSUMED, GPUS_PER_NODE, Assumptions, Gpu
-from tepo_megatron.plan.memory import Model
+from tepo_megatron.plan.memory_parts import Model
 from tepo_megatron.weights.ops import Architecture
 
 ATTENTION_BACKWARD = 2.5

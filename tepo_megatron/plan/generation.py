@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tepo_megatron.plan.compute import Machine, attention_operations, layer_operations
-from tepo_megatron.plan.memory import Model, kv_bytes
+from tepo_megatron.plan.engine_memory import kv_bytes
+from tepo_megatron.plan.memory_parts import Model
 from tepo_megatron.weights.ops import Architecture
 
 

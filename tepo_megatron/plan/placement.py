@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import RolloutConfig
 from tepo_megatron.plan.gpus import GPUS_PER_NODE
 
 Kind = Literal["in turns", "apart"]
@@ -54,10 +54,15 @@ class Placement:
         return ""
 
 
-def placement_of(cfg: Config) -> Placement:
-    """Return the placement of a config."""
-    server = cfg.rollout.server
-    engine = 0 if cfg.rollout.replay is not None else cfg.rollout.servers * server.tp
+def placement_of(ranks: int, rollout: RolloutConfig) -> Placement:
+    """Return the placement of a run.
+
+    Args:
+        ranks: Number of ranks.
+        rollout: Sets the servers, and whether they share the ranks' GPUs.
+    """
+    server = rollout.server
+    engine = 0 if rollout.replay is not None else rollout.servers * server.tp
     elsewhere = server.urls is not None or server.rendezvous is not None
-    kind: Kind = "in turns" if cfg.rollout.colocate else "apart"
-    return Placement(kind, cfg.parallel.world_size, engine, here=engine > 0 and not elsewhere)
+    kind: Kind = "in turns" if rollout.colocate else "apart"
+    return Placement(kind, ranks, engine, here=engine > 0 and not elsewhere)

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tepo_megatron.actor.layout import check_layout, divisors
-from tepo_megatron.config import Config
+from tepo_megatron.config import Config, RolloutConfig, SyncConfig, TrainingConfig
 from tepo_megatron.errors import ConfigError
+from tepo_megatron.plan.engine_memory import kv_bytes
 from tepo_megatron.plan.gpus import GIB, GPUS_PER_NODE
-from tepo_megatron.plan.memory import State, kv_bytes, states
+from tepo_megatron.plan.memory import Trainer, states
+from tepo_megatron.plan.memory_parts import State
 from tepo_megatron.plan.placement import placement_of
 from tepo_megatron.plan.step import Predictor, Step
 
@@ -75,7 +77,7 @@ def judge(predictor: Predictor, *, timed: bool = True) -> LayoutCandidate:
         return LayoutCandidate(cfg, why=str(e).partition(";")[0])
     if fault := predictor.placement.fault:
         return LayoutCandidate(cfg, why=fault)
-    found = tuple(states(cfg, model, gpu, predictor.machine.assumed))
+    found = tuple(states(Trainer.of(cfg, model), cfg.rollout, cfg.sync, gpu, predictor.machine.assumed))
     layout = LayoutCandidate(cfg, found)
     over = layout.fullest.total - gpu.memory
     if over > 0:
@@ -100,7 +102,7 @@ def search(predictor: Predictor, gpus: int) -> SearchResult:
     best: list[LayoutCandidate] = []
     refused: dict[str, list[str]] = defaultdict(list)
     seen = 0
-    for cfg in _candidates(predictor.cfg, gpus, predictor.model.arch.experts is not None):
+    for cfg in _candidates(predictor, gpus):
         seen += 1
         layout = judge(replace(predictor, cfg=cfg))
         if layout.why:
@@ -111,15 +113,16 @@ def search(predictor: Predictor, gpus: int) -> SearchResult:
     return SearchResult(best, dict(sorted(refused.items(), key=lambda item: -len(item[1]))), seen)
 
 
-def _candidates(cfg: Config, gpus: int, experts: bool) -> Iterator[Config]:
-    placement = placement_of(cfg)
+def _candidates(predictor: Predictor, gpus: int) -> Iterator[Config]:
+    cfg, experts = predictor.cfg, predictor.model.arch.experts is not None
+    placement = placement_of(cfg.parallel.world_size, cfg.rollout)
     if placement.kind == "apart":
         splits = [(n, gpus - n) for n in divisors(gpus) if n < gpus] + ([(3 * gpus // 4, gpus // 4)] if gpus % 4 == 0 else [])
     else:
         splits = [(gpus, gpus)]
     for trainer, engine in splits:
         for server_tp in (n for n in (1, 2, 4, 8) if n <= engine and engine % n == 0):
-            served = _served(cfg, engine // server_tp, server_tp)
+            rollout, sync = _served(cfg.rollout, cfg.sync, engine // server_tp, server_tp)
             for tp in (n for n in divisors(trainer) if n <= GPUS_PER_NODE):
                 for pp in divisors(trainer // tp):
                     for cp in (n for n in divisors(trainer // tp // pp) if n <= GPUS_PER_NODE):
@@ -127,27 +130,24 @@ def _candidates(cfg: Config, gpus: int, experts: bool) -> Iterator[Config]:
                         for ep in divisors(dp * cp) if experts else (1,):
                             mesh = replace(cfg.parallel, tp=tp, pp=pp, vpp=1, cp=cp, ep=ep, dp=dp, sequence_parallel=tp > 1)
                             for factor in (1, 2):
-                                yield _with_tokens(replace(served, parallel=mesh), factor)
+                                training = _with_tokens(cfg.training, factor)
+                                yield replace(cfg, rollout=rollout, sync=sync, parallel=mesh, training=training)
 
 
-def _served(cfg: Config, servers: int, tp: int) -> Config:
-    """Return a config with this number of servers and GPUs per server. A folder replaces addresses, whose number is fixed."""
-    server, sync = replace(cfg.rollout.server, tp=tp), cfg.sync
+def _served(cfg: RolloutConfig, sync: SyncConfig, servers: int, tp: int) -> tuple[RolloutConfig, SyncConfig]:
+    """Return sections for this number of servers and GPUs per server. A folder replaces addresses, whose number is fixed."""
+    server = replace(cfg.server, tp=tp)
     if server.urls is not None:
         server, sync = replace(server, urls=None, rendezvous="servers"), replace(sync, folder=sync.folder or "weights")
-    return replace(cfg, sync=sync, rollout=replace(cfg.rollout, servers=servers, min_servers=1, server=server))
+    return replace(cfg, servers=servers, min_servers=1, server=server), sync
 
 
-def _with_tokens(cfg: Config, factor: int) -> Config:
-    training = cfg.training
-    without = training.max_tokens_without_grad
+def _with_tokens(cfg: TrainingConfig, factor: int) -> TrainingConfig:
+    without = cfg.max_tokens_without_grad
     return replace(
         cfg,
-        training=replace(
-            training,
-            max_tokens_per_microbatch=training.max_tokens_per_microbatch * factor,
-            max_tokens_without_grad=None if without is None else without * factor,
-        ),
+        max_tokens_per_microbatch=cfg.max_tokens_per_microbatch * factor,
+        max_tokens_without_grad=None if without is None else without * factor,
     )
 
 

@@ -16,9 +16,11 @@ from tepo_megatron.ops.shared_prompts import pieces_of
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.activations import microbatches_in_flight
 from tepo_megatron.plan.compute import Cost, Machine, stage_seconds
+from tepo_megatron.plan.engine_memory import generating
 from tepo_megatron.plan.generation import Engine
 from tepo_megatron.plan.gpus import GPUS_PER_NODE
-from tepo_megatron.plan.memory import ELEMENT, Model, generating, kept, state_bytes
+from tepo_megatron.plan.memory import Trainer, state_bytes
+from tepo_megatron.plan.memory_parts import ELEMENT, Model
 from tepo_megatron.plan.placement import Placement, placement_of
 from tepo_megatron.plan.workload import Workload, families_of
 
@@ -104,7 +106,7 @@ class Predictor:
     @cached_property
     def placement(self) -> Placement:
         """Return the GPUs of trainer and engine."""
-        return placement_of(self.cfg)
+        return placement_of(self.cfg.parallel.world_size, self.cfg.rollout)
 
     @property
     def _launches(self) -> float:
@@ -130,7 +132,8 @@ class Predictor:
         alignment = Alignment(parallel.cp, parallel.tp if parallel.sequence_parallel else 1)
         pipeline = Pipeline(parallel.pp, parallel.vpp)
         multiple = parallel.pp if parallel.vpp > 1 else 1
-        families = families_of(self.cfg, self.workload.prompt, len(sequences), alignment)
+        cfg, samples = self.cfg, self.cfg.rollout.samples_per_prompt
+        families = families_of(cfg.training, cfg.platform, samples, self.workload.prompt, len(sequences), alignment)
         plan = plan_microbatches(sequences, parallel.dp, max_tokens, alignment, multiple, pipeline=pipeline, families=families)
         packing = plan_metrics(plan, sequences, alignment, pipeline, families=families)
         tokens = packing["packing/computed_tokens"] / parallel.dp
@@ -152,9 +155,8 @@ class Predictor:
         cfg, parallel = self.cfg, self.cfg.parallel
         if not cfg.training.offload_activations:
             return 0.0
-        of_a_microbatch = max(
-            kept(cfg, self.model, parallel, rank).host / microbatches_in_flight(parallel, rank) for rank in range(parallel.pp)
-        )
+        trainer = Trainer.of(cfg, self.model)
+        of_a_microbatch = max(trainer.kept(rank).host / microbatches_in_flight(parallel, rank) for rank in range(parallel.pp))
         return 2 * of_a_microbatch * tokens / cfg.training.max_tokens_per_microbatch / self.host_rate
 
     @property
@@ -166,7 +168,7 @@ class Predictor:
         """Return a whole training step."""
         cfg, work = self.cfg, self.workload
         training, rollout = cfg.training, cfg.rollout
-        groups = work.rounds(cfg)[1]
+        groups = work.rounds(rollout, cfg.objective)[1]
         everything = work.sequences(groups * rollout.samples_per_prompt)
         updates = training.epochs * -(-groups // training.minibatch_prompts)
         minibatch = work.sequences(min(groups, training.minibatch_prompts) * rollout.samples_per_prompt)
@@ -198,7 +200,8 @@ class Predictor:
         passes = cfg.rollout.max_staleness > 0 or (cfg.training.old_logprobs == "rollout" and updates > 1)
         if not passes or cfg.sync.compared_tokens is None:
             return float(passes)
-        sampled = sum(self.workload.responses(self.workload.rounds(cfg)[1] * cfg.rollout.samples_per_prompt))
+        groups = self.workload.rounds(cfg.rollout, cfg.objective)[1]
+        sampled = sum(self.workload.responses(groups * cfg.rollout.samples_per_prompt))
         return min(1.0, cfg.sync.compared_tokens * cfg.rollout.servers / sampled)
 
     def sample_seconds(self) -> tuple[float, float]:
@@ -206,7 +209,7 @@ class Predictor:
         rollout = self.cfg.rollout
         key = (rollout.servers, rollout.server.tp)
         if key not in self.known:
-            asked = self.workload.rounds(self.cfg)[0]
+            asked = self.workload.rounds(rollout, self.cfg.objective)[0]
             first, *further = (self.served_seconds(n, rollout.samples_per_prompt, self.workload) for n in asked)
             self.known[key] = first, sum(further)
         found: tuple[float, float] = self.known[key]
@@ -223,7 +226,8 @@ class Predictor:
         cfg = self.cfg
         server, each = cfg.rollout.server, -(-prompts // cfg.rollout.servers)
         at_once = min(server.concurrency * samples, self.machine.assumed.engine_sequences)
-        cache = max(generating(cfg, self.model, self.machine.gpu, self.machine.assumed).parts["KV cache"], 1.0)
+        engine_state = generating(server, cfg.model.dtype, self.model, self.machine.gpu, self.machine.assumed)
+        cache = max(engine_state.parts["KV cache"], 1.0)
         element = ELEMENT[server.precision or cfg.model.dtype]
         engine = Engine(self.model, self.machine, server.tp, cache, at_once, element)
         return engine.seconds(work.prompt, each, work.responses(each * samples))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import EvaluationConfig, RolloutConfig
 from tepo_megatron.config.data import SLICE
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.gpus import ASSUMED, Assumptions
@@ -85,7 +85,7 @@ def whole_run(predictor: Predictor, step_seconds: float) -> WholeRun:
     return WholeRun(
         steps=cfg.training.steps,
         step=step_seconds,
-        evaluations=_evaluations(cfg),
+        evaluations=_evaluations(cfg.rollout, cfg.evaluation.every, cfg.training.steps),
         evaluation=_evaluation_seconds(predictor),
         checkpoints=-(-cfg.training.steps // every) if every else 0,
         checkpoint=each,
@@ -95,28 +95,30 @@ def whole_run(predictor: Predictor, step_seconds: float) -> WholeRun:
     )
 
 
-def _evaluations(cfg: Config) -> int:
+def _evaluations(rollout: RolloutConfig, every: int, steps: int) -> int:
     """Return the number of evaluations: before the first step, after the last, and every `evaluation.every` steps between."""
-    if cfg.rollout.replay is not None or cfg.rollout.only:
+    if rollout.replay is not None or rollout.only:
         return 0
-    every, steps = cfg.evaluation.every, cfg.training.steps
     return 2 + ((steps - 1) // every if every else 0)
 
 
-def asked(cfg: Config, assumed: Assumptions = ASSUMED) -> Iterator[tuple[int, int, int]]:
+def asked(
+    held_out: str | None, evaluation: EvaluationConfig, max_response_tokens: int, assumed: Assumptions = ASSUMED
+) -> Iterator[tuple[int, int, int]]:
     """Yield (problems, samples per problem, maximum response tokens) of each part of an evaluation, in order.
 
     Args:
-        cfg: The config.
+        held_out: `data.eval`.
+        evaluation: Sets benchmarks, and the numbers of problems and samples.
+        max_response_tokens: Maximum response tokens on held-out problems.
         assumed: Gives the problems of a `data.eval` of unknown size.
     """
-    evaluation = cfg.evaluation
     most = evaluation.max_problems
-    if cfg.data.eval is not None:
-        sliced = SLICE.fullmatch(cfg.data.eval)
+    if held_out is not None:
+        sliced = SLICE.fullmatch(held_out)
         bounds = [] if sliced is None else [sliced["start"] or "0", sliced["stop"] or ""]
         known = int(bounds[1]) - int(bounds[0]) if bounds and all(bound.isdigit() for bound in bounds) else assumed.held_out
-        yield min(known, most or known), evaluation.samples, cfg.rollout.max_response_tokens
+        yield min(known, most or known), evaluation.samples, max_response_tokens
     for name in evaluation.benchmarks:
         problems, samples = BENCHMARKS[name]
         if samples > 1:  # else decoding is greedy
@@ -126,8 +128,9 @@ def asked(cfg: Config, assumed: Assumptions = ASSUMED) -> Iterator[tuple[int, in
 
 def _evaluation_seconds(predictor: Predictor) -> float:
     """Return the seconds of an evaluation, assuming prompts and responses as long as in training."""
-    work, seconds = predictor.workload, 0.0
-    for problems, samples, longest in asked(predictor.cfg, predictor.machine.assumed):
+    cfg, work, seconds = predictor.cfg, predictor.workload, 0.0
+    parts = asked(cfg.data.eval, cfg.evaluation, cfg.rollout.max_response_tokens, predictor.machine.assumed)
+    for problems, samples, longest in parts:
         lengths = replace(work, longest=longest, response=min(work.response, longest))
         seconds += predictor.served_seconds(problems, samples, lengths)
     return seconds

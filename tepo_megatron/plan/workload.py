@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import Config, ObjectiveConfig, RolloutConfig, TrainingConfig
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.shared_prompts import LEAST_SAVED, PrefixGroups
 from tepo_megatron.plan.gpus import ASSUMED
@@ -52,16 +52,20 @@ class Workload:
         share = dropped if cfg.rollout.filter_uniform_groups else 0.0
         return cls(min(prompt, cfg.data.max_prompt_tokens), min(response, longest), longest, share)
 
-    def rounds(self, cfg: Config) -> tuple[list[int], int]:
+    def rounds(self, rollout: RolloutConfig, objective: ObjectiveConfig) -> tuple[list[int], int]:
         """Return the number of prompts in each sampling round of a step, and the number of groups that are learned from.
 
         Each round samples for the missing groups, and `rollout.max_refills` limits the further rounds.
+
+        Args:
+            rollout: Sets the number of prompts and of further rounds.
+            objective: Sets whether the method samples dynamically.
         """
-        wanted = cfg.rollout.prompts_per_step
+        wanted = rollout.prompts_per_step
         asked: list[int] = []
         kept = 0
-        while kept < wanted and len(asked) <= max_refills(cfg):
-            asked.append(math.ceil((wanted - kept) * cfg.rollout.oversample))
+        while kept < wanted and len(asked) <= max_refills(rollout, objective):
+            asked.append(math.ceil((wanted - kept) * rollout.oversample))
             kept = min(wanted, kept + max(1, round(asked[-1] * (1 - self.dropped))))
         return asked, kept
 
@@ -76,27 +80,36 @@ class Workload:
         return [self.prompt + lengths[i * step % count] for i in range(count)]
 
 
-def max_refills(cfg: Config) -> int:
-    """Return `rollout.max_refills`, resolved like in `method.resolve`, which needs torch."""
-    if cfg.rollout.max_refills is not None:
-        return cfg.rollout.max_refills
-    dynamic = cfg.objective.dynamic_sampling
-    return _DYNAMIC_SAMPLING_REFILLS if (cfg.objective.name == "dapo" if dynamic is None else dynamic) else 0
+def max_refills(rollout: RolloutConfig, objective: ObjectiveConfig) -> int:
+    """Return `rollout.max_refills`, resolved like in `method.resolve`, which needs torch.
+
+    Args:
+        rollout: May give the number.
+        objective: Gives the default.
+    """
+    if rollout.max_refills is not None:
+        return rollout.max_refills
+    dynamic = objective.dynamic_sampling
+    return _DYNAMIC_SAMPLING_REFILLS if (objective.name == "dapo" if dynamic is None else dynamic) else 0
 
 
-def families_of(cfg: Config, prompt: int, count: int, alignment: Alignment) -> PrefixGroups | None:
+def families_of(
+    training: TrainingConfig, platform: str, samples: int, prompt: int, count: int, alignment: Alignment
+) -> PrefixGroups | None:
     """Return the shared prompts of some sequences, group after group; None if the run shares none.
 
     Args:
-        cfg: The config.
+        training: Its `share_prompts`.
+        platform: "cpu" or "cuda".
+        samples: Sequences of a group.
         prompt: Tokens of every prompt.
         count: Number of sequences.
         alignment: Alignment of packed sequences.
     """
-    if not cfg.training.shares_prompts(cfg.platform):
+    if not training.shares_prompts(platform):
         return None
-    groups = [i // cfg.rollout.samples_per_prompt for i in range(count)]
-    least_saved = 0 if cfg.training.share_prompts == "always" else LEAST_SAVED
+    groups = [i // samples for i in range(count)]
+    least_saved = 0 if training.share_prompts == "always" else LEAST_SAVED
     return PrefixGroups.of(groups, [prompt] * count, alignment.sequence, least_saved)
 
 

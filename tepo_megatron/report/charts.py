@@ -87,7 +87,7 @@ def sections(run: Run, prefix: str) -> list[Section]:
         draw(
             panels.mismatch,
             "Engine against actor on the same tokens: growth means that they no longer agree.",
-            panels.has_limits(run.cfg),
+            panels.has_limits(run.cfg.platform, run.cfg.model.precision),
         ),
         draw(panels.seconds, ahead if run.cfg.rollout.max_staleness else in_turns, run.cfg.rollout.max_staleness > 0),
         draw(panels.throughput, "Padding and bubbles are shares of a step's work that teach nothing."),

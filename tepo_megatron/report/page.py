@@ -95,7 +95,7 @@ def _view(run: Run, name: str, place: int) -> RunView:
         name=name,
         anchor=anchor,
         color=css_color(comparison.color(place)),
-        facts=facts(run.curves, run.cfg, run.summary),
+        facts=facts(run),
         safety=safety_checks(run.cfg),
         notes=run.notes,
         sections=sections,

@@ -10,7 +10,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 
-from tepo_megatron.config import Config
 from tepo_megatron.report.drawing import (
     BLUE,
     GREEN,
@@ -295,6 +294,11 @@ def memory(figure: Figure, cell: SubplotSpec, curves: Curves) -> None:
     legend(axis)
 
 
-def has_limits(cfg: Config) -> bool:
-    """Return whether the limits of fp32 apply to the rollout/train difference."""
-    return cfg.platform == "cpu" and cfg.model.precision == "fp32"
+def has_limits(platform: str, precision: str) -> bool:
+    """Return whether the limits of fp32 apply to the rollout/train difference.
+
+    Args:
+        platform: Platform of the run.
+        precision: Precision of the model (`model.precision`).
+    """
+    return platform == "cpu" and precision == "fp32"

@@ -7,10 +7,9 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from tepo_megatron.config import Config
 from tepo_megatron.report import panels
-from tepo_megatron.report.drawing import BLUE, MUTED, STYLE, Curves, steps_along
-from tepo_megatron.report.run import Run, Summary, facts
+from tepo_megatron.report.drawing import BLUE, MUTED, STYLE, steps_along
+from tepo_megatron.report.run import Run, facts
 from tepo_megatron.utils.atomic import replacing
 
 _INCHES = (15, 13.9)
@@ -19,7 +18,7 @@ _INCHES = (15, 13.9)
 def write_picture(run: Run) -> Path:
     """Draw the run into its folder; return the picture's path. An older picture is replaced atomically."""
     with matplotlib.rc_context(STYLE):
-        return save_picture(draw(run.curves, run.cfg, run.summary), run.folder / "report.png")
+        return save_picture(draw(run), run.folder / "report.png")
 
 
 def save_picture(figure: Figure, path: Path) -> Path:
@@ -34,14 +33,9 @@ def save_picture(figure: Figure, path: Path) -> Path:
     return path
 
 
-def draw(curves: Curves, cfg: Config, summary: Summary | None) -> Figure:
-    """Return the whole figure: nine panels and a strip with the seconds per step.
-
-    Args:
-        curves: Records of the run.
-        cfg: Config of the run.
-        summary: Summary; None while the run has not ended.
-    """
+def draw(run: Run) -> Figure:
+    """Return the whole figure of a run: nine panels and a strip with the seconds per step."""
+    cfg, curves, summary = run.cfg, run.curves, run.summary
     figure = Figure(figsize=_INCHES)
     grid = figure.add_gridspec(
         4, 3, height_ratios=(1, 1, 1, 0.42), left=0.05, right=0.985, top=0.89, bottom=0.042, hspace=0.4, wspace=0.18
@@ -54,21 +48,22 @@ def draw(curves: Curves, cfg: Config, summary: Summary | None) -> Figure:
     panels.constraints(figure, grid[1, 2], curves)
     panels.updates(figure, grid[2, 0], curves)
     panels.sampling(figure, grid[2, 1], curves)
-    panels.mismatch(figure, grid[2, 2], curves, gated=panels.has_limits(cfg))
+    panels.mismatch(figure, grid[2, 2], curves, gated=panels.has_limits(cfg.platform, cfg.model.precision))
     panels.seconds(figure, grid[3, :], curves, cfg.rollout.max_staleness > 0)
     for axis in figure.axes:
-        steps_along(axis, max(cfg.training.steps, curves.steps[-1]))
-    _heading(figure, curves, cfg, summary)
+        steps_along(axis, run.last_step)
+    _heading(figure, run)
     return figure
 
 
-def _heading(figure: Figure, curves: Curves, cfg: Config, summary: Summary | None) -> None:
+def _heading(figure: Figure, run: Run) -> None:
     """Write name and circumstances on the left; the result, once there is one, on the right."""
+    summary = run.summary
     if summary is not None and summary.evaluations:
         result = "  →  ".join(f"{accuracy:.1%} ± {100 * error:.1f}" for _, accuracy, error in summary.evaluations)
         figure.text(0.985, 0.965, result, fontsize=19, fontweight="bold", ha="right", color=BLUE)
         when = "before and after" if len(summary.evaluations) > 1 else "after"
         caption = f"evaluation accuracy {when}, ± standard error"
         figure.text(0.985, 0.944, caption, fontsize=11, ha="right", color=MUTED)
-    figure.text(0.05, 0.965, cfg.name, fontsize=19, fontweight="bold")
-    figure.text(0.05, 0.944, "  ·  ".join(facts(curves, cfg, summary)), fontsize=11, color=MUTED)
+    figure.text(0.05, 0.965, run.cfg.name, fontsize=19, fontweight="bold")
+    figure.text(0.05, 0.944, "  ·  ".join(facts(run)), fontsize=11, color=MUTED)

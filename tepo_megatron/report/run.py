@@ -62,14 +62,9 @@ def read_run(folder: Path) -> Run:
     return Run(folder, load_config(folder / "config.yaml"), Curves(found.records), summary, notes)
 
 
-def facts(curves: Curves, cfg: Config, summary: Summary | None) -> tuple[str, ...]:
-    """Return the circumstances of a run in a few words each.
-
-    Args:
-        curves: Records of the run.
-        cfg: Config of the run.
-        summary: Summary; None while the run has not ended.
-    """
+def facts(run: Run) -> tuple[str, ...]:
+    """Return the circumstances of a run in a few words each."""
+    cfg, curves, summary = run.cfg, run.curves, run.summary
     sizes = {name: getattr(cfg.parallel, name) for name in ("dp", "tp", "pp", "vpp", "cp", "ep")}
     layout = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1 rank"
     progress = f"step {curves.steps[-1]:.0f} of {cfg.training.steps}"

@@ -70,7 +70,7 @@ def _train(job: Job, groups: Any) -> Outcome:
     from tepo_megatron.train import learn
 
     cfg, out = job.cfg, Outcome()
-    actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
+    actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
     if actor.activations is not None:
         actor.activations.least_bytes = 1  # tiny tensors are moved too
     if objective.ref_beta:
@@ -87,7 +87,7 @@ def _train(job: Job, groups: Any) -> Outcome:
         gate.delivered(step - 1)
         actor.start_step(step)
         with _captured(actor, out):
-            learn(_versioned(rollouts, step, cfg), step, actor, objective, cfg, StepLog(), Clock(), gate)
+            learn(_versioned(rollouts, step, cfg), step, actor, objective, cfg.training, StepLog(), Clock(), gate)
     out.weights = sent(actor, [b.parameter for b in actor.bindings])
     if job.folder is not None:
         out.delivered = _deliver(actor, turns, job.folder, version=step)
@@ -96,7 +96,7 @@ def _train(job: Job, groups: Any) -> Outcome:
         for each in (actor, fresh):
             each.start_step(step + 1)
             again = _versioned(job.steps[0], step + 1, cfg)
-            learn(again, step + 1, each, objective, cfg, StepLog(), Clock(), _gate(each, step, groups))
+            learn(again, step + 1, each, objective, cfg.training, StepLog(), Clock(), _gate(each, step, groups))
         pairs = zip(actor.bindings, fresh.bindings, strict=True)
         out.resumed = all(torch.equal(a.parameter, b.parameter) for a, b in pairs)
     return out
@@ -106,7 +106,7 @@ def _gate(actor: Any, step: int, groups: Any) -> Any:
     """A gate that knows the versions of the rollouts of `step` + 1, all of them with the actor's weights."""
     from tepo_megatron.controller.gate import WeightsGate
 
-    gate = WeightsGate(actor.cfg, actor, groups)
+    gate = WeightsGate(actor.cfg.rollout, actor.cfg.training, actor.cfg.sync, actor, groups)
     for version in range(step - actor.cfg.rollout.max_staleness, step + 1):
         gate.delivered(version)
     return gate
@@ -150,7 +150,7 @@ def _resumed(actor: Any, folder: Path, step: int) -> Any:
     with Checkpoints(folder / "checkpoints", actor.cfg.checkpoint, actor.groups) as checkpoints:
         checkpoints.save(step, actor, {"step": step})
         assert checkpoints.wait() is not None
-        fresh = Actor(actor.cfg, actor.groups)
+        fresh = Actor.open(actor.cfg, actor.groups)
         if fresh.cfg.objective.ref_beta:
             fresh.keep_reference()
         found = checkpoints.newest()

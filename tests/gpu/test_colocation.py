@@ -31,7 +31,7 @@ def test_the_actor_leaves_the_gpu_and_comes_back_bit_for_bit(alone: Any, tmp_pat
     tree["model"]["precision"] = precision
     cfg = validate(tree)
     before = torch.cuda.memory_allocated(DEVICE)
-    actor, objective = Actor(cfg, alone), build_objective(cfg.objective)
+    actor, objective = Actor.open(cfg, alone), build_objective(cfg.objective)
     actor.start_step(1)
     actor.update(case.batches[0], objective)
 
@@ -66,7 +66,7 @@ def test_page_locked_memory_is_what_the_plan_says(alone: Any, tmp_path: Path) ->
     tree["model"]["precision"] = "bf16"
     tree["parallel"] |= {"overlap_grad_reduce": False, "overlap_param_gather": False}  # one bucket, as the plan counts
     cfg = validate(tree)
-    actor = Actor(cfg, alone)
+    actor = Actor.open(cfg, alone)
     actor.optimizer.step()  # there are moments from here on
     theirs = torch.cuda.host_memory_stats().get("allocated_bytes.allocated", 0)
     for _ in range(3):

@@ -44,7 +44,7 @@ def test_fp8_copies_of_weights_leave_the_gpu(alone: Any, tmp_path: Path, preset:
     tree = plain(cases.run_config(tmp_path / "wide", {})) | {"platform": "cuda"}
     tree["model"]["precision"] = preset
     cfg = validate(tree)
-    actor, objective = Actor(cfg, alone), build_objective(cfg.objective)
+    actor, objective = Actor.open(cfg, alone), build_objective(cfg.objective)
     linear = [b.parameter for b in actor.bindings if ".linear_" in b.name and not b.name.endswith("norm_weight")]
     copies, parameters = 2 * sum(p.numel() for p in linear), sum(b.parameter.nbytes for b in actor.bindings)
 

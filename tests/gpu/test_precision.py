@@ -66,7 +66,7 @@ def trained(groups: Any, cfg: Config, case: cases.Case) -> Trained:
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.losses import build_objective
 
-    actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
+    actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
     actor.start_step(1)
     batch = actor.attach_old_stats(replace(case.batches[0], update=0, old_logprobs_N=None, old_entropies_N=None))
     assert batch.old_logprobs_N is not None
@@ -114,7 +114,7 @@ def test_only_the_layers_linear_modules_are_transformer_engines_products(alone: 
 
     from tepo_megatron.actor.actor import Actor
 
-    actor = Actor(config(case), alone)
+    actor = Actor.open(config(case), alone)
     reached = {n.rpartition(".")[2] for n, m in actor.chunks[0].named_modules() if isinstance(m, Linear | LayerNormLinear)}
     assert reached == {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
 

@@ -85,7 +85,8 @@ def main() -> None:
     for role, found in greatest.items():
         print(f"{role:10} {found.total():4}  {dict(found.most_common())}")
     limit = f"{cfg.parallel.world_size} ranks, {cfg.reward.workers} grading workers"
-    print(f"limit that the run asks for: {needed_open_files(cfg)} ({limit}, {cfg.rollout.server.concurrency} requests at once)")
+    needed = needed_open_files(cfg.parallel.world_size, cfg.rollout, cfg.reward)
+    print(f"limit that the run asks for: {needed} ({limit}, {cfg.rollout.server.concurrency} requests at once)")
 
 
 if __name__ == "__main__":

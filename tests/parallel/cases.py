@@ -184,7 +184,7 @@ def train_steps(rank: int, cfg: Config, batches: tuple[TrainBatch, ...]) -> list
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(cfg.parallel, activate(cfg.platform), cfg.seed)
-    out = steps_of(Actor(cfg, groups), batches)
+    out = steps_of(Actor.open(cfg, groups), batches)
     parallel.shutdown()
     return out
 

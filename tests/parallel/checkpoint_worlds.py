@@ -32,7 +32,7 @@ def start(cfg: Config) -> Any:
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
-    return Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
+    return Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
 
 
 def checkpoints(folder: Path, actor: Any, **fields: Any) -> Any:

@@ -60,14 +60,14 @@ class Kill:
         now, calls = 0, 0
 
         def note_step(original: Callable[..., Any]) -> Callable[..., Any]:
-            def take(schedule: Any, step: int, clock: Any) -> Any:
+            def next_batch(schedule: Any, step: int, clock: Any) -> Any:
                 nonlocal now
                 now = step
                 return original(schedule, step, clock)
 
-            return take
+            return next_batch
 
-        Schedule.take = note_step(Schedule.take)  # type: ignore[method-assign]
+        Schedule.next_batch = note_step(Schedule.next_batch)  # type: ignore[method-assign]
         module, _, path = self.where.partition(":")
         *owners, name = path.split(".")
         owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))

@@ -21,20 +21,22 @@ def start(cfg: Any) -> Any:
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
-    return Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    return Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
 
 
 def old_stats(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
+    from tepo_megatron.actor.comparisons import mismatch
+
     actor = start(cfg)
     rows: list[int] = []
     output_layer = getattr(actor.chunks[-1].module, "output_layer", None)
     if actor.groups.is_last_stage:
         output_layer.register_forward_hook(lambda m, args, out: rows.append(out[0].size(0)))
     batch = actor.attach_old_stats(batch)
-    mismatch = actor.mismatch(batch)
+    found = mismatch(batch, actor.groups)
     return {
         "stats": (batch.old_logprobs_N, batch.old_entropies_N) if actor.groups.is_last_stage else None,
-        "mismatch": mismatch,
+        "mismatch": found,
         "rows": rows,
         "first_tp": actor.groups.tp.rank == 0,
     }

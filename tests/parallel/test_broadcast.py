@@ -55,7 +55,7 @@ def sync_of(cfg: Any, receiver: Fleet | None) -> Any:
     from tepo_megatron.weight_sync.sync import make_weight_sync
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
-    actor = Actor(cfg, groups)
+    actor = Actor.open(cfg, groups)
     return make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
 
 

@@ -327,7 +327,7 @@ def load_into_others(rank: int, cfg: Any, others: list[Any], folder: Path) -> li
         checkpoints.save(1, actor, {})
         checkpoints.wait()
         for other in others:
-            another = Actor(other, actor.groups)
+            another = Actor.open(other, actor.groups)
             before = w.raw_state(another)
             message = refused(lambda another=another: checkpoints.load(checkpoints.newest(), another))
             weights = [x for x in before if isinstance(x, torch.Tensor)]

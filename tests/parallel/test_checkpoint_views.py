@@ -56,7 +56,7 @@ def save_and_replace(rank: int, cfg: Any, batch: Any, folder: Path) -> list[tupl
     from tepo_megatron.actor.actor import Actor
 
     actor, out = w.start(cfg), []
-    another = Actor(cfg, actor.groups)
+    another = Actor.open(cfg, actor.groups)
 
     def loaded() -> list[Any]:
         checkpoints.load(checkpoints.newest(), another)

@@ -25,7 +25,7 @@ def _losses(rank: int, cfg: Config, batch: TrainBatch, offloads: bool) -> list[t
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 
-    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
+    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
     objective, found = build_objective(cfg.objective), []
     for step in range(2):
         stats = actor.attach_old_stats(batch)

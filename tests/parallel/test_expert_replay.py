@@ -112,7 +112,7 @@ def old_pass_and_gradients(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, 
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 
-    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
     actor.start_step(1)
     old = actor.attach_old_stats(batch)
     actor.backward(old, build_objective(cfg.objective))
@@ -166,7 +166,7 @@ def own_and_others(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Tensor]:
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
-    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
     actor.keep_reference()
     experts = own_choices(actor, batch)
     changed = [e.clone() for e in experts]

@@ -165,7 +165,7 @@ def visit_model(rank: int, cfg: Any, sequences: list[Tensor], out: Path) -> dict
     from tepo_megatron.weight_sync.sync import make_weight_sync
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
-    actor = Actor(cfg, groups)
+    actor = Actor.open(cfg, groups)
     actor.export_hf(out)
     receiver = Recorder() if rank == 0 else None
     with make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, receiver) as sync:
@@ -250,7 +250,7 @@ def logits_only(rank: int, cfg: Any, sequences: list[Tensor]) -> Tensor:
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
-    return gathered_logits(Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0)), batch_of(sequences))
+    return gathered_logits(Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0)), batch_of(sequences))
 
 
 def rewarded_batch() -> TrainBatch:
@@ -312,7 +312,7 @@ def train_once(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 
-    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
     actor.start_step(1)
     gradients: dict[str, Tensor] = {}
     step = actor.optimizer.step

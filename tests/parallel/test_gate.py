@@ -85,9 +85,9 @@ def verdicts(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
-    actor = Actor(cfg, groups)
-    gate = WeightsGate(cfg, actor, groups)
-    of_few_tokens = WeightsGate(replace(cfg, sync=replace(cfg.sync, compared_tokens=1)), actor, groups)
+    actor = Actor.open(cfg, groups)
+    gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
+    of_few_tokens = WeightsGate(cfg.rollout, cfg.training, replace(cfg.sync, compared_tokens=1), actor, groups)
 
     def logprobs() -> torch.Tensor:
         actor.finish_step()
@@ -166,8 +166,8 @@ def kept_after(rank: int, cfg: Any, versions: int) -> tuple[list[int], int]:
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
-    actor = Actor(cfg, groups)
-    gate, copies = WeightsGate(cfg, actor, groups), []
+    actor = Actor.open(cfg, groups)
+    gate, copies = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups), []
     copy = actor.host_copy
     actor.host_copy = lambda: copies.append(1) or copy()  # type: ignore[func-returns-value, method-assign]
     for version in range(versions):

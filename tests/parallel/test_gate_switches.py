@@ -125,7 +125,7 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
     from tepo_megatron.train import learn
 
     groups = parallel.initialize(configs[0].parallel, activate("cpu"), 0)
-    actor = Actor(configs[0], groups)
+    actor = Actor.open(configs[0], groups)
     actor.keep_reference()
 
     def weights() -> list[torch.Tensor]:
@@ -156,13 +156,13 @@ def stopped(rank: int, configs: list[Config], batch: TrainBatch) -> list[list[bo
     for cfg in configs:
         row = []
         for said, really in [(1, 0), *([(0, 1)] if cfg.rollout.max_staleness else []), (1, 1)]:
-            rollouts, gate = graded(said, really, cfg), WeightsGate(cfg, actor, groups)
+            rollouts, gate = graded(said, really, cfg), WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
             for version in (0, 1):
                 put(of[version])
                 gate.delivered(version)
             actor.start_step(2)
             try:
-                learn(rollouts, 2, actor, build_objective(cfg.objective), cfg, StepLog(), Clock(), gate)
+                learn(rollouts, 2, actor, build_objective(cfg.objective), cfg.training, StepLog(), Clock(), gate)
             except SyncError as e:
                 assert "sync.max_logprob_diff" in str(e)
                 row.append(True)
@@ -208,7 +208,7 @@ def test_what_no_check_can_see_is_named_whatever_it_is_paired_with() -> None:
     for pair, cfg in pairs("model"):
         if cfg is None:
             continue
-        off = "\n".join(checks_that_are_off(cfg))
+        off = "\n".join(checks_that_are_off(safety_checks(cfg)))
         sends = not cfg.rollout.only and cfg.rollout.replay is None
         assert ("log-probs of evaluations: OFF" in off) == (cfg.data.eval is not None and sends), pair
         assert ("the engine's choice of experts" in off) == (cfg.rollout.replay_experts and not cfg.rollout.only), pair

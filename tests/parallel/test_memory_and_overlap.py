@@ -49,7 +49,7 @@ def trained(rank: int, cfg: Config, case: cases.Case, settle: bool = False, mult
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
-    actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
+    actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
     if actor.activations is not None:
         actor.activations.least_bytes = 1
     if multiple is not None:
@@ -124,7 +124,7 @@ def _stale(rank: int, cfg: Config, case: cases.Case) -> tuple[bool, bool]:
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
-    actor = Actor(cfg, groups)
+    actor = Actor.open(cfg, groups)
     actor.start_step(1)
     actor.update(case.batches[0], build_objective(cfg.objective))
     before = agree(actor)
@@ -169,7 +169,7 @@ def _saved_bytes(rank: int, cfg: Config, case: cases.Case) -> int:
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
-    actor = Actor(cfg, groups)
+    actor = Actor.open(cfg, groups)
     held: dict[int, int] = {}
     stay = {p.untyped_storage().data_ptr() for chunk in actor.chunks for p in chunk.parameters()}
     most = 0

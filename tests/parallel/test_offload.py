@@ -61,7 +61,7 @@ def trained(rank: int, cfg: Config, batches: Sequence[TrainBatch], targets: str 
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
-    actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
+    actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
     if targets is not None:
         offloads(actor, targets)
         actor.offload()  # before there are moments
@@ -133,7 +133,7 @@ def _refused(rank: int, cfg: Config, batch: TrainBatch) -> list[str]:
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
-    actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
+    actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
     actor.offload()
     uses = (
         lambda: actor.update(batch, objective), lambda: actor.attach_old_stats(batch), lambda: actor.export_hf(Path("no")),

@@ -21,18 +21,19 @@ ONE_UPDATE = {"epochs": 1, "minibatch_prompts": 4}
 def with_and_without(rank: int, cfg: Any, batch: Any) -> list[dict[str, Any]]:
     """One update on a batch with the statistics of an old pass, and one without, from the same weights."""
     from tepo_megatron.actor.actor import Actor
+    from tepo_megatron.actor.comparisons import mismatch
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 
     groups, out = parallel.initialize(cfg.parallel, activate("cpu"), 0), []
     for old_pass in (True, False):
-        actor = Actor(cfg, groups)
+        actor = Actor.open(cfg, groups)
         given = actor.attach_old_stats(batch) if old_pass else batch
-        mismatch = actor.mismatch(given) if old_pass else None
+        found = mismatch(given, actor.groups) if old_pass else None
         result = actor.update(given, build_objective(cfg.objective))
         weights = cases.owned_tensors(actor, [b.parameter for b in actor.bindings])
-        out.append({"mismatch": mismatch or result.mismatch, "result": result, "weights": weights})
+        out.append({"mismatch": found or result.mismatch, "result": result, "weights": weights})
     return out
 
 

@@ -14,7 +14,8 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
 from tepo_megatron.plan import activations
 from tepo_megatron.plan.activations import ON_CPU, final_norm_terms, kept_terms, output_bytes
-from tepo_megatron.plan.memory import ELEMENT, Model, checkpoint_bytes, offload_bytes, state_bytes, training
+from tepo_megatron.plan.memory import Trainer, checkpoint_bytes, offload_bytes, state_bytes
+from tepo_megatron.plan.memory_parts import ELEMENT, Model
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, rank_parameters
 from tepo_megatron.types import Rollout, TrainBatch
@@ -59,7 +60,7 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
-    actor = Actor(cfg, groups)
+    actor = Actor.open(cfg, groups)
     actor.optimizer.step()
     actor.offloader = Offload(actor.chunks, actor.optimizer, groups.device, ON_CUDA)
     actor.offload()
@@ -164,7 +165,7 @@ def kept(rank: int, cfg: Config) -> tuple[int, int, int]:
     from tepo_megatron.platform import activate
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
-    actor, objective = Actor(cfg, groups), build_objective(cfg.objective)
+    actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
     batch = one_batch(cfg.training.share_prompts == "always")
     weights = {p.untyped_storage()._cdata for chunk in actor.chunks for p in chunk.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
@@ -227,11 +228,12 @@ def test_the_plan_of_a_stage_is_made_of_these(tmp_path: Path) -> None:
     tiny_model(tmp_path, wide("qwen3"))
     cfg = config(tmp_path, {}, "bf16")
     family, arch = read_model(tmp_path)
-    parts = training(cfg, Model(family, arch, kernels=ON_CPU), cfg.parallel).parts
+    trainer = Trainer.of(cfg, Model(family, arch, kernels=ON_CPU))
+    parts = trainer.state().parts
     terms = kept_terms(arch, cfg.parallel, "none", ON_CPU, sequence=cfg.sequence_tokens)
     layer = sum(term.bytes(2) for term in terms)
     each = 4 * layer + sum(term.bytes(2) for term in final_norm_terms(arch, cfg.parallel, ON_CPU))
     assert parts["activations"] == pytest.approx(cfg.training.max_tokens_per_microbatch * each)
-    halves = training(cfg, Model(family, arch, kernels=ON_CPU), replace(cfg.parallel, pp=2, dp=1)).parts
+    halves = replace(trainer, parallel=replace(cfg.parallel, pp=2, dp=1)).state().parts
     of_layers = cfg.training.max_tokens_per_microbatch * 4 * layer  # of the first stage: half of them, of two microbatches
     assert halves["activations"] == pytest.approx(of_layers)

@@ -16,7 +16,7 @@ def update(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
 
-    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
     tokens: list[int] = []
     run = actor.schedule.forward_backward
 

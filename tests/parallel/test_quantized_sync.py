@@ -56,7 +56,7 @@ def sync_of(cfg: Any, sync: SyncConfig, receiver: Any) -> tuple[Any, Any]:
     from tepo_megatron.weight_sync.sync import make_weight_sync
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
-    actor = Actor(cfg, groups)
+    actor = Actor.open(cfg, groups)
     return make_weight_sync(sync, actor.bindings, actor.arch, groups, receiver), actor
 
 

@@ -37,11 +37,12 @@ def build(cfg: Any) -> Any:
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
-    return Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
+    return Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
 
 
 def with_reference(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
     """What the reference policy gives, and whether the policy came through it unchanged."""
+    from tepo_megatron.actor.comparisons import reference_divergence
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
 
@@ -54,7 +55,7 @@ def with_reference(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
     out = {
         "unchanged": unchanged,
         "ref_logprobs_N": batch.ref_logprobs_N if actor.groups.is_last_stage else None,
-        "divergence_B": actor.reference_divergence(batch, "k1"),
+        "divergence_B": reference_divergence(batch, "k1", actor.groups),
         "ref_kl": result.metrics["loss/ref_kl"],
         "loss": result.metrics["loss/total"][0],
         "gradients": cases.full_gradients(actor),

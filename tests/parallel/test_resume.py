@@ -48,9 +48,9 @@ AT_THE_END = {
     "tepo_megatron.weights.hf_io:publish": False,
     EVALUATION + "evaluate": False,
     EVALUATION + "write_evaluation": False,
-    "tepo_megatron.controller.driver:replace_file": False,  # of the summary
+    "tepo_megatron.controller.main_driver:replace_file": False,  # of the summary
     "tepo_megatron.report:write_report": False,
-    "tepo_megatron.controller.driver:MainDriver.finish": False,
+    "tepo_megatron.controller.main_driver:MainDriver.finish": False,
 }
 
 

@@ -32,7 +32,7 @@ def other_passes(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
-    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
     tokens: list[int] = []
     forward = actor.schedule.forward
 

@@ -39,7 +39,7 @@ def watched(rank: int, folder: Path, work: Callable[[int], Any], store: Path | N
         os._exit(1)
 
     limits = {"silent_seconds": SILENT, "stuck_seconds": STUCK}
-    with HangWatchdog(kept, rank, dist.get_world_size(), folder, **limits, end=end):
+    with HangWatchdog(kept, rank, dist.get_world_size(), folder, **limits, on_hang=end):
         return work(rank)
 
 
@@ -105,7 +105,7 @@ def test_a_rank_that_never_leaves_the_forming_of_a_group_is_reported(tmp_path: P
     with progress.within(f"{JOINING} meeting-1"):
         start = time.monotonic()
         with HangWatchdog(
-            dist.HashStore(), 0, 1, tmp_path, silent_seconds=60.0, stuck_seconds=stuck, end=lambda *_: ended.set()
+            dist.HashStore(), 0, 1, tmp_path, silent_seconds=60.0, stuck_seconds=stuck, on_hang=lambda *_: ended.set()
         ):
             assert ended.wait(60.0)
         assert time.monotonic() - start >= stuck, "it was given its time"

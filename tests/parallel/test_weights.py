@@ -120,7 +120,7 @@ def export_and_push(rank: int, cfg: Any, out: Path) -> dict[str, Any]:
     from tepo_megatron.weight_sync.sync import make_weight_sync
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
-    actor = Actor(cfg, groups)
+    actor = Actor.open(cfg, groups)
     actor.export_hf(out)
     receiver = Recorder() if rank == 0 else None
     sync = make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
@@ -172,7 +172,7 @@ def actor_of(cfg: Any) -> Any:
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
-    return Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    return Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
 
 
 def sync_of(cfg: Any, receiver: Recorder | None, actor: Any = None) -> Any:
@@ -364,7 +364,7 @@ def export_onto_a_full_disk(rank: int, cfg: Any, out: Path) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
     hf_io.save_file = full
     actor.export_hf(out)
 
@@ -389,7 +389,7 @@ def export_into_a_replaced_run(rank: int, cfg: Any, run: Path, when: int) -> Non
     from tepo_megatron.observability.sinks import RunLog
     from tepo_megatron.platform import activate
 
-    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
     if rank != 0:
         actor.export_hf(run / "hf")
         return
@@ -411,7 +411,7 @@ def build_actor(rank: int, cfg: Any) -> None:
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
-    Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
 
 
 def damage(path: Path, how: str) -> None:

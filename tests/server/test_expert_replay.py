@@ -47,7 +47,7 @@ def megatrons(rank: int, cfg: Any, batch: TrainBatch) -> tuple[list[Tensor], Ten
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
-    actor = Actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
+    actor = Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), 0))
     return own_choices(actor, batch), actor.attach_old_stats(batch).old_logprobs_N
 
 

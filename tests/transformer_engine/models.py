@@ -67,7 +67,7 @@ def config(path: Path, parallel: dict[str, Any], precision: str, platform: str =
 
 def actor(cfg: Config, groups: ParallelDims) -> Actor:
     """Return the actor of this config, as on the config's platform."""
-    made = Actor(cfg, replace(groups, device=torch.device("cuda", 0)) if cfg.platform == "cuda" else groups)
+    made = Actor.open(cfg, replace(groups, device=torch.device("cuda", 0)) if cfg.platform == "cuda" else groups)
     check_shapes(made.arch, cfg.model, cfg.parallel)
     return made
 

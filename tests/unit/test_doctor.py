@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
-from tepo_megatron.doctor import doctor, examine, machine, trial, versions
+from tepo_megatron.doctor import examine, machine, print_findings, trial, versions
 from tepo_megatron.doctor.findings import Finding
 from tepo_megatron.launcher.start import preflight
 from tepo_megatron.utils.escaping import escaped
@@ -115,7 +115,7 @@ def test_what_files_say_cannot_drive_a_terminal(
         made(data={"train": str(tmp_path / "bad.jsonl")}),
         made(model={"path": str(copied(model, tmp_path / CODES.replace("/", "")))}),
     ):
-        doctor(cfg, preflight, nothing, quick=True)
+        print_findings(examine(cfg, preflight, nothing, nothing, quick=True))
         out = capsys.readouterr().out
         assert "\\x1b]0;owned" in out and out == escaped(out), out
         heads = [line.split()[1] for line in out.splitlines() if re.match("(pass|warn|fail|skip) ", line)]
@@ -147,7 +147,9 @@ def test_a_slow_disk(made: Make, monkeypatch: pytest.MonkeyPatch, share: float, 
     speed = share * machine.SLOW_DISK
     monkeypatch.setattr(machine, "_write_speed", lambda _: speed)
     cfg = made(checkpoint={"every": 1})
-    found = {finding.check: finding for finding in machine.disk(cfg)}["disk speed"]
+    found = {
+        finding.check: finding for finding in machine.disk(Path(cfg.output), cfg.model, cfg.checkpoint, exports=cfg.export_hf)
+    }["disk speed"]
     assert found.verdict == verdict and f"{speed / 1e6:.0f} MB/s" in found.said and "a checkpoint takes" in found.said
     assert ("checkpoint.every" in found.mend) == (verdict == "warn")
 
@@ -271,21 +273,21 @@ def test_a_second_cudnn_is_found_where_transformer_engine_looks(made: Make, tmp_
     home, toolkit = tmp_path / "home", tmp_path / "toolkit"
     for folder in (home, toolkit):
         (folder / "lib64").mkdir(parents=True)
-    cfg = made(platform="cuda", model={"precision": "bf16"})
     environment = {"CUDNN_HOME": "", "CUDA_HOME": str(home)}
-    assert [found.verdict for found in versions.cudnn(cfg, environment, toolkit)] == ["pass"]
+    assert [found.verdict for found in versions.cudnn("cuda", environment, toolkit)] == ["pass"]
     for folder in (toolkit, home):
         library = folder / "lib64" / "libcudnn.so.9"
         library.touch()
-        (found,) = versions.cudnn(cfg, environment, toolkit)
+        (found,) = versions.cudnn("cuda", environment, toolkit)
         assert found.verdict == "warn" and str(library) in found.said
-    assert list(versions.cudnn(made(), environment, toolkit)) == []
+    assert list(versions.cudnn("cpu", environment, toolkit)) == []
 
 
 def test_what_computes_is_told(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def told(*installed: str, **model: str) -> tuple[str, str]:
         monkeypatch.setattr(versions, "computing", lambda: frozenset(installed))
-        (found,) = versions.kernels(made(platform="cuda", model=model))
+        cfg = made(platform="cuda", model=model)
+        (found,) = versions.kernels(cfg.model, cfg.training, cfg.platform, cfg.parallel.cp)
         return found.verdict, found.said
 
     verdict, said = told("transformer_engine", "apex", "amp_C")

@@ -13,14 +13,15 @@ from tepo_megatron.config.io import load_config
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.launcher.open_files import check_open_files, needed_open_files
 cfg = load_config("examples/demo.yaml", [])
+needed = needed_open_files(cfg.parallel.world_size, cfg.rollout, cfg.reward)
 soft, hard = map(int, sys.argv[1:])
-resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard or needed_open_files(cfg)))
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard or needed))
 try:
-    check_open_files(cfg)
+    check_open_files(needed)
 except ConfigError as e:
     print(e)
 else:
-    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= needed_open_files(cfg)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= needed
     print("enough")
 """
 

@@ -20,20 +20,14 @@ from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan import activations
 from tepo_megatron.plan.command import Request, plan, predictor_of
 from tepo_megatron.plan.compute import Machine, attention_operations, feed_forward_operations, layer_operations, stage_seconds
+from tepo_megatron.plan.engine_memory import engine_share, kv_bytes
 from tepo_megatron.plan.generation import Engine, touched_weights
 from tepo_megatron.plan.gpus import ASSUMED, GIB, GPUS
-from tepo_megatron.plan.memory import (
-    MOMENT,
-    Model,
-    engine_share,
-    host_bytes,
-    kv_bytes,
-    state_bytes,
-    training,
-)
+from tepo_megatron.plan.memory import MOMENT, Trainer, host_bytes, state_bytes
+from tepo_megatron.plan.memory_parts import Model
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, stages, total_parameters
-from tepo_megatron.plan.placement import placement_of
+from tepo_megatron.plan.placement import Placement, placement_of
 from tepo_megatron.plan.search import judge, search
 from tepo_megatron.plan.workload import Workload
 from tepo_megatron.utils.escaping import escaped
@@ -63,7 +57,8 @@ def config(model: str = "models/Qwen2.5-7B", **sections: Any) -> Config:
 
 def run(cfg: Config, **request: Any) -> tuple[int, str]:
     told: list[str] = []
-    return plan(cfg, Request(**request), told.append), "\n".join(told)
+    asked = Request(**request)
+    return plan(predictor_of(cfg, asked), asked, told.append), "\n".join(told)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -155,7 +150,7 @@ def test_an_optimizer_on_the_host() -> None:
 def test_activations_on_the_host() -> None:
     """Nearly all of them leave the GPU, wait on the host, and take their time on the way."""
     here, there = (predictor_of(config(training={"offload_activations": on}), Request()) for on in (False, True))
-    before, after = (training(p.cfg, p.model, p.cfg.parallel).parts["activations"] for p in (here, there))
+    before, after = (Trainer.of(p.cfg, p.model).state().parts["activations"] for p in (here, there))
     layers = here.model.arch.num_layers
     assert after == pytest.approx(before * 2 / layers, rel=0.05)  # of two layers, whose copies are under way
     waiting = host_bytes(there.cfg, there.model)["activations that wait for backward"]
@@ -190,7 +185,7 @@ def test_shared_prompts_are_computed_once() -> None:
     squares = sum(n * n for n in lengths)
     assert shared.cost.attention / plain.cost.attention == pytest.approx((squares - 7 * 16 * 1024**2) / squares)
     assert [p.model.kernels.attention for p in (never, auto, always)] == ["sdpa", "sdpa", "shared"]
-    before, after = (training(p.cfg, p.model, p.cfg.parallel).parts["activations"] for p in (never, always))
+    before, after = (Trainer.of(p.cfg, p.model).state().parts["activations"] for p in (never, always))
     assert after < before, "no copies of queries and keys in buckets"
 
 
@@ -230,23 +225,27 @@ def test_experts_that_a_batch_reads() -> None:
     assert touched_weights(arch, 1) < 4e9 < 28e9 < touched_weights(arch, 1000) < 31e9
 
 
+def placed(cfg: Config) -> Placement:
+    return placement_of(cfg.parallel.world_size, cfg.rollout)
+
+
 def test_where_trainer_and_engine_are() -> None:
     server = {"tp": 2}
     apart = config(rollout={"servers": 2, "server": {**server, "rendezvous": "x"}}, sync={"transport": "group"})
-    assert (placement_of(apart).kind, placement_of(apart).gpus) == ("apart", 5)
+    assert (placed(apart).kind, placed(apart).gpus) == ("apart", 5)
     turns = config(rollout={"colocate": True, "servers": 2, "server": server}, parallel={"dp": 4})
-    assert (placement_of(turns).kind, placement_of(turns).gpus) == ("in turns", 4)
-    here = placement_of(config(rollout={"servers": 2, "server": server}))
+    assert (placed(turns).kind, placed(turns).gpus) == ("in turns", 4)
+    here = placed(config(rollout={"servers": 2, "server": server}))
     assert (here.kind, here.gpus, here.fault) == ("apart", 5, "")
-    assert "9 GPUs of ranks and servers do not fit" in placement_of(config(rollout={"servers": 4, "server": server})).fault
+    assert "9 GPUs of ranks and servers do not fit" in placed(config(rollout={"servers": 4, "server": server})).fault
 
 
 def test_the_share_of_the_engine() -> None:
     for words in (["--gpu-memory-utilization", "0.5"], ["--mem-fraction-static=0.5"]):
-        assert engine_share(config(rollout={"server": {"extra_args": words}})) == 0.5
-    assert engine_share(config()) == ASSUMED.engine_share
+        assert engine_share(config(rollout={"server": {"extra_args": words}}).rollout.server) == 0.5
+    assert engine_share(config().rollout.server) == ASSUMED.engine_share
     with pytest.raises(ConfigError, match=r"--gpu-memory-utilization 'half' is no number"):
-        engine_share(config(rollout={"server": {"extra_args": ["--gpu-memory-utilization", "half"]}}))
+        engine_share(config(rollout={"server": {"extra_args": ["--gpu-memory-utilization", "half"]}}).rollout.server)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +288,7 @@ def test_the_search() -> None:
 def test_the_search_around_servers_of_others() -> None:
     named = {"servers": 2, "server": {"tp": 2, "urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}}
     found = search(predictor_of(config(rollout=named, parallel={"tp": 4, "sequence_parallel": True}), Request()), 8)
-    assert found.best and {placement_of(layout.cfg).gpus for layout in found.best} == {8}
+    assert found.best and {placed(layout.cfg).gpus for layout in found.best} == {8}
 
 
 def test_a_larger_gpu_is_faster_and_longer_responses_are_slower() -> None:
@@ -314,7 +313,7 @@ def test_recipes_in_fp8_allow_for_its_rounding(path: Path) -> None:
 def test_recipes_fit_an_h100(path: Path) -> None:
     cfg = load_config(path)
     gpus = int(re.search(r"(\d+)gpu", path.stem)[1])
-    assert cfg.name == path.stem and placement_of(cfg).gpus == gpus
+    assert cfg.name == path.stem and placed(cfg).gpus == gpus
     layout = judge(predictor_of(cfg, Request()))
     assert layout.why == "" and layout.fullest.total < 0.95 * GPUS["H100"].memory  # with room for what is not modelled
     assert cfg.rollout.colocate == path.stem.endswith("colocated")

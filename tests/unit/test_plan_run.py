@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
 from tepo_megatron.controller.method import resolve
 from tepo_megatron.evaluation import benchmarks
 from tepo_megatron.plan.command import Request, predictor_of
 from tepo_megatron.plan.gpus import ASSUMED, GPUS
-from tepo_megatron.plan.memory import FP8_WORKSPACES, Model, host_bytes, states, training
+from tepo_megatron.plan.memory import FP8_WORKSPACES, Trainer, host_bytes, states
+from tepo_megatron.plan.memory_parts import Model, State
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, total_parameters
 from tepo_megatron.plan.step import REFILLS
@@ -35,13 +37,17 @@ def test_fp8_copies_of_weights() -> None:
         (replace(fp8, precision="fp8-blockwise"), (2 + 8 / 128**2) * 40 * layer),
     ):
         predictor = predictor_of(replace(cfg, model=model), Request())
-        assert training(predictor.cfg, predictor.model, cfg.parallel).parts.get(FP8_WORKSPACES) == expected
+        assert Trainer.of(predictor.cfg, predictor.model).state().parts.get(FP8_WORKSPACES) == expected
+
+
+def states_of(cfg: Config, model: Model, gpu: str) -> list[State]:
+    return states(Trainer.of(cfg, model), cfg.rollout, cfg.sync, GPUS[gpu])
 
 
 def test_fp8_copies_go_with_the_parameters() -> None:
     for recipe, where in (("colocated", ["train"]), ("apart", ["train", "sync"])):
         predictor = predictor_of(load_config(f"examples/recipes/qwen3-14b-16gpu-fp8-{recipe}.yaml"), Request())
-        found = states(predictor.cfg, predictor.model, GPUS["H100"])
+        found = states_of(predictor.cfg, predictor.model, "H100")
         assert [state.name for state in found if FP8_WORKSPACES in state.parts] == where
 
 
@@ -58,7 +64,7 @@ def test_a_sleeping_engine(engine: str, tp: int, args: list[str], gives_back: in
     server = {"tp": tp, "extra_args": args}
     cfg = config(rollout={"engine": engine, "colocate": True, "server": server}, parallel={"dp": tp})
     family, arch = read_model(cfg.model.path)
-    train = next(state for state in states(cfg, Model(family, arch), GPUS["H200"]) if state.name == "train")
+    train = next(state for state in states_of(cfg, Model(family, arch), "H200") if state.name == "train")
     assert train.parts["sleeping engine"] == ASSUMED.asleep - gives_back > 0
 
 
@@ -81,18 +87,18 @@ def test_page_locked_memory_of_a_machine() -> None:
 @pytest.mark.parametrize("path", [*RECIPES, *sorted(Path("examples/paper").glob("table*/*.yaml"))], ids=lambda p: p.stem)
 def test_refills_are_those_of_the_run(path: Path) -> None:
     cfg = load_config(path)
-    assert max_refills(cfg) == resolve(cfg).max_refills
+    assert max_refills(cfg.rollout, cfg.objective) == resolve(cfg).max_refills
 
 
 def test_rounds_of_a_step() -> None:
     cfg = config(rollout={"prompts_per_step": 64, "max_refills": 9})
     assert Workload.of(cfg).dropped == ASSUMED.uniform_groups
-    assert Workload(1, 1, 1, 0.5).rounds(cfg) == ([64, 32, 16, 8, 4, 2, 1], 64)
-    assert Workload(1, 1, 1).rounds(cfg) == ([64], 64)
+    assert Workload(1, 1, 1, 0.5).rounds(cfg.rollout, cfg.objective) == ([64, 32, 16, 8, 4, 2, 1], 64)
+    assert Workload(1, 1, 1).rounds(cfg.rollout, cfg.objective) == ([64], 64)
     few = config(rollout={"prompts_per_step": 64, "max_refills": 1, "oversample": 1.25})
-    assert Workload(1, 1, 1, 0.5).rounds(few) == ([80, 30], 55)
+    assert Workload(1, 1, 1, 0.5).rounds(few.rollout, few.objective) == ([80, 30], 55)
     everything = config(rollout={"filter_uniform_groups": False})
-    assert Workload.of(everything, dropped=0.5).rounds(everything) == ([64], 64)
+    assert Workload.of(everything, dropped=0.5).rounds(everything.rollout, everything.objective) == ([64], 64)
 
 
 def test_refills_take_time_and_what_is_dropped_is_not_learned_from() -> None:
@@ -109,15 +115,19 @@ def test_the_plans_benchmarks_are_those_of_evaluations() -> None:
     assert {name: (b.problems, b.samples) for name, b in benchmarks.BENCHMARKS.items()} == dict(BENCHMARKS)
 
 
+def sampled(cfg: Config) -> list[tuple[int, int, int]]:
+    return list(asked(cfg.data.eval, cfg.evaluation, cfg.rollout.max_response_tokens))
+
+
 def test_what_an_evaluation_samples() -> None:
     both = config(
         data={"eval": "held.jsonl[100:400]"}, rollout={"max_response_tokens": 512},
         evaluation={"samples": 4, "benchmarks": ["aime24", "math500"], "benchmark_tokens": 1024, "benchmark_samples": 16},
     )  # fmt: skip
-    assert list(asked(both)) == [(300, 4, 512), (30, 16, 1024), (500, 1, 1024)]
+    assert sampled(both) == [(300, 4, 512), (30, 16, 1024), (500, 1, 1024)]
     few = replace(both, evaluation=replace(both.evaluation, max_problems=50))
-    assert list(asked(few)) == [(50, 4, 512), (30, 16, 1024), (50, 1, 1024)]
-    assert list(asked(config(data={"eval": "held.jsonl"}))) == [(ASSUMED.held_out, 1, 8192)]
+    assert sampled(few) == [(50, 4, 512), (30, 16, 1024), (50, 1, 1024)]
+    assert sampled(config(data={"eval": "held.jsonl"})) == [(ASSUMED.held_out, 1, 8192)]
 
 
 @pytest.mark.parametrize(

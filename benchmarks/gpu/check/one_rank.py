@@ -34,6 +34,6 @@ def actor_of(check: Check, **sections: dict[str, Any]) -> Iterator[tuple[Any, Co
 
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed)
     try:
-        yield Actor(cfg, groups), cfg
+        yield Actor.open(cfg, groups), cfg
     finally:
         parallel.shutdown()

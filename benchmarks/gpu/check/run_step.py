@@ -17,7 +17,7 @@ from benchmarks.gpu.step import OLD, PLANNED, UPDATES, measured
 from tepo_megatron.config.io import load_config
 from tepo_megatron.plan.command import Request, predictor_of
 from tepo_megatron.plan.gpus import GIB, GPUS
-from tepo_megatron.plan.memory import training
+from tepo_megatron.plan.memory import Trainer
 
 BUDGETS = {"logits kept": "null", "logits_budget_mib 512": "512"}
 NOT_ALLOCATED = ("fragmentation", "context, NCCL")  # parts of the plan that PyTorch's allocator does not count as tensors
@@ -51,7 +51,7 @@ def _step(check: Check, name: str, args: argparse.Namespace, overrides: list[str
         check.report(f"{phase}, {name}", "measured", found.seconds[phase], "s", why, **more)
     cfg = load_config(args.config, [*overrides, "--model.precision", "bf16"])
     predictor = predictor_of(cfg, Request(gpu=args.gpu, prompt=args.prompt, response=args.response))
-    parts = training(cfg, predictor.model, cfg.parallel).parts
+    parts = Trainer.of(cfg, predictor.model).state().parts
     planned = sum(size for part, size in parts.items() if part not in NOT_ALLOCATED) / GIB
     why = f"allocated at most; planned {planned:.3g} GiB without {' and '.join(NOT_ALLOCATED)}"
     line = f"memory, {name}"

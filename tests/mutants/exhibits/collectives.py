@@ -54,9 +54,9 @@ EXHIBITS = (
             "steps its part of the optimizer with its own gradient, scaled by N, which Adam and the clipped norm "
             "hide."
         ),
-        symbol="Actor.__init__",
-        old="self.config.finalize_model_grads_func = finalize_model_grads",
-        new="self.config.finalize_model_grads_func = None",
+        symbol="Actor.open",
+        old="config.finalize_model_grads_func = finalize_model_grads",
+        new="config.finalize_model_grads_func = None",
         tests=("tests/parallel/test_layouts.py::test_layout_equals_reference",),
     ),
     Exhibit(
@@ -67,9 +67,9 @@ EXHIBITS = (
             "Interleaved 1F1B over gloo gave silently wrong activations unless both point-to-point switches were set together."
         ),
         cost="With vpp > 1 stages get activations of another microbatch or chunk. Losses are finite.",
-        symbol="transformer_config",
-        old="overlap_p2p_comm=parallel.vpp > 1,",
-        new="overlap_p2p_comm=False,",
+        symbol="_mesh",
+        old='"overlap_p2p_comm": parallel.vpp > 1,',
+        new='"overlap_p2p_comm": False,',
         tests=("tests/parallel/test_layouts.py::test_layout_equals_reference",),
     ),
     Exhibit(

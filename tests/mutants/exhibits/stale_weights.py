@@ -128,7 +128,7 @@ EXHIBITS = (
         ),
         cost="gate/compared_share falls below 1, and nothing else is said.",
         symbol="WeightsGate.before_updates",
-        old='self._newest_too = cfg.training.old_logprobs == "rollout" and several',
+        old='self._newest_too = training.old_logprobs == "rollout" and several',
         new="self._newest_too = False",
         tests=(
             "tests/parallel/test_gate.py::test_an_engine_that_ignores_updates_is_stopped_in_the_first_possible_step",

@@ -75,7 +75,9 @@ def test_an_evaluation_samples_as_its_own_settings_say(monkeypatch: pytest.Monke
     tree = {"name": "a", "platform": "cpu", "model": {"path": "m"}, "data": {"train": "t"}, "seed": 3}
     cfg = validate(tree | {"evaluation": {"temperature": 0.3, "samples": 5}})
     training = SamplingParams(samples=8, temperature=1.0, max_tokens=7)
-    evaluations = run_evaluations.Evaluations(cfg, [Prompt(0, (1,), "1")], None)
+    evaluations = run_evaluations.Evaluations(
+        cfg.evaluation, [Prompt(0, (1,), "1")], None, seed=cfg.seed, run_dir=cfg.run_dir, keep_best=False
+    )
     for step in (0, 4):
         assert len(list(evaluations.measure(step, None, None, training))) == 1
     (first, seed), second = asked

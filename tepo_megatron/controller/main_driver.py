@@ -1,0 +1,203 @@
+"""Rank 0's driver: collect and evaluate with the engine, write the log, and keep what a checkpoint needs of this side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tepo_megatron.checkpoint.checkpoints import Saved
+from tepo_megatron.checkpoint.folder import complete
+from tepo_megatron.config import Config
+from tepo_megatron.config.io import differences, plain
+from tepo_megatron.controller.driver import Driver
+from tepo_megatron.controller.step_log import StepLog
+from tepo_megatron.data import PromptStream
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.evaluation.run_evaluations import Evaluations
+from tepo_megatron.inference.engine import RolloutEngine
+from tepo_megatron.observability.metrics import Metrics
+from tepo_megatron.observability.run_dir import rename_outcome
+from tepo_megatron.observability.sinks import RunLog
+from tepo_megatron.observability.timing import Clock
+from tepo_megatron.rollout import record
+from tepo_megatron.rollout.collector import Collector
+from tepo_megatron.rollout.replay import Replay
+from tepo_megatron.types import Rollout
+from tepo_megatron.utils.atomic import replace_file
+from tepo_megatron.utils.background import BackgroundTask
+from tepo_megatron.utils.storage import writing
+
+
+class MainDriver(Driver):
+    """The driver of rank 0."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        source: Collector | Replay,
+        prompts: PromptStream | None,
+        evaluations: Evaluations,
+        log: RunLog,
+    ) -> None:
+        self._cfg, self._source, self._prompts, self._evaluations, self._log = cfg, source, prompts, evaluations, log
+        self._clock, self._seconds_before = Clock(), 0.0
+        self._restarts = 0  # server restarts that are in the metrics already
+        self._positions: dict[int, dict[str, Any]] = {}  # step -> position in the prompt stream after its rollouts
+        # one thread for all work: the graders that it starts are ended when it ends
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
+
+    @property
+    def engine(self) -> RolloutEngine | None:
+        return None if isinstance(self._source, Replay) else self._source.engine
+
+    def sleep_engine(self) -> None:
+        assert self.engine is not None, "the config allows colocation with an engine only"
+        waiting = Clock()
+        self.engine.wait_ready()
+        self.engine.sleep()
+        self._log.message(f"{self._cfg.rollout.engine} ready after {waiting.total:.0f} s; it sleeps while the actor is built")
+
+    def log_message(self, text: str) -> None:
+        self._log.message(text)
+
+    def run_in_background(self, work: Callable[[], Any]) -> BackgroundTask:
+        engine = self.engine
+        return BackgroundTask(self._thread.submit(work), lambda: engine is not None and engine.needs_weights)
+
+    def wait_engine(self) -> RolloutEngine | None:
+        if isinstance(self._source, Replay):
+            self._clock = Clock()
+            return None
+        waiting = Clock()
+        self._source.engine.wait_ready()
+        self._log.message(f"actor built; {self._cfg.rollout.engine} ready after {waiting.total:.0f} s more")
+        self._clock = Clock()  # the run's seconds exclude the start
+        return self._source.engine
+
+    def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
+        rollouts, metrics = self._source.collect(step, clock)
+        if isinstance(self._source, Collector):
+            if step == self._cfg.training.steps:
+                self._source.give_up()
+            recent = {s: p for s, p in self._positions.items() if s >= step - 1 - self._cfg.rollout.max_staleness}
+            self._positions = recent | {step: self._source.position()}
+        self._log_events()
+        if self._cfg.rollout.record or self._cfg.rollout.only:
+            self.check_in_place()
+            record.write(self._cfg.run_dir / record.FOLDER, step, rollouts, metrics)
+        if self.engine is not None:  # not part of the recorded rollouts: a run that replays them has no servers
+            restarts = self.engine.restarts
+            metrics.add("rollout/server_restarts", restarts - self._restarts)
+            self._restarts = restarts
+        return rollouts, metrics
+
+    def evaluate(self, step: int) -> None:
+        source = self._source
+        if isinstance(source, Replay):
+            return
+        self.check_in_place()
+        for line in self._evaluations.measure(step, source.engine, source.reward, source.sampling):
+            self._log_events()
+            self._log.message(line)
+
+    @property
+    def best_step(self) -> int | None:
+        return self._evaluations.best_step
+
+    @property
+    def out_of_patience(self) -> bool:
+        return self._evaluations.out_of_patience
+
+    def log_step(self, step: int, log: StepLog, clock: Clock) -> None:
+        self._log.write(step, log.record(clock))
+
+    def _log_events(self) -> None:
+        if not isinstance(self._source, Replay):
+            for event in self._source.engine.take_events():
+                self._log.message(event)
+
+    def state(self, step: int) -> dict[str, Any]:
+        self._log.sync()  # every step that a checkpoint contains must be in the metrics file
+        return {
+            "step": step,
+            "policy_version": step,
+            "prompts": self._positions.get(step),  # a resumed run samples the prompts of later steps again
+            "evaluations": self._evaluations.state_dict(),
+            "seconds": self._seconds,
+            "config": plain(self._cfg),
+        }
+
+    def resume(self, state: Mapping[str, Any] | None, passed_over: Sequence[str] = ()) -> None:
+        for line in passed_over:
+            self._log.message(f"resume: {line}")
+        step = 0
+        if state is None:
+            self._log.message("resume: no checkpoint yet, so from the start")
+        else:
+            step = state["step"]
+            self._restore(state)
+        rename_outcome(self._cfg.run_dir)  # from here on nothing can refuse to resume
+        lines = self._log.rewind(step)
+        if self._cfg.rollout.replay is None:
+            lines += record.set_aside(self._cfg.run_dir / record.FOLDER, after=step)
+            if self._cfg.rollout.record:
+                lines += record.faults(self._cfg.run_dir / record.FOLDER, last=step)
+        self._evaluations.forget(after=step)
+        for line in lines:
+            self._log.message(f"resume: {line}")
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        step, steps = state["step"], self._cfg.training.steps
+        if step > steps:
+            raise ConfigError(
+                f"training.steps={steps}: the newest checkpoint is of step {step} already; set it to {step} or more"
+            )
+        if self._prompts is not None and state["prompts"] is not None:
+            self._prompts.load_state_dict(state["prompts"])
+        self._log.message(f"resume: from the checkpoint of step {step}")
+        for change in differences(state["config"], plain(self._cfg)):
+            if not change.startswith(("resume ", "overwrite ")):
+                self._log.message(f"resume: {change}")
+        if self._prompts is not None and state["prompts"] is None:
+            self._log.message("resume: the steps before were replayed, so the prompts start with the first of the dataset")
+        self._evaluations.load_state_dict(state["evaluations"])
+        self._seconds_before = state["seconds"]
+
+    def check_in_place(self) -> None:
+        self._log.check_in_place()
+
+    def log_checkpoint(self, checkpoint: Saved | None) -> None:
+        if checkpoint is not None:
+            self._log.message(
+                f"checkpoint of step {checkpoint.step}: {checkpoint.size / 2**20:.0f} MiB complete after "
+                f"{checkpoint.seconds:.1f} s, of which training waited {checkpoint.blocked_seconds:.2f} s"
+            )
+
+    @property
+    def _seconds(self) -> float:
+        return self._seconds_before + self._clock.total
+
+    def finish(self, step: int) -> None:
+        self.check_in_place()
+        run_dir, seconds = self._cfg.run_dir, self._seconds
+        summary, lines = self._evaluations.finish(step)
+        summary |= {"steps": step, "seconds": seconds}
+        if step < self._cfg.training.steps:
+            summary["stopped_early"] = True
+            self._log.message(f"ended early: no gain in evaluation.patience={self._cfg.evaluation.patience} evaluations")
+        if (best := self.best_step) is not None:
+            summary["best_step"] = best
+            self._log.message(f"best evaluation: step {best}; its checkpoint: {complete(run_dir / 'checkpoints', best)}")
+        from tepo_megatron.report import write_report  # the import takes a second, which other ranks need not spend
+
+        with writing(run_dir):
+            (run_dir / "report.png").unlink(missing_ok=True)  # so a picture that exists is newer than the summary
+            replace_file(run_dir / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
+            page = write_report(run_dir)
+        for line in lines:
+            self._log.message(line)
+        self._log.message(f"{step} steps in {seconds:.0f} s; report: {page}")
+        if self._cfg.export_hf:
+            self._log.message(f"trained model: {run_dir / 'hf'}")

@@ -1,0 +1,117 @@
+"""Open the driver of a rank: on rank 0 load the prompts, start the engine and the graders, and say in the log what runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from tepo_megatron.config import Config, TrainingConfig
+from tepo_megatron.config.safety import checks_that_are_off, safety_checks
+from tepo_megatron.controller.driver import Driver
+from tepo_megatron.controller.main_driver import MainDriver
+from tepo_megatron.controller.method import Method, resolve
+from tepo_megatron.data import Data, PromptStream, load_data, load_tokenizer, stop_tokens, text_functions
+from tepo_megatron.distributed.parallel import ParallelDims
+from tepo_megatron.errors import DataError
+from tepo_megatron.evaluation.problems import load_benchmarks
+from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns
+from tepo_megatron.evaluation.run_evaluations import Evaluations
+from tepo_megatron.inference.engine import RolloutEngine
+from tepo_megatron.inference.engines import beginning, build_engine, launch_beside_ranks
+from tepo_megatron.observability.sinks import RunLog
+from tepo_megatron.rewards import build_reward
+from tepo_megatron.rollout.collector import Collector
+from tepo_megatron.rollout.custom import CustomRollouts, load_function
+from tepo_megatron.rollout.experts import replayed_routing
+from tepo_megatron.rollout.replay import Replay
+
+SERVER_LOG = "server.log"
+
+EngineFactory = Callable[[Config], RolloutEngine]
+
+
+@contextlib.contextmanager
+def open_driver(cfg: Config, groups: ParallelDims, make_engine: EngineFactory | None = None) -> Iterator[Driver]:
+    """Yield this rank's driver. On rank 0 the engine starts loading at once, while the actor is built.
+
+    Args:
+        cfg: The run's config.
+        groups: The mesh of this run.
+        make_engine: Makes an engine to use instead of the one that the config names.
+
+    Raises:
+        ConfigError: The config's keys contradict each other. Nothing was started.
+        DataError: The data cannot be used. Nothing was started.
+    """
+    if not groups.is_main:
+        yield Driver()
+        return
+    method, routing, tokenizer = resolve(cfg), replayed_routing(cfg), load_tokenizer(cfg.model.path)
+    rollout, run_dir, steps = cfg.rollout, cfg.run_dir, cfg.training.steps
+    evaluations = partial(Evaluations, cfg.evaluation, seed=cfg.seed, run_dir=run_dir, keep_best=cfg.checkpoint.keep_best)
+    if rollout.replay is not None:
+        with RunLog(run_dir, cfg.logging, steps) as log:
+            log.message(f"objective {cfg.objective.name}; rollouts of {rollout.replay}, no engine")
+            _log_lines(log, *checks_that_are_off(safety_checks(cfg)))
+            yield MainDriver(cfg, Replay(Path(rollout.replay), routing), None, evaluations([], None), log)
+        return
+    encode, decode = text_functions(tokenizer)
+    data = load_data(cfg.data, cfg.reward, tokenizer)
+    stops = stop_tokens(cfg.model.path, tokenizer, rollout.stop_token_ids)
+    suite = load_benchmarks(cfg.evaluation, tokenizer, cfg.data.max_prompt_tokens)
+    benchmarks = BenchmarkRuns(suite, run_dir, cfg.model.path, cfg.seed, decode, stops) if suite else None
+    _check_enough_prompts(data, cfg.data.name, rollout.prompts_per_step)
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(RunLog(run_dir, cfg.logging, steps))
+        log.message(
+            f"objective {cfg.objective.name}, {cfg.parallel.world_size} {cfg.platform} ranks; {data.count} prompts "
+            f"to train on, {len(data.eval)} to evaluate on"
+        )
+        _log_lines(log, *data.told)
+        _log_lines(log, *_method_lines(method, cfg.training, rollout.prompts_per_step))
+        _log_lines(log, *checks_that_are_off(safety_checks(cfg)), *beginning(rollout, run_dir / SERVER_LOG))
+        engine: RolloutEngine
+        if make_engine is not None:
+            engine = make_engine(cfg)
+        else:
+            engine = build_engine(rollout, launch_beside_ranks(cfg), run_dir / SERVER_LOG)
+        if rollout.function is not None:
+            log.message(f"each sample is made by {rollout.function}")
+            function, mixed = load_function(rollout.function), rollout.in_flight == "continue"
+            engine = CustomRollouts(engine, function, encode, decode, mixed)
+        stack.enter_context(engine)
+        engine.start()
+        reward = stack.enter_context(build_reward(cfg.reward, decode))
+        prompts = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
+        collector = Collector(
+            *(rollout, engine, reward, prompts, cfg.seed, stops),
+            max_refills=method.max_refills,
+            overlong=method.overlong,
+            routing=routing,
+        )
+        held_out = data.eval[: cfg.evaluation.max_problems]
+        yield MainDriver(cfg, collector, prompts, evaluations(held_out, benchmarks), log)
+
+
+def _check_enough_prompts(data: Data, name: str, wanted: int) -> None:
+    if data.count < wanted:
+        raise DataError(
+            f"{name} has {data.count} usable prompts, fewer than rollout.prompts_per_step={wanted}; lower that or add prompts"
+        )
+
+
+def _log_lines(log: RunLog, *lines: str) -> None:
+    for line in lines:
+        log.message(line)
+
+
+def _method_lines(method: Method, training: TrainingConfig, prompts_per_step: int) -> list[str]:
+    """Return what the log says of the method: parts that never act with one update per batch, and rounds of prompts."""
+    lines = []
+    if training.epochs == 1 and training.minibatch_prompts == prompts_per_step:
+        lines.append("one update per rollout batch: all ratios are 1 and all dH are 0, so clipping and KL mask never act")
+    if method.max_refills or method.overlong:
+        lines.append(f"rounds of prompts per step: up to {1 + method.max_refills}; overlong shaping: {method.overlong}")
+    return lines

@@ -1,0 +1,79 @@
+"""Predict the engine's bytes on a GPU: weights, KV cache, and what a sleeping engine keeps."""
+
+from __future__ import annotations
+
+from tepo_megatron.config import RolloutConfig, ServerConfig
+from tepo_megatron.errors import ConfigError
+from tepo_megatron.plan import parameters
+from tepo_megatron.plan.gpus import ASSUMED, GIB, Assumptions, Gpu
+from tepo_megatron.plan.memory_parts import ELEMENT, Model, State
+from tepo_megatron.weights.ops import Architecture
+
+
+def engine_weights(model: Model, tp: int, element: int) -> float:
+    """Return the bytes of the engine's weights on each GPU. Norms are replicated, but small enough to count as split.
+
+    Args:
+        model: The model.
+        tp, element: GPUs of the engine, and bytes of a weight.
+    """
+    return parameters.total_parameters(model.family.rows, model.arch) * element / tp
+
+
+def kv_bytes(arch: Architecture, tp: int, element: int = 2) -> float:
+    """Return the bytes of KV cache per token on each GPU of an engine. With more GPUs than KV heads, heads are replicated.
+
+    Args:
+        arch: Sizes of the model.
+        tp, element: GPUs of the engine, and bytes of a cached number.
+    """
+    return 2 * arch.num_layers * max(1.0, arch.num_query_groups / tp) * arch.head_dim * element
+
+
+def engine_share(cfg: ServerConfig, assumed: Assumptions = ASSUMED) -> float:
+    """Return the share of a GPU's memory that the engine takes.
+
+    Args:
+        cfg: Section `rollout.server`; its `extra_args` may set the share. Raises ConfigError if it is not a number.
+        assumed: Gives the default.
+    """
+    words = [part for word in cfg.extra_args for part in word.split("=", 1)]
+    for option in ("--gpu-memory-utilization", "--mem-fraction-static"):
+        if option in words:
+            value = [*words, ""][words.index(option) + 1]
+            try:
+                return float(value)
+            except ValueError:
+                raise ConfigError(f"rollout.server.extra_args: {option} {value!r} is no number") from None
+    return assumed.engine_share
+
+
+def generating(cfg: ServerConfig, dtype: str, model: Model, gpu: Gpu, assumed: Assumptions = ASSUMED) -> State:
+    """Return the engine's part of a GPU: weights, working memory, and the rest of its share for the KV cache.
+
+    Args:
+        cfg: Section `rollout.server`.
+        dtype: Type of the served weights where the section names none.
+        model: The model.
+        gpu: Datasheet values of the GPU.
+        assumed: Assumptions about the GPU.
+    """
+    weights = engine_weights(model, cfg.tp, ELEMENT[cfg.precision or dtype])
+    if cfg.kv_cache_gib is not None:
+        cache = cfg.kv_cache_gib * GIB
+    else:
+        cache = max(0.0, engine_share(cfg, assumed) * gpu.memory - weights - assumed.engine_other)
+    return State("generate", {"engine's weights": weights, "KV cache": cache, "engine's other": assumed.engine_other})
+
+
+def sleeping_bytes(cfg: RolloutConfig, assumed: Assumptions = ASSUMED) -> int:
+    """Return the bytes that a sleeping engine keeps on each GPU. vLLM always starts with --sleep-mode-offload-cudagraph.
+
+    Args:
+        cfg: Section `rollout`.
+        assumed: Assumptions about the engine.
+    """
+    size = assumed.asleep - (assumed.graphs if cfg.engine == "vllm" else 0)
+    if "--enable-nccl-comm-suspend" in cfg.server.extra_args and cfg.server.tp > 1:
+        size -= assumed.nccl
+    return size

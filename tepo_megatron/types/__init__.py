@@ -1,0 +1,33 @@
+"""Data objects of one training step, in the order in which they are created.
+
+    Prompt -> Rollout -> TrainBatch -> PackedMicrobatch -> TokenStats -> LossOutput
+
+Layout suffixes of tensors:
+    _L  tokens of one sequence (prompt and response)
+    _B  sequences of the batch, over all ranks
+    _N  response tokens of the batch, over all ranks, sequence after sequence
+    _S  packed tokens of one microbatch on this context-parallel rank
+    _R  response rows of one microbatch: positions whose LABEL is a response token; only these reach the output layer
+    _G  sequences of one microbatch (whole sequences, whichever context-parallel ranks hold their tokens)
+    _P  pieces of sequences of one microbatch (one per sequence, unless prompts are shared)
+    _K  MoE layers of the whole model, first to last
+    _T  experts chosen for one token in one MoE layer
+"""
+
+from tepo_megatron.types.batch import TrainBatch
+from tepo_megatron.types.microbatch import Denominators, LossOutput, PackedMicrobatch, TokenStats
+from tepo_megatron.types.rollout import Rollout
+from tepo_megatron.types.sampling import NO_EXPERT, Prompt, Routing, SamplingParams
+
+__all__ = [
+    "NO_EXPERT",
+    "Denominators",
+    "LossOutput",
+    "PackedMicrobatch",
+    "Prompt",
+    "Rollout",
+    "Routing",
+    "SamplingParams",
+    "TokenStats",
+    "TrainBatch",
+]

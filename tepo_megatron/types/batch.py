@@ -1,0 +1,173 @@
+"""The rollouts of one step, as the trainer learns from them. The package has the legend of the layout suffixes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.types.microbatch import TokenStats
+from tepo_megatron.types.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Graded rollouts with advantages. Every rank holds the whole batch; the sequences of one prompt are contiguous.
+
+    Attributes:
+        rollouts: B sequences.
+        advantages_B: fp32.
+        old_logprobs_N: fp32 nats under the actor's weights at the start of the rollout batch, valid on the last pipeline stage;
+            or the engine's log-probs (training.old_logprobs=rollout). None: no old pass; the current ones are used.
+        old_entropies_N: fp32 nats under the same weights, valid on the last pipeline stage. None: no old pass.
+        ref_logprobs_N: fp32 nats under the reference policy, valid on the last pipeline stage. None: no reference.
+        update: Number of optimizer steps already taken on this rollout batch.
+        ids_B: int64, index of each sequence in the rollout batch, which random choices are keyed by. None: its index here.
+    """
+
+    rollouts: tuple[Rollout, ...]
+    advantages_B: Tensor
+    old_logprobs_N: Tensor | None = None
+    old_entropies_N: Tensor | None = None
+    ref_logprobs_N: Tensor | None = None
+    update: int = 0
+    ids_B: Tensor | None = None
+
+    @classmethod
+    def build(cls, rollouts: Sequence[Rollout], advantages_B: Tensor) -> TrainBatch:
+        """Return a batch without old statistics.
+
+        Args:
+            rollouts: B graded rollouts, contiguous by prompt.
+            advantages_B: fp32. Raises ValueError unless there is one advantage per rollout.
+        """
+        if advantages_B.shape != (len(rollouts),):
+            raise ValueError(f"{len(rollouts)} rollouts but advantages of shape {tuple(advantages_B.shape)}")
+        return cls(tuple(rollouts), advantages_B)
+
+    def __len__(self) -> int:
+        """Return B, the number of sequences."""
+        return len(self.rollouts)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Return the number of tokens of each sequence, including the prompt."""
+        return [r.token_ids_L.numel() for r in self.rollouts]
+
+    @cached_property
+    def response_lengths(self) -> list[int]:
+        """Return |y| of each sequence."""
+        return [r.response_length for r in self.rollouts]
+
+    @cached_property
+    def prompt_lengths(self) -> list[int]:
+        """Return the number of tokens before the first one that the policy chose; the whole length if it chose none."""
+        return [int(r.response_mask_L.int().argmax()) if r.response_length else r.token_ids_L.numel() for r in self.rollouts]
+
+    @cached_property
+    def prompt_ids(self) -> list[int]:
+        """Return one number per sequence, equal for equal prompts: same tokens and, if known, same experts."""
+        numbers: dict[tuple[bytes, bytes], int] = {}
+        out = []
+        for rollout, length in zip(self.rollouts, self.prompt_lengths, strict=True):
+            experts_LKT = rollout.experts_LKT
+            experts = b"" if experts_LKT is None else experts_LKT[:length].numpy().tobytes()
+            out.append(numbers.setdefault((rollout.token_ids_L[:length].numpy().tobytes(), experts), len(numbers)))
+        return out
+
+    @cached_property
+    def first_tokens(self) -> list[int]:
+        """Return the index in the _N tensors at which each sequence's response starts."""
+        return [0, *itertools.accumulate(self.response_lengths)][:-1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Return N, the number of response tokens."""
+        return sum(self.response_lengths)
+
+    @cached_property
+    def rollout_logprobs_N(self) -> Tensor:
+        """Return the engine's log-probs of the response tokens, fp32 nats."""
+        return torch.cat([r.rollout_logprobs_L[r.response_mask_L] for r in self.rollouts])
+
+    @property
+    def experts(self) -> list[Tensor]:
+        """Return each sequence's experts, int16 [L, K, T]. Raise ValueError naming the prompt of a rollout without them."""
+        chosen = [r.experts_LKT for r in self.rollouts if r.experts_LKT is not None]
+        if len(chosen) < len(self):
+            prompt = next(r.prompt_id for r in self.rollouts if r.experts_LKT is None)
+            raise ValueError(f"rollout.replay_experts=true, and a rollout of prompt {prompt} has none to replay")
+        return chosen
+
+    @cached_property
+    def sequence_N(self) -> Tensor:
+        """Return the sequence of each response token, int64 in [0, B)."""
+        return torch.arange(len(self)).repeat_interleave(torch.tensor(self.response_lengths))
+
+    @cached_property
+    def token_keys_N(self) -> Tensor:
+        """Return int64 [N, 2]: (sequence id, position in the response) of each token, independent of the sequence order."""
+        ids_B = torch.arange(len(self)) if self.ids_B is None else self.ids_B
+        position_N = torch.arange(self.num_tokens) - torch.tensor(self.first_tokens)[self.sequence_N]
+        return torch.stack((ids_B[self.sequence_N], position_N), dim=1)
+
+    def select(self, indices: Sequence[int], update: int) -> TrainBatch:
+        """Return a batch of some sequences, with their old and reference statistics.
+
+        Args:
+            indices: Indices of the sequences, in the order of the new batch.
+            update: `update` of the new batch.
+        """
+
+        def pick(x_N: Tensor | None) -> Tensor | None:
+            if x_N is None:
+                return None
+            parts = x_N.split(self.response_lengths)
+            return torch.cat([parts[i] for i in indices])
+
+        return TrainBatch(
+            tuple(self.rollouts[i] for i in indices),
+            self.advantages_B[list(indices)],
+            pick(self.old_logprobs_N),
+            pick(self.old_entropies_N),
+            pick(self.ref_logprobs_N),
+            update,
+            (torch.arange(len(self)) if self.ids_B is None else self.ids_B)[list(indices)],
+        )
+
+    def with_old_stats(self, stats_N: TokenStats) -> TrainBatch:
+        """Return the same batch with these statistics as the old ones."""
+        return dataclasses.replace(self, old_logprobs_N=stats_N.logprob_R, old_entropies_N=stats_N.entropy_R)
+
+    def updates(self, epochs: int, minibatch_prompts: int) -> int:
+        """Return the number of minibatches that `epochs` yields for the same arguments.
+
+        Args:
+            epochs: Passes over the batch.
+            minibatch_prompts: Maximum groups (prompts) per minibatch.
+        """
+        return epochs * -(-len({r.prompt_id for r in self.rollouts}) // minibatch_prompts)
+
+    def epochs(self, epochs: int, minibatch_prompts: int, seed: int) -> Iterator[TrainBatch]:
+        """Yield minibatches of whole groups, as equal in size as possible, reshuffled every epoch.
+
+        Args:
+            epochs: Passes over the batch.
+            minibatch_prompts: Maximum groups (prompts) per minibatch.
+            seed: Seed of the shuffles, which depend on nothing else.
+        """
+        groups = [list(g) for _, g in itertools.groupby(range(len(self)), key=lambda i: self.rollouts[i].prompt_id)]
+        parts = -(-len(groups) // minibatch_prompts)
+        generator = torch.Generator().manual_seed(seed)
+        update = 0
+        for _ in range(epochs):
+            order = torch.randperm(len(groups), generator=generator).tolist()
+            for part in range(parts):
+                chosen = order[part * len(groups) // parts : (part + 1) * len(groups) // parts]
+                yield self.select([i for g in chosen for i in groups[g]], update)
+                update += 1

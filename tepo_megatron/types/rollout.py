@@ -1,0 +1,80 @@
+"""One sampled sequence, as the engine returns it and the grader completes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled sequence, including its prompt.
+
+    Attributes:
+        prompt_id: `Prompt.id`.
+        token_ids_L: int64.
+        response_mask_L: bool, True where the policy chose the token.
+        rollout_logprobs_L: fp32 nats, the engine's log-prob of each token after temperature (0 where the mask is False).
+        policy_version: Version of the weights that sampled the sequence, or the oldest if there were several.
+        stop_reason: "stop" or "length"; "abort" for a partial response that new weights interrupted (`inference/partial.py`).
+        answer: Gold answer.
+        reward: Shaped reward, which the policy is trained on; nan before grading.
+        score: The grader's unshaped score, used by group filters and accuracies; nan before grading.
+        status: Reason for the score (`exact`, `no_box`, `timeout`, ...); "ungraded" before grading.
+        later_versions: (index, version) of each change to newer weights, which sampled the tokens from that index on.
+        experts_LKT: int16, the experts that the engine's routers chose. The last token was never an input and has NO_EXPERT.
+            None: not requested.
+        servers: (index, name) of each inference server, like `later_versions`, the first at index 0. Empty: unknown.
+    """
+
+    prompt_id: int
+    token_ids_L: Tensor
+    response_mask_L: Tensor
+    rollout_logprobs_L: Tensor
+    policy_version: int
+    stop_reason: str
+    answer: str = ""
+    reward: float = float("nan")
+    score: float = float("nan")
+    status: str = "ungraded"
+    later_versions: tuple[tuple[int, int], ...] = ()
+    experts_LKT: Tensor | None = None
+    servers: tuple[tuple[int, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        length = self.token_ids_L.numel()
+        if self.experts_LKT is not None and self.experts_LKT.shape[0] != length:
+            raise ValueError(
+                f"rollout of prompt {self.prompt_id}: experts of {self.experts_LKT.shape[0]} tokens, and it has {length}"
+            )
+        if self.response_mask_L.numel() != length or self.rollout_logprobs_L.numel() != length:
+            raise ValueError(f"rollout of prompt {self.prompt_id}: token ids, mask and log-probs differ in length")
+        if length and bool(self.response_mask_L[0]):
+            raise ValueError(f"rollout of prompt {self.prompt_id}: the first token cannot be a response token (no context)")
+        places = [0, *(place for place, _ in self.later_versions), length]
+        versions = [self.policy_version, *(version for _, version in self.later_versions)]
+        if self.later_versions and (sorted(set(places)) != places or sorted(set(versions)) != versions):
+            raise ValueError(
+                f"rollout of prompt {self.prompt_id}: later_versions={self.later_versions} do not ascend from version "
+                f"{self.policy_version} within its {length} tokens"
+            )
+
+    @property
+    def response_length(self) -> int:
+        """Return |y|, the number of tokens that the policy chose."""
+        return int(self.response_mask_L.sum())
+
+    @property
+    def versions_L(self) -> Tensor:
+        """Return the weight version at each token, int64. Prompt and tool tokens, which no weights sampled, have one too."""
+        versions_L = torch.full_like(self.token_ids_L, self.policy_version)
+        for place, version in self.later_versions:
+            versions_L[place:] = version
+        return versions_L
+
+    @property
+    def response_ids(self) -> list[int]:
+        """Return the tokens that the policy chose, for the grader."""
+        return self.token_ids_L[self.response_mask_L].tolist()

@@ -1,0 +1,92 @@
+"""What the engine is asked for: prompts, sampling settings, and the experts of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+NO_EXPERT = -1  # marks a token for which no router ran
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A tokenized question.
+
+    Attributes:
+        id: Unique number, stable across runs (the row's line in the dataset).
+        token_ids: Tokens that the engine receives.
+        answer: Gold answer for the grader.
+        meta: Everything else in the dataset row.
+    """
+
+    id: int
+    token_ids: tuple[int, ...]
+    answer: str
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The shape of a model's MoE routing.
+
+    Attributes:
+        num_layers: Layers of the model.
+        sparse_layers: Indices of the layers with experts, ascending.
+        per_token: Experts chosen per token and layer (top-k).
+        number: Experts per layer.
+    """
+
+    num_layers: int
+    sparse_layers: tuple[int, ...]
+    per_token: int
+    number: int
+
+    def check(self, experts_LKT: Tensor) -> None:
+        """Raise ValueError unless these are valid choices: distinct experts for every token. The last token may have none."""
+        shape = (experts_LKT.shape[0], len(self.sparse_layers), self.per_token)
+        if experts_LKT.shape != shape:
+            raise ValueError(f"experts of shape {list(experts_LKT.shape)} instead of {list(shape)} (tokens, layers, per token)")
+        chosen_LKT = experts_LKT[:-1] if bool((experts_LKT[-1:] == NO_EXPERT).all()) else experts_LKT
+        if chosen_LKT.numel() and not 0 <= int(chosen_LKT.min()) <= int(chosen_LKT.max()) < self.number:
+            raise ValueError(f"experts {int(chosen_LKT.min())} to {int(chosen_LKT.max())} of a model that has {self.number}")
+        if bool((chosen_LKT.sort(dim=-1).values.diff(dim=-1) == 0).any()):
+            raise ValueError("an expert was chosen twice for one token")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling settings of a request.
+
+    Sampling options without a field are switched off in the engine (top_p=1, top_k=-1, min_p=0, repetition_penalty=1),
+    because the actor recomputes log-probs under `temperature` alone.
+
+    Attributes:
+        samples: Responses per prompt.
+        temperature: Sampling temperature.
+        max_tokens: Maximum response tokens.
+        stop_token_ids: Tokens that end a response; the response includes them. Empty: the engine decides.
+        max_sequence_tokens: Maximum tokens of prompt and response together. None: no such limit.
+        routing: Routing of the model, if the engine is to return the experts that it chose. None: not requested.
+    """
+
+    samples: int = 1
+    temperature: float = 1.0
+    max_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+    max_sequence_tokens: int | None = None
+    routing: Routing | None = None
+
+    def after(self, prompt: Prompt) -> SamplingParams:
+        """Return the settings for this prompt, limited by `max_tokens` alone. Raise ValueError if that leaves no token."""
+        if self.max_sequence_tokens is None:
+            return self
+        room = self.max_sequence_tokens - len(prompt.token_ids)
+        if room < 1:
+            raise ValueError(
+                f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, max_sequence_tokens={self.max_sequence_tokens}"
+            )
+        return dataclasses.replace(self, max_tokens=min(self.max_tokens, room), max_sequence_tokens=None)
