@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.inference.engine import EnginePart, LaunchSpec, Send, ServerInfo, StaleWeights, served_label
+from tepo_megatron.inference.engine import EnginePart
+from tepo_megatron.inference.engine_api import LaunchSpec, Send, ServerInfo, StaleWeights, served_label
 from tepo_megatron.inference.samples import checked_rollout, parsed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.weight_sync.broadcast_group import Bucket, GroupSpec, Source, UnchangedTensors

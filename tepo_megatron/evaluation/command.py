@@ -21,7 +21,8 @@ from tepo_megatron.evaluation.problems import Problems, load_benchmarks
 from tepo_megatron.evaluation.published import rows_of
 from tepo_megatron.evaluation.samples import sample_benchmark
 from tepo_megatron.evaluation.tables import beside_the_paper, figures
-from tepo_megatron.inference.engine import LaunchSpec, RolloutEngine
+from tepo_megatron.inference.engine import RolloutEngine
+from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.custom import CustomRollouts, load_function

@@ -14,7 +14,7 @@ import torch
 
 from tepo_megatron.config import Config, RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.inference.engine import EngineApi, LaunchSpec, Server
+from tepo_megatron.inference.engine_api import EngineApi, LaunchSpec
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
@@ -22,6 +22,7 @@ from tepo_megatron.inference.servers.process import GRACE_SECONDS
 from tepo_megatron.inference.servers.quiesce import Quiesce
 from tepo_megatron.inference.servers.remote import FoundServer, NamedServer
 from tepo_megatron.inference.servers.rendezvous import Rendezvous
+from tepo_megatron.inference.servers.server import Server
 from tepo_megatron.inference.sglang import SglangApi
 from tepo_megatron.inference.vllm import VllmApi
 

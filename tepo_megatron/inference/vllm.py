@@ -21,8 +21,8 @@ from torch import Tensor
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.meeting_store import is_loopback
 from tepo_megatron.errors import RolloutError, SyncError
-from tepo_megatron.inference.engine import (
-    EnginePart,
+from tepo_megatron.inference.engine import EnginePart
+from tepo_megatron.inference.engine_api import (
     LaunchSpec,
     Send,
     ServerInfo,

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tepo_megatron.config import Config
 from tepo_megatron.controller.gate import pieces
-from tepo_megatron.inference.engine import serialize
+from tepo_megatron.inference.engine_api import serialize
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Recipient, Source, UnchangedTensors

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
-from tepo_megatron.inference.engine import LaunchSpec
+from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer

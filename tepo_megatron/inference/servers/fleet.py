@@ -18,7 +18,8 @@ from typing import Self
 
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError, SyncError
-from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION, Deliver, EnginePart, GroupStream, StaleWeights
+from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION, Deliver, EnginePart, GroupStream
+from tepo_megatron.inference.engine_api import StaleWeights
 from tepo_megatron.inference.loop import Arrivals, LoopThread
 from tepo_megatron.inference.partial import GenerationRequest, continuations, merge
 from tepo_megatron.inference.servers.checksums import Checks

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.inference.engine import Address, LaunchSpec
+from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.servers.client import healthy
 from tepo_megatron.inference.servers.rendezvous import KEY_VARIABLE, Record, Rendezvous, fingerprint, key_from_environment
+from tepo_megatron.inference.servers.server import Address
 
 POLL_SECONDS = 0.5
 

@@ -19,7 +19,7 @@ from examples.arithmetic.task import END, build_tokenizer, make_problem
 from examples.tools.calculator import result
 from tepo_megatron.config import RewardConfig, RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.inference.engine import LaunchSpec, Send
+from tepo_megatron.inference.engine_api import LaunchSpec, Send
 from tepo_megatron.inference.samples import checked_rollout
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet

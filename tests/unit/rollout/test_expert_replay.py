@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError, DataError, RolloutError
-from tepo_megatron.inference.engine import LaunchSpec
+from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.partial import ABORTED, merge, rest
 from tepo_megatron.inference.samples import checked_rollout
 from tepo_megatron.inference.sglang import SglangApi, generate_request, parse_generated

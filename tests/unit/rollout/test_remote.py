@@ -26,7 +26,8 @@ from tepo_megatron.config import Config, RolloutConfig, ServerConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference import engines
-from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION, LaunchSpec
+from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION
+from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer, url_of
 from tepo_megatron.inference.servers.rendezvous import KEY_FILE, KEY_VARIABLE, Record, Rendezvous, fingerprint
