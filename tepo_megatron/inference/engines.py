@@ -91,7 +91,7 @@ def build_engine(cfg: RolloutConfig, launch: LaunchSpec, log_path: Path) -> Flee
         log_path: Log of a single server that is started here, in the folder of the run; several servers append their index.
     """
     apis = [ENGINES[cfg.engine]() for _ in range(cfg.servers)]
-    standstill: Quiesce | None = None
+    quiesce: Quiesce | None = None
     servers: list[NamedServer] | list[FoundServer] | list[LocalServer]
     if cfg.server.urls is not None:
         servers = [NamedServer(name_of(cfg, i), cfg.server, launch, url) for i, url in enumerate(cfg.server.urls)]
@@ -99,11 +99,11 @@ def build_engine(cfg: RolloutConfig, launch: LaunchSpec, log_path: Path) -> Flee
         rendezvous, run = Rendezvous(Path(cfg.server.rendezvous)), log_path.parent
         servers = found = _found(cfg, rendezvous, launch, run)
         if cfg.colocate:
-            standstill = _standstill(found, rendezvous, run, cfg.server, launch)
+            quiesce = _quiesce(found, rendezvous, run, cfg.server, launch)
     else:
         servers = local_servers(cfg, apis, launch, log_path)
     pairs: list[tuple[Server, EngineApi]] = list(zip(servers, apis, strict=True))
-    return Fleet([Endpoint(server, api, cfg.server, launch.max_model_len) for server, api in pairs], cfg, standstill)
+    return Fleet([Endpoint(server, api, cfg.server, launch.max_model_len) for server, api in pairs], cfg, quiesce)
 
 
 def local_servers(
@@ -141,9 +141,7 @@ def _found(cfg: RolloutConfig, rendezvous: Rendezvous, launch: LaunchSpec, run: 
     ]
 
 
-def _standstill(
-    servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg: ServerConfig, launch: LaunchSpec
-) -> Quiesce:
+def _quiesce(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg: ServerConfig, launch: LaunchSpec) -> Quiesce:
     def starts() -> list[str]:
         return [server.start for server in servers if server.start is not None]
 
