@@ -31,7 +31,7 @@ from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout import record
 from tepo_megatron.rollout.collector import Collector
-from tepo_megatron.rollout.custom import CustomRollouts, load_function
+from tepo_megatron.rollout.custom import open_sampler
 from tepo_megatron.rollout.experts import replayed_routing
 from tepo_megatron.rollout.replay import Replay
 from tepo_megatron.types import Rollout
@@ -100,23 +100,22 @@ class Driver:
                 log.message(f"rounds of prompts per step: up to {1 + method.max_refills}; overlong shaping: {method.overlong}")
             for line in (*checks_that_are_off(cfg), *beginning(cfg.rollout, cfg.run_dir / SERVER_LOG)):
                 log.message(line)
-            engine = (make_engine or _engine)(cfg)
-            if cfg.rollout.function is not None:
-                log.message(f"each sample is made by {cfg.rollout.function}")
-                function, mixed = load_function(cfg.rollout.function), cfg.rollout.in_flight == "continue"
-                engine = CustomRollouts(engine, function, encode, decode, mixed)
-            stack.enter_context(engine)
+            engine = stack.enter_context((make_engine or _engine)(cfg))
+            function, mixed = cfg.rollout.function, cfg.rollout.in_flight == "continue"
+            if function is not None:
+                log.message(f"each sample is made by {function}")
+            sampler, sampler_events = stack.enter_context(open_sampler(engine, function, encode, decode, mixed))
             engine.start()
             reward = stack.enter_context(build_reward(cfg.reward, decode))
             prompts = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
             collector = Collector(
-                *(cfg.rollout, engine, reward, prompts, cfg.seed, stops),
+                *(cfg.rollout, sampler, reward, prompts, cfg.seed, stops),
                 max_refills=method.max_refills,
                 overlong=method.overlong,
                 routing=routing,
             )
             evaluations = Evaluations(cfg, data.eval[: cfg.evaluation.max_problems], benchmarks)
-            yield MainDriver(cfg, collector, prompts, evaluations, log)
+            yield MainDriver(cfg, collector, prompts, evaluations, log, engine, sampler_events)
 
     def engine_when_ready(self) -> RolloutEngine | None:
         """Wait until the engine serves and return it; None on other ranks and without an engine."""
@@ -188,7 +187,21 @@ class MainDriver(Driver):
         prompts: PromptStream | None,
         evaluations: Evaluations,
         log: RunLog,
+        engine: RolloutEngine | None = None,
+        sampler_events: Callable[[], list[str]] = list,
     ) -> None:
+        """Store the parts of the run.
+
+        Args:
+            cfg: The run's config.
+            source: Where the rollouts come from.
+            prompts: Stream of training prompts; None if rollouts are replayed.
+            evaluations: Evaluations of the run.
+            log: Log of the run.
+            engine: The engine; None if rollouts are replayed.
+            sampler_events: Returns the sampler's messages for the user since the last call, beyond those of the engine.
+        """
+        self._engine, self._sampler_events = engine, sampler_events
         self._cfg, self._source, self._prompts, self._evaluations, self._log = cfg, source, prompts, evaluations, log
         self._clock, self._seconds_before = Clock(), 0.0
         self._restarts = 0  # server restarts that are in the metrics already
@@ -198,7 +211,7 @@ class MainDriver(Driver):
 
     @property
     def engine(self) -> RolloutEngine | None:
-        return None if isinstance(self._source, Replay) else self._source.engine
+        return self._engine
 
     def engine_to_sleep(self) -> None:
         assert self.engine is not None, "the config allows colocation with an engine only"
@@ -215,14 +228,14 @@ class MainDriver(Driver):
         return BackgroundTask(self._thread.submit(work), lambda: engine is not None and engine.needs_weights)
 
     def engine_when_ready(self) -> RolloutEngine | None:
-        if isinstance(self._source, Replay):
+        if self._engine is None:
             self._clock = Clock()
             return None
         waiting = Clock()
-        self._source.engine.wait_ready()
+        self._engine.wait_ready()
         self._log.message(f"actor built; {self._cfg.rollout.engine} ready after {waiting.total:.0f} s more")
         self._clock = Clock()  # the run's seconds exclude the start
-        return self._source.engine
+        return self._engine
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
         rollouts, metrics = self._source.collect(step, clock)
@@ -246,7 +259,7 @@ class MainDriver(Driver):
         if isinstance(source, Replay):
             return
         self.check_in_place()
-        for line in self._evaluations.measure(step, source.engine, source.reward, source.sampling):
+        for line in self._evaluations.measure(step, source.sampler, source.reward, source.sampling):
             self._tell_events()
             self._log.message(line)
 
@@ -262,9 +275,8 @@ class MainDriver(Driver):
         self._log.write(step, log.record(clock))
 
     def _tell_events(self) -> None:
-        if not isinstance(self._source, Replay):
-            for event in self._source.engine.take_events():
-                self._log.message(event)
+        for event in (*(self._engine.take_events() if self._engine is not None else ()), *self._sampler_events()):
+            self._log.message(event)
 
     def state(self, step: int) -> dict[str, Any]:
         self._log.sync()  # every step that a checkpoint contains must be in the metrics file

@@ -25,7 +25,7 @@ from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.rewards import build_reward
-from tepo_megatron.rollout.custom import CustomRollouts, load_function
+from tepo_megatron.rollout.custom import open_sampler
 
 # Nothing is trained, even if the config is for training: no ranks, and servers that keep the weights of the checkpoint.
 _SERVES_ALONE = (
@@ -127,20 +127,18 @@ def _evaluate(
     if not todo:
         return folder
     with contextlib.ExitStack() as stack:
-        engine = make_engine(cfg, launch_of(cfg), out / "server.log")
-        if cfg.rollout.function is not None:
-            engine = CustomRollouts(engine, load_function(cfg.rollout.function), encode, decode)
-        stack.enter_context(engine)
+        engine = stack.enter_context(make_engine(cfg, launch_of(cfg), out / "server.log"))
+        sampler, sampler_events = stack.enter_context(open_sampler(engine, cfg.rollout.function, encode, decode))
         engine.start()
         kinds = {problems.entry.grader for problems in todo}
         graders = {kind: stack.enter_context(build_reward(replace(cfg.reward, type=kind), decode)) for kind in kinds}
         engine.wait_ready()
         for problems in todo:
             tell(f"{problems.entry.title}: {_in_words(problems)}")
-            samples = sample_benchmark(problems, engine, graders[problems.entry.grader], decode, stops, cfg.seed)
+            samples = sample_benchmark(problems, sampler, graders[problems.entry.grader], decode, stops, cfg.seed)
             accuracy = folder.add(problems, samples).accuracy
             tell(f"{problems.entry.title}: avg@{problems.entry.samples} {100 * accuracy.mean:.2f} %")
-            for event in engine.take_events():
+            for event in (*engine.take_events(), *sampler_events()):
                 tell(event)
     return folder
 
