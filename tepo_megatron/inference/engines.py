@@ -147,7 +147,7 @@ def _quiesce(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg:
 
     # A starting server is ended only once it is up, and a pending health request may take up to silent_seconds.
     seconds = cfg.ready_limit(launch.platform) + cfg.silent_seconds + 5 * GRACE_SECONDS
-    return Quiesce(rendezvous, str(run.resolve()), starts, seconds)
+    return Quiesce(rendezvous.leases, str(run.resolve()), starts, seconds)
 
 
 def _where_from(cfg: RolloutConfig, log_path: Path) -> str:

@@ -21,8 +21,9 @@ from tepo_megatron.distributed.meeting_store import is_loopback
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engines import ENGINES, launch_of, local_servers
 from tepo_megatron.inference.servers.endpoint import Connected
+from tepo_megatron.inference.servers.lease import keeper_name, this_host
 from tepo_megatron.inference.servers.local import LocalServer
-from tepo_megatron.inference.servers.rendezvous import Record, Rendezvous, fingerprint, keeper_name, this_host
+from tepo_megatron.inference.servers.rendezvous import Record, Rendezvous, fingerprint
 from tepo_megatron.inference.servers.slot import ServerSlot
 
 LOOK_SECONDS = 1.0  # poll interval for the requests of trainers
@@ -65,7 +66,7 @@ class _Service:
         apis = [ENGINES[cfg.rollout.engine]() for _ in range(cfg.rollout.servers)]
         self._servers = local_servers(cfg.rollout, apis, launch, log, key=rendezvous.make_key())
         self._launch, self._model = launch, fingerprint(launch.model_path)
-        self._keeper, self._answered = keeper_name(this_host(), os.getpid()), ""
+        self._keeper, self._acknowledged = keeper_name(this_host(), os.getpid()), ""
         self._look_seconds = TURN_SECONDS if launch.sleeps else LOOK_SECONDS
         self._may_start = asyncio.Event()
         self._may_start.set()
@@ -83,16 +84,17 @@ class _Service:
             asyncio.get_running_loop().add_signal_handler(signum, self._over.set)
         keepers: list[asyncio.Task[None]] = []
         try:
-            self._rendezvous.register(self._keeper)
-            await self._take_turns()
+            self._rendezvous.clear_killed()
+            self._rendezvous.leases.register(self._keeper)
+            await self._follow_lease()
             while not self._may_start.is_set() and not await self._over_within(self._look_seconds):
-                await self._take_turns()
+                await self._follow_lease()
             if not self._over.is_set():
                 for server in self._servers:
                     server.launch()
                 keepers = [asyncio.create_task(member.keep()) for member in self._members]
             while not self._over.is_set():
-                await self._take_turns()
+                await self._follow_lease()
                 records = list(self._records.items())
                 await asyncio.gather(*(self._attend(self._members[i], record, since) for i, (record, since) in records))
                 await self._over_within(self._look_seconds)
@@ -105,7 +107,7 @@ class _Service:
             await asyncio.gather(*keepers, return_exceptions=True)
             for server in self._servers:
                 server.forget()
-            self._rendezvous.deregister(self._keeper)
+            self._rendezvous.leases.deregister(self._keeper)
         if len(self._lost) == len(self._members):
             raise RolloutError(str(self._members[0].lost))
 
@@ -115,14 +117,14 @@ class _Service:
             await asyncio.wait_for(self._over.wait(), seconds)
         return self._over.is_set()
 
-    async def _take_turns(self) -> None:
+    async def _follow_lease(self) -> None:
         """Follow the device lease. While a run has it, start nothing and end all servers that the lease does not keep.
 
         Acknowledge the lease once no other server is left.
         """
-        turn = await asyncio.to_thread(self._rendezvous.turn)
+        lease = await asyncio.to_thread(self._rendezvous.leases.current)
         clients = [m.endpoint.client for m in self._members if m.up and m.endpoint.client is not None]
-        if turn is None:
+        if lease is None:
             if not self._may_start.is_set():
                 self._may_start.set()
                 for client in clients:
@@ -133,15 +135,15 @@ class _Service:
         settled = not any(member.between for member in self._members)
         for i, (record, _) in self._records.items():
             member = self._members[i]
-            if record.start in turn.starts:
+            if record.start in lease.starts:
                 continue
             settled = False
             member.delivered()  # not a failure of the server
             if member.life is not None:
-                member.life.end(RolloutError(f"{member.endpoint.name} is not of {turn.run}, which has the devices now"))
-        if settled and self._answered != turn.token:
-            self._rendezvous.answer(self._keeper, turn.token)
-            self._answered = turn.token
+                member.life.end(RolloutError(f"{member.endpoint.name} is not of {lease.run}, which has the devices now"))
+        if settled and self._acknowledged != lease.token:
+            self._rendezvous.leases.acknowledge(self._keeper, lease.token)
+            self._acknowledged = lease.token
 
     async def _attend(self, member: ServerSlot[Connected], record: Record, since: float) -> None:
         """Handle one healthy server: reset its failure counters after STEADY_SECONDS, and end it if its user asked for that."""
