@@ -23,7 +23,7 @@ from tepo_megatron.evaluation.problems import load_benchmarks
 from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns
 from tepo_megatron.evaluation.run_evaluations import Evaluations
 from tepo_megatron.inference.engine import RolloutEngine
-from tepo_megatron.inference.engines import beginning, build_engine, launch_beside_ranks
+from tepo_megatron.inference.engines import beginning, build_engine, first_server_device, launch_of
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.run_dir import rename_outcome
 from tepo_megatron.observability.sinks import RunLog, replace_file
@@ -59,7 +59,7 @@ class Driver:
             yield Driver()
             return
         method = resolve(cfg)
-        routing = replayed_routing(cfg)
+        routing = replayed_routing(cfg.rollout, cfg.model.path, cfg.platform)
         tokenizer = load_tokenizer(cfg.model.path)
 
         def encode(text: str) -> list[int]:
@@ -364,4 +364,11 @@ class MainDriver(Driver):
 
 
 def _engine(cfg: Config) -> RolloutEngine:
-    return build_engine(cfg.rollout, launch_beside_ranks(cfg), cfg.run_dir / SERVER_LOG)
+    launch = launch_of(
+        *(cfg.model, cfg.rollout, cfg.sync),
+        platform=cfg.platform,
+        max_model_len=cfg.served_tokens,
+        seed=cfg.seed,
+        first_device=first_server_device(cfg.rollout, cfg.platform, cfg.parallel.world_size),
+    )
+    return build_engine(cfg.rollout, launch, cfg.run_dir / SERVER_LOG)
