@@ -18,7 +18,7 @@ from tests.scripted_server import KEY
 
 
 class ScriptedApi:
-    """See `engine.EngineApi`. takes_broadcasts: and not only the names of files."""
+    """See `engine_api.EngineApi`. takes_broadcasts: and not only the names of files."""
 
     name = "the scripted server"
 

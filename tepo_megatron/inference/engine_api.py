@@ -30,7 +30,7 @@ def served_label(version: int) -> str:
 
 
 def serialize(sources: Sequence[Source]) -> list[str]:
-    """Serialize weight sources for `inbox.Inbox.take`: a bucket as JSON, a file as its absolute path."""
+    """Serialize weight sources for `RankReceiver.take`: a bucket as JSON, a file as its absolute path."""
     return [source.to_json() if isinstance(source, Bucket) else str(source.absolute()) for source in sources]
 
 
@@ -117,7 +117,7 @@ class EngineApi(Protocol):
         """Return the samples of one prompt, by sample index. Raises RolloutError for an answer that is not what was asked for.
 
         Args:
-            prompt, sampling, seed: See `RolloutEngine.generate`.
+            prompt, sampling, seed: See `Sampler.generate`.
             version: Version that the server has to serve. Raises StaleWeights if it does not.
         """
         ...
@@ -125,7 +125,7 @@ class EngineApi(Protocol):
     async def interrupt(self, send: Send) -> None:
         """Abort the requests in flight.
 
-        They return the tokens sampled so far; the stop reason of cut-off samples is `cut.CUT`.
+        They return the tokens sampled so far; the stop reason of aborted samples is `partial.ABORTED`.
         """
         ...
 
@@ -137,7 +137,7 @@ class EngineApi(Protocol):
         """Have all ranks of the server join process groups with the trainer's ranks, if they can.
 
         Args:
-            meeting: See `inbox.Inbox.join`.
+            meeting: See `RankReceiver.join`.
         """
         ...
 
@@ -145,7 +145,7 @@ class EngineApi(Protocol):
         """Announce the tensors that the update under way leaves unchanged.
 
         Args:
-            kept: See `inbox.Inbox.keep`.
+            kept: See `RankReceiver.keep`.
         """
         ...
 
@@ -153,7 +153,7 @@ class EngineApi(Protocol):
         """Load the tensors of some sources. When this returns, files are no longer needed.
 
         Args:
-            sources: See `inbox.Inbox.take`.
+            sources: See `RankReceiver.take`.
         """
         ...
 

@@ -56,7 +56,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 class SglangApi:
-    """Implementation of `engine.EngineApi` for SGLang."""
+    """Implementation of `engine_api.EngineApi` for SGLang."""
 
     name = "SGLang 0.5.23"
 
@@ -225,7 +225,7 @@ def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dic
     """Return the body of `/generate`.
 
     Args:
-        prompt, sampling, seed: See `RolloutEngine.generate`.
+        prompt, sampling, seed: See `Sampler.generate`.
     """
     first = prompt_seed(seed, prompt.id, sampling.samples)
     params = {

@@ -21,7 +21,7 @@ DEATH_SECONDS = 1.0
 
 
 class LocalServer:
-    """Implementation of `engine.Server` for a process of this machine.
+    """Implementation of `server.Server` for a process of this machine.
 
     Args:
         name: Name in messages.

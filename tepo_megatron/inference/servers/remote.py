@@ -32,7 +32,7 @@ class _Elsewhere:
 
 
 class NamedServer(_Elsewhere):
-    """Implementation of `engine.Server` for whatever answers at a URL.
+    """Implementation of `server.Server` for whatever answers at a URL.
 
     Args:
         name: Name in messages.
@@ -78,7 +78,7 @@ class NamedServer(_Elsewhere):
 
 
 class FoundServer(_Elsewhere):
-    """Implementation of `engine.Server` for any server in a rendezvous folder that no other run uses.
+    """Implementation of `server.Server` for any server in a rendezvous folder that no other run uses.
 
     A start (incarnation) of a server serves one process of one run, because another process may have left half an update
     behind. So a start that an earlier process of the same run had taken is asked to end; one that another run has taken is
