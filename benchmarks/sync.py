@@ -37,7 +37,7 @@ from benchmarks._receiver import Receiver
 from benchmarks._weights import QUICK, SHAPE, copy_seconds
 from tepo_megatron.config import Config, RolloutConfig, ServerConfig
 from tepo_megatron.config.io import validate
-from tepo_megatron.inference.engine import LaunchSpec
+from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.platform import activate

@@ -238,14 +238,17 @@ def serve(config_path: str, host: str, address: str | None, overrides: list[str]
         overrides: The remaining arguments.
     """
     from tepo_megatron.config.io import load_config
+    from tepo_megatron.inference.engines import launch_of
     from tepo_megatron.inference.servers.serve import serve
     from tepo_megatron.rollout.experts import check_experts
     from tepo_megatron.weights.hf_io import HfReader
 
     cfg = load_config(config_path, overrides)
     HfReader(cfg.model.path)
-    check_experts(cfg)
-    serve(cfg, host, address, lambda text: print(escaped(text), flush=True))
+    check_experts(cfg.rollout, cfg.model.path)
+    sections = (cfg.model, cfg.rollout, cfg.sync)
+    launch = launch_of(*sections, platform=cfg.platform, max_model_len=cfg.served_tokens, seed=cfg.seed, host=host)
+    serve(cfg.name, cfg.rollout, launch, address, lambda text: print(escaped(text), flush=True))
     return 0
 
 

@@ -23,13 +23,14 @@ from typing import Any
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.engine import Address, EngineApi
+from tepo_megatron.inference.engine_api import EngineApi
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.servers import client as client_module
 from tepo_megatron.inference.servers import process as process_module
 from tepo_megatron.inference.servers.client import Client, RequestFailed, healthy
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.process import ServerProcess
+from tepo_megatron.inference.servers.server import Address
 from tepo_megatron.inference.sglang import SglangApi
 from tepo_megatron.inference.vllm import VllmApi
 from tepo_megatron.rewards.remote import HttpTerm

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.inference.engine import EnginePart, LaunchSpec, Send, ServerInfo, StaleWeights, served_label
+from tepo_megatron.inference.engine import EnginePart
+from tepo_megatron.inference.engine_api import LaunchSpec, Send, ServerInfo, StaleWeights, served_label
 from tepo_megatron.inference.samples import checked_rollout, parsed
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.weight_sync.broadcast_group import Bucket, GroupSpec, Source, UnchangedTensors
@@ -17,7 +18,7 @@ from tests.scripted_server import KEY
 
 
 class ScriptedApi:
-    """See `engine.EngineApi`. takes_broadcasts: and not only the names of files."""
+    """See `engine_api.EngineApi`. takes_broadcasts: and not only the names of files."""
 
     name = "the scripted server"
 

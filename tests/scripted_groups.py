@@ -8,7 +8,7 @@ from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 
 class ScriptedGroups:
-    """See `engine.Groups`.
+    """See `engine.GroupStream`.
 
     Args:
         generate: That of the engine.

@@ -11,4 +11,7 @@ from tests.scripted_api import ScriptedApi
 
 if __name__ == "__main__":
     engines.ENGINES["vllm"] = ScriptedApi  # type: ignore[index]
-    serve(load_config(sys.argv[1]), sys.argv[2], None, lambda text: print(text, flush=True))
+    cfg, host = load_config(sys.argv[1]), sys.argv[2]
+    sections = (cfg.model, cfg.rollout, cfg.sync)
+    launch = engines.launch_of(*sections, platform=cfg.platform, max_model_len=cfg.served_tokens, seed=cfg.seed, host=host)
+    serve(cfg.name, cfg.rollout, launch, None, lambda text: print(text, flush=True))

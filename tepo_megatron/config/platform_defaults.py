@@ -89,7 +89,7 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "plan/memory.py:host_bytes": "the page-locked memory of `weight_sync/stores.py:Staging`",
     "plan/command.py:predictor_of": "kernels that the plan assumes",
     "report/panels.py:has_limits": "which limits the report draws",
-    "inference/engines.py:launch_beside_ranks": "GPUs that the ranks leave to the servers",
+    "inference/engines.py:first_server_device": "GPUs that the ranks leave to the servers",
     "rollout/experts.py:replayed_routing": "vLLM returns no experts on a CPU",
     "weight_sync/receiver/vllm_plugin.py:InboxEngine.update_weights": "vLLM reloads layer by layer on GPUs",
     "weight_sync/receiver/vllm_plugin.py:InboxEngine.receive_weights": "likewise",

@@ -40,7 +40,21 @@ class MainDriver(Driver):
         prompts: PromptStream | None,
         evaluations: Evaluations,
         log: RunLog,
+        engine: RolloutEngine | None = None,
+        sampler_events: Callable[[], list[str]] = list,
     ) -> None:
+        """Store the parts of the run.
+
+        Args:
+            cfg: The run's config.
+            source: Where the rollouts come from.
+            prompts: Stream of training prompts; None if rollouts are replayed.
+            evaluations: Evaluations of the run.
+            log: Log of the run.
+            engine: The engine; None if rollouts are replayed.
+            sampler_events: Returns the sampler's messages for the user since the last call, beyond those of the engine.
+        """
+        self._engine, self._sampler_events = engine, sampler_events
         self._cfg, self._source, self._prompts, self._evaluations, self._log = cfg, source, prompts, evaluations, log
         self._clock, self._seconds_before = Clock(), 0.0
         self._restarts = 0  # server restarts that are in the metrics already
@@ -50,7 +64,7 @@ class MainDriver(Driver):
 
     @property
     def engine(self) -> RolloutEngine | None:
-        return None if isinstance(self._source, Replay) else self._source.engine
+        return self._engine
 
     def sleep_engine(self) -> None:
         assert self.engine is not None, "the config allows colocation with an engine only"
@@ -67,14 +81,14 @@ class MainDriver(Driver):
         return BackgroundTask(self._thread.submit(work), lambda: engine is not None and engine.needs_weights)
 
     def wait_engine(self) -> RolloutEngine | None:
-        if isinstance(self._source, Replay):
+        if self._engine is None:
             self._clock = Clock()
             return None
         waiting = Clock()
-        self._source.engine.wait_ready()
+        self._engine.wait_ready()
         self._log.message(f"actor built; {self._cfg.rollout.engine} ready after {waiting.total:.0f} s more")
         self._clock = Clock()  # the run's seconds exclude the start
-        return self._source.engine
+        return self._engine
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
         rollouts, metrics = self._source.collect(step, clock)
@@ -98,7 +112,7 @@ class MainDriver(Driver):
         if isinstance(source, Replay):
             return
         self.check_in_place()
-        for line in self._evaluations.measure(step, source.engine, source.reward, source.sampling):
+        for line in self._evaluations.measure(step, source.sampler, source.reward, source.sampling):
             self._log_events()
             self._log.message(line)
 
@@ -114,9 +128,8 @@ class MainDriver(Driver):
         self._log.write(step, log.record(clock))
 
     def _log_events(self) -> None:
-        if not isinstance(self._source, Replay):
-            for event in self._source.engine.take_events():
-                self._log.message(event)
+        for event in (*(self._engine.take_events() if self._engine is not None else ()), *self._sampler_events()):
+            self._log.message(event)
 
     def state(self, step: int) -> dict[str, Any]:
         self._log.sync()  # every step that a checkpoint contains must be in the metrics file

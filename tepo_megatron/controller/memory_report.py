@@ -15,7 +15,7 @@ _GIB = 2**30
 
 
 class Servers(Protocol):
-    """The part of `rollout.engine.RolloutEngine` that is needed here."""
+    """The part of `engine.Lifecycle` that is needed here."""
 
     def resident_bytes(self) -> int:
         """Return the host memory of the engine's processes, in bytes."""

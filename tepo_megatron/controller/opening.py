@@ -19,11 +19,11 @@ from tepo_megatron.evaluation.problems import load_benchmarks
 from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns
 from tepo_megatron.evaluation.run_evaluations import Evaluations
 from tepo_megatron.inference.engine import RolloutEngine
-from tepo_megatron.inference.engines import beginning, build_engine, launch_beside_ranks
+from tepo_megatron.inference.engines import beginning, build_engine, first_server_device, launch_of
 from tepo_megatron.observability.sinks import RunLog
 from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.collector import Collector
-from tepo_megatron.rollout.custom import CustomRollouts, load_function
+from tepo_megatron.rollout.custom import open_sampler
 from tepo_megatron.rollout.experts import replayed_routing
 from tepo_megatron.rollout.replay import Replay
 
@@ -48,8 +48,9 @@ def open_driver(cfg: Config, groups: ParallelDims, make_engine: EngineFactory | 
     if not groups.is_main:
         yield Driver()
         return
-    method, routing, tokenizer = resolve(cfg), replayed_routing(cfg), load_tokenizer(cfg.model.path)
     rollout, run_dir, steps = cfg.rollout, cfg.run_dir, cfg.training.steps
+    method, tokenizer = resolve(cfg), load_tokenizer(cfg.model.path)
+    routing = replayed_routing(rollout, cfg.model.path, cfg.platform)
     evaluations = partial(Evaluations, cfg.evaluation, seed=cfg.seed, run_dir=run_dir, keep_best=cfg.checkpoint.keep_best)
     if rollout.replay is not None:
         with RunLog(run_dir, cfg.logging, steps) as log:
@@ -72,27 +73,22 @@ def open_driver(cfg: Config, groups: ParallelDims, make_engine: EngineFactory | 
         _log_lines(log, *data.told)
         _log_lines(log, *_method_lines(method, cfg.training, rollout.prompts_per_step))
         _log_lines(log, *checks_that_are_off(safety_checks(cfg)), *beginning(rollout, run_dir / SERVER_LOG))
-        engine: RolloutEngine
-        if make_engine is not None:
-            engine = make_engine(cfg)
-        else:
-            engine = build_engine(rollout, launch_beside_ranks(cfg), run_dir / SERVER_LOG)
+        engine = stack.enter_context((make_engine or _build_engine)(cfg))
         if rollout.function is not None:
             log.message(f"each sample is made by {rollout.function}")
-            function, mixed = load_function(rollout.function), rollout.in_flight == "continue"
-            engine = CustomRollouts(engine, function, encode, decode, mixed)
-        stack.enter_context(engine)
+        mixed = rollout.in_flight == "continue"
+        sampler, sampler_events = stack.enter_context(open_sampler(engine, rollout.function, encode, decode, mixed))
         engine.start()
         reward = stack.enter_context(build_reward(cfg.reward, decode))
         prompts = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
         collector = Collector(
-            *(rollout, engine, reward, prompts, cfg.seed, stops),
+            *(rollout, sampler, reward, prompts, cfg.seed, stops),
             max_refills=method.max_refills,
             overlong=method.overlong,
             routing=routing,
         )
         held_out = data.eval[: cfg.evaluation.max_problems]
-        yield MainDriver(cfg, collector, prompts, evaluations(held_out, benchmarks), log)
+        yield MainDriver(cfg, collector, prompts, evaluations(held_out, benchmarks), log, engine, sampler_events)
 
 
 def _check_enough_prompts(data: Data, name: str, wanted: int) -> None:
@@ -115,3 +111,14 @@ def _method_lines(method: Method, training: TrainingConfig, prompts_per_step: in
     if method.max_refills or method.overlong:
         lines.append(f"rounds of prompts per step: up to {1 + method.max_refills}; overlong shaping: {method.overlong}")
     return lines
+
+
+def _build_engine(cfg: Config) -> RolloutEngine:
+    launch = launch_of(
+        *(cfg.model, cfg.rollout, cfg.sync),
+        platform=cfg.platform,
+        max_model_len=cfg.served_tokens,
+        seed=cfg.seed,
+        first_device=first_server_device(cfg.rollout, cfg.platform, cfg.parallel.world_size),
+    )
+    return build_engine(cfg.rollout, launch, cfg.run_dir / SERVER_LOG)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tepo_megatron.actor.offload import Part
 from tepo_megatron.distributed.parallel import ParallelDims
-from tepo_megatron.inference.engine import EnginePart
+from tepo_megatron.inference.engine import EnginePart, Sleepable
 
 State = Literal["train", "sync", "generate", "repair"]
 _WAYS: dict[State, tuple[State, ...]] = {
@@ -39,16 +39,6 @@ class Trainer(Protocol):
 
     def load(self, *parts: Part) -> None:
         """Move the given parts, or all, back to the device."""
-
-
-class Engine(Protocol):
-    """The part of `rollout.engine.RolloutEngine` that is needed here."""
-
-    def sleep(self) -> None:
-        """Release weights and KV cache."""
-
-    def wake(self, part: EnginePart) -> None:
-        """Allocate one part again."""
 
 
 class Disaggregated:
@@ -83,7 +73,7 @@ class Colocated(Disaggregated):
 
     shared = True
 
-    def __init__(self, trainer: Trainer, engine: Engine | None, groups: ParallelDims) -> None:
+    def __init__(self, trainer: Trainer, engine: Sleepable | None, groups: ParallelDims) -> None:
         self._trainer, self._engine, self._groups = trainer, engine, groups
         self.state: State = "train"
 

@@ -21,10 +21,11 @@ from tepo_megatron.evaluation.problems import Problems, load_benchmarks
 from tepo_megatron.evaluation.published import rows_of
 from tepo_megatron.evaluation.samples import sample_benchmark
 from tepo_megatron.evaluation.tables import beside_the_paper, figures
-from tepo_megatron.inference.engine import LaunchSpec, RolloutEngine
+from tepo_megatron.inference.engine import RolloutEngine
+from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.rewards import build_reward
-from tepo_megatron.rollout.custom import CustomRollouts, load_function
+from tepo_megatron.rollout.custom import open_sampler
 
 # Nothing is trained, even if the config is for training: no ranks, and servers that keep the weights of the checkpoint.
 _SERVES_ALONE = (
@@ -130,21 +131,19 @@ def _evaluate(
     )
     with contextlib.ExitStack() as stack:
         log_path = out / "server.log"
-        engine: RolloutEngine
-        engine = make_engine(cfg, launch, log_path) if make_engine else build_engine(cfg.rollout, launch, log_path)
-        if cfg.rollout.function is not None:
-            engine = CustomRollouts(engine, load_function(cfg.rollout.function), encode, decode)
-        stack.enter_context(engine)
+        made = make_engine(cfg, launch, log_path) if make_engine else build_engine(cfg.rollout, launch, log_path)
+        engine: RolloutEngine = stack.enter_context(made)
+        sampler, sampler_events = stack.enter_context(open_sampler(engine, cfg.rollout.function, encode, decode))
         engine.start()
         kinds = {problems.entry.grader for problems in todo}
         graders = {kind: stack.enter_context(build_reward(replace(cfg.reward, type=kind), decode)) for kind in kinds}
         engine.wait_ready()
         for problems in todo:
             tell(f"{problems.entry.title}: {_in_words(problems)}")
-            samples = sample_benchmark(problems, engine, graders[problems.entry.grader], decode, stops, cfg.seed)
+            samples = sample_benchmark(problems, sampler, graders[problems.entry.grader], decode, stops, cfg.seed)
             accuracy = folder.add(problems, samples).accuracy
             tell(f"{problems.entry.title}: avg@{problems.entry.samples} {100 * accuracy.mean:.2f} %")
-            for event in engine.take_events():
+            for event in (*engine.take_events(), *sampler_events()):
                 tell(event)
     return folder
 

@@ -15,7 +15,7 @@ from tepo_megatron.evaluation.folder import RECORD_FILE, EvaluationFolder, read_
 from tepo_megatron.evaluation.problems import Problems
 from tepo_megatron.evaluation.results import Result, over_benchmarks
 from tepo_megatron.evaluation.samples import sample_benchmark
-from tepo_megatron.inference.engine import RolloutEngine
+from tepo_megatron.inference.engine import Sampler
 from tepo_megatron.rewards import Reward
 
 FOLDER = "evaluation"  # in the run's folder
@@ -46,7 +46,7 @@ class BenchmarkRuns:
     decode: Callable[[Sequence[int]], str]
     stop_token_ids: tuple[int, ...]
 
-    def evaluate(self, step: int, engine: RolloutEngine, reward: Reward) -> Mapping[str, Result]:
+    def evaluate(self, step: int, engine: Sampler, reward: Reward) -> Mapping[str, Result]:
         """Evaluate the weights of `step`, which the engine must be serving, and return the result by benchmark.
 
         Benchmarks that the step's folder already holds are not repeated.

@@ -11,7 +11,7 @@ from tepo_megatron.config import EvaluationConfig
 from tepo_megatron.evaluation.records import write_evaluation
 from tepo_megatron.evaluation.run_benchmarks import BenchmarkRuns, in_words
 from tepo_megatron.evaluation.runner import Accuracy, evaluate
-from tepo_megatron.inference.engine import RolloutEngine
+from tepo_megatron.inference.engine import Sampler
 from tepo_megatron.rewards import Reward
 from tepo_megatron.types import Prompt, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
@@ -45,7 +45,7 @@ class Evaluations:
         self._by_step: dict[int, Accuracy] = {}  # on held-out problems; the summary has the first and the last
         self._benchmarked: list[int] = []  # steps whose benchmarks this process has evaluated
 
-    def measure(self, step: int, engine: RolloutEngine, reward: Reward, sampling: SamplingParams) -> Iterator[str]:
+    def measure(self, step: int, engine: Sampler, reward: Reward, sampling: SamplingParams) -> Iterator[str]:
         """Evaluate the weights of `step`, unless that was done, and yield the results as log lines.
 
         Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tepo_megatron.evaluation.statistics import standard_error
-from tepo_megatron.inference.engine import RolloutEngine
+from tepo_megatron.inference.engine import Sampler
 from tepo_megatron.rewards import Reward
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
@@ -46,7 +46,7 @@ class Accuracy:
         return f"{self.mean:.3f}{error} ({self.problems} problems x {self.samples} samples)"
 
 
-def evaluate(engine: RolloutEngine, reward: Reward, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> Accuracy:
+def evaluate(engine: Sampler, reward: Reward, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> Accuracy:
     """Sample answers, grade them and return the mean unshaped score.
 
     Args:

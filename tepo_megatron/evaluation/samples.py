@@ -11,7 +11,7 @@ from typing import Any
 
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.problems import Problems
-from tepo_megatron.inference.engine import RolloutEngine
+from tepo_megatron.inference.engine import Sampler
 from tepo_megatron.rewards import Reward
 from tepo_megatron.rewards.boxed import last_boxed
 from tepo_megatron.utils import records
@@ -47,7 +47,7 @@ class Sample:
 
 def sample_benchmark(
     problems: Problems,
-    engine: RolloutEngine,
+    engine: Sampler,
     reward: Reward,
     decode: Callable[[Sequence[int]], str],
     stop_token_ids: tuple[int, ...],

@@ -12,58 +12,82 @@ from pathlib import Path
 
 import torch
 
-from tepo_megatron.config import Config, RolloutConfig, ServerConfig
+from tepo_megatron.config import ModelConfig, RolloutConfig, ServerConfig, SyncConfig
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.inference.engine import EngineApi, LaunchSpec, Server
+from tepo_megatron.inference.engine_api import EngineApi, LaunchSpec, Platform
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
-from tepo_megatron.inference.servers.process import GRACE_SECONDS
+from tepo_megatron.inference.servers.process import GRACE_SECONDS, LOOPBACK
 from tepo_megatron.inference.servers.quiesce import Quiesce
 from tepo_megatron.inference.servers.remote import FoundServer, NamedServer
 from tepo_megatron.inference.servers.rendezvous import Rendezvous
+from tepo_megatron.inference.servers.server import Server
 from tepo_megatron.inference.sglang import SglangApi
 from tepo_megatron.inference.vllm import VllmApi
 
 ENGINES: Mapping[str, Callable[[], EngineApi]] = {"vllm": VllmApi, "sglang": SglangApi}
 
 
-def launch_of(cfg: Config, first_device: int = 0) -> LaunchSpec:
+def launch_of(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    sync: SyncConfig,
+    *,
+    platform: Platform,
+    max_model_len: int,
+    seed: int,
+    first_device: int = 0,
+    host: str = LOOPBACK,
+) -> LaunchSpec:
     """Return the settings with which the servers of a run are started.
 
     Args:
-        cfg: Config of the run.
+        model, rollout, sync: These sections of the run's config.
+        platform: `platform` of the config.
+        max_model_len: Most tokens of a sequence, prompt and response.
+        seed: Seed of the run.
         first_device: Index of the servers' first GPU among those that this process sees.
+        host: Address to listen on.
     """
     return LaunchSpec(
-        model_path=Path(cfg.model.path),
-        max_model_len=cfg.served_tokens,
-        platform=cfg.platform,
-        precision=cfg.rollout.server.precision or cfg.model.dtype,
-        seed=cfg.seed,
-        sleeps=cfg.rollout.colocate,
-        returns_experts=cfg.rollout.replay_experts,
+        model_path=Path(model.path),
+        max_model_len=max_model_len,
+        platform=platform,
+        precision=rollout.server.precision or model.dtype,
+        seed=seed,
+        host=host,
+        sleeps=rollout.colocate,
+        returns_experts=rollout.replay_experts,
         first_device=first_device,
-        maps_memory=cfg.sync.transport == "ipc",
-        in_fp8=cfg.sync.quantize == "fp8",
+        maps_memory=sync.transport == "ipc",
+        in_fp8=sync.quantize == "fp8",
     )
 
 
-def launch_beside_ranks(cfg: Config) -> LaunchSpec:
-    """Return the settings of servers that a rank starts: on the ranks' own GPUs (`rollout.colocate`), else on those after them.
+def first_server_device(cfg: RolloutConfig, platform: Platform, world_size: int) -> int:
+    """Return the index of the first GPU of the servers that a rank starts.
 
-    Raises ConfigError if this machine has too few GPUs.
+    They are on the ranks' own GPUs (`rollout.colocate`), else on those after them.
+
+    Args:
+        cfg: The rollout section of the config.
+        platform: `platform` of the config.
+        world_size: Number of ranks, for a process that torchrun did not start.
+
+    Raises:
+        ConfigError: This machine has too few GPUs.
     """
-    first = 0 if cfg.rollout.colocate else int(os.environ.get("LOCAL_WORLD_SIZE", cfg.parallel.world_size))
-    own = cfg.rollout.server.urls is None and cfg.rollout.server.rendezvous is None
-    wanted, there = first + cfg.rollout.servers * cfg.rollout.server.tp, torch.cuda.device_count()
-    if own and cfg.platform == "cuda" and there < wanted:
+    first = 0 if cfg.colocate else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    own = cfg.server.urls is None and cfg.server.rendezvous is None
+    wanted, there = first + cfg.servers * cfg.server.tp, torch.cuda.device_count()
+    if own and platform == "cuda" and there < wanted:
         raise ConfigError(
-            f"{first} ranks, and rollout.servers={cfg.rollout.servers} of rollout.server.tp={cfg.rollout.server.tp}, "
+            f"{first} ranks, and rollout.servers={cfg.servers} of rollout.server.tp={cfg.server.tp}, "
             f"take {wanted} GPUs, and this machine has {there}; let them take turns (rollout.colocate=true), or give servers "
             "machines of their own (rollout.server.rendezvous)"
         )
-    return launch_of(cfg, first)
+    return first
 
 
 def beginning(cfg: RolloutConfig, log_path: Path) -> list[str]:
@@ -90,7 +114,7 @@ def build_engine(cfg: RolloutConfig, launch: LaunchSpec, log_path: Path) -> Flee
         log_path: Log of a single server that is started here, in the folder of the run; several servers append their index.
     """
     apis = [ENGINES[cfg.engine]() for _ in range(cfg.servers)]
-    standstill: Quiesce | None = None
+    quiesce: Quiesce | None = None
     servers: list[NamedServer] | list[FoundServer] | list[LocalServer]
     if cfg.server.urls is not None:
         servers = [NamedServer(name_of(cfg, i), cfg.server, launch, url) for i, url in enumerate(cfg.server.urls)]
@@ -98,11 +122,11 @@ def build_engine(cfg: RolloutConfig, launch: LaunchSpec, log_path: Path) -> Flee
         rendezvous, run = Rendezvous(Path(cfg.server.rendezvous)), log_path.parent
         servers = found = _found(cfg, rendezvous, launch, run)
         if cfg.colocate:
-            standstill = _standstill(found, rendezvous, run, cfg.server, launch)
+            quiesce = _quiesce(found, rendezvous, run, cfg.server, launch)
     else:
         servers = local_servers(cfg, apis, launch, log_path)
     pairs: list[tuple[Server, EngineApi]] = list(zip(servers, apis, strict=True))
-    return Fleet([Endpoint(server, api, cfg.server, launch.max_model_len) for server, api in pairs], cfg, standstill)
+    return Fleet([Endpoint(server, api, cfg.server, launch.max_model_len) for server, api in pairs], cfg, quiesce)
 
 
 def local_servers(
@@ -140,15 +164,13 @@ def _found(cfg: RolloutConfig, rendezvous: Rendezvous, launch: LaunchSpec, run: 
     ]
 
 
-def _standstill(
-    servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg: ServerConfig, launch: LaunchSpec
-) -> Quiesce:
+def _quiesce(servers: list[FoundServer], rendezvous: Rendezvous, run: Path, cfg: ServerConfig, launch: LaunchSpec) -> Quiesce:
     def starts() -> list[str]:
         return [server.start for server in servers if server.start is not None]
 
     # A starting server is ended only once it is up, and a pending health request may take up to silent_seconds.
     seconds = cfg.ready_limit(launch.platform) + cfg.silent_seconds + 5 * GRACE_SECONDS
-    return Quiesce(rendezvous, str(run.resolve()), starts, seconds)
+    return Quiesce(rendezvous.leases, str(run.resolve()), starts, seconds)
 
 
 def _where_from(cfg: RolloutConfig, log_path: Path) -> str:

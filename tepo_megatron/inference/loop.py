@@ -65,7 +65,7 @@ async def _cancel_others() -> None:
 
 
 class Arrivals:
-    """Implementation of `engine.Groups` on an event loop.
+    """Implementation of `engine.GroupStream` on an event loop.
 
     Args:
         loop: Runs `begin`.
@@ -82,17 +82,17 @@ class Arrivals:
         self._working: set[Future[object]] = set()
 
     def add(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
-        """See `Groups.add`.
+        """See `GroupStream.add`.
 
         Args:
-            prompts, sampling, seed: See `RolloutEngine.generate`.
+            prompts, sampling, seed: See `Sampler.generate`.
         """
         working = self._loop.submit(self._begin(prompts, sampling, seed, self._items.put))
         self._working.add(working)
         working.add_done_callback(self._items.put)
 
     def next(self) -> list[Rollout] | None:
-        """See `Groups.next`."""
+        """See `GroupStream.next`."""
         while self._working:
             item = self._items.get()
             if isinstance(item, list):
@@ -102,7 +102,7 @@ class Arrivals:
         return None
 
     def close(self) -> None:
-        """See `Groups.close`."""
+        """See `GroupStream.close`."""
         for working in self._working:
             working.cancel()
         self._working, self._items = set(), queue.SimpleQueue()  # late results go to the old queue

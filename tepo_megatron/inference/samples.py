@@ -106,7 +106,7 @@ def checked_rollout(
         prompt: The prompt.
         ids: Response token ids, including the stop token.
         logprobs: Log-prob of each response token, in nats.
-        stop_reason: "stop", "length" or `cut.ABORTED`. CUT is corrected if the response is in fact complete.
+        stop_reason: "stop", "length" or `partial.ABORTED`. ABORTED is corrected if the response is in fact complete.
         sampling: Of the request.
         version: Version of the weights that sampled it.
         experts: Integer [tokens that were an input, layers of the model, experts per token]. Dropped for an aborted response:

@@ -28,9 +28,8 @@ from torch import Tensor
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.meeting_store import is_loopback
 from tepo_megatron.errors import ConfigError, SyncError
-from tepo_megatron.inference.engine import (
-    ENGINE_PARTS,
-    EnginePart,
+from tepo_megatron.inference.engine import ENGINE_PARTS, EnginePart
+from tepo_megatron.inference.engine_api import (
     LaunchSpec,
     Send,
     ServerInfo,
@@ -57,7 +56,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 class SglangApi:
-    """Implementation of `engine.EngineApi` for SGLang."""
+    """Implementation of `engine_api.EngineApi` for SGLang."""
 
     name = "SGLang 0.5.23"
 
@@ -226,7 +225,7 @@ def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dic
     """Return the body of `/generate`.
 
     Args:
-        prompt, sampling, seed: See `RolloutEngine.generate`.
+        prompt, sampling, seed: See `Sampler.generate`.
     """
     first = prompt_seed(seed, prompt.id, sampling.samples)
     params = {

@@ -21,8 +21,8 @@ from torch import Tensor
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.distributed.meeting_store import is_loopback
 from tepo_megatron.errors import RolloutError, SyncError
-from tepo_megatron.inference.engine import (
-    EnginePart,
+from tepo_megatron.inference.engine import EnginePart
+from tepo_megatron.inference.engine_api import (
     LaunchSpec,
     Send,
     ServerInfo,
@@ -48,7 +48,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 class VllmApi:
-    """Implementation of `engine.EngineApi` for vLLM."""
+    """Implementation of `engine_api.EngineApi` for vLLM."""
 
     name = "vLLM 0.32"
 
@@ -224,7 +224,7 @@ def completion_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> d
     """Return the body of `/v1/completions`.
 
     Args:
-        prompt, sampling, seed: See `RolloutEngine.generate`.
+        prompt, sampling, seed: See `Sampler.generate`.
     """
     return {
         "model": SERVED_NAME,

@@ -37,8 +37,8 @@ def preflight(cfg: Config) -> None:
     architecture = find_family(hf_config).architecture(hf_config)
     check_layout(architecture, cfg.parallel)
     check_shapes(architecture, cfg.model, cfg.parallel)
-    check_experts(cfg)
-    replayed_routing(cfg)
+    check_experts(cfg.rollout, cfg.model.path)
+    replayed_routing(cfg.rollout, cfg.model.path, cfg.platform)
     check_tokenizer(cfg.model.path, architecture.vocab_size)
     HfReader(cfg.model.path)
     if cfg.model.reference is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.data import PromptStream
 from tepo_megatron.errors import SyncError
-from tepo_megatron.inference.engine import INITIAL_VERSION, GroupStream, RolloutEngine
+from tepo_megatron.inference.engine import INITIAL_VERSION, GroupStream, Sampler
 from tepo_megatron.losses.advantages import informative
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
@@ -23,7 +23,7 @@ class Collector:
 
     Args:
         cfg: The rollout section of the config.
-        engine: Samples the responses.
+        sampler: Samples the responses.
         reward: Grades the responses.
         prompts: Stream of training prompts.
         seed: Seed of the run.
@@ -36,7 +36,7 @@ class Collector:
     def __init__(
         self,
         cfg: RolloutConfig,
-        engine: RolloutEngine,
+        sampler: Sampler,
         reward: Reward,
         prompts: PromptStream,
         seed: int,
@@ -46,7 +46,7 @@ class Collector:
         overlong: OverlongShaping | None,
         routing: Routing | None = None,
     ) -> None:
-        self.cfg, self.engine, self.reward, self.prompts, self.seed = cfg, engine, reward, prompts, seed
+        self.cfg, self.sampler, self.reward, self.prompts, self.seed = cfg, sampler, reward, prompts, seed
         self.max_refills, self.overlong = max_refills, overlong
         self.sampling = SamplingParams(
             *(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, stop_token_ids, cfg.max_sequence_tokens),
@@ -110,7 +110,7 @@ class Collector:
         """Start enough groups that `missing` times `oversample` (rounded up) are being sampled."""
         asked = math.ceil(missing * self.cfg.oversample) - len(self._under_way)
         if self._groups is None:
-            self._groups = self.engine.open()
+            self._groups = self.sampler.open()
         if asked > 0:
             self._begin(self.prompts.take(asked, excluding=kept | self._under_way.keys()), seed)
 

@@ -1,6 +1,6 @@
 """A user's own generation function, which produces each sample in several turns. See `conversation.Conversation`.
 
-`CustomRollouts` wraps an engine, so that training and evaluation both sample through the function.
+`CustomRollouts` wraps a sampler, so that training and evaluation both sample through the function.
 """
 
 from __future__ import annotations
@@ -8,21 +8,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.inference.engine import Deliver, EnginePart, GroupStream, RolloutEngine
+from tepo_megatron.inference.engine import Deliver, GroupStream, Sampler
 from tepo_megatron.inference.loop import Arrivals, LoopThread
 from tepo_megatron.rollout.conversation import Conversation, Decode, Encode, OutOfRoom, WeightsChanged
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils import user_file
 from tepo_megatron.utils.seeding import derive_seed
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Recipient, Source
 
 CLOSE_SECONDS = 5.0  # time for running functions to end; one that blocks its thread never does
 
@@ -56,34 +55,58 @@ def load_function(spec: str) -> Function:
     return Function(found.file, found.name, found.value)
 
 
-class CustomRollouts:
-    """Implementation of `engine.RolloutEngine` that samples through a user's function. Other calls go to the wrapped engine.
-
-    The function runs in a separate event loop. A function that computes for a while delays other samples, but not the watch
-    over the servers.
+@contextmanager
+def open_sampler(
+    sampler: Sampler, spec: str | None, encode: Encode, decode: Decode, mixed: bool = False
+) -> Iterator[tuple[Sampler, Callable[[], list[str]]]]:
+    """Yield what samples the responses of a run: `sampler` itself, or the user's function on top of it.
 
     Args:
-        engine: The wrapped engine.
+        sampler: The engine.
+        spec: `rollout.function`; None: there is no function.
+        encode, decode, mixed: See `CustomRollouts`.
+
+    Yields:
+        The sampler, and a function that returns its messages for the user since the last call, beyond those of the engine.
+
+    Raises:
+        ConfigError: See `load_function`.
+    """
+    if spec is None:
+        yield sampler, list
+        return
+    with CustomRollouts(sampler, load_function(spec), encode, decode, mixed) as custom:
+        yield custom, custom.take_events
+
+
+class CustomRollouts:
+    """Implementation of `engine.Sampler` that samples through a user's function, whose turns another sampler generates.
+
+    The function runs in a separate event loop. A function that computes for a while delays other samples, but not the watch
+    over the servers. `with` it, inside that of the engine: it cancels the conversations on the way out.
+
+    Args:
+        sampler: Samples the turns.
         function: The user's function.
         encode, decode: Text to token ids and back, for the function.
         mixed: Newer weights may continue a sample that older ones began.
     """
 
-    def __init__(self, engine: RolloutEngine, function: Function, encode: Encode, decode: Decode, mixed: bool = False) -> None:
-        self.engine, self._function, self._mixed = engine, function, mixed
+    def __init__(self, sampler: Sampler, function: Function, encode: Encode, decode: Decode, mixed: bool = False) -> None:
+        self._sampler, self._function, self._mixed = sampler, function, mixed
         self._encode, self._decode = encode, decode
         self._loop = LoopThread("conversations")
         self._events: list[str] = []
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """See `RolloutEngine.generate`: one conversation per sample, all concurrently, each of at most `sampling.max_tokens`.
+        """See `Sampler.generate`: one conversation per sample, all concurrently, each of at most `sampling.max_tokens`.
 
         The seed of a turn depends on (seed, prompt, sample, turn), so a function that depends only on its conversation
         reproduces its samples. Unless `mixed`, one version of the weights makes a whole sample: if newer weights come in
         between, the function is called again from the start.
 
         Args:
-            prompts, sampling, seed: See `RolloutEngine.generate`.
+            prompts, sampling, seed: See `Sampler.generate`.
 
         Raises:
             RolloutError: The function failed for a sample, which ends the call. Names prompt, file and line.
@@ -91,24 +114,23 @@ class CustomRollouts:
         return self._loop.run(self._converse(prompts, sampling, seed))
 
     def open(self) -> GroupStream:
-        """See `RolloutEngine.open`. The groups are those of `generate`."""
+        """See `Sampler.open`. The groups are those of `generate`."""
         return Arrivals(self._loop, self._converse)
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """See `RolloutEngine.sample`. The function is not called.
+        """See `Sampler.sample`. The function is not called.
 
         Args:
-            prompt, sampling, seed: See `RolloutEngine.sample`.
+            prompt, sampling, seed: See `Sampler.sample`.
         """
-        return await self.engine.sample(prompt, sampling, seed)
+        return await self._sampler.sample(prompt, sampling, seed)
 
     def close(self) -> None:
-        """Cancel the conversations, then close the engine."""
+        """Cancel the conversations; bounded in time. May be called again."""
         # In a separate thread, because a function that blocks the loop would block this call.
         stopping = threading.Thread(target=self._loop.stop, daemon=True)
         stopping.start()
         stopping.join(CLOSE_SECONDS)
-        self.engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -186,87 +208,16 @@ class CustomRollouts:
             raise RolloutError(f"{what} returned too early: {e}") from None
 
     async def _ask(self, context: Prompt, sampling: SamplingParams, seed: int) -> Rollout:
-        (rollout,) = await self.engine.sample(context, sampling, seed)
+        (rollout,) = await self._sampler.sample(context, sampling, seed)
         return rollout
 
     def _what(self, prompt: Prompt, sample: int) -> str:
         return f"prompt {prompt.id}, sample {sample}: {self._function.name} of {self._function.file}"
 
-    # The rest is passed on to the engine.
-
-    @property
-    def version(self) -> int:
-        """See `RolloutEngine.version`."""
-        return self.engine.version
-
-    @property
-    def needs_weights(self) -> bool:
-        """See `RolloutEngine.needs_weights`."""
-        return self.engine.needs_weights
-
-    def start(self) -> None:
-        """See `RolloutEngine.start`."""
-        self.engine.start()
-
-    def wait_ready(self) -> None:
-        """See `RolloutEngine.wait_ready`."""
-        self.engine.wait_ready()
-
-    def begin_update(self, version: int) -> None:
-        """See `RolloutEngine.begin_update`."""
-        self.engine.begin_update(version)
-
-    @property
-    def base(self) -> int | None:
-        """See `RolloutEngine.base`."""
-        return self.engine.base
-
-    def keep(self, names: Sequence[str]) -> None:
-        """See `RolloutEngine.keep`."""
-        self.engine.keep(names)
-
-    @property
-    def takers(self) -> tuple[Recipient, ...]:
-        """See `RolloutEngine.takers`."""
-        return self.engine.takers
-
-    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
-        """See `RolloutEngine.join`."""
-        return self.engine.join(meetings)
-
-    def load(self, sources: Sequence[Source]) -> Future[None]:
-        """See `RolloutEngine.load`."""
-        return self.engine.load(sources)
-
-    def finish_update(self) -> None:
-        """See `RolloutEngine.finish_update`."""
-        self.engine.finish_update()
-
-    def verify(self, sent: Mapping[str, int]) -> None:
-        """See `RolloutEngine.verify`."""
-        self.engine.verify(sent)
-
-    def sleep(self) -> None:
-        """See `RolloutEngine.sleep`."""
-        self.engine.sleep()
-
-    def wake(self, part: EnginePart) -> None:
-        """See `RolloutEngine.wake`."""
-        self.engine.wake(part)
-
-    def resident_bytes(self) -> int:
-        """See `RolloutEngine.resident_bytes`."""
-        return self.engine.resident_bytes()
-
-    @property
-    def restarts(self) -> int:
-        """See `RolloutEngine.restarts`."""
-        return self.engine.restarts
-
     def take_events(self) -> list[str]:
-        """See `RolloutEngine.take_events`."""
+        """Return messages for the user about samples that were made again since the last call, a line each."""
         events, self._events = self._events, []
-        return [*self.engine.take_events(), *events]
+        return events
 
 
 def _first(error: BaseException) -> BaseException:

@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
-from tepo_megatron.config import Config
+from typing import Literal
+
+from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.types import Routing
 from tepo_megatron.weights.families import find_family, read_config
 
 
-def check_experts(cfg: Config) -> None:
+def check_experts(cfg: RolloutConfig, model_path: str) -> None:
     """Raise ConfigError if the engine would serve a network other than the model's.
 
     SGLang 0.5's Qwen3-MoE reads neither `mlp_only_layers` nor `decoder_sparse_step`. It gives experts to every layer, and
     experts that are not in the checkpoint keep random weights.
+
+    Args:
+        cfg: The rollout section of the config.
+        model_path: `model.path` of the config.
     """
-    if cfg.rollout.engine != "sglang" or cfg.rollout.replay is not None:
+    if cfg.engine != "sglang" or cfg.replay is not None:
         return
-    hf_config = read_config(cfg.model.path)
+    hf_config = read_config(model_path)
     family = find_family(hf_config)
     arch = family.architecture(hf_config)
     if arch.experts is not None and len(arch.experts.sparse_layers) < arch.num_layers:
         dense = sorted(set(range(arch.num_layers)) - set(arch.experts.sparse_layers))
         raise ConfigError(
-            f"rollout.engine=sglang: layers {', '.join(map(str, dense))} of the model in model.path={cfg.model.path} have no "
+            f"rollout.engine=sglang: layers {', '.join(map(str, dense))} of the model in model.path={model_path} have no "
             "experts (mlp_only_layers, decoder_sparse_step), which SGLang ignores; use rollout.engine=vllm"
         )
 
 
-def replayed_routing(cfg: Config) -> Routing | None:
+def replayed_routing(cfg: RolloutConfig, model_path: str, platform: Literal["cpu", "cuda"]) -> Routing | None:
     """Return the routing whose expert choices the engine has to return; None without `rollout.replay_experts`.
 
-    Raises ConfigError for a model without experts, and for an engine that cannot return them.
+    Args:
+        cfg: The rollout section of the config.
+        model_path: `model.path` of the config.
+        platform: `platform` of the config.
+
+    Raises:
+        ConfigError: The model has no experts, or the engine cannot return them.
     """
-    if not cfg.rollout.replay_experts:
+    if not cfg.replay_experts:
         return None
-    hf_config = read_config(cfg.model.path)
+    hf_config = read_config(model_path)
     arch = find_family(hf_config).architecture(hf_config)
     if arch.experts is None:
-        raise ConfigError(
-            f"rollout.replay_experts=true, and the model in model.path={cfg.model.path} has none; set it to false"
-        )
-    if cfg.platform == "cpu" and cfg.rollout.engine == "vllm" and cfg.rollout.replay is None:
+        raise ConfigError(f"rollout.replay_experts=true, and the model in model.path={model_path} has none; set it to false")
+    if platform == "cpu" and cfg.engine == "vllm" and cfg.replay is None:
         raise ConfigError(
             "rollout.replay_experts=true: vLLM 0.32 returns experts from its second model runner alone, which needs Triton and "
             "does not start on platform=cpu; use rollout.engine=sglang, or set it to false"

@@ -63,7 +63,7 @@ def test_a_served_engine_takes_turns_and_is_killed_in_the_trainers(tepo, argumen
     path, folder = run / "metrics.jsonl", Rendezvous(rendezvous)
 
     def has_the_devices() -> bool:
-        return path.exists() and bool(path.read_text()) and rendezvous.exists() and folder.turn() is not None
+        return path.exists() and bool(path.read_text()) and rendezvous.exists() and folder.leases.current() is not None
 
     with train.stopped_when(has_the_devices, timeout=240):
         os.kill(serve.oldest_server(SERVER), signal.SIGKILL)
@@ -75,7 +75,7 @@ def test_a_served_engine_takes_turns_and_is_killed_in_the_trainers(tepo, argumen
         assert len(rollouts) == 64 and {r.policy_version for r in rollouts} == {step - 1}
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(records) == 4 and all(r["rollout/logprob_diff_mean"] <= 1e-5 for r in records)
-    assert folder.turn() is None
+    assert folder.leases.current() is None
     os.kill(serve.process.pid, signal.SIGTERM)
     assert serve.wait(120) == 0, serve.output
     serve.assert_nothing_left()

@@ -102,7 +102,7 @@ def test_host_memory_is_unlocked_and_locked_again() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_vllm_leaves_the_gpu_and_serves_what_it_is_given_when_it_is_back(tmp_path: Path) -> None:
-    from tepo_megatron.inference.engine import LaunchSpec
+    from tepo_megatron.inference.engine_api import LaunchSpec
     from tepo_megatron.inference.engines import build_engine
     from tests.server.served import SAMPLING, logprob_diff, make_prompts, save_weights
 

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tepo_megatron.config import Config
 from tepo_megatron.controller.gate import pieces
-from tepo_megatron.inference.engine import serialize
+from tepo_megatron.inference.engine_api import serialize
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils.seeding import derive_seed
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Recipient, Source, UnchangedTensors
@@ -147,7 +147,7 @@ class FaultyEngine(ScriptedEngine):
 
     @property
     def base(self) -> int:
-        """See `RolloutEngine.base`: all servers are always of one version."""
+        """See `WeightReceiver.base`: all servers are always of one version."""
         return self.version
 
     def keep(self, names: Sequence[str]) -> None:
@@ -156,7 +156,7 @@ class FaultyEngine(ScriptedEngine):
 
     @property
     def takers(self) -> tuple[Recipient, ...]:
-        """See `RolloutEngine.takers`."""
+        """See `WeightReceiver.takers`."""
         return tuple(Recipient(SERVER.format(i), "127.0.0.1", 1, i) for i in range(len(self._inboxes)))
 
     def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
@@ -214,7 +214,7 @@ class FaultyEngine(ScriptedEngine):
         return [rollout for prompt in prompts for rollout in found[prompt.id]]
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
-        """See `RolloutEngine.sample`: on a server by chance, so that conversations have several."""
+        """See `Sampler.sample`: on a server by chance, so that conversations have several."""
         server = derive_seed(seed, "server") % len(self._served)
         return await asyncio.to_thread(lambda: self.begin(prompt, sampling, seed, server)())
 
@@ -288,7 +288,7 @@ class FaultyEngine(ScriptedEngine):
 
 
 class FaultyGroups:
-    """See `engine.Groups`."""
+    """See `engine.GroupStream`."""
 
     def __init__(self, engine: FaultyEngine) -> None:
         self._engine = engine

@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
-from tepo_megatron.inference.engine import LaunchSpec
+from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.inference.servers.process import LOOPBACK
-from tepo_megatron.inference.servers.rendezvous import KEY_VARIABLE
+from tepo_megatron.inference.servers.server_key import KEY_VARIABLE
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tests.direct_requests import ask
 from tests.tiny import VOCAB_SIZE, tiny_qwen3

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
-from tepo_megatron.inference.engine import LaunchSpec
+from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.types import NO_EXPERT, Rollout, Routing, TrainBatch
 from tests.parallel import cases

@@ -95,8 +95,10 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     score = folder / "score.py"
     score.write_text(SCORE)
     made = Servers(w.write_inputs(folder / "model"), score, ["http://127.0.0.1:1"] * 1, request.param, folder / "fault.json")
-    launch = launch_of(made.config(folder, {}))
-    cfg = made.config(folder, {}).rollout.server
+    run = made.config(folder, {})
+    sections = (run.model, run.rollout, run.sync)
+    launch = launch_of(*sections, platform=run.platform, max_model_len=run.served_tokens, seed=run.seed)
+    cfg = run.rollout.server
     path = [str(PLANTED), *filter(None, [os.environ.get("PYTHONPATH")])]
     faulty = {CONTROL: str(made.control), "PYTHONPATH": os.pathsep.join(path)}
     started = [LocalServer(f"server {i}", ENGINES[request.param](), cfg, launch, folder / f"{i}.log", KEY) for i in (0, 1)]

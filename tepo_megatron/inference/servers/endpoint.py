@@ -14,21 +14,12 @@ from urllib.parse import urlsplit
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError, SyncError
-from tepo_megatron.inference.engine import (
-    ENGINE_PARTS,
-    INITIAL_LABEL,
-    INITIAL_VERSION,
-    UNKNOWN_VERSION,
-    Address,
-    EngineApi,
-    EnginePart,
-    Send,
-    Server,
-    ServerInfo,
-)
+from tepo_megatron.inference.engine import ENGINE_PARTS, INITIAL_VERSION, UNKNOWN_VERSION, EnginePart
+from tepo_megatron.inference.engine_api import INITIAL_LABEL, EngineApi, Send, ServerInfo
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import answer_bytes
 from tepo_megatron.inference.servers.client import Client, RequestFailed
+from tepo_megatron.inference.servers.server import Address, Server
 from tepo_megatron.types import Rollout
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source, UnchangedTensors

@@ -11,16 +11,17 @@ from pathlib import Path
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.engine import Address, EngineApi, LaunchSpec
+from tepo_megatron.inference.engine_api import EngineApi, LaunchSpec
 from tepo_megatron.inference.servers.process import LOOPBACK, ServerProcess, hold_port
 from tepo_megatron.inference.servers.served_model import ServedModel
+from tepo_megatron.inference.servers.server import Address
 
 # A dying engine closes its connections first and ends a moment later; waiting for the end lets the error name the cause.
 DEATH_SECONDS = 1.0
 
 
 class LocalServer:
-    """Implementation of `engine.Server` for a process of this machine.
+    """Implementation of `server.Server` for a process of this machine.
 
     Args:
         name: Name in messages.

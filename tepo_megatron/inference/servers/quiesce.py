@@ -1,7 +1,7 @@
 """Quiesce the machines where `tepo serve` runs the servers, so that the trainer has their devices to itself.
 
 A `tepo serve` restarts a dead server whenever it likes, which takes a server's whole memory. So a run that wants the devices
-writes a device lease (`rendezvous.Turn`) into the rendezvous folder, with the starts (incarnations) of the servers that it
+writes a device lease (`lease.DeviceLease`) into the rendezvous folder, with the starts (incarnations) of the servers that it
 keeps. It waits until every `tepo serve` there has acknowledged the lease. From then on a `tepo serve` starts no server, has
 ended all others, and watches the kept servers by connecting to them instead of asking for their health.
 """
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.servers.rendezvous import Rendezvous
+from tepo_megatron.inference.servers.lease import DeviceLeases
 
 POLL_SECONDS = 0.1
 
@@ -22,14 +22,14 @@ class Quiesce:
     """Holds a run's device lease on the servers of a rendezvous folder.
 
     Args:
-        rendezvous: The folder.
+        leases: The device lease of the rendezvous folder.
         run: The run that takes the devices, as an absolute path.
         starts: Returns the start ids (`Record.start`) of the servers that the run has now.
         seconds: Time limit for all `tepo serve` processes to acknowledge the lease.
     """
 
-    def __init__(self, rendezvous: Rendezvous, run: str, starts: Callable[[], Sequence[str]], seconds: float) -> None:
-        self._rendezvous, self._run, self._starts, self._seconds = rendezvous, run, starts, seconds
+    def __init__(self, leases: DeviceLeases, run: str, starts: Callable[[], Sequence[str]], seconds: float) -> None:
+        self._leases, self._run, self._starts, self._seconds = leases, run, starts, seconds
 
     async def reach(self) -> None:
         """Take the lease, and wait until every `tepo serve` has acknowledged it.
@@ -39,18 +39,21 @@ class Quiesce:
         Raises:
             RolloutError: A `tepo serve` did not acknowledge within the time limit.
         """
-        turn = await asyncio.to_thread(self._rendezvous.take_turn, self._run, self._starts())
+        lease = await asyncio.to_thread(self._leases.take, self._run, self._starts())
         deadline = time.monotonic() + self._seconds
-        while missing := [k for k, said in (await asyncio.to_thread(self._rendezvous.answers)).items() if said != turn.token]:
+        while missing := [k for k, token in (await self._acknowledgements()).items() if token != lease.token]:
             if time.monotonic() > deadline:
                 files = ", ".join(f"{keeper}.keeper" for keeper in missing)
                 raise RolloutError(
                     f"rollout.colocate: {', '.join(missing)} (host and pid of `tepo serve`) did not say within "
-                    f"{self._seconds:g} s that the devices are free; look at its log in {self._rendezvous.folder}, and if it "
+                    f"{self._seconds:g} s that the devices are free; look at its log in {self._leases.folder}, and if it "
                     f"was killed, remove {files} there"
                 )
             await asyncio.sleep(POLL_SECONDS)
 
     def end(self) -> None:
         """Release the lease, so that servers may be started again. Does nothing if the lease is not this run's."""
-        self._rendezvous.end_turn(self._run)
+        self._leases.release(self._run)
+
+    async def _acknowledgements(self) -> dict[str, str]:
+        return await asyncio.to_thread(self._leases.acknowledgements)

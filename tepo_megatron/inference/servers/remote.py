@@ -13,9 +13,11 @@ from pathlib import Path
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.inference.engine import Address, LaunchSpec
+from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.servers.client import healthy
-from tepo_megatron.inference.servers.rendezvous import KEY_VARIABLE, Record, Rendezvous, fingerprint, key_from_environment
+from tepo_megatron.inference.servers.rendezvous import Record, Rendezvous, fingerprint
+from tepo_megatron.inference.servers.server import Address
+from tepo_megatron.inference.servers.server_key import KEY_VARIABLE, key_from_environment
 
 POLL_SECONDS = 0.5
 
@@ -30,7 +32,7 @@ class _Elsewhere:
 
 
 class NamedServer(_Elsewhere):
-    """Implementation of `engine.Server` for whatever answers at a URL.
+    """Implementation of `server.Server` for whatever answers at a URL.
 
     Args:
         name: Name in messages.
@@ -76,7 +78,7 @@ class NamedServer(_Elsewhere):
 
 
 class FoundServer(_Elsewhere):
-    """Implementation of `engine.Server` for any server in a rendezvous folder that no other run uses.
+    """Implementation of `server.Server` for any server in a rendezvous folder that no other run uses.
 
     A start (incarnation) of a server serves one process of one run, because another process may have left half an update
     behind. So a start that an earlier process of the same run had taken is asked to end; one that another run has taken is
@@ -152,9 +154,9 @@ class FoundServer(_Elsewhere):
                     return Address(record.url, key or "")
             if time.monotonic() > self._deadline:
                 seen = ", ".join(record.where for record in records) or "none"
-                turn = await asyncio.to_thread(self._rendezvous.turn)
-                mend = "if that run was killed, remove the file `turn`"
-                whose = "" if turn is None else f". None is started in the turn of {turn.run}; {mend}"
+                lease = await asyncio.to_thread(self._rendezvous.leases.current)
+                fix = "if that run was killed, remove the file `turn`"
+                whose = "" if lease is None else f". None is started in the turn of {lease.run}; {fix}"
                 raise RolloutError(
                     f"{self.name}: no free server in rollout.server.rendezvous={self._rendezvous.folder} within "
                     f"{self._ready_seconds:g} s; start `tepo serve` with this config, lower rollout.servers, or raise "

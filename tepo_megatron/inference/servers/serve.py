@@ -13,16 +13,17 @@ import secrets
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import RolloutConfig
 from tepo_megatron.distributed.meeting_store import is_loopback
 from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.inference.engines import ENGINES, launch_of, local_servers
+from tepo_megatron.inference.engine_api import LaunchSpec
+from tepo_megatron.inference.engines import ENGINES, local_servers
 from tepo_megatron.inference.servers.endpoint import Connected
+from tepo_megatron.inference.servers.lease import keeper_name, this_host
 from tepo_megatron.inference.servers.local import LocalServer
-from tepo_megatron.inference.servers.rendezvous import Record, Rendezvous, fingerprint, keeper_name, this_host
+from tepo_megatron.inference.servers.rendezvous import Record, Rendezvous, fingerprint
 from tepo_megatron.inference.servers.slot import ServerSlot
 
 LOOK_SECONDS = 1.0  # poll interval for the requests of trainers
@@ -31,13 +32,14 @@ STEADY_SECONDS = 60.0  # uptime after which the failure counters are reset
 EVERYWHERE = ("0.0.0.0", "::")
 
 
-def serve(cfg: Config, host: str, address: str | None, tell: Callable[[str], None]) -> None:
+def serve(name: str, cfg: RolloutConfig, launch: LaunchSpec, address: str | None, tell: Callable[[str], None]) -> None:
     """Run the servers until SIGTERM or SIGINT. Returns when no process of the servers is left.
 
     Args:
-        cfg: Config of the run.
-        host: Address to listen on.
-        address: Address at which other machines reach this one. None: `host`, or this machine's name if `host` is every
+        name: Name of the run.
+        cfg: The rollout section of the config.
+        launch: Settings of the servers, with the address to listen on.
+        address: Address at which other machines reach this one. None: `launch.host`, or this machine's name if that is every
             address.
         tell: Receives messages for the user.
 
@@ -45,32 +47,39 @@ def serve(cfg: Config, host: str, address: str | None, tell: Callable[[str], Non
         ConfigError: The config does not name a rendezvous folder, or names URLs.
         RolloutError: Every server was lost.
     """
-    if cfg.rollout.server.urls is not None or cfg.rollout.server.rendezvous is None:
+    if cfg.server.urls is not None or cfg.server.rendezvous is None:
         raise ConfigError(
             "tepo serve starts servers and says in rollout.server.rendezvous where they are; set that to a folder which the "
             "trainer sees, and remove rollout.server.urls"
         )
-    address = address or (this_host() if host in EVERYWHERE else host)
-    if is_loopback(host):
-        tell(f"listening on {host}: trainers of this machine alone can use the servers; give --host for others")
-    asyncio.run(_Service(cfg, host, address, Rendezvous(Path(cfg.rollout.server.rendezvous)), tell).run())
+    address = address or (this_host() if launch.host in EVERYWHERE else launch.host)
+    if is_loopback(launch.host):
+        tell(f"listening on {launch.host}: trainers of this machine alone can use the servers; give --host for others")
+    asyncio.run(_Service(name, cfg, launch, address, Rendezvous(Path(cfg.server.rendezvous)), tell).run())
 
 
 class _Service:
-    def __init__(self, cfg: Config, host: str, address: str, rendezvous: Rendezvous, tell: Callable[[str], None]) -> None:
-        self._cfg, self._address, self._rendezvous, self._say = cfg, address, rendezvous, tell
+    def __init__(
+        self,
+        name: str,
+        cfg: RolloutConfig,
+        launch: LaunchSpec,
+        address: str,
+        rendezvous: Rendezvous,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._name, self._cfg, self._address, self._rendezvous, self._say = name, cfg, address, rendezvous, tell
         rendezvous.create()
-        launch = replace(launch_of(cfg), host=host)
         log = rendezvous.folder / f"{this_host()}-{os.getpid()}.log"
-        apis = [ENGINES[cfg.rollout.engine]() for _ in range(cfg.rollout.servers)]
-        self._servers = local_servers(cfg.rollout, apis, launch, log, key=rendezvous.make_key())
+        apis = [ENGINES[cfg.engine]() for _ in range(cfg.servers)]
+        self._servers = local_servers(cfg, apis, launch, log, key=rendezvous.make_key())
         self._launch, self._model = launch, fingerprint(launch.model_path)
-        self._keeper, self._answered = keeper_name(this_host(), os.getpid()), ""
+        self._keeper, self._acknowledged = keeper_name(this_host(), os.getpid()), ""
         self._look_seconds = TURN_SECONDS if launch.sleeps else LOOK_SECONDS
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._members = [
-            ServerSlot(Connected(server, api, cfg.rollout.server), cfg.rollout.server, self._changed, tell, self._may_start)
+            ServerSlot(Connected(server, api, cfg.server), cfg.server, self._changed, tell, self._may_start)
             for server, api in zip(self._servers, apis, strict=True)
         ]
         self._records: dict[int, tuple[Record, float]] = {}  # server index -> (record, `time.monotonic()` of its publication)
@@ -83,16 +92,17 @@ class _Service:
             asyncio.get_running_loop().add_signal_handler(signum, self._over.set)
         keepers: list[asyncio.Task[None]] = []
         try:
-            self._rendezvous.register(self._keeper)
-            await self._take_turns()
+            self._rendezvous.clear_killed()
+            self._rendezvous.leases.register(self._keeper)
+            await self._follow_lease()
             while not self._may_start.is_set() and not await self._over_within(self._look_seconds):
-                await self._take_turns()
+                await self._follow_lease()
             if not self._over.is_set():
                 for server in self._servers:
                     server.launch()
                 keepers = [asyncio.create_task(member.keep()) for member in self._members]
             while not self._over.is_set():
-                await self._take_turns()
+                await self._follow_lease()
                 records = list(self._records.items())
                 await asyncio.gather(*(self._attend(self._members[i], record, since) for i, (record, since) in records))
                 await self._over_within(self._look_seconds)
@@ -105,7 +115,7 @@ class _Service:
             await asyncio.gather(*keepers, return_exceptions=True)
             for server in self._servers:
                 server.forget()
-            self._rendezvous.deregister(self._keeper)
+            self._rendezvous.leases.deregister(self._keeper)
         if len(self._lost) == len(self._members):
             raise RolloutError(str(self._members[0].lost))
 
@@ -115,14 +125,14 @@ class _Service:
             await asyncio.wait_for(self._over.wait(), seconds)
         return self._over.is_set()
 
-    async def _take_turns(self) -> None:
+    async def _follow_lease(self) -> None:
         """Follow the device lease. While a run has it, start nothing and end all servers that the lease does not keep.
 
         Acknowledge the lease once no other server is left.
         """
-        turn = await asyncio.to_thread(self._rendezvous.turn)
+        lease = await asyncio.to_thread(self._rendezvous.leases.current)
         clients = [m.endpoint.client for m in self._members if m.up and m.endpoint.client is not None]
-        if turn is None:
+        if lease is None:
             if not self._may_start.is_set():
                 self._may_start.set()
                 for client in clients:
@@ -133,15 +143,15 @@ class _Service:
         settled = not any(member.between for member in self._members)
         for i, (record, _) in self._records.items():
             member = self._members[i]
-            if record.start in turn.starts:
+            if record.start in lease.starts:
                 continue
             settled = False
             member.delivered()  # not a failure of the server
             if member.life is not None:
-                member.life.end(RolloutError(f"{member.endpoint.name} is not of {turn.run}, which has the devices now"))
-        if settled and self._answered != turn.token:
-            self._rendezvous.answer(self._keeper, turn.token)
-            self._answered = turn.token
+                member.life.end(RolloutError(f"{member.endpoint.name} is not of {lease.run}, which has the devices now"))
+        if settled and self._acknowledged != lease.token:
+            self._rendezvous.leases.acknowledge(self._keeper, lease.token)
+            self._acknowledged = lease.token
 
     async def _attend(self, member: ServerSlot[Connected], record: Record, since: float) -> None:
         """Handle one healthy server: reset its failure counters after STEADY_SECONDS, and end it if its user asked for that."""
@@ -176,11 +186,11 @@ class _Service:
         port = connected.address.url.rpartition(":")[2]
         name = f"[{self._address}]" if ":" in self._address else self._address
         return Record(
-            engine=self._cfg.rollout.engine,
+            engine=self._cfg.engine,
             engine_version=connected.about.engine_version,
             url=f"http://{name}:{port}",
-            run=self._cfg.name,
-            tp=self._cfg.rollout.server.tp,
+            run=self._name,
+            tp=self._cfg.server.tp,
             model=self._model,
             max_model_len=connected.about.max_model_len,
             precision=self._launch.serves,

@@ -25,7 +25,7 @@ class SleepController:
 
     Args:
         changed: Notified by the fleet whenever the state of a server changes.
-        standstill: Quiesces servers that other processes start (`tepo serve`). None: this process starts them.
+        quiesce: Quiesces servers that other processes start (`tepo serve`). None: this process starts them.
         growth: Ends idle servers whose memory has grown too far, instead of putting them to sleep.
 
     Attributes:
@@ -33,8 +33,8 @@ class SleepController:
         may_start: Set while servers may be started.
     """
 
-    def __init__(self, changed: asyncio.Condition, standstill: Quiesce | None, growth: GrowthLimit) -> None:
-        self._changed, self._standstill, self._growth = changed, standstill, growth
+    def __init__(self, changed: asyncio.Condition, quiesce: Quiesce | None, growth: GrowthLimit) -> None:
+        self._changed, self._quiesce, self._growth = changed, quiesce, growth
         self.asleep: frozenset[EnginePart] = frozenset()
         self.may_start = asyncio.Event()
         self.may_start.set()
@@ -75,8 +75,8 @@ class SleepController:
         await self._until(lambda: all(m.life is not life for m, life in ended))
         lives = None
         while lives != (lives := [m.life for m in members]):  # servers that end meanwhile have to be gone, too
-            if self._standstill is not None:
-                await self._standstill.reach()
+            if self._quiesce is not None:
+                await self._quiesce.reach()
             await self._tell([m for m in members if not m.endpoint.asleep], lambda endpoint: endpoint.sleep())
             await self._until(lambda: not any(m.between for m in members))
 
@@ -102,8 +102,8 @@ class SleepController:
     def rise(self) -> None:
         """Allow servers to be started, here and in every `tepo serve`."""
         self.may_start.set()
-        if self._standstill is not None:
-            self._standstill.end()
+        if self._quiesce is not None:
+            self._quiesce.end()
 
     async def _tell(self, members: Sequence[ServerSlot], say: Callable[[Endpoint], Awaitable[None]]) -> None:
         """Make one call to all servers that are up, concurrently. A server on which the call fails is ended."""

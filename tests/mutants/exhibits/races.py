@@ -29,7 +29,7 @@ EXHIBITS = (
             "layers of one and some of the other within a forward pass. Text stays fluent."
         ),
         cost="With in_flight=finish the update begins while responses are being sampled.",
-        symbol="Fleet._begin",
+        symbol="PoolUpdates._begin",
         old=("        await self._until_idle()\n"),
         new="",
         tests=("tests/unit/rollout/test_fleet.py::test_weights_that_come_in_mid_generation_wait_for_what_is_being_sampled",),

@@ -180,9 +180,9 @@ EXHIBITS = (
             "it must not be asked."
         ),
         cost="Requests go to a restarted server that was not updated yet.",
-        symbol="Fleet._free",
-        old="if m.life is not None and m.endpoint.version == self._version]",
-        new="if m.life is not None]",
+        symbol="ServerPool.serving",
+        old=" if slot.endpoint.version == self.version]",
+        new="]",
         tests=("tests/unit/rollout/test_fleet.py::test_a_single_server_that_is_killed_comes_back_when_it_gets_its_weights",),
     ),
     Exhibit(

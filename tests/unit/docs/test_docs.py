@@ -18,7 +18,7 @@ from tepo_megatron.actor.layout import check_layout
 from tepo_megatron.config import Config, RewardConfig
 from tepo_megatron.config.io import load_config, validate_as
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.inference.engine import EngineApi
+from tepo_megatron.inference.engine_api import EngineApi
 from tests.unit.docs.pages import PAGES, anchors, commands, fences, inline_code, links
 from tools import config_reference
 

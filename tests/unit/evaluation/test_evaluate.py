@@ -19,7 +19,7 @@ from tepo_megatron.evaluation.command import Request, run, settings
 from tepo_megatron.evaluation.folder import read_record
 from tepo_megatron.evaluation.results import result
 from tepo_megatron.evaluation.samples import read_samples
-from tepo_megatron.inference.engine import LaunchSpec
+from tepo_megatron.inference.engine_api import LaunchSpec
 from tests.e2e.scripted_worker import ScriptedEngine
 from tests.tiny import tiny_qwen3
 from tests.worlds import run_world

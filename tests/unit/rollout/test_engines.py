@@ -10,7 +10,7 @@ import torch
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.inference.engines import launch_beside_ranks
+from tepo_megatron.inference.engines import first_server_device
 from tepo_megatron.inference.servers.environment import devices
 
 
@@ -25,6 +25,10 @@ def config(**rollout: Any) -> Config:
     return validate({**tree, "rollout": rollout})
 
 
+def first_of(cfg: Config) -> int:
+    return first_server_device(cfg.rollout, cfg.platform, cfg.parallel.world_size)
+
+
 @pytest.mark.parametrize(
     ("rollout", "first"),
     [
@@ -36,9 +40,9 @@ def test_servers_follow_the_ranks_of_their_machine(
     monkeypatch: pytest.MonkeyPatch, rollout: dict[str, Any], first: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert launch_beside_ranks(config(**rollout)).first_device == first
+    assert first_of(config(**rollout)) == first
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # of two machines
-    assert launch_beside_ranks(config(**rollout)).first_device == first / 2
+    assert first_of(config(**rollout)) == first / 2
 
 
 def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,9 +50,9 @@ def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match=r"4 ranks, and rollout\.servers=1 .* take 5 GPUs, and this machine has 4; let them take"
     ):
-        launch_beside_ranks(config())
-    launch_beside_ranks(config(colocate=True))
-    launch_beside_ranks(config(server={"urls": ["http://a:1"]}))
+        first_of(config())
+    first_of(config(colocate=True))
+    first_of(config(server={"urls": ["http://a:1"]}))
 
 
 def test_devices_are_of_those_that_are_seen() -> None:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from tepo_megatron.config import ServerConfig
+from tepo_megatron.config import Config, ServerConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError, DataError, RolloutError
-from tepo_megatron.inference.engine import LaunchSpec
+from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.partial import ABORTED, merge, rest
 from tepo_megatron.inference.samples import checked_rollout
 from tepo_megatron.inference.sglang import SglangApi, generate_request, parse_generated
@@ -200,19 +200,27 @@ def asking(model: Path, **changes: Any) -> Any:
     return validate(base | {"rollout": rollout} | changes)
 
 
+def routing_of(cfg: Config) -> Routing | None:
+    return replayed_routing(cfg.rollout, cfg.model.path, cfg.platform)
+
+
+def check(cfg: Config) -> None:
+    check_experts(cfg.rollout, cfg.model.path)
+
+
 def test_what_cannot_replay_them_is_refused(tmp_path: Path) -> None:
     small = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [1], "moe_intermediate_size": 32}
     moe = written(tmp_path / "moe", Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **small, **experts))
     dense = written(tmp_path / "dense", Qwen3Config(architectures=["Qwen3ForCausalLM"], **small))
-    assert replayed_routing(asking(moe)) == Routing(3, (0, 2), 2, 6)
-    assert replayed_routing(asking(moe, platform="cuda", rollout={"engine": "vllm"})) is not None
-    assert replayed_routing(asking(moe, rollout={"engine": "vllm", "replay": "recorded"})) is not None
-    assert replayed_routing(asking(dense, rollout={"replay_experts": False})) is None
+    assert routing_of(asking(moe)) == Routing(3, (0, 2), 2, 6)
+    assert routing_of(asking(moe, platform="cuda", rollout={"engine": "vllm"})) is not None
+    assert routing_of(asking(moe, rollout={"engine": "vllm", "replay": "recorded"})) is not None
+    assert routing_of(asking(dense, rollout={"replay_experts": False})) is None
     with pytest.raises(ConfigError, match=r"rollout\.replay_experts=true, and the model in .*dense has none; set it to false"):
-        replayed_routing(asking(dense))
+        routing_of(asking(dense))
     with pytest.raises(ConfigError, match=r"vLLM 0\.32 .* needs Triton .*platform=cpu; use rollout\.engine=sglang"):
-        replayed_routing(asking(moe, rollout={"engine": "vllm"}))
+        routing_of(asking(moe, rollout={"engine": "vllm"}))
     with pytest.raises(ConfigError, match=r"rollout: replay_experts=true and function=f\.py:f: .*set replay_experts to false"):
         asking(moe, rollout={"function": "f.py:f"})
 
@@ -224,7 +232,7 @@ def test_sglang_is_refused_for_experts_in_some_layers(tmp_path: Path, key: str, 
     some = written(tmp_path / "some", Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **size, **experts, **{key: value}))
     every = written(tmp_path / "every", Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **size, **experts))
     with pytest.raises(ConfigError, match=rf"layers {dense} of the model in .*no experts.*use rollout\.engine=vllm"):
-        check_experts(asking(some))
-    check_experts(asking(some, rollout={"replay_experts": False, "engine": "vllm"}))
-    check_experts(asking(some, rollout={"replay": "recorded"}))
-    check_experts(asking(every))
+        check(asking(some))
+    check(asking(some, rollout={"replay_experts": False, "engine": "vllm"}))
+    check(asking(some, rollout={"replay": "recorded"}))
+    check(asking(every))

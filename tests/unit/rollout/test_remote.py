@@ -26,10 +26,12 @@ from tepo_megatron.config import Config, RolloutConfig, ServerConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference import engines
-from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION, LaunchSpec
+from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION
+from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer, url_of
-from tepo_megatron.inference.servers.rendezvous import KEY_FILE, KEY_VARIABLE, Record, Rendezvous, fingerprint
+from tepo_megatron.inference.servers.rendezvous import Record, Rendezvous, fingerprint
+from tepo_megatron.inference.servers.server_key import KEY_FILE, KEY_VARIABLE
 from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids, until
 
@@ -133,7 +135,7 @@ def serving(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
 KILLED = """
 import json, os, signal, sys
 from pathlib import Path
-from tepo_megatron.rollout import engines
+from tepo_megatron.inference import engines
 from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_remote import trainer
 

@@ -13,7 +13,8 @@ import torch
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.inference.engine import INITIAL_VERSION, LaunchSpec, StaleWeights
+from tepo_megatron.inference.engine import INITIAL_VERSION
+from tepo_megatron.inference.engine_api import LaunchSpec, StaleWeights
 from tepo_megatron.inference.samples import prompt_seed
 from tepo_megatron.inference.sglang import SglangApi, generate_request, parse_generated
 from tepo_megatron.types import Prompt, SamplingParams

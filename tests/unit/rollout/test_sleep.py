@@ -14,7 +14,7 @@ import pytest
 
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.engine import LaunchSpec
+from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.inference.sglang import SglangApi

@@ -15,8 +15,9 @@ import pytest
 
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers.fleet import Fleet
+from tepo_megatron.inference.servers.lease import keeper_name, this_host
 from tepo_megatron.inference.servers.quiesce import Quiesce
-from tepo_megatron.inference.servers.rendezvous import Rendezvous, keeper_name, this_host
+from tepo_megatron.inference.servers.rendezvous import Rendezvous
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, ids, until
 from tests.unit.rollout.test_remote import (  # noqa: F401
     Serving,
@@ -69,7 +70,7 @@ def test_a_server_that_dies_in_the_trainers_turn_is_started_after_it(
         wake(fleet, version=3)
         rollouts = fleet.generate(PROMPTS, SAMPLING, seed=7)
         assert ids(rollouts) == expected and {r.policy_version for r in rollouts} == {3}
-    assert rendezvous.turn() is None
+    assert rendezvous.leases.current() is None
     for serve in serves:
         serve.process.terminate()
         assert serve.process.wait(60) == 0, serve.log.read_text()
@@ -122,10 +123,10 @@ def test_a_killed_trainers_turn_ends_when_its_run_is_resumed(
     serve = serving(servers=1, colocate=True)
     settings: dict[str, Any] = {"colocate": True, "rendezvous": str(serve.rendezvous.folder)}
     killed_trainer(tmp_path, settings, after="sleep")
-    turn = serve.rendezvous.turn()
+    turn = serve.rendezvous.leases.current()
     assert turn is not None and turn.run == str(tmp_path / "run")
     with trainer(tmp_path, **settings) as resumed:
-        assert serve.rendezvous.turn() is None
+        assert serve.rendezvous.leases.current() is None
         resumed.update_weights([], version=1)
         assert versions(resumed) == {1}
         resumed.sleep()
@@ -141,7 +142,7 @@ def test_a_keeper_that_comes_in_a_turn_starts_nothing_and_one_that_goes_is_not_w
     with trainer(tmp_path, colocate=True, rendezvous=str(first.rendezvous.folder)) as fleet:
         fleet.sleep()
         second = serving(servers=1, colocate=True)
-        until(lambda: len(first.rendezvous.answers()) == 2)
+        until(lambda: len(first.rendezvous.leases.acknowledgements()) == 2)
         time.sleep(1.0)
         assert servers_of(second) == 0
         wake(fleet, version=1)
@@ -159,41 +160,44 @@ def test_what_a_killed_keeper_left_behind_is_removed_by_the_next(tmp_path: Path)
     killed = subprocess.Popen([sys.executable, "-c", ""])
     killed.wait()
     gone = record_of(tmp_path, "http://here:1", host=this_host(), pid=killed.pid)
-    rendezvous.register(gone.keeper)
+    rendezvous.leases.register(gone.keeper)
     rendezvous.publish(gone)
-    rendezvous.take_turn("runs/a", [gone.start])
+    rendezvous.leases.take("runs/a", [gone.start])
     me = keeper_name(this_host(), os.getpid())
-    rendezvous.register(me)
-    assert rendezvous.answers() == {me: ""} and rendezvous.records() == [] and rendezvous.turn() is None
-    rendezvous.take_turn("runs/a", [])
-    rendezvous.register("elsewhere-1")  # a run's turn among those that live
-    assert rendezvous.turn() is not None
+    rendezvous.clear_killed()
+    rendezvous.leases.register(me)
+    assert (
+        rendezvous.leases.acknowledgements() == {me: ""} and rendezvous.records() == [] and rendezvous.leases.current() is None
+    )
+    rendezvous.leases.take("runs/a", [])
+    rendezvous.leases.register("elsewhere-1")  # a run's turn among those that live
+    assert rendezvous.leases.current() is not None
     for keeper in (me, "elsewhere-1"):
-        rendezvous.deregister(keeper)
+        rendezvous.leases.deregister(keeper)
     assert list(tmp_path.glob("*.keeper")) == [] and not (tmp_path / "turn").exists()
 
 
 def test_who_does_not_answer_is_named(tmp_path: Path) -> None:
     rendezvous = Rendezvous(tmp_path)
     for keeper in ("there-7", "elsewhere-8"):
-        rendezvous.register(keeper)
-    standstill = Quiesce(rendezvous, "runs/a", list, seconds=0.3)
+        rendezvous.leases.register(keeper)
+    standstill = Quiesce(rendezvous.leases, "runs/a", list, seconds=0.3)
     with pytest.raises(RolloutError, match=r"elsewhere-8, there-7 \(host .* remove elsewhere-8\.keeper, there-7\.keeper there"):
         asyncio.run(standstill.reach())
-    rendezvous.deregister("elsewhere-8")
+    rendezvous.leases.deregister("elsewhere-8")
 
     async def answered() -> None:
-        reached = asyncio.create_task(Quiesce(rendezvous, "runs/a", lambda: ["s"], seconds=20).reach())
-        while (turn := rendezvous.turn()) is None or turn.starts != ("s",):
+        reached = asyncio.create_task(Quiesce(rendezvous.leases, "runs/a", lambda: ["s"], seconds=20).reach())
+        while (turn := rendezvous.leases.current()) is None or turn.starts != ("s",):
             await asyncio.sleep(0.01)
-        rendezvous.answer("there-7", "an earlier token")
+        rendezvous.leases.acknowledge("there-7", "an earlier token")
         await asyncio.sleep(0.3)
         assert not reached.done()
-        rendezvous.answer("there-7", turn.token)
+        rendezvous.leases.acknowledge("there-7", turn.token)
         await reached
 
     asyncio.run(answered())
-    Quiesce(rendezvous, "runs/another", list, seconds=1).end()
-    assert rendezvous.turn() is not None, "it is not another run's to end"
+    Quiesce(rendezvous.leases, "runs/another", list, seconds=1).end()
+    assert rendezvous.leases.current() is not None, "it is not another run's to end"
     standstill.end()
-    assert rendezvous.turn() is None
+    assert rendezvous.leases.current() is None

@@ -12,7 +12,7 @@ import torch
 
 from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import RolloutError
-from tepo_megatron.inference.engine import EngineApi, LaunchSpec, StaleWeights, served_label
+from tepo_megatron.inference.engine_api import EngineApi, LaunchSpec, StaleWeights, served_label
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.inference.samples import LARGEST_SEED, prompt_seed
 from tepo_megatron.inference.sglang import SglangApi

@@ -1,0 +1,187 @@
+"""The adapter that each kind of engine implements: how one of its servers is started, and which HTTP requests it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from tepo_megatron.config import ServerConfig
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.inference.engine import INITIAL_VERSION, EnginePart
+from tepo_megatron.inference.servers.process import LOOPBACK
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+from tepo_megatron.weight_sync.broadcast_group import Bucket, GroupSpec, Source, UnchangedTensors
+
+INITIAL_LABEL = "default"  # label of the weights of the model directory in vLLM and SGLang
+
+Platform = Literal["cpu", "cuda"]
+Precision = Literal["fp32", "bf16"]
+
+
+class StaleWeights(RolloutError):
+    """A server sampled with weights other than those it should serve."""
+
+
+def served_label(version: int) -> str:
+    """Return the label that vLLM and SGLang give the weights of `version`."""
+    return INITIAL_LABEL if version == INITIAL_VERSION else str(version)
+
+
+def serialize(sources: Sequence[Source]) -> list[str]:
+    """Serialize weight sources for `RankReceiver.take`: a bucket as JSON, a file as its absolute path."""
+    return [source.to_json() if isinstance(source, Bucket) else str(source.absolute()) for source in sources]
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """Settings that a server of any engine is started with."""
+
+    model_path: Path  # Hugging Face directory of the first weights
+    max_model_len: int  # most tokens of a sequence, prompt and response
+    platform: Platform
+    precision: Precision  # of the served weights
+    seed: int  # of the server; each request brings its own
+    first_device: int = 0  # index of the server's first GPU among those that this process sees
+    host: str = LOOPBACK  # address to listen on
+    sleeps: bool = False  # the server will be put to sleep
+    returns_experts: bool = False  # the server will be asked for the experts that its routers chose
+    maps_memory: bool = False  # updates may lie in the memory of any GPU that this process sees (CUDA IPC)
+    in_fp8: bool = False  # the server holds an FP8 model, whose first weights are those of the first update
+
+    @property
+    def serves(self) -> str:
+        """Precision of the served weights."""
+        return "fp8" if self.in_fp8 else self.precision
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """A server's description of itself."""
+
+    engine_version: str  # as the engine numbers its releases
+    label: str  # of the weights that it serves
+    max_model_len: int  # tokens of prompt and response
+
+
+# (method, path, JSON body) -> JSON answer; raises client.RequestFailed
+Send = Callable[[str, str, Mapping[str, Any] | None], Awaitable[Any]]
+
+
+async def longest_sequence(send: Send) -> int:
+    """Return the longest sequence that a server takes, in tokens, from OpenAI's list of models, which both engines have."""
+    return int((await send("GET", "/v1/models", None))["data"][0]["max_model_len"])
+
+
+class EngineApi(Protocol):
+    """Adapter for one kind of server, with all that differs between engines.
+
+    `send` of its methods sends a request to the server.
+    """
+
+    name: str
+
+    def command(self, cfg: ServerConfig, launch: LaunchSpec, port: int) -> list[str]:
+        """Return the argv of a server that listens on `launch.host`, without secrets.
+
+        Args:
+            cfg: Settings of the server.
+            launch: What the server is started with.
+            port: Port to listen on.
+
+        Raises:
+            ConfigError: The engine is not installed.
+        """
+        ...
+
+    def environment(self, cfg: ServerConfig, launch: LaunchSpec, inherited: Mapping[str, str], key: str) -> dict[str, str]:
+        """Return the server's whole environment.
+
+        Args:
+            cfg, launch: See `command`.
+            inherited: Environment of this process.
+            key: Key that the server requires in every request.
+        """
+        ...
+
+    async def about(self, send: Send) -> ServerInfo:
+        """Ask a healthy server to describe itself."""
+        ...
+
+    async def prepare(self, send: Send) -> None:
+        """Send what a healthy server needs once before it takes weights."""
+        ...
+
+    async def generate(self, send: Send, prompt: Prompt, sampling: SamplingParams, seed: int, version: int) -> list[Rollout]:
+        """Return the samples of one prompt, by sample index. Raises RolloutError for an answer that is not what was asked for.
+
+        Args:
+            prompt, sampling, seed: See `Sampler.generate`.
+            version: Version that the server has to serve. Raises StaleWeights if it does not.
+        """
+        ...
+
+    async def interrupt(self, send: Send) -> None:
+        """Abort the requests in flight.
+
+        They return the tokens sampled so far; the stop reason of aborted samples is `partial.ABORTED`.
+        """
+        ...
+
+    async def begin_update(self, send: Send) -> None:
+        """Begin an update of all weights, on a new server or one that has finished the update before."""
+        ...
+
+    async def join(self, send: Send, meeting: GroupSpec) -> None:
+        """Have all ranks of the server join process groups with the trainer's ranks, if they can.
+
+        Args:
+            meeting: See `RankReceiver.join`.
+        """
+        ...
+
+    async def keep(self, send: Send, kept: UnchangedTensors) -> None:
+        """Announce the tensors that the update under way leaves unchanged.
+
+        Args:
+            kept: See `RankReceiver.keep`.
+        """
+        ...
+
+    async def load(self, send: Send, sources: Sequence[Source]) -> None:
+        """Load the tensors of some sources. When this returns, files are no longer needed.
+
+        Args:
+            sources: See `RankReceiver.take`.
+        """
+        ...
+
+    async def finish_update(self, send: Send, version: int) -> None:
+        """Serve the loaded weights and drop every cache of the old ones.
+
+        Raises SyncError if the server reports another version.
+
+        Args:
+            version: Version of the new weights.
+        """
+        ...
+
+    async def checksums(self, send: Send) -> Mapping[str, str] | None:
+        """Return "rank:parameter" -> checksum of what is served, in the engine's own names.
+
+        None: the engine has no checksums.
+        """
+        ...
+
+    async def sleep(self, send: Send) -> None:
+        """Release weights and KV cache of an idle, awake server. Raises RolloutError for an answer that says otherwise."""
+        ...
+
+    async def wake(self, send: Send, part: EnginePart) -> None:
+        """Allocate memory again. With that of the KV cache the server serves. Raises as `sleep`.
+
+        Args:
+            part: Part to wake, once after each `sleep`.
+        """
+        ...

@@ -1,0 +1,128 @@
+"""The device lease: which run has the devices of the machines on which `tepo serve` runs servers.
+
+    HOST-PID.keeper   a running `tepo serve`, and the last lease token that it acknowledged
+    turn              the lease: the run that has the devices, the starts that it keeps, and a token for the acknowledgements
+
+`quiesce.py` takes the lease for a trainer, and `serve.py` follows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tepo_megatron.inference.servers.shared_folder import read_file, replace_private
+
+_LEASE, _KEEPER = "turn", "keeper"
+
+
+@dataclass(frozen=True)
+class DeviceLease:
+    """Device lease: `run` has the devices of the servers, and all starts except `starts` have to end."""
+
+    run: str
+    token: str  # `tepo serve` acknowledges the lease with it
+    starts: tuple[str, ...]  # of servers of `run`, which has put them to sleep or is about to
+
+
+class DeviceLeases:
+    """The device lease of a rendezvous folder, and the `tepo serve` processes that have to acknowledge it.
+
+    Attributes:
+        folder: The rendezvous folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def killed(self) -> list[str]:
+        """Return the registered `tepo serve` processes of this machine that are no longer there."""
+        found = []
+        for keeper, (machine, _) in self._registered().items():
+            host, _, pid = keeper.rpartition("-")
+            if host == this_host() and machine == _machine() and not Path("/proc", pid).exists():
+                found.append(keeper)
+        return found
+
+    def register(self, keeper: str) -> None:
+        """Register a `tepo serve` that begins. The first one finds no lease.
+
+        Args:
+            keeper: See `keeper_name`.
+        """
+        if not self._registered():
+            self._write("{}")
+        self.acknowledge(keeper, "")
+
+    def acknowledge(self, keeper: str, token: str) -> None:
+        """Acknowledge a lease for a `tepo serve`: it starts no server, and runs none except those that the lease keeps.
+
+        Args:
+            keeper: See `keeper_name`.
+            token: Token of the lease. Empty string: none.
+        """
+        replace_private(self.folder / f"{keeper}.{_KEEPER}", f"{_machine()} {token}")
+
+    def deregister(self, keeper: str) -> None:
+        """Unregister a `tepo serve` whose servers have ended. The last one also removes the lease."""
+        (self.folder / f"{keeper}.{_KEEPER}").unlink(missing_ok=True)
+        if not self._registered():
+            (self.folder / _LEASE).unlink(missing_ok=True)
+
+    def acknowledgements(self) -> dict[str, str]:
+        """Return keeper -> last acknowledged token of every registered `tepo serve`; empty string if it acknowledged none."""
+        return {keeper: token for keeper, (_, token) in self._registered().items()}
+
+    def take(self, run: str, starts: Sequence[str]) -> DeviceLease:
+        """Write a new device lease and return it.
+
+        Args:
+            run: Absolute path of the run that takes the devices.
+            starts: Start ids of the run's own servers, which stay.
+        """
+        lease = DeviceLease(run, secrets.token_hex(8), tuple(starts))
+        self._write(json.dumps(dataclasses.asdict(lease)))
+        return lease
+
+    def current(self) -> DeviceLease | None:
+        """Return the current device lease; None if no run has one."""
+        text = read_file(self.folder / _LEASE)
+        said = {} if text is None else json.loads(text)
+        return DeviceLease(said["run"], said["token"], tuple(said["starts"])) if said.get("run") else None
+
+    def release(self, run: str) -> None:
+        """End the lease of `run`, if it has one. The file stays: over NFS a new file is taken for missing for a long time."""
+        if (lease := self.current()) is not None and lease.run == run:
+            self._write("{}")
+
+    def _registered(self) -> dict[str, tuple[str, str]]:
+        found = {path.stem: read_file(path) for path in sorted(self.folder.glob(f"*.{_KEEPER}"))}
+        return {keeper: (text.split(" ")[0], text.split(" ")[1]) for keeper, text in found.items() if text is not None}
+
+    def _write(self, text: str) -> None:
+        replace_private(self.folder / _LEASE, text)
+
+
+def keeper_name(host: str, pid: int) -> str:
+    """Return HOST-PID, which identifies a `tepo serve`.
+
+    Args:
+        host, pid: Host name and process id of the `tepo serve`.
+    """
+    return f"{host}-{pid}"
+
+
+def this_host() -> str:
+    """Return the name by which other machines know this one."""
+    return socket.gethostname()
+
+
+def _machine() -> str:
+    """Return the id of this PID namespace: process ids are valid on this host, or in this container on it."""
+    return os.readlink("/proc/self/ns/pid")

@@ -1,0 +1,127 @@
+"""The servers of a fleet as one pool: start and end them, keep them running, and know which of them serve its weights.
+
+Everything that concerns servers runs in the event loop of the pool. `routing.py` (sampling), `updates.py` (weights) and
+`fleet.py` (the rest of an engine) share one pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from tepo_megatron.config import RolloutConfig
+from tepo_megatron.errors import RolloutError, SyncError
+from tepo_megatron.inference.engine import INITIAL_VERSION
+from tepo_megatron.inference.loop import LoopThread
+from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.growth import GrowthLimit
+from tepo_megatron.inference.servers.quiesce import Quiesce
+from tepo_megatron.inference.servers.sleep import SleepController
+from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
+from tepo_megatron.inference.servers.status import require_enough
+
+
+class ServerPool:
+    """The servers, each in a slot that restarts it, and the state that they have in common.
+
+    Args:
+        endpoints: The servers, not yet launched.
+        cfg: Only min_servers, server.restarts, server.backoff_seconds and server.restart_after_growth_gib are used.
+        quiesce: Quiesces servers that others start, where they have to sleep (`rollout.colocate`). None: not needed.
+
+    Attributes:
+        endpoints: The servers, in the order in which they were given.
+        slots: One per server, in the same order; empty before `start`.
+        version: Version of the weights that a server must serve to be used.
+        refused: Why the weights were refused; the served version is unknown then. Empty: they were not.
+        loop: Runs all coroutines that concern servers.
+        changed: Notified whenever the state of a server changes.
+        growth: Ends servers whose memory has grown too far.
+        sleeping: The sleep state of the servers.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint], cfg: RolloutConfig, quiesce: Quiesce | None = None) -> None:
+        self._cfg, self.endpoints, self._quiesce = cfg, endpoints, quiesce
+        self.slots: list[ServerSlot[Endpoint]] = []
+        self.version, self.refused = INITIAL_VERSION, ""
+        self.loop, self.changed = LoopThread("fleet"), asyncio.Condition()
+        self.growth = GrowthLimit(cfg.server.restart_after_growth_gib)
+        self.sleeping = SleepController(self.changed, quiesce, self.growth)
+        self._keepers: list[asyncio.Task[None]] = []
+        self._events: list[str] = []
+
+    def start(self) -> None:
+        """Launch all servers and return at once.
+
+        Raises RolloutError (busy port, unwritable log), ConfigError (not installed).
+        """
+        if self._keepers:
+            raise RolloutError("the inference servers were already started; close the fleet first")
+        self.version, self.refused, self.changed = INITIAL_VERSION, "", asyncio.Condition()
+        self.sleeping = SleepController(self.changed, self._quiesce, self.growth)
+        self.sleeping.rise()  # a killed run may have left its device lease
+        may_start = self.sleeping.may_start
+        self.slots = [ServerSlot(e, self._cfg.server, self.notify, self.event, may_start) for e in self.endpoints]
+        for endpoint in self.endpoints:
+            endpoint.launch()
+        self.loop.run(self._keep_all())
+
+    def wait_ready(self) -> None:
+        """Return when every server takes requests or is lost. Raises RolloutError if fewer than `min_servers` are left."""
+        self.require_start()
+        self.loop.run(self._until_settled())
+
+    def close(self) -> None:
+        """End all servers; bounded in time. May be called again, and before `start`."""
+        self.loop.stop()
+        with ThreadPoolExecutor(len(self.endpoints)) as threads:  # each stop takes some seconds
+            list(threads.map(lambda endpoint: endpoint.stop(), self.endpoints))
+        for endpoint in self.endpoints:
+            endpoint.forget()
+        self.sleeping.rise()
+        self._keepers = []
+
+    def require_start(self) -> None:
+        """Raise RolloutError unless the servers were started."""
+        if not self._keepers:
+            raise RolloutError("the inference server is not running; call start() and wait_ready() first")
+
+    def require_trust(self) -> None:
+        """Raise SyncError if an update or its check was refused: nobody knows then what the servers serve."""
+        if self.refused:
+            raise SyncError(f"{self.refused}; the engine can no longer be used: close it and start a new one")
+
+    def require_enough(self) -> None:
+        """Raise RolloutError if fewer than `min_servers` servers are left."""
+        require_enough(self.slots, self._cfg.min_servers)
+
+    def up(self) -> list[tuple[ServerSlot[Endpoint], Incarnation]]:
+        """Return the servers that take requests, with their incarnations, whatever weights they serve."""
+        return [(slot, slot.life) for slot in self.slots if slot.life is not None]
+
+    def serving(self) -> list[tuple[ServerSlot[Endpoint], Incarnation]]:
+        """Return the servers that take requests and serve `version`, with their incarnations."""
+        return [(slot, life) for slot, life in self.up() if slot.endpoint.version == self.version]
+
+    def event(self, text: str) -> None:
+        """Add a message for the user."""
+        self._events.append(text)
+
+    def take_events(self) -> list[str]:
+        """Return what happened to servers since the last call, one message each, and forget it."""
+        events, self._events = self._events, []
+        return events
+
+    async def notify(self) -> None:
+        """Wake all tasks that wait for a change of a server's state."""
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def _keep_all(self) -> None:
+        self._keepers = [asyncio.create_task(slot.keep()) for slot in self.slots]
+
+    async def _until_settled(self) -> None:
+        async with self.changed:
+            await self.changed.wait_for(lambda: all(slot.up or slot.lost for slot in self.slots))
+        self.require_enough()

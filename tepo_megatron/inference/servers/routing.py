@@ -1,0 +1,156 @@
+"""Sampling on several servers: each request goes to the least loaded one, and to another if it fails.
+
+A prompt's group is one request to one server (its samples share the prefix cache). Each group is delivered once: only a
+complete answer counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tepo_megatron.config import RolloutConfig
+from tepo_megatron.errors import RolloutError
+from tepo_megatron.inference.engine import Deliver, GroupStream
+from tepo_megatron.inference.engine_api import StaleWeights
+from tepo_megatron.inference.loop import Arrivals
+from tepo_megatron.inference.partial import GenerationRequest, continuations, merge
+from tepo_megatron.inference.servers.client import RequestFailed
+from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.pool import ServerPool
+from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
+from tepo_megatron.inference.servers.status import refuse_other_weights
+from tepo_megatron.types import Prompt, Rollout, SamplingParams
+
+RETRY_SECONDS = 0.2  # before a request is sent again, doubled each time
+
+
+class RoutedSampler:
+    """Implementation of `engine.Sampler` on a pool of servers.
+
+    Args:
+        pool: The servers.
+        cfg: Only attempts, in_flight, only and server.concurrency are used.
+    """
+
+    def __init__(self, pool: ServerPool, cfg: RolloutConfig) -> None:
+        self._pool, self._cfg = pool, cfg
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
+        """See `Sampler.generate`: one request per prompt, at most `rollout.server.concurrency` at once on each server.
+
+        A failed request is sent again, to another server if there is one, up to `rollout.attempts` times. A request that a
+        server rejects (4xx) fails the call at once.
+
+        Args:
+            prompts, sampling, seed: See `Sampler.generate`.
+
+        Raises:
+            RolloutError: A request failed for good, or fewer than `min_servers` servers are left.
+            SyncError: The last update or its check was refused.
+        """
+        self._require_service()
+        return self._pool.loop.run(self._generate(prompts, sampling, seed))
+
+    def open(self) -> GroupStream:
+        """See `Sampler.open`. Requests are routed and retried as in `generate`."""
+        self._require_service()
+        return Arrivals(self._pool.loop, self._generate)
+
+    async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
+        """See `Sampler.sample`: one request, routed and retried like those of `generate`, with the same errors.
+
+        Args:
+            prompt, sampling, seed: See `Sampler.sample`.
+        """
+        self._require_service()
+        return await asyncio.wrap_future(self._pool.loop.submit(self._group(prompt, sampling, seed)))
+
+    def _require_service(self) -> None:
+        self._pool.require_start()
+        self._pool.require_trust()
+        self._pool.sleeping.require_awake("sampling")
+
+    # The rest runs in the event loop.
+
+    async def _generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int, deliver: Deliver | None = None
+    ) -> list[Rollout]:
+        async def group(prompt: Prompt) -> list[Rollout]:
+            rollouts = await self._group(prompt, sampling, seed)
+            if deliver is not None:
+                deliver(rollouts)
+            return rollouts
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                groups = [tasks.create_task(group(prompt)) for prompt in prompts]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [rollout for group in groups for rollout in group.result()]
+
+    async def _group(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
+        """Return one prompt's samples.
+
+        Responses that a weight update cut off are continued, or sampled again, until all are complete.
+        """
+        whole = GenerationRequest(prompt, sampling.after(prompt), seed)
+        group = await self._answer([whole])
+        while lacking := continuations(group, prompt, whole.sampling, seed):
+            if self._cfg.in_flight == "restart":
+                group = await self._answer([whole])
+                continue
+            ends = await self._answer(list(lacking.values()))
+            for place, end in zip(lacking, ends, strict=True):
+                group[place] = merge(group[place], end)
+        return group
+
+    async def _answer(self, asks: Sequence[GenerationRequest]) -> list[Rollout]:
+        """Return the requested samples, all from one server. Retries on other servers."""
+        avoid: Endpoint | None = None
+        for attempt in range(1, self._cfg.attempts + 1):
+            member, life = await self._free(avoid)
+            with _occupied(member.endpoint):
+                try:
+                    rollouts = await member.endpoint.generate(asks)
+                    member.delivered()
+                    return rollouts
+                except RequestFailed as e:
+                    if e.refused:
+                        raise RolloutError(f"{member.endpoint.name} {e.what}") from None
+                    error = await member.failed(life, e)
+                except RolloutError as e:
+                    error = e
+                    if isinstance(e, StaleWeights):
+                        life.end(e)
+                finally:
+                    await self._pool.notify()
+            avoid = member.endpoint
+            if attempt < self._cfg.attempts:
+                self._pool.event(f"prompt {asks[0].prompt.id} is sampled again: {str(error).splitlines()[0]}")
+                await asyncio.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
+        raise error
+
+    async def _free(self, avoid: Endpoint | None) -> tuple[ServerSlot[Endpoint], Incarnation]:
+        """Wait for and return the least loaded server with a free slot, preferring others to `avoid`. Raises RolloutError."""
+        while True:
+            async with self._pool.changed:
+                self._pool.require_enough()
+                # requests of a sleeping engine are those that their caller has abandoned
+                serving = [] if self._pool.sleeping.asleep else self._pool.serving()
+                free = [each for each in serving if each[0].endpoint.in_flight < self._cfg.server.concurrency]
+                if self._cfg.only and not serving:
+                    refuse_other_weights(self._pool.slots)
+                if free:
+                    return min(free, key=lambda each: (each[0].endpoint is avoid, each[0].endpoint.in_flight))
+                await self._pool.changed.wait()
+
+
+@contextmanager
+def _occupied(endpoint: Endpoint) -> Iterator[None]:
+    endpoint.in_flight += 1
+    try:
+        yield
+    finally:
+        endpoint.in_flight -= 1

@@ -1,0 +1,204 @@
+"""Weight updates of several servers: those that lack a version get it together, and those that fail meanwhile drop out.
+
+A server that dies during an update is restarted and needs the weights afterwards. Servers of an update that was not finished
+are restarted, too, because they may hold a part of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from tepo_megatron.config import RolloutConfig
+from tepo_megatron.errors import RolloutError, SyncError
+from tepo_megatron.inference.engine import UNKNOWN_VERSION
+from tepo_megatron.inference.servers.checksums import Checks
+from tepo_megatron.inference.servers.client import RequestFailed
+from tepo_megatron.inference.servers.endpoint import Endpoint
+from tepo_megatron.inference.servers.pool import ServerPool
+from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Recipient, Source
+
+INTERRUPT_SECONDS = 0.5  # between abort calls: repeated for requests that were still on their way to the server
+
+
+class PoolUpdates:
+    """Implementation of `transport.WeightReceiver` on a pool of servers.
+
+    Args:
+        pool: The servers. An update sets the version that they must serve.
+        cfg: Only in_flight and server.precision are used.
+    """
+
+    def __init__(self, pool: ServerPool, cfg: RolloutConfig) -> None:
+        self._pool, self._cfg = pool, cfg
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all updates, because the servers are started again or have ended."""
+        # servers of the update under way, with their incarnation when it began
+        self._updating: list[tuple[ServerSlot[Endpoint], Incarnation]] = []
+        self._bases: set[int] = set()  # versions that these servers had before the update
+        self._checks = Checks(same_precision=self._cfg.server.precision is None)
+
+    def begin_update(self, version: int) -> None:
+        """See `RolloutEngine`. Servers that have `version` already take no part in the update.
+
+        Raises:
+            SyncError: A server refused the update. The engine can then only be closed.
+            RolloutError: The engine is not started, the memory of the weights is released, or too few servers are left.
+        """
+        self._pool.require_start()
+        self._pool.require_trust()
+        self._pool.sleeping.require_weights()
+        self._pool.loop.run(self._begin(version))
+
+    @property
+    def base(self) -> int | None:
+        """See `WeightReceiver.base`."""
+        return next(iter(self._bases)) if len(self._bases) == 1 else None
+
+    def keep(self, names: Sequence[str]) -> None:
+        """See `RolloutEngine`. Without a `base` no tensor can stay unchanged, so `names` has to be empty."""
+        base = UNKNOWN_VERSION if self.base is None else self.base
+        self._pool.loop.run(self._each(lambda endpoint: endpoint.keep(base, names)))
+
+    @property
+    def takers(self) -> tuple[Recipient, ...]:
+        """See `WeightReceiver.takers`."""
+        taking = [(m.endpoint, life) for m, life in self._updating if m.life is life]
+        return tuple(Recipient(e.name, e.host, e.ranks, life) for e, life in taking)
+
+    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
+        """See `RolloutEngine`."""
+        of = {taker.life: meeting for taker, meeting in meetings.items()}
+        places = {m.endpoint: of[life] for m, life in self._updating if life in of}
+        return self._pool.loop.submit(self._each(lambda endpoint: endpoint.join(places[endpoint])))
+
+    def load(self, sources: Sequence[Source]) -> Future[None]:
+        """See `RolloutEngine`."""
+        return self._pool.loop.submit(self._each(lambda endpoint: endpoint.load(sources)))
+
+    def finish_update(self) -> None:
+        """See `RolloutEngine`."""
+        self._pool.require_trust()
+        self._pool.loop.run(self._finish())
+
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """See `RolloutEngine`."""
+        self._pool.require_trust()
+        self._pool.loop.run(self._verify(sent))
+
+    def update_weights(self, files: Sequence[Path], version: int) -> None:
+        """Run a whole update from files that all exist: begin, load, finish.
+
+        Args:
+            files: safetensors files that hold all tensors of the model.
+            version: Version of these weights.
+        """
+        self.begin_update(version)
+        self.load(files).result()
+        self.finish_update()
+
+    # The rest runs in the event loop.
+
+    async def _begin(self, version: int) -> None:
+        self._pool.version = version
+        broken_off = [life for _, life in self._updating]
+        for member, life in self._updating:
+            life.end(RolloutError(f"{member.endpoint.name} was given weights half-way"))
+        self._gather_behind(broken_off)
+        await self._until_idle()
+        if not self._pool.sleeping.asleep and await self._renew_grown():
+            self._gather_behind(broken_off)
+        await self._each(lambda endpoint: endpoint.begin_update(version))
+
+    def _gather_behind(self, broken_off: Sequence[Incarnation]) -> None:
+        """Select the servers of this update: those that are up and lack its version.
+
+        Incarnations that took part in an unfinished update are left out.
+        """
+        behind = [(m, life) for m, life in self._pool.up() if m.endpoint.version != self._pool.version]
+        self._updating = [(m, life) for m, life in behind if life not in broken_off]
+        self._bases = {m.endpoint.version for m, _ in self._updating}
+
+    async def _renew_grown(self) -> bool:
+        """Restart the idle servers of the update whose memory has grown too far. Return whether there were any.
+
+        The restarted servers come back with their first weights and take part in the update like the others. Raises
+        RolloutError if too few servers are left.
+        """
+        ended = await self._pool.growth.end_grown(self._updating)
+        if not ended:
+            return False
+        async with self._pool.changed:
+            await self._pool.changed.wait_for(lambda: all(m.lost or m.life not in (None, life) for m, life in ended))
+        self._pool.require_enough()
+        return True
+
+    async def _until_idle(self) -> None:
+        """Wait until no request with the former weights runs, and abort the requests if `rollout.in_flight` says so.
+
+        The servers of the update get no new requests meanwhile.
+        """
+
+        def busy_ones() -> list[tuple[ServerSlot, Incarnation]]:
+            return [(m, life) for m, life in self._updating if m.life is life and m.endpoint.in_flight]
+
+        while busy := busy_ones():
+            wait = None
+            if self._cfg.in_flight != "finish":
+                wait = INTERRUPT_SECONDS
+                results = await asyncio.gather(*(m.endpoint.interrupt() for m, _ in busy), return_exceptions=True)
+                for (member, life), result in zip(busy, results, strict=True):
+                    if isinstance(result, RequestFailed):
+                        await member.failed(life, result)
+                    elif result is not None:
+                        raise result
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait), self._pool.changed:
+                    await self._pool.changed.wait_for(lambda: not busy_ones())
+
+    async def _each(self, say: Callable[[Endpoint], Awaitable[None]]) -> None:
+        """Make one call of an update to every server whose incarnation took part in it from the start, concurrently.
+
+        Raises:
+            SyncError: A server refused the call. The fleet is then no longer usable.
+        """
+        alive = [(m, life) for m, life in self._updating if m.life is life]
+        results = await asyncio.gather(*(say(m.endpoint) for m, _ in alive), return_exceptions=True)
+        for (member, life), result in zip(alive, results, strict=True):
+            if isinstance(result, RequestFailed):
+                await member.failed(life, result)
+            elif isinstance(result, BaseException) and not isinstance(result, SyncError):
+                raise result
+        self._updating = [each for each, result in zip(alive, results, strict=True) if result is None]
+        refused = [result for result in results if isinstance(result, SyncError)]
+        if refused:
+            self._pool.refused = f"the update to version {self._pool.version} failed"
+            raise refused[0]
+
+    async def _finish(self) -> None:
+        await self._each(lambda endpoint: endpoint.finish_update())
+        self._updating = []
+        await self._pool.notify()
+
+    async def _verify(self, sent: Mapping[str, int]) -> None:
+        asked = self._pool.serving()
+        results = await asyncio.gather(*(m.endpoint.checksums() for m, _ in asked), return_exceptions=True)
+        answers: dict[str, Mapping[str, str]] = {}
+        for (member, life), result in zip(asked, results, strict=True):
+            if isinstance(result, RequestFailed):
+                await member.failed(life, result)
+            elif isinstance(result, BaseException):
+                raise result
+            elif result is not None:
+                answers[member.endpoint.name] = result
+        try:
+            self._checks.compare(self._pool.version, answers, sent)
+        except SyncError:
+            self._pool.refused = f"the check of version {self._pool.version} failed"
+            raise
