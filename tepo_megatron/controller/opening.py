@@ -72,11 +72,7 @@ def open_driver(cfg: Config, groups: ParallelDims, make_engine: EngineFactory | 
         _log_lines(log, *data.told)
         _log_lines(log, *_method_lines(method, cfg.training, rollout.prompts_per_step))
         _log_lines(log, *checks_that_are_off(safety_checks(cfg)), *beginning(rollout, run_dir / SERVER_LOG))
-        engine: RolloutEngine
-        if make_engine is not None:
-            engine = make_engine(cfg)
-        else:
-            engine = build_engine(rollout, launch_beside_ranks(cfg), run_dir / SERVER_LOG)
+        engine = (make_engine or _engine)(cfg)
         if rollout.function is not None:
             log.message(f"each sample is made by {rollout.function}")
             function, mixed = load_function(rollout.function), rollout.in_flight == "continue"
@@ -93,6 +89,10 @@ def open_driver(cfg: Config, groups: ParallelDims, make_engine: EngineFactory | 
         )
         held_out = data.eval[: cfg.evaluation.max_problems]
         yield MainDriver(cfg, collector, prompts, evaluations(held_out, benchmarks), log)
+
+
+def _engine(cfg: Config) -> RolloutEngine:
+    return build_engine(cfg.rollout, launch_beside_ranks(cfg), cfg.run_dir / SERVER_LOG)
 
 
 def _check_enough_prompts(data: Data, name: str, wanted: int) -> None:
