@@ -153,6 +153,7 @@ def test_launch_knows_little_of_the_training_code_and_few_files_of_nemo_run() ->
         "tepo_megatron.errors",
         "tepo_megatron.observability",
         "tepo_megatron.utils",
+        "tepo_megatron.utils.atomic",
         "tepo_megatron.utils.escaping",
     }
     for path in (ROOT / "launch").rglob("*.py"):

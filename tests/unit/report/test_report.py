@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -15,14 +16,14 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.observability.sinks import read_metrics
 from tepo_megatron.report import Curves, Summary, read_run, write_report
 from tepo_megatron.report.picture import write_picture
-from tepo_megatron.report.run import facts
+from tepo_megatron.report.run import Run, facts
 from tests.marks import slow_but
 from tests.report_runs import SUMMARY, measured, records, write_run
 
 
 def drawn(folder: Path, summary: Summary | None = None) -> Figure:
     with matplotlib.rc_context(report.STYLE):
-        return report.draw(Curves(read_metrics(folder)), load_config(folder / "config.yaml"), summary)
+        return report.draw(Run(folder, load_config(folder / "config.yaml"), Curves(read_metrics(folder)), summary))
 
 
 def texts(figure: Figure) -> str:
@@ -177,7 +178,7 @@ def test_restarts_of_servers_are_counted_where_there_were_some(tmp_path: Path) -
         row["rollout/server_restarts"] = restarts
     write_run(tmp_path, rows)
     run = read_run(tmp_path)
-    assert facts(run.curves, run.cfg, None)[-2:] == ("step 4 of 72", "3 server restarts")
+    assert facts(replace(run, summary=None))[-2:] == ("step 4 of 72", "3 server restarts")
     write_run(tmp_path, measured(4))  # of a release that did not count them
     run = read_run(tmp_path)
-    assert facts(run.curves, run.cfg, None)[-1] == "step 4 of 72"
+    assert facts(replace(run, summary=None))[-1] == "step 4 of 72"
