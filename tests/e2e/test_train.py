@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tepo_megatron.config.io import load_config
 from tepo_megatron.controller.step_log import KEYS, PHASES
+from tepo_megatron.inference import sglang
 from tepo_megatron.rollout import record
 
 pytestmark = [pytest.mark.server, pytest.mark.e2e]
@@ -98,7 +99,7 @@ def test_servers_killed_and_frozen_in_mid_run_cost_no_sample(tepo, arguments, ba
 
     def first_process() -> int:
         """Of the server that has served longest."""
-        return command.oldest_server({"vllm": "-m vllm.entrypoints", "sglang": "in_server.sglang_server"}[engine])
+        return command.oldest_server({"vllm": "-m vllm.entrypoints", "sglang": f"-m {sglang.SERVER}"}[engine])
 
     with command.stopped_when(lambda: steps() >= 2, timeout=240):
         os.kill(first_process(), signal.SIGKILL)

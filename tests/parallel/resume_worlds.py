@@ -53,6 +53,16 @@ class Kill:
         when = f"{'after' if self.after else 'before'} {self.where.partition(':')[2]}"
         return f"{when}, call {self.call} from step {self.step} on, rank {self.rank}"
 
+    def __post_init__(self) -> None:
+        owner, name = self.place()
+        assert hasattr(owner, name), f"{self.where}: there is no such function; follow its new name"
+
+    def place(self) -> tuple[Any, str]:
+        """Return the module or class that holds the function, and the function's name."""
+        module, _, path = self.where.partition(":")
+        *owners, name = path.split(".")
+        return functools.reduce(getattr, owners, importlib.import_module(module)), name
+
     def arm(self, journal: Path) -> None:
         """In the process that is to die; it tells the journal."""
         from tepo_megatron.controller.schedule import Schedule
@@ -68,9 +78,7 @@ class Kill:
             return next_batch
 
         Schedule.next_batch = note_step(Schedule.next_batch)  # type: ignore[method-assign]
-        module, _, path = self.where.partition(":")
-        *owners, name = path.split(".")
-        owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))
+        owner, name = self.place()
         original = getattr(owner, name)
 
         @functools.wraps(original)

@@ -34,7 +34,7 @@ PLACES = {
     "tepo_megatron.observability.sinks:RunLog.write": False,
     CHECKPOINT + "checkpoints:Checkpoints.save": True,
     CHECKPOINT + "tensors:HostCopy.take": True,
-    CHECKPOINT + "planning:Plans.agree": True,
+    CHECKPOINT + "planning:SavePlanner.agree": True,
     CHECKPOINT + "saving:write_items": True,
     CHECKPOINT + "saving:write_metadata": False,
     CHECKPOINT + "saving:write_manifest": False,
@@ -52,6 +52,11 @@ AT_THE_END = {
     "tepo_megatron.report:write_report": False,
     "tepo_megatron.controller.main_driver:MainDriver.finish": False,
 }
+
+
+def test_every_place_exists() -> None:
+    for where in PLACES | AT_THE_END:
+        Kill(where)
 
 
 @pytest.fixture(scope="module")
