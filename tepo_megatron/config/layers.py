@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from tepo_megatron.config.renamed import translate
+from tepo_megatron.config.renamed_keys import RENAMED
 from tepo_megatron.errors import ConfigError
 
 Key = tuple[Any, ...]
@@ -20,6 +22,7 @@ class Layers:
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {}
+        self.messages: list[str] = []  # one for each key that a layer sets under its old name
         self._setters: dict[Key, str] = {}
 
     def add(self, values: Mapping[str, Any], source: str) -> None:
@@ -29,6 +32,8 @@ class Layers:
             values: The layer.
             source: The layer's name in errors.
         """
+        values, messages = translate(values, source, RENAMED)
+        self.messages += messages
         self._merge(self.tree, values, source, ())
 
     def _merge(self, tree: dict[str, Any], values: Mapping[str, Any], source: str, above: Key) -> None:
