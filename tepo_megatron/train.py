@@ -92,7 +92,8 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
             if schedule.ended:
                 break
             clock, log, hang_watchdog.progress.step = Clock(), StepLog(), step
-            rollouts = log.receive(schedule.next_batch(step, clock))
+            rollouts, metrics = schedule.next_batch(step, clock)
+            log.receive(rollouts, metrics)
             actor.start_step(step)
             if rollouts:
                 noise = _is_due(step - 1, cfg.logging.noise_floor_every)
@@ -181,7 +182,7 @@ def _sample(driver: Driver, steps: int) -> None:
         clock, log = Clock(), StepLog()
         sampled = driver.collect(step, clock)
         assert sampled is not None, "rollout.only runs on one rank"
-        log.receive(sampled)
+        log.receive(*sampled)
         driver.log_step(step, log, clock)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tepo_megatron.config import EvaluationConfig, RolloutConfig
-from tepo_megatron.controller.driver import Driver
+from tepo_megatron.controller.driver import Driver, NoTask
 from tepo_megatron.controller.gate import WeightsGate
 from tepo_megatron.controller.memory_report import MemoryReport
 from tepo_megatron.controller.placement import Disaggregated
@@ -28,7 +28,6 @@ from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.observability.metrics import Metrics
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.types import Rollout
-from tepo_megatron.utils.background import NoTask
 from tepo_megatron.weight_sync.sync import NoSync, WeightSync
 
 

@@ -31,14 +31,6 @@ def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     return groups
 
 
-def informative(groups: Sequence[list[Rollout]]) -> list[list[Rollout]]:
-    """Return the groups whose unshaped scores differ. If all are right or all wrong, no response is better than another.
-
-    This is the paper's filter (Section 4.1) and that of DAPO's dynamic sampling (arXiv 2503.14476).
-    """
-    return [group for group in groups if len({rollout.score for rollout in group}) > 1]
-
-
 def group_advantages(rollouts: Sequence[Rollout], kind: str) -> Tensor:
     """Return one advantage for each rollout: [B] fp32, computed in fp64 from the shaped rewards of its group.
 
