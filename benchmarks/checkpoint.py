@@ -103,7 +103,7 @@ def measure(args: argparse.Namespace, platform: Platform, temporary: Path) -> No
     plain = _PlainCopies(actor)
     saves: list[dict[str, float]] = []
     folder = broadcast_object(args.folder or temporary / "checkpoints", groups.host)
-    with Checkpoints(folder, CheckpointConfig(keep_last=1), groups) as checkpoints:
+    with Checkpoints.open(folder, CheckpointConfig(keep_last=1), groups) as checkpoints:
         for step in range(1, args.saves + 1):
             kept, fresh = plain.kept(), plain.fresh()
             actor.optimizer.step()

@@ -74,17 +74,14 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
     steps, every = cfg.training.steps, cfg.checkpoint.every
     evaluation = cfg.evaluation if cfg.data.eval is not None or cfg.evaluation.benchmarks else None
     with (
-        Checkpoints(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
+        Checkpoints.open(cfg.run_dir / "checkpoints", cfg.checkpoint, groups) as checkpoints,
         _open_sync(cfg.sync, cfg.rollout.replay is not None, groups, actor, driver.wait_engine()) as sync,
     ):
         first = _resume(checkpoints, actor, driver) if cfg.resume else 0
         gate = WeightsGate(cfg.rollout, cfg.training, cfg.sync, actor, groups)
         placement = Colocated(actor, driver.engine, groups) if cfg.rollout.colocate else Disaggregated()
         memory = MemoryReport(groups, driver.engine, enabled=cfg.logging.memory or cfg.rollout.colocate)
-        schedule = Schedule(
-            *(cfg.rollout, evaluation, steps, driver, sync, gate, placement, memory, groups),
-            trained=first,
-        )
+        schedule = Schedule(*(cfg.rollout, evaluation, steps, driver, sync, gate, placement, memory, groups), trained=first)
         schedule.publish_first_weights()
         if first == 0:
             schedule.evaluate(0)

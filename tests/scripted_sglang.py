@@ -26,7 +26,7 @@ from tepo_megatron.weight_sync.receiver import sglang_loader
 from tests.e2e.scripted_worker import ScriptedEngine
 
 
-class ServedModel(ScriptedEngine):
+class ScriptedModel(ScriptedEngine):
     """The model behind the server, with what the loader asks of SGLang's model."""
 
     @property
@@ -66,7 +66,7 @@ class SglangThread:
 
     name, again, running, resident_bytes = "the scripted SGLang", "is not started again", True, 0
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ScriptedModel) -> None:
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(model))
 
     def launch(self) -> None:
@@ -87,7 +87,7 @@ class SglangThread:
         self._http.server_close()
 
 
-def _handler(model: ServedModel) -> type[BaseHTTPRequestHandler]:
+def _handler(model: ScriptedModel) -> type[BaseHTTPRequestHandler]:
     label, lock = [INITIAL_LABEL], threading.Lock()
 
     def sample(body: dict[str, Any]) -> list[dict[str, Any]]:

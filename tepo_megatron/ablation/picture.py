@@ -24,10 +24,7 @@ from tepo_megatron.report.drawing import BLUE, GREEN, GREY, INK, MUTED, ORANGE, 
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED)
 DASHES = ("-", "--", ":", "-.")  # used after the colours run out
 # title, keys in metrics.jsonl (summed), whether the quantity is a share
-ALWAYS = (
-    ("Accuracy of the rollouts", ("accuracy/mean",), True),
-    ("Entropy, nats per token", ("actor/entropy",), False),
-)
+ALWAYS = (("Accuracy of the rollouts", ("accuracy/mean",), True), ("Entropy, nats per token", ("actor/entropy",), False))
 WHERE_THERE_IS_ONE = (
     ("Tokens under the KL mask", ("tepo/kl_mask_share",), True),
     ("Tokens clipped", ("loss/clip_fraction_low", "loss/clip_fraction_high"), True),

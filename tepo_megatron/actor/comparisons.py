@@ -24,11 +24,7 @@ def mismatch(batch: TrainBatch, groups: ParallelDims) -> dict[str, float]:
     diff_N = (batch.rollout_logprobs_N.to(groups.device) - batch.old_logprobs_N).abs()
     values = torch.stack((diff_N.mean(), diff_N.max(), batch.old_entropies_N.mean())).double()
     mean, largest, entropy = groups.broadcast_from_last_stage(values).tolist()
-    return {
-        "rollout/logprob_diff_mean": mean,
-        "rollout/logprob_diff_max": largest,
-        "actor/entropy": entropy,
-    }
+    return {"rollout/logprob_diff_mean": mean, "rollout/logprob_diff_max": largest, "actor/entropy": entropy}
 
 
 def reference_divergence(batch: TrainBatch, estimator: str, groups: ParallelDims) -> Tensor:

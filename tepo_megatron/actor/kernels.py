@@ -83,12 +83,7 @@ def choose(model: ModelConfig, training: TrainingConfig, device_type: str, found
     wanted = model.attention == "te" or (model.attention == "auto" and not (model.precision == "fp32" and cp > 1))
     layers: Literal["te", "torch"] = "te" if "transformer_engine" in found and wanted else "torch"
     plain: Literal["apex", "torch"] = "apex" if {"apex", "fused_layer_norm_cuda"} <= found else "torch"
-    return Kernels(
-        layers,
-        "te" if layers == "te" else plain,
-        adam,
-        _gradient_accumulation(training, device_type, found),
-    )
+    return Kernels(layers, "te" if layers == "te" else plain, adam, _gradient_accumulation(training, device_type, found))
 
 
 def _gradient_accumulation(

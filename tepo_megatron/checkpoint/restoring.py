@@ -70,10 +70,7 @@ def describe_run(step: int, actor: Actor, run_state: Mapping[str, Any]) -> bytes
     Raises:
         TypeError or ValueError: the run state is not JSON.
     """
-    numbers = {
-        "adam_step": optimizer.count(actor.optimizer),
-        "scheduler_steps": actor.scheduler.num_steps,
-    }
+    numbers = {"adam_step": optimizer.count(actor.optimizer), "scheduler_steps": actor.scheduler.num_steps}
     content = {"format": FORMAT, "step": step, "layout": describe_layout(actor), "numbers": numbers, "run": dict(run_state)}
     return json.dumps(content).encode()  # with an indent this would take ten times as long
 
@@ -143,7 +140,7 @@ def restore(found: FoundCheckpoint, actor: Actor, groups: ParallelDims, group: d
     boxes = list(wanted(actor))
     reader = items = None
     with same_error(group, (CheckpointError,), CheckpointError):
-        reader = SliceReader(found.path)
+        reader = SliceReader.open(found.path)
         items = reader.plan(boxes)
     assert reader is not None and items is not None
     left_over = sorted(reader.names - set().union(*all_gather_object({b.name for b in boxes}, group)))

@@ -30,15 +30,12 @@ class KeyValueStore(Protocol):
             key: The key.
             amount: Added to the key's number in a TCPStore.
         """
-        ...
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys exist."""
-        ...
 
     def delete_key(self, key: str) -> bool:
         """Remove a key."""
-        ...
 
 
 class NotPrivate(RuntimeError):

@@ -35,12 +35,7 @@ def load_grader() -> Callable[[str, str], str]:
 
     def parse_boxed(content: str) -> list[Any]:
         # no time limit here or in verify: theirs covers single calls, the worker's alarm covers all of them
-        return parse(
-            f"\\boxed{{{content}}}",
-            extraction_config=targets,
-            fallback_mode="no_fallback",
-            parsing_timeout=None,
-        )
+        return parse(f"\\boxed{{{content}}}", extraction_config=targets, fallback_mode="no_fallback", parsing_timeout=None)
 
     parse_gold = lru_cache(maxsize=_GOLDS_KEPT)(parse_boxed)  # one gold answer is compared with a whole group of answers
 

@@ -228,10 +228,7 @@ def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dic
         prompt, sampling, seed: See `Sampler.generate`.
     """
     first = prompt_seed(seed, prompt.id, sampling.samples)
-    params = {
-        "max_new_tokens": sampling.max_tokens,
-        **neutral(sampling),
-    }
+    params = {"max_new_tokens": sampling.max_tokens, **neutral(sampling)}
     return {
         "input_ids": [list(prompt.token_ids)] * sampling.samples,
         "sampling_params": [params | {"sampling_seed": first + k} for k in range(sampling.samples)],

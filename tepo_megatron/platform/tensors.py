@@ -13,15 +13,7 @@ from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 
-_LIKE_FACTORIES = (
-    "empty_like",
-    "full_like",
-    "ones_like",
-    "rand_like",
-    "randint_like",
-    "randn_like",
-    "zeros_like",
-)
+_LIKE_FACTORIES = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
 
 
 def redirect_factories() -> None:

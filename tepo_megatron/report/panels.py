@@ -35,13 +35,7 @@ from tepo_megatron.report.drawing import (
 FP32_MEAN_GATE = 1e-5
 FP32_MAX_GATE = 1e-3
 
-PHASES = (
-    ("rollout", BLUE),
-    ("reward", ORANGE),
-    ("old_stats", PURPLE),
-    ("update", GREEN),
-    ("sync", RED),
-)
+PHASES = (("rollout", BLUE), ("reward", ORANGE), ("old_stats", PURPLE), ("update", GREEN), ("sync", RED))
 PHASES_AHEAD = (("wait", BLUE), *PHASES[2:])
 
 

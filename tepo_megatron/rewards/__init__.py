@@ -26,11 +26,9 @@ class Reward(Protocol):
 
         A bad answer gives a status, never an error. Raises RewardError if the grader itself cannot work.
         """
-        ...
 
     def close(self) -> None:
         """Release processes and connections. A second call does nothing."""
-        ...
 
     def __enter__(self) -> Self: ...
 

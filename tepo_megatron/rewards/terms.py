@@ -69,11 +69,9 @@ class Term(Protocol):
 
         A bad response gives a status, never an error. Raises RewardError if the term cannot work.
         """
-        ...
 
     def close(self) -> None:
         """Release processes and connections. A second call does nothing."""
-        ...
 
 
 class WeightedReward:

@@ -36,7 +36,7 @@ def make_private_folder(purpose: str) -> PrivateFolder:
                 f"TMPDIR={parent}: other users can replace what this run creates there; set TMPDIR to a folder of your own, or "
                 f"set the folder's sticky bit (chmod +t)"
             )
-        return PrivateFolder(purpose, parent)
+        return PrivateFolder.create(purpose, parent)
     except OSError as e:
         raise ConfigError(
             f"TMPDIR={parent}: cannot create a folder there ({e}); set TMPDIR to a folder that is writable"

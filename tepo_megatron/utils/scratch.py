@@ -37,8 +37,18 @@ Segments = dict[str, int]  # name of a file in /dev/shm -> inode
 class PrivateFolder:
     """A folder that this process owns until `remove`, or until the process ends."""
 
-    def __init__(self, purpose: str, root: Path | None = None) -> None:
-        """Create the folder, after sweeping `root` and shared memory.
+    def __init__(self, path: Path, lock: int) -> None:
+        """Store what `claim` returned.
+
+        Args:
+            path: The folder.
+            lock: The open file that holds its lock.
+        """
+        self.path, self._lock = path, lock
+
+    @classmethod
+    def create(cls, purpose: str, root: Path | None = None) -> Self:
+        """Create a folder, after sweeping `root` and shared memory.
 
         Args:
             purpose: Part of the name; lower-case letters.
@@ -49,7 +59,7 @@ class PrivateFolder:
         """
         root = Path(tempfile.gettempdir()) if root is None else root
         sweep(SHARED_MEMORY)
-        self.path, self._lock = claim(root, new_name(purpose))
+        return cls(*claim(root, new_name(purpose)))
 
     def __enter__(self) -> Self:
         return self

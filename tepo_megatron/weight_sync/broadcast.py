@@ -197,7 +197,7 @@ class GroupTransport:
         if self._owned is None:
             try:
                 self._address = self.cfg.address or own_address([taker.host for taker in takers])
-                self._owned = OwnedStore(self._address)
+                self._owned = OwnedStore.open(self._address)
                 self._store = self._owned.store
             except OSError as e:
                 raise ConfigError(
@@ -225,7 +225,7 @@ class GroupTransport:
                 with contextlib.suppress(BrokenChannel):
                     store = self._store or join_store(meeting)
                     device = self.groups.device
-                    self._channel = BroadcastGroup(
+                    self._channel = BroadcastGroup.form(
                         meeting, self._sender, SENDER, device, until, lambda: self._is_wanted(meeting, store)
                     )
             came = self._sender is None or self._channel is not None

@@ -167,17 +167,31 @@ class Recipient:
 
 
 class BroadcastGroup:
-    """One rank's end of a sender's process group."""
+    """One rank's end of a sender's process group. `form` makes one."""
 
-    def __init__(
-        self,
+    def __init__(self, seconds: float, device: torch.device) -> None:
+        """Store the time limit of a broadcast and the device of the group's tensors.
+
+        Args:
+            seconds: Time limit in seconds.
+            device: This rank's device.
+        """
+        self._seconds, self._device = seconds, device
+        self._group: Any = None
+        self._work: Any = None
+        self._failed, self._until = "", 0.0
+        self._given_up = threading.Event()
+
+    @classmethod
+    def form(
+        cls,
         meeting: GroupSpec,
         sender: int,
         rank: int,
         device: torch.device,
         until: float | None = None,
         wanted: Callable[[], bool] = lambda: True,
-    ) -> None:
+    ) -> BroadcastGroup:
         """Form the group and broadcast one byte in it.
 
         NCCL connects the members in their first collective, and that call never returns if a member is missing. So a thread
@@ -191,24 +205,21 @@ class BroadcastGroup:
         Raises:
             BrokenChannel: A member left, the group was late, or it was cancelled.
         """
-        self._seconds, self._device = meeting.seconds, device
-        self._group: Any = None
-        self._work: Any = None
-        self._failed, self._until = "", 0.0
-        self._given_up = threading.Event()
+        formed = cls(meeting.seconds, device)
         until = time.monotonic() + meeting.join_seconds if until is None else until
-        forming = threading.Thread(target=self._form, args=(meeting, sender, rank), name="form group", daemon=True)
+        forming = threading.Thread(target=formed._form, args=(meeting, sender, rank), name="form group", daemon=True)
         forming.start()
         try:
             while forming.is_alive() and time.monotonic() < until and wanted():
                 forming.join(FORMING_POLL_SECONDS)
         finally:
             if forming.is_alive():
-                self._given_up.set()
-        if self._given_up.is_set():
+                formed._given_up.set()
+        if formed._given_up.is_set():
             raise BrokenChannel(f"group {sender} was called off, or not formed within {meeting.join_seconds:g} s")
-        if self._failed:
-            raise BrokenChannel(self._failed)
+        if formed._failed:
+            raise BrokenChannel(formed._failed)
+        return formed
 
     def _form(self, meeting: GroupSpec, sender: int, rank: int) -> None:
         """Form the group and broadcast one byte in it, over a connection to the store that only this thread uses."""

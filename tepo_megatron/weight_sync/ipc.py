@@ -55,11 +55,9 @@ class IpcBuffer(Protocol):
 
     def written(self) -> None:
         """Return when other processes may read what was written."""
-        ...
 
     def close(self) -> None:
         """Release the buffer. On the CPU processes that have it mapped can still read it; on a GPU they must be done."""
-        ...
 
 
 class HostRow:

@@ -161,7 +161,7 @@ class NoSync:
     def __exit__(self, *exc_info: object) -> None: ...
 
 
-# makes a transport; the parameters are those of `FileTransport`
+# opens a transport; the parameters are those of `FileTransport.open`
 MakeTransport = Callable[[SyncConfig, BucketPlan, ParallelDims, WeightReceiver | None], WeightTransport]
 
 
@@ -170,8 +170,8 @@ def _file_transport(
 ) -> WeightTransport:
     """Return `RelayTransport` if ranks are on several machines that share no `folder`, else `FileTransport`."""
     here, everywhere = _ranks()
-    make: MakeTransport = FileTransport if cfg.folder is not None or here == everywhere else RelayTransport
-    return make(cfg, plan, groups, receiver)
+    kind = FileTransport if cfg.folder is not None or here == everywhere else RelayTransport
+    return kind.open(cfg, plan, groups, receiver)
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def make_weight_sync(
         groups: The mesh of this run.
         receiver: The engine, on rank 0; None on other ranks.
     """
-    plan = BucketPlan(cfg, bindings, arch, groups)
+    plan = BucketPlan.agree(cfg, bindings, arch, groups)
     return WeightSync(cfg, plan, TRANSPORTS[cfg.transport].make(cfg, plan, groups, receiver), receiver)
 
 

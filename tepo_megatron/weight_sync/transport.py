@@ -70,7 +70,6 @@ class WeightTransport(Protocol):
             CheckpointError: The bucket cannot be stored.
             ConversionError: A tensor cannot be quantized.
         """
-        ...
 
     def start(self, sources: Sequence[Source]) -> None:
         """Begin to load the staged round and return. Collective: see the class.
@@ -78,14 +77,12 @@ class WeightTransport(Protocol):
         Args:
             sources: The sources of all ranks, the same on every rank; at least one.
         """
-        ...
 
     def wait(self) -> Any:
         """Return this rank's report once the started round is no longer in flight here. No collective.
 
         Returns at once if no round was started. Raises SyncError if the engine refuses the round.
         """
-        ...
 
     def complete(self, reports: Sequence[Any]) -> None:
         """Return when all recipients that live have the round. Collective: see the class.
@@ -93,16 +90,12 @@ class WeightTransport(Protocol):
         Args:
             reports: The results of `wait`, indexed by rank.
         """
-        ...
 
     def finish(self) -> None:
         """Release what the update still holds after it has succeeded. Other ranks may already have begun the next update."""
-        ...
 
     def abort(self) -> None:
         """Release what the update still holds after it has failed."""
-        ...
 
     def close(self) -> None:
         """Close the transport for good. A second call does nothing."""
-        ...

@@ -52,7 +52,7 @@ def test_rounds_arrive_on_the_other_gpu(tmp_path: Path) -> None:
     )
     try:
         assert receiver.stdin is not None and receiver.stdout is not None
-        channel = BroadcastGroup(meeting, 0, SENDER, device)
+        channel = BroadcastGroup.form(meeting, 0, SENDER, device)
         for i, (name, tensor) in enumerate(model.items()):
             bucket = Bucket(i, 0, (Content(name, tuple(tensor.shape), "bfloat16"),))
             receiver.stdin.write(bucket.to_json() + "\n")

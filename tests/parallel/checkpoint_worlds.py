@@ -38,7 +38,7 @@ def start(cfg: Config) -> Any:
 def checkpoints(folder: Path, actor: Any, **fields: Any) -> Any:
     from tepo_megatron.checkpoint.checkpoints import Checkpoints
 
-    return Checkpoints(folder, CheckpointConfig(**fields), actor.groups)
+    return Checkpoints.open(folder, CheckpointConfig(**fields), actor.groups)
 
 
 def update(actor: Any, step: int, batch: Any) -> float:

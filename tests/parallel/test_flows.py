@@ -23,7 +23,7 @@ from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.weight_sync.receiver.sglang_loader import MODEL_VARIABLE
 from tests.flows import Flow, recording
 from tests.parallel.resume_worlds import run_config, write_inputs
-from tests.scripted_sglang import ServedModel, SglangThread
+from tests.scripted_sglang import ScriptedModel, SglangThread
 from tests.worlds import run_world
 from tools.structure import ROLLOUT, WEIGHT, hops
 
@@ -48,7 +48,7 @@ def _rank(_: int, cfg: Config) -> tuple[dict[str, int], ...]:
     report.write_report = lambda folder: folder / "report.png"
 
     def make_engine(cfg: Config) -> Fleet:
-        server = SglangThread(ServedModel(cfg))
+        server = SglangThread(ScriptedModel(cfg))
         return Fleet([Endpoint(server, SglangApi(), cfg.rollout.server, cfg.served_tokens)], cfg.rollout)
 
     rollouts = Flow((Rollout, TrainBatch, PackedMicrobatch), _takes_the_step)

@@ -55,7 +55,9 @@ def serve(name: str, cfg: RolloutConfig, launch: LaunchSpec, address: str | None
     address = address or (this_host() if launch.host in EVERYWHERE else launch.host)
     if is_loopback(launch.host):
         tell(f"listening on {launch.host}: trainers of this machine alone can use the servers; give --host for others")
-    asyncio.run(_Service(name, cfg, launch, address, Rendezvous(Path(cfg.server.rendezvous)), tell).run())
+    rendezvous = Rendezvous(Path(cfg.server.rendezvous))
+    rendezvous.create()
+    asyncio.run(_Service(name, cfg, launch, address, rendezvous, rendezvous.make_key(), tell).run())
 
 
 class _Service:
@@ -66,13 +68,13 @@ class _Service:
         launch: LaunchSpec,
         address: str,
         rendezvous: Rendezvous,
+        key: str,
         tell: Callable[[str], None],
     ) -> None:
         self._name, self._cfg, self._address, self._rendezvous, self._say = name, cfg, address, rendezvous, tell
-        rendezvous.create()
         log = rendezvous.folder / f"{this_host()}-{os.getpid()}.log"
         apis = [ENGINES[cfg.engine]() for _ in range(cfg.servers)]
-        self._servers = local_servers(cfg, apis, launch, log, key=rendezvous.make_key())
+        self._servers = local_servers(cfg, apis, launch, log, key)
         self._launch, self._model = launch, fingerprint(launch.model_path)
         self._keeper, self._acknowledged = keeper_name(this_host(), os.getpid()), ""
         self._look_seconds = TURN_SECONDS if launch.sleeps else LOOK_SECONDS

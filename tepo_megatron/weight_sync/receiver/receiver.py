@@ -103,6 +103,7 @@ class RankReceiver:
         self._device = device
         rank = meeting.first + (dist.get_rank() if dist.is_initialized() else 0)
         self.membership = Membership(meeting, rank, device)
+        self.membership.start()
 
     def leave(self) -> None:
         """Leave all groups."""
@@ -202,6 +203,9 @@ class Membership:
         self._left, self._closing = threading.Event(), threading.Lock()
         self._meeting, self._rank, self._device = meeting, rank, device
         self._store: dist.Store | None = None
+
+    def start(self) -> None:
+        """Begin to form the groups, in a thread."""
         threading.Thread(target=self._form, name="join groups", daemon=True).start()
 
     def _form(self) -> None:
@@ -210,7 +214,7 @@ class Membership:
             self._store = join_store(self._meeting)
             signal(self._store, came_key(self._meeting, self._rank))
             for sender in range(self._meeting.senders):
-                channel = BroadcastGroup(self._meeting, sender, self._rank, self._device, until, self._is_wanted)
+                channel = BroadcastGroup.form(self._meeting, sender, self._rank, self._device, until, self._is_wanted)
                 self.channels.append(channel)
             self.joined.set()
             signal(self._store, joined_key(self._meeting, self._rank))

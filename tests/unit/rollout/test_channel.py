@@ -54,7 +54,7 @@ def test_a_member_that_is_lost_after_it_joined_is_noticed_within_the_deadline(si
     with member(meeting, signal):
         start = time.monotonic()
         with pytest.raises(BrokenChannel):
-            BroadcastGroup(meeting, 0, SENDER, CPU, until=start + 5.0)
+            BroadcastGroup.form(meeting, 0, SENDER, CPU, until=start + 5.0)
         assert time.monotonic() - start < 7.0
 
 
@@ -64,7 +64,9 @@ def test_forming_a_group_ends_as_soon_as_it_is_called_off() -> None:
     signal(store, came_key(meeting, 1))
     start = time.monotonic()
     with pytest.raises(BrokenChannel, match="called off, or not formed within 60 s"):
-        BroadcastGroup(meeting, 0, SENDER, CPU, wanted=lambda: time.monotonic() < start + 0.5 or not tell_off(store, meeting))
+        BroadcastGroup.form(
+            meeting, 0, SENDER, CPU, wanted=lambda: time.monotonic() < start + 0.5 or not tell_off(store, meeting)
+        )
     assert time.monotonic() - start < 5.0 and store.check([off_key(meeting)])
 
 

@@ -61,7 +61,7 @@ class Trainer:
         self.meetings += 1
         self.meeting = GroupSpec("127.0.0.1", self.store.port, f"m{self.meetings}", 1, 2, SENDER + 1, seconds, SECONDS)
         inbox.join(self.meeting, CPU)
-        self.channel = BroadcastGroup(self.meeting, 0, SENDER, CPU)
+        self.channel = BroadcastGroup.form(self.meeting, 0, SENDER, CPU)
         self.store.wait([joined_key(self.meeting, SENDER + 1)], datetime.timedelta(seconds=SECONDS))
         return self.meeting
 
@@ -155,7 +155,7 @@ def test_nobody_waits_longer_than_the_meeting_says(tmp_path: Path) -> None:
         inbox.join(alone, CPU)
         start = time.monotonic()
         with pytest.raises(BrokenChannel):
-            BroadcastGroup(replace(alone, name="alone too"), 0, SENDER, CPU)
+            BroadcastGroup.form(replace(alone, name="alone too"), 0, SENDER, CPU)
         assert time.monotonic() - start < 0.3 + SECONDS / 2
         assert trainer.store.check([came_key(alone, SENDER + 1)])
         assert not trainer.store.check([joined_key(alone, SENDER + 1)])
