@@ -16,20 +16,18 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from tepo_megatron.actor import build
-from tepo_megatron.actor.accumulator import UpdateAccumulator, UpdateResult
+from tepo_megatron.actor.accumulator import MinibatchTokenStats, UpdateAccumulator, UpdateResult
 from tepo_megatron.actor.activations import HostActivations
 from tepo_megatron.actor.comparisons import mismatch
 from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.kernels import check_transformer_engine, hardware, installed
 from tepo_megatron.actor.minibatch import MinibatchInputs
-from tepo_megatron.actor.minibatch_stats import MinibatchTokenStats
 from tepo_megatron.actor.offload import PARTS, Offload, Part
 from tepo_megatron.actor.output_rows import OutputRows
 from tepo_megatron.actor.packer import Packer
 from tepo_megatron.actor.pipeline import PipelineSchedule
 from tepo_megatron.actor.precision import alignment, check_hardware
 from tepo_megatron.actor.reference import HostWeights
-from tepo_megatron.actor.user_buffers import open_buffers
 from tepo_megatron.config import Config
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import NumericalError
@@ -111,7 +109,7 @@ class Actor:
         padding = alignment(cfg.model, cfg.parallel, cfg.training)
         packer = Packer(cfg.training, groups, padding, shares_prompts=shares, replays_experts=replays)
         if cfg.parallel.tp_comm_overlap:
-            open_buffers(cfg.model, cfg.parallel, padding.padded([1])[0] // groups.cp.size, arch.hidden_size)
+            build.open_user_buffers(cfg.model, cfg.parallel, padding.padded([1])[0] // groups.cp.size, arch.hidden_size)
         config = build.transformer_config(arch, cfg.model, cfg.parallel, device, cfg.training, replays, shares)
         bare = build.build_chunks(config, arch, cfg.model, groups)
         bindings = bind(bare, family, arch)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -15,7 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from tepo_megatron.actor import precision, rotary, weight_gradient
+from tepo_megatron.actor import modules, precision, rotary
 from tepo_megatron.actor.attention import SDPACoreAttention
 from tepo_megatron.actor.kernels import Kernels, choose, installed
 from tepo_megatron.actor.layout import stage_layers
@@ -72,7 +73,7 @@ def transformer_config(
     """
     kernels = choose(model, training, device.type, installed(), cp=parallel.cp)
     rotary.lend_to_megatron(share_prompts)
-    weight_gradient.lend_to_megatron()
+    modules.lend_to_megatron()
     return TransformerConfig(
         **_network(arch),
         **precision.transformer_fields(model),
@@ -288,3 +289,25 @@ def _layer_spec(config: TransformerConfig, kernels: Kernels, vp_stage: int | Non
                 attention.q_layernorm = attention.k_layernorm = norm
         spec.layer_norm = norm
     return spec
+
+
+def open_user_buffers(model: ModelConfig, parallel: ParallelConfig, tokens: int, hidden_size: int) -> None:
+    """Allocate Transformer Engine's user buffers for `parallel.tp_comm_overlap`, which overlaps products with communication.
+
+    Call it once per process, after the mesh is built and before the model (Transformer Engine 2.7 and later).
+
+    Args:
+        model: Its precision.
+        parallel: The mesh.
+        tokens: Tokens of every microbatch on a context-parallel rank. The buffers are [tokens, hidden_size], and Transformer
+            Engine refuses any other shape.
+        hidden_size: Hidden size of the model.
+    """
+    from transformer_engine.pytorch.module import base
+
+    modes = [base.UserBufferQuantizationMode.FP8 if model.fp8 else base.UserBufferQuantizationMode.NONE]
+    if model.bf16_end_layers:
+        modes.append(base.UserBufferQuantizationMode.NONE)
+    base.initialize_ub(
+        shape=[tokens, hidden_size], tp_size=parallel.tp, quantization_modes=modes, bootstrap_backend=dist.get_backend()
+    )

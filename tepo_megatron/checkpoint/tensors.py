@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from tepo_megatron.checkpoint.files import FileSum, SummedFile, write
 from tepo_megatron.checkpoint.state import ShardSlice
 from tepo_megatron.platform.host_memory import HostArena
+from tepo_megatron.utils.restricted_pickle import METADATA
 
-METADATA = ".metadata"
 Stored = dict[MetadataIndex, _StorageInfo]
 
 

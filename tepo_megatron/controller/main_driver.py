@@ -24,7 +24,7 @@ from tepo_megatron.observability.sinks import RunLog
 from tepo_megatron.observability.timing import Clock
 from tepo_megatron.rollout import record
 from tepo_megatron.rollout.collector import Collector
-from tepo_megatron.rollout.replay import Replay
+from tepo_megatron.rollout.record import Replay
 from tepo_megatron.types import Rollout
 from tepo_megatron.utils.atomic import replace_file
 from tepo_megatron.utils.storage import writing

@@ -25,7 +25,7 @@ from tepo_megatron.rewards import build_reward
 from tepo_megatron.rollout.collector import Collector
 from tepo_megatron.rollout.custom import open_sampler
 from tepo_megatron.rollout.experts import replayed_routing
-from tepo_megatron.rollout.replay import Replay
+from tepo_megatron.rollout.record import Replay
 
 SERVER_LOG = "server.log"
 

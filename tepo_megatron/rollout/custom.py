@@ -17,10 +17,11 @@ from typing import Self
 
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine import Deliver, GroupStream, Sampler
-from tepo_megatron.inference.loop import Arrivals, LoopThread
+from tepo_megatron.inference.loop import Arrivals
 from tepo_megatron.rollout.conversation import Conversation, Decode, Encode, OutOfRoom, WeightsChanged
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils import user_file
+from tepo_megatron.utils.loop import LoopThread
 from tepo_megatron.utils.seeding import derive_seed
 
 CLOSE_SECONDS = 5.0  # time for running functions to end; one that blocks its thread never does

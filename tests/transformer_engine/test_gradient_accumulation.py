@@ -1,6 +1,6 @@
 """`training.fuse_gradient_accumulation` where Transformer Engine is installed and Apex is not: the default of `platform: cuda`.
 
-Megatron's own output layer asks for Apex's extension then; `actor/weight_gradient.py` stands in for it. That the gradients are
+Megatron's own output layer asks for Apex's extension then; `actor/modules.py` replaces it. That the gradients are
 right: test_training.py.
 """
 

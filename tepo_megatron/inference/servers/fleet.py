@@ -13,10 +13,9 @@ from typing import Self
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.inference.engine import EnginePart
 from tepo_megatron.inference.servers.endpoint import Endpoint
-from tepo_megatron.inference.servers.pool import ServerPool
-from tepo_megatron.inference.servers.quiesce import Quiesce
+from tepo_megatron.inference.servers.lease import Quiesce
+from tepo_megatron.inference.servers.pool import ServerPool, ServerStatus, status_of
 from tepo_megatron.inference.servers.routing import RoutedSampler
-from tepo_megatron.inference.servers.status import ServerStatus, status_of
 from tepo_megatron.inference.servers.updates import PoolUpdates
 
 

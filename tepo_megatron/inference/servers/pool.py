@@ -9,17 +9,54 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from tepo_megatron.config import RolloutConfig
-from tepo_megatron.errors import RolloutError, SyncError
-from tepo_megatron.inference.engine import INITIAL_VERSION
-from tepo_megatron.inference.loop import LoopThread
+from tepo_megatron.errors import RolloutError, SyncError, TepoError
+from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.growth import GrowthLimit
-from tepo_megatron.inference.servers.quiesce import Quiesce
+from tepo_megatron.inference.servers.lease import Quiesce
 from tepo_megatron.inference.servers.sleep import SleepController
 from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
-from tepo_megatron.inference.servers.status import require_enough
+from tepo_megatron.utils.loop import LoopThread
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """The state of one server of a fleet at a moment.
+
+    Attributes:
+        name: Name of the server in messages.
+        up: The server takes requests.
+        running: The server is alive, as far as this is known without a request. One that is starting is not up yet.
+        lost: The error for which the server is no longer restarted; None while it is not lost.
+        restarts: Number of restarts so far, planned ones included.
+        version: Version of the weights that the server serves.
+        in_flight: Number of requests in flight.
+    """
+
+    name: str
+    up: bool
+    running: bool
+    lost: TepoError | None
+    restarts: int
+    version: int
+    in_flight: int
+
+
+def status_of(member: ServerSlot[Endpoint]) -> ServerStatus:
+    """Return the state of one server now."""
+    endpoint = member.endpoint
+    return ServerStatus(
+        name=endpoint.name,
+        up=member.up,
+        running=endpoint.server.running,
+        lost=member.lost,
+        restarts=member.again,
+        version=endpoint.version,
+        in_flight=endpoint.in_flight,
+    )
 
 
 class ServerPool:
@@ -76,9 +113,9 @@ class ServerPool:
         """End all servers; bounded in time. May be called again, and before `start`."""
         self.loop.stop()
         with ThreadPoolExecutor(len(self.endpoints)) as threads:  # each stop takes some seconds
-            list(threads.map(lambda endpoint: endpoint.stop(), self.endpoints))
+            list(threads.map(lambda endpoint: endpoint.server.stop(), self.endpoints))
         for endpoint in self.endpoints:
-            endpoint.forget()
+            endpoint.server.forget()
         self.sleeping.rise()
         self._keepers = []
 
@@ -94,7 +131,25 @@ class ServerPool:
 
     def require_enough(self) -> None:
         """Raise RolloutError if fewer than `min_servers` servers are left."""
-        require_enough(self.slots, self._cfg.min_servers)
+        lost = [slot.lost for slot in self.slots if slot.lost is not None]
+        servers, left, wanted = len(self.slots), len(self.slots) - len(lost), self._cfg.min_servers
+        if left >= wanted:
+            return
+        if servers == 1:
+            raise RolloutError(str(lost[0]))
+        reasons = "\n".join(str(error) for error in lost)
+        raise RolloutError(
+            f"{left} of {servers} inference servers are left, fewer than rollout.min_servers={wanted}:\n{reasons}"
+        )
+
+    def refuse_other_weights(self) -> None:
+        """Raise RolloutError if a server needs weights that nobody will send (`rollout.only`)."""
+        for member in self.slots:
+            if member.up and member.endpoint.version == UNKNOWN_VERSION:
+                raise RolloutError(
+                    f"rollout.only=true samples with the weights of model.path, and {member.endpoint.name} serves others, "
+                    "which another run sent; start it again"
+                )
 
     def up(self) -> list[tuple[ServerSlot[Endpoint], Incarnation]]:
         """Return the servers that take requests, with their incarnations, whatever weights they serve."""

@@ -20,7 +20,6 @@ from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
-from tepo_megatron.inference.servers.status import refuse_other_weights
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
 RETRY_SECONDS = 0.2  # before a request is sent again, doubled each time
@@ -141,7 +140,7 @@ class RoutedSampler:
                 serving = [] if self._pool.sleeping.asleep else self._pool.serving()
                 free = [each for each in serving if each[0].endpoint.in_flight < self._cfg.server.concurrency]
                 if self._cfg.only and not serving:
-                    refuse_other_weights(self._pool.slots)
+                    self._pool.refuse_other_weights()
                 if free:
                     return min(free, key=lambda each: (each[0].endpoint is avoid, each[0].endpoint.in_flight))
                 await self._pool.changed.wait()

@@ -162,8 +162,8 @@ class _Service:
             member.delivered()  # its restarts so far do not count
         life = member.life
         if why is not None and life is not None:
-            error = await member.endpoint.failure(f"was given back: {why}")
-            if member.endpoint.running:  # the log of a healthy server does not explain the end
+            error = await member.endpoint.server.failure(f"was given back: {why}")
+            if member.endpoint.server.running:  # the log of a healthy server does not explain the end
                 error = RolloutError(f"{member.endpoint.name} was given back: {why}")
             life.end(error)
 

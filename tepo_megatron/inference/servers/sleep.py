@@ -14,7 +14,7 @@ from tepo_megatron.inference.engine import ENGINE_PARTS, EnginePart
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.growth import GrowthLimit
-from tepo_megatron.inference.servers.quiesce import Quiesce
+from tepo_megatron.inference.servers.lease import Quiesce
 from tepo_megatron.inference.servers.slot import ServerSlot
 
 

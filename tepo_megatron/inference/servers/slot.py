@@ -82,7 +82,7 @@ class ServerSlot(Generic[C]):
     @property
     def between(self) -> bool:
         """Return whether the slot is in transition: not up, but its process may hold memory, or its loss is undecided."""
-        return not self.up and (self._ending or self.endpoint.running)
+        return not self.up and (self._ending or self.endpoint.server.running)
 
     async def keep(self) -> None:
         """Supervise the server, which was launched already, until it is lost or this task is cancelled."""
@@ -141,9 +141,9 @@ class ServerSlot(Generic[C]):
         """
         if life is not self.life or self.endpoint.client is None:  # another request failed before: this incarnation is over
             return RolloutError(f"{self.endpoint.name} {cause.what}")
-        error = await self.endpoint.failure(cause.what)
+        error = await self.endpoint.server.failure(cause.what)
         self._errors += 1
-        if not cause.answered or self._errors >= MOST_ERRORS or not self.endpoint.running:
+        if not cause.answered or self._errors >= MOST_ERRORS or not self.endpoint.server.running:
             life.end(error)
         return error
 
@@ -155,7 +155,7 @@ class ServerSlot(Generic[C]):
         watch.add_done_callback(lambda _: life.end(None))
         await self._tell()
         try:
-            return await life.ended() or await self.endpoint.failure(watch.result())
+            return await life.ended() or await self.endpoint.server.failure(watch.result())
         finally:
             self.life, self._ending = None, True
             watch.cancel()

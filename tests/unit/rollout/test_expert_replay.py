@@ -29,7 +29,7 @@ from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.rollout import record
 from tepo_megatron.rollout.experts import check_experts, replayed_routing
-from tepo_megatron.rollout.replay import Replay
+from tepo_megatron.rollout.record import Replay
 from tepo_megatron.types import NO_EXPERT, Prompt, Rollout, Routing, SamplingParams
 
 PROMPT = Prompt(id=7, token_ids=(4, 5, 6), answer="9")

@@ -15,8 +15,7 @@ import pytest
 
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers.fleet import Fleet
-from tepo_megatron.inference.servers.lease import keeper_name, this_host
-from tepo_megatron.inference.servers.quiesce import Quiesce
+from tepo_megatron.inference.servers.lease import Quiesce, keeper_name, this_host
 from tepo_megatron.inference.servers.rendezvous import Rendezvous
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, ids, until
 from tests.unit.rollout.test_remote import (  # noqa: F401
