@@ -1,7 +1,5 @@
 """The `tepo` command."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

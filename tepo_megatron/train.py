@@ -1,7 +1,5 @@
 """The training loop. Every rank runs it; only rank 0 talks to the engine, the grader and the user."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Draw `ablation.png`: learning curves of all runs on the left, final accuracies with their noise on the right."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Read what the runs of an ablation left, and summarize it in one row of figures per run."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Format an ablation's rows as a table, for the terminal, in Markdown and as JSON, from one set of cells and notes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

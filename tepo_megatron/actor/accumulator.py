@@ -1,7 +1,5 @@
 """Accumulate the metrics of an update over its microbatches, then over ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Build this rank's Megatron GPTModel chunks, their DDP wrappers and the optimizer from the architecture and the config."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

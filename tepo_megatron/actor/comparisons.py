@@ -1,7 +1,5 @@
 """Compare the log-probs of a batch's old policy with the engine's and with the reference policy's."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """RMS norms and the fused weight gradient of Megatron's layers, where Transformer Engine's or Apex's are not used."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Run packed microbatches through Megatron's own pipeline schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Find the newest valid checkpoint of a run, and restore the actor from it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -4,8 +4,6 @@ Threads, not processes: a fork would carry along the locks of gloo's and CUDA's 
 program anew, and either could outlive a killed rank. Writing, summing and fsync leave the interpreter to the training thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -5,8 +5,6 @@ the tensors keep their addresses. A box of a tensor that was replaced would save
 are compared at every save.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

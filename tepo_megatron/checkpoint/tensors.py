@@ -8,8 +8,6 @@ Megatron's own writer (0.16) forks processes per file while other threads run, g
 imports the main module again, waits without limit, and has no checksums. Therefore a thread of this package writes the files.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

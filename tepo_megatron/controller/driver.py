@@ -3,8 +3,6 @@
 `main_driver.MainDriver` is rank 0's: the engine, the grader, the prompts and the log. `opening.open_driver` chooses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

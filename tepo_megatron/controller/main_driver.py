@@ -1,7 +1,5 @@
 """Rank 0's driver: collect and evaluate with the engine, write the log, and keep what a checkpoint needs of this side."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Open the driver of a rank: on rank 0 load the prompts, start the engine and the graders, and say in the log what runs."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial

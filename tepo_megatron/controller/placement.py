@@ -11,8 +11,6 @@ memory on every rank. On a CPU the device memory is host memory. The states are 
 process, and parameters and the optimizer's state stay in place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, Protocol
 

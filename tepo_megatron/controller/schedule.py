@@ -12,8 +12,6 @@ If trainer and engine share their devices (rollout.colocate), the engine sleeps 
 is to be sampled. Anything in between, such as a checkpoint, finds the trainer as training left it.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ each piece is. DCP's own writer is not used, because it keeps the last piece of 
 2.13, `filesystem._write_files_from_queue`). That is the whole model if layers have keys of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping

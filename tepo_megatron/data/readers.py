@@ -1,7 +1,5 @@
 """Read the rows of JSON-lines files, and define the `RowReader` interface that every kind of dataset implements."""
 
-from __future__ import annotations
-
 import bisect
 import glob
 import gzip

@@ -5,8 +5,6 @@ change its contents, including the addresses of members. Between machines the st
 the servers (docs/security.md). This module runs in the trainer and inside the servers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import ipaddress

@@ -4,8 +4,6 @@ Each repair names the fault of math-verify 0.9.0 that it corrects; docs/rewards.
 cases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any

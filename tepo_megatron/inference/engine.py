@@ -9,8 +9,6 @@
 `RolloutEngine` is their union. Ask for the smallest protocol that you use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Literal, Protocol, Self

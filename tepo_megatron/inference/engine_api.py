@@ -1,7 +1,5 @@
 """The adapter that each kind of engine implements: how one of its servers is started, and which HTTP requests it takes."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 A new engine is a file with an `EngineApi` and a row in `ENGINES`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace

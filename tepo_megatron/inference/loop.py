@@ -1,7 +1,5 @@
 """Groups that are sampled in an event loop, delivered to a thread that waits for them."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future

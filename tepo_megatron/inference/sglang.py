@@ -4,8 +4,6 @@ Facts about SGLang are of 0.5.23. Nothing here imports SGLang: it runs in a sepa
 vLLM's), started by `weight_sync/receiver/sglang_server.py`, which must be importable there.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import json

@@ -1,7 +1,5 @@
 """Group-relative advantages: each response is compared with the other responses to the same prompt."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

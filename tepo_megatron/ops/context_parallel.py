@@ -4,8 +4,6 @@ A sequence is split into 2 cp chunks of equal length; rank r holds chunks r and 
 which attends to few tokens, is paired with a late one, so that causal attention costs every rank the same. Packed sequences are
 split one by one. All functions are pure; nothing here communicates."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

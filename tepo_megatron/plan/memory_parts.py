@@ -1,7 +1,5 @@
 """What predictions of memory speak of: a model with its way of computing, and the memory of a GPU in one state."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

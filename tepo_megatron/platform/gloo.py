@@ -5,8 +5,6 @@ gloo has everything else that Megatron-Core calls, including bf16 and ReduceOp.A
 each.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

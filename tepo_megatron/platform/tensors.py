@@ -1,7 +1,5 @@
 """Redirect tensor factories and methods, so that a request for a CUDA device gets the CPU."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

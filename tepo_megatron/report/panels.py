@@ -1,7 +1,5 @@
 """The panels of the picture. Each function draws one cell of the grid; quantities that no step measured are left out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

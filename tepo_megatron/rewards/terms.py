@@ -1,7 +1,5 @@
 """The interface of reward terms, and the weighted sum of several terms."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Collect the graded groups of one step: sample, grade, drop uninformative groups, and refill."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

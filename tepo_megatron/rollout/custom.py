@@ -3,8 +3,6 @@
 `CustomRollouts` wraps a sampler, so that training and evaluation both sample through the function.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading

@@ -1,7 +1,5 @@
 """Rollouts on disk: what each step sampled and graded, so that another run can train on it without an engine."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Mapping, Sequence

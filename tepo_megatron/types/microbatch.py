@@ -1,7 +1,5 @@
 """What one forward pass takes and yields. The package has the legend of the layout suffixes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -5,8 +5,6 @@ look-up, connection, request, headers, body). Redirects are not followed, so a k
 bodies are refused unread, so no answer is larger than the bytes received.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """An event loop in its own thread, for work that runs while the caller computes."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Coroutine

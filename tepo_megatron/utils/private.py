@@ -3,8 +3,6 @@
 This module imports nothing heavy, because every process of a run uses it.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import tempfile

@@ -8,8 +8,6 @@ and of live runs stay.
 This module imports nothing heavy, because guards use it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

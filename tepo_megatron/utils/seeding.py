@@ -1,7 +1,5 @@
 """Derive seeds from what is drawn, never from the process that draws it."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

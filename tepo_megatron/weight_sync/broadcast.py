@@ -9,8 +9,6 @@ that take part now. A round that a live rank lacks is sent again to all; a rank 
 update.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -6,8 +6,6 @@ are of PyTorch 2.13 (vLLM's image). `torch/multiprocessing/reductions.py`, the p
 the same in 2.14.1 (SGLang's image). The CUDA IPC path has never been run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -16,8 +16,6 @@ rounds are held at most, each of `sync.bucket_mib` (or, if that is larger, of on
 parameters that did not change since the last push are left out.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The two contracts of a push: what carries a round of buckets, and what the engine must offer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol

@@ -6,8 +6,6 @@ weight_scale_inv of its block. e4m3 has three mantissa bits: the relative error 
 last place). Below the smallest normal value, 2^-6, the error is at most 2^-10 of the block's scale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

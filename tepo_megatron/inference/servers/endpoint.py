@@ -3,8 +3,6 @@
 Only the `Server` behind it knows whether the server is a process of this machine or one that others started.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ A server is used only while it is healthy and serves the fleet's version of the 
 It is used again once it has received the weights again, which `needs_weights` asks the trainer for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self

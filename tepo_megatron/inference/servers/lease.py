@@ -6,8 +6,6 @@
 `Quiesce` takes the lease for a trainer, and `serve.py` follows it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """A server that this process starts, watches and ends."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

@@ -4,8 +4,6 @@ Everything that concerns servers runs in the event loop of the pool. `routing.py
 `fleet.py` (the rest of an engine) share one pool.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ A prompt's group is one request to one server (its samples share the prefix cach
 complete answer counts.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The servers are started, watched and restarted as a trainer's own servers are. H
 folder. A trainer that is done with a server, or finds it ill, requests a restart of the server there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

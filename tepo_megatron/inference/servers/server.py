@@ -1,7 +1,5 @@
 """A server behind an endpoint: how it is started, reached and ended, wherever it runs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

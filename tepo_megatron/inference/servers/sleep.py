@@ -4,8 +4,6 @@ A server that fails to sleep or wake holds an unknown amount of memory, so it is
 like a server that dies while the others sleep: a start takes a server's whole memory, which the trainer uses until then.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 

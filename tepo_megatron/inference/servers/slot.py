@@ -1,7 +1,5 @@
 """Supervision of one server of a fleet: restart it when it fails, and give it up when restarts do not help."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar

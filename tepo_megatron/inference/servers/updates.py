@@ -4,8 +4,6 @@ A server that dies during an update is restarted and needs the weights afterward
 are restarted, too, because they may hold a part of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
