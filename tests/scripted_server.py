@@ -207,11 +207,11 @@ class Rank:
 
     def form_only(self) -> None:
         """Come, and form the first sender's group, which nobody has broadcast in yet."""
-        from tepo_megatron.weight_sync.broadcast_group import came_key, form_group, join_store, signal
+        from tepo_megatron.weight_sync.broadcast_group import form_group, join_store, signal
 
         store = join_store(self.meeting)
         rank = self.meeting.first
-        signal(store, came_key(self.meeting, rank))
+        signal(store, self.meeting.came_key(rank))
         with contextlib.suppress(RuntimeError):  # too slow for the deadline: it lives all the same
             self.group = form_group(self.meeting, 0, rank, self.device)
 

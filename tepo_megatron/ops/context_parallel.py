@@ -20,24 +20,6 @@ def zigzag_chunks(cp_size: int, cp_rank: int) -> tuple[int, ...]:
     return (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
 
 
-def shard_zigzag_packed(x_S: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int, dim: int) -> Tensor:
-    """Return this rank's chunks of sequences packed along `dim`, packed again: [..., S, ...] -> [..., S / cp_size, ...].
-
-    Args:
-        x_S: Tensor with S packed tokens along `dim`.
-        cu_seqlens: Integer [G + 1], the start of each sequence, and S.
-        cp_size: Number of context-parallel ranks. With 1, `x_S` is returned as it is.
-        cp_rank: Rank among them.
-        dim: Dimension of the tokens.
-
-    Raises:
-        ValueError: With context parallelism, 2 cp_size does not divide the length of a sequence.
-    """
-    if cp_size == 1:
-        return x_S
-    return x_S.index_select(dim, zigzag_rows(cu_seqlens, cp_size, cp_rank).to(x_S.device))
-
-
 def zigzag_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """Return the indices of the packed tokens that a rank holds, in its order: int64 [S / cp_size], on `cu_seqlens`' device.
 

@@ -32,11 +32,7 @@ from tepo_megatron.weight_sync.broadcast_group import (
     GroupSpec,
     Recipient,
     Source,
-    arrived_key,
-    came_key,
     join_store,
-    joined_key,
-    off_key,
     pack,
     signal,
 )
@@ -173,7 +169,7 @@ class GroupTransport:
     def _is_here(self, number: int, takers: Sequence[Recipient]) -> bool:
         """Return whether every rank of these servers has reported that it has the round."""
         assert self._meeting is not None
-        keys = {t: [arrived_key(self._meeting, number, rank) for rank in self._ranks[t]] for t in takers}
+        keys = {t: [self._meeting.arrived_key(number, rank) for rank in self._ranks[t]] for t in takers}
         self._absent = [taker.name for taker, its in keys.items() if not self._said(its)]
         return not self._absent
 
@@ -240,18 +236,18 @@ class GroupTransport:
     def _is_wanted(self, meeting: GroupSpec, store: KeyValueStore) -> bool:
         """Return whether the invited servers all live; if one does not, rank 0 signals the other ranks through the store."""
         if self.receiver is not None and self.receiver.takers != tuple(self._ranks):
-            signal(store, off_key(meeting))
+            signal(store, meeting.off_key())
             return False
-        return self.receiver is not None or not store.check([off_key(meeting)])
+        return self.receiver is not None or not store.check([meeting.off_key()])
 
     def _all_joined(self, meeting: GroupSpec, until: float) -> bool:
         """Wait on rank 0, while the invited servers all live, until their ranks are in all groups; return whether they are."""
         assert self._store is not None
-        joined = [joined_key(meeting, rank) for ranks in self._ranks.values() for rank in ranks]
+        joined = [meeting.joined_key(rank) for ranks in self._ranks.values() for rank in ranks]
         while not self._store.check(joined):
             if time.monotonic() > until or not self._is_wanted(meeting, self._store):
-                signal(self._store, off_key(meeting))
-                self._absent = self._without(meeting, came_key) or self._without(meeting, joined_key)
+                signal(self._store, meeting.off_key())
+                self._absent = self._without(meeting, GroupSpec.came_key) or self._without(meeting, GroupSpec.joined_key)
                 return False
             time.sleep(JOIN_POLL_SECONDS)
         return self._said(joined)

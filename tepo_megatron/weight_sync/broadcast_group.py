@@ -52,6 +52,22 @@ class GroupSpec:
         """Return the same spec for another server."""
         return replace(self, first=first)
 
+    def came_key(self, rank: int) -> str:
+        """Return the key that a server's rank puts into the store when it begins to form the groups."""
+        return f"{self.name}/came/{rank}"
+
+    def off_key(self) -> str:
+        """Return the key that rank 0 puts into the store when the groups are cancelled."""
+        return f"{self.name}/off"
+
+    def joined_key(self, rank: int) -> str:
+        """Return the key that a server's rank puts into the store once it is in all groups."""
+        return f"{self.name}/joined/{rank}"
+
+    def arrived_key(self, number: int, rank: int) -> str:
+        """Return the key that a server's rank puts into the store once it has received the round `number` of an update."""
+        return f"{self.name}/arrived/{number}/{rank}"
+
 
 @dataclass(frozen=True)
 class Content:
@@ -279,26 +295,6 @@ def join_store(meeting: GroupSpec) -> FolderStore | dist.TCPStore:
         return connect(meeting.address, meeting.port, meeting.join_seconds)
     except (RuntimeError, OSError) as e:
         raise BrokenChannel(_first_line(e)) from None
-
-
-def came_key(meeting: GroupSpec, rank: int) -> str:
-    """Return the key that a server's rank puts into the store when it begins to form the groups."""
-    return f"{meeting.name}/came/{rank}"
-
-
-def off_key(meeting: GroupSpec) -> str:
-    """Return the key that rank 0 puts into the store when the groups are cancelled."""
-    return f"{meeting.name}/off"
-
-
-def joined_key(meeting: GroupSpec, rank: int) -> str:
-    """Return the key that a server's rank puts into the store once it is in all groups."""
-    return f"{meeting.name}/joined/{rank}"
-
-
-def arrived_key(meeting: GroupSpec, number: int, rank: int) -> str:
-    """Return the key that a server's rank puts into the store once it has received the round `number` of an update."""
-    return f"{meeting.name}/arrived/{number}/{rank}"
 
 
 def signal(store: KeyValueStore, key: str) -> None:

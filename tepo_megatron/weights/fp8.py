@@ -50,17 +50,6 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return quantized, scales
 
 
-def dequantize(weight: Tensor, scale_inv: Tensor) -> Tensor:
-    """Return the values that an engine computes with, fp32 [n, k].
-
-    Args:
-        weight: e4m3 [n, k].
-        scale_inv: fp32 [ceil(n / 128), ceil(k / 128)], the scale of each block.
-    """
-    each = scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    return weight.float() * each[: weight.size(0), : weight.size(1)]
-
-
 def is_quantized(op: Op, tensor: Tensor) -> bool:
     """Return whether a tensor is quantized: true for the weights of the decoder's linear layers.
 

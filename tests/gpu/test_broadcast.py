@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tepo_megatron.distributed.meeting_store import open_store
-from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, Bucket, Content, GroupSpec, arrived_key
+from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, Bucket, Content, GroupSpec
 
 if torch.cuda.device_count() < 2:
     pytest.skip("NCCL takes no two ranks on one GPU", allow_module_level=True)
@@ -61,7 +61,7 @@ def test_rounds_arrive_on_the_other_gpu(tmp_path: Path) -> None:
             channel.wait()
             expected = [name, "torch.bfloat16", tensor.double().sum().item(), tensor[-1].item()]
             assert json.loads(receiver.stdout.readline()) == expected
-            assert store.check([arrived_key(meeting, i, SENDER + 1)])
+            assert store.check([meeting.arrived_key(i, SENDER + 1)])
         receiver.stdin.close()
         assert receiver.wait(timeout=60) == 0
         channel.close()

@@ -23,11 +23,7 @@ from tepo_megatron.weight_sync.broadcast_group import (
     Bucket,
     GroupSpec,
     UnchangedTensors,
-    arrived_key,
-    came_key,
     join_store,
-    joined_key,
-    off_key,
     signal,
 )
 from tepo_megatron.weight_sync.ipc import open_buffer
@@ -212,12 +208,12 @@ class Membership:
         until = time.monotonic() + self._meeting.join_seconds
         try:
             self._store = join_store(self._meeting)
-            signal(self._store, came_key(self._meeting, self._rank))
+            signal(self._store, self._meeting.came_key(self._rank))
             for sender in range(self._meeting.senders):
                 channel = BroadcastGroup.form(self._meeting, sender, self._rank, self._device, until, self._is_wanted)
                 self.channels.append(channel)
             self.joined.set()
-            signal(self._store, joined_key(self._meeting, self._rank))
+            signal(self._store, self._meeting.joined_key(self._rank))
         except (BrokenChannel, RuntimeError) as e:
             logger.warning("tepo: could not join %s: %s", self._meeting.name, e)
             self._left.set()
@@ -226,12 +222,12 @@ class Membership:
 
     def _is_wanted(self) -> bool:
         assert self._store is not None
-        return not self._left.is_set() and not self._store.check([off_key(self._meeting)])
+        return not self._left.is_set() and not self._store.check([self._meeting.off_key()])
 
     def tell_arrived(self, number: int) -> None:
         """Report to rank 0 of the trainer, through the store, that the round `number` arrived. Raises BrokenChannel."""
         assert self._store is not None
-        signal(self._store, arrived_key(self._meeting, number, self._rank))
+        signal(self._store, self._meeting.arrived_key(number, self._rank))
 
     def leave(self) -> None:
         """Leave the groups, or give up forming them."""

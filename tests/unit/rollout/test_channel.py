@@ -14,15 +14,7 @@ import pytest
 import torch
 
 from tepo_megatron.distributed.meeting_store import open_store
-from tepo_megatron.weight_sync.broadcast_group import (
-    SENDER,
-    BroadcastGroup,
-    BrokenChannel,
-    GroupSpec,
-    came_key,
-    off_key,
-    signal,
-)
+from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, BrokenChannel, GroupSpec, signal
 
 CPU = torch.device("cpu")
 MEMBER = """
@@ -61,15 +53,15 @@ def test_a_member_that_is_lost_after_it_joined_is_noticed_within_the_deadline(si
 def test_forming_a_group_ends_as_soon_as_it_is_called_off() -> None:
     store = open_store("127.0.0.1")
     meeting = GroupSpec("127.0.0.1", store.port, "off", 1, 2, SENDER + 1, seconds=60.0, join_seconds=60.0)
-    signal(store, came_key(meeting, 1))
+    signal(store, meeting.came_key(1))
     start = time.monotonic()
     with pytest.raises(BrokenChannel, match="called off, or not formed within 60 s"):
         BroadcastGroup.form(
             meeting, 0, SENDER, CPU, wanted=lambda: time.monotonic() < start + 0.5 or not tell_off(store, meeting)
         )
-    assert time.monotonic() - start < 5.0 and store.check([off_key(meeting)])
+    assert time.monotonic() - start < 5.0 and store.check([meeting.off_key()])
 
 
 def tell_off(store: torch.distributed.Store, meeting: GroupSpec) -> bool:
-    signal(store, off_key(meeting))
+    signal(store, meeting.off_key())
     return True

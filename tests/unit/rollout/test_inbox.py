@@ -24,11 +24,8 @@ from tepo_megatron.weight_sync.broadcast_group import (
     Content,
     GroupSpec,
     UnchangedTensors,
-    arrived_key,
-    came_key,
     crc32,
     join_store,
-    joined_key,
     signal,
 )
 from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
@@ -62,7 +59,7 @@ class Trainer:
         self.meeting = GroupSpec("127.0.0.1", self.store.port, f"m{self.meetings}", 1, 2, SENDER + 1, seconds, SECONDS)
         inbox.join(self.meeting, CPU)
         self.channel = BroadcastGroup.form(self.meeting, 0, SENDER, CPU)
-        self.store.wait([joined_key(self.meeting, SENDER + 1)], datetime.timedelta(seconds=SECONDS))
+        self.store.wait([self.meeting.joined_key(SENDER + 1)], datetime.timedelta(seconds=SECONDS))
         return self.meeting
 
     def send(self, inbox: RankReceiver, bucket: Bucket, row: torch.Tensor) -> dict[str, torch.Tensor] | None:
@@ -76,7 +73,7 @@ class Trainer:
         return None if arrived is None else {name: tensor.clone() for name, tensor in arrived}
 
     def has(self, number: int) -> bool:
-        return self.store.check([arrived_key(self.meeting, number, SENDER + 1)])
+        return self.store.check([self.meeting.arrived_key(number, SENDER + 1)])
 
 
 @contextmanager
@@ -157,8 +154,8 @@ def test_nobody_waits_longer_than_the_meeting_says(tmp_path: Path) -> None:
         with pytest.raises(BrokenChannel):
             BroadcastGroup.form(replace(alone, name="alone too"), 0, SENDER, CPU)
         assert time.monotonic() - start < 0.3 + SECONDS / 2
-        assert trainer.store.check([came_key(alone, SENDER + 1)])
-        assert not trainer.store.check([joined_key(alone, SENDER + 1)])
+        assert trainer.store.check([alone.came_key(SENDER + 1)])
+        assert not trainer.store.check([alone.joined_key(SENDER + 1)])
 
 
 def test_only_who_has_the_version_before_may_keep_tensors_of_it(tmp_path: Path) -> None:
