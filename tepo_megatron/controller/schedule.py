@@ -12,8 +12,8 @@ If trainer and engine share their devices (rollout.colocate), the engine sleeps 
 is to be sampled. Anything in between, such as a checkpoint, finds the trainer as training left it.
 """
 
+import functools
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from tepo_megatron.config import EvaluationConfig, RolloutConfig
@@ -148,10 +148,8 @@ class Schedule:
         while self._started < min(self._last, self._served + 1 + self._staleness):
             self._started += 1
             sampling = Clock()
-            self._ahead.append((self._driver.run_in_background(self._collecting(self._started, sampling)), sampling))
-
-    def _collecting(self, step: int, clock: Clock) -> Callable[[], Any]:
-        return lambda: self._driver.collect(step, clock)
+            collect = functools.partial(self._driver.collect, self._started, sampling)
+            self._ahead.append((self._driver.run_in_background(collect), sampling))
 
     def _wait(self, task: NoTask) -> Any:
         """Return the task's result from rank 0 on every rank; meanwhile send the weights if a restarted server lacks them.

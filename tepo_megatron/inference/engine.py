@@ -10,7 +10,6 @@
 """
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -130,7 +129,7 @@ class Lifecycle(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(self, *exc_info: object) -> None: ...
 
 
 class RolloutEngine(Sampler, WeightReceiver, Sleepable, Lifecycle, Protocol):

@@ -19,7 +19,6 @@ import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tepo_megatron.utils.atomic import replace_file
@@ -62,7 +61,7 @@ class PrivateFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.remove()
 
     def remove(self) -> None:

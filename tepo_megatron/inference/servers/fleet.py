@@ -5,7 +5,6 @@ It is used again once it has received the weights again, which `needs_weights` a
 """
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 from tepo_megatron.config import RolloutConfig
@@ -95,5 +94,5 @@ class Fleet(RoutedSampler, PoolUpdates):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -5,8 +5,7 @@ complete answer counts.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError
@@ -108,21 +107,22 @@ class RoutedSampler:
         avoid: Endpoint | None = None
         for attempt in range(1, self._cfg.attempts + 1):
             member, life = await self._free(avoid)
-            with _occupied(member.endpoint):
-                try:
-                    rollouts = await member.endpoint.generate(asks)
-                    member.delivered()
-                    return rollouts
-                except RequestFailed as e:
-                    if e.refused:
-                        raise RolloutError(f"{member.endpoint.name} {e.what}") from None
-                    error = await member.failed(life, e)
-                except RolloutError as e:
-                    error = e
-                    if isinstance(e, StaleWeights):
-                        life.end(e)
-                finally:
-                    await self._pool.notify()
+            member.endpoint.in_flight += 1
+            try:
+                rollouts = await member.endpoint.generate(asks)
+                member.delivered()
+                return rollouts
+            except RequestFailed as e:
+                if e.refused:
+                    raise RolloutError(f"{member.endpoint.name} {e.what}") from None
+                error = await member.failed(life, e)
+            except RolloutError as e:
+                error = e
+                if isinstance(e, StaleWeights):
+                    life.end(e)
+            finally:
+                member.endpoint.in_flight -= 1
+                await self._pool.notify()
             avoid = member.endpoint
             if attempt < self._cfg.attempts:
                 self._pool.event(f"prompt {asks[0].prompt.id} is sampled again: {str(error).splitlines()[0]}")
@@ -142,12 +142,3 @@ class RoutedSampler:
                 if free:
                     return min(free, key=lambda each: (each[0].endpoint is avoid, each[0].endpoint.in_flight))
                 await self._pool.changed.wait()
-
-
-@contextmanager
-def _occupied(endpoint: Endpoint) -> Iterator[None]:
-    endpoint.in_flight += 1
-    try:
-        yield
-    finally:
-        endpoint.in_flight -= 1
