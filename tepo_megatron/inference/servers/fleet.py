@@ -11,8 +11,9 @@ from tepo_megatron.config import RolloutConfig
 from tepo_megatron.inference.engine import EnginePart
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.lease import Quiesce
-from tepo_megatron.inference.servers.pool import ServerPool, ServerStatus, status_of
+from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.routing import RoutedSampler
+from tepo_megatron.inference.servers.slot import ServerSlot
 from tepo_megatron.inference.servers.updates import PoolUpdates
 
 
@@ -69,9 +70,10 @@ class Fleet(RoutedSampler, PoolUpdates):
         """Return whether a healthy server waits for the weights of `version`."""
         return any(slot.endpoint.version != self._pool.version for slot, _ in self._pool.up())
 
-    def status(self) -> tuple[ServerStatus, ...]:
-        """Return the state of all servers now, in the order of `endpoints`; empty before `start`."""
-        return tuple(status_of(slot) for slot in self._pool.slots)
+    @property
+    def slots(self) -> Sequence[ServerSlot[Endpoint]]:
+        """The slots of all servers, in the order of `endpoints`; empty before `start`. Only the fleet may change them."""
+        return self._pool.slots
 
     def take_events(self) -> list[str]:
         """Return what happened to servers since the last call, one message each, and forget it."""

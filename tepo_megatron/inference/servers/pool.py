@@ -7,10 +7,9 @@ Everything that concerns servers runs in the event loop of the pool. `routing.py
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from tepo_megatron.config import RolloutConfig
-from tepo_megatron.errors import RolloutError, SyncError, TepoError
+from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.growth import GrowthLimit
@@ -18,43 +17,6 @@ from tepo_megatron.inference.servers.lease import Quiesce
 from tepo_megatron.inference.servers.sleep import SleepController
 from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
 from tepo_megatron.utils.loop import LoopThread
-
-
-@dataclass(frozen=True)
-class ServerStatus:
-    """The state of one server of a fleet at a moment.
-
-    Attributes:
-        name: Name of the server in messages.
-        up: The server takes requests.
-        running: The server is alive, as far as this is known without a request. One that is starting is not up yet.
-        lost: The error for which the server is no longer restarted; None while it is not lost.
-        restarts: Number of restarts so far, planned ones included.
-        version: Version of the weights that the server serves.
-        in_flight: Number of requests in flight.
-    """
-
-    name: str
-    up: bool
-    running: bool
-    lost: TepoError | None
-    restarts: int
-    version: int
-    in_flight: int
-
-
-def status_of(member: ServerSlot[Endpoint]) -> ServerStatus:
-    """Return the state of one server now."""
-    endpoint = member.endpoint
-    return ServerStatus(
-        name=endpoint.name,
-        up=member.up,
-        running=endpoint.server.running,
-        lost=member.lost,
-        restarts=member.again,
-        version=endpoint.version,
-        in_flight=endpoint.in_flight,
-    )
 
 
 class ServerPool:
