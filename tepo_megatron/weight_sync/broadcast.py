@@ -30,7 +30,6 @@ from tepo_megatron.weight_sync.broadcast_group import (
     BrokenChannel,
     Bucket,
     GroupSpec,
-    Recipient,
     Source,
     join_store,
     pack,
@@ -38,7 +37,7 @@ from tepo_megatron.weight_sync.broadcast_group import (
 )
 from tepo_megatron.weight_sync.buckets import BucketPlan
 from tepo_megatron.weight_sync.meeting import OwnedStore, own_address
-from tepo_megatron.weight_sync.transport import Staged, WeightReceiver
+from tepo_megatron.weight_sync.transport import Recipient, Staged, WeightReceiver
 
 ATTEMPTS = 3  # at sending a round, while all servers live
 JOIN_POLL_SECONDS = 0.05

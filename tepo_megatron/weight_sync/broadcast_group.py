@@ -172,16 +172,6 @@ class UnchangedTensors:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Recipient:
-    """A recipient: one server in an update."""
-
-    name: str
-    host: str
-    ranks: int  # number of its ranks
-    life: object  # differs from its value before a restart of the server
-
-
 class BroadcastGroup:
     """One rank's end of a sender's process group. `form` makes one."""
 

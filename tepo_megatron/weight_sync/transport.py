@@ -2,11 +2,22 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Recipient, Source
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source
+
+
+@dataclass(frozen=True)
+class Recipient:
+    """A recipient: one server in an update."""
+
+    name: str
+    host: str
+    ranks: int  # number of its ranks
+    life: object  # differs from its value before a restart of the server
 
 
 class WeightReceiver(Protocol):

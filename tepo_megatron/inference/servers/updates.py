@@ -18,7 +18,8 @@ from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.pool import ServerPool
 from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
-from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Recipient, Source
+from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source
+from tepo_megatron.weight_sync.transport import Recipient
 
 INTERRUPT_SECONDS = 0.5  # between abort calls: repeated for requests that were still on their way to the server
 
