@@ -68,6 +68,10 @@ def test_the_first_updates_ratio_is_one_in_bf16_too(case: cases.Case, layout: di
 class Count(w.Kill):
     """Kills nobody: tells the journal of each call of any of `where`, separated by spaces."""
 
+    def __post_init__(self) -> None:
+        for place in self.where.split():
+            w.Kill(place)  # refuses a place that does not exist
+
     def arm(self, journal: Path) -> None:
         import importlib
 
