@@ -32,10 +32,10 @@ STEPS = 3
 CASES: dict[str, dict[str, Any]] = {
     "tepo-tp2": {"objective.name": "tepo", "objective.beta": 0.01, "parallel.tp": 2},
     "tepo-sp": {"objective.name": "tepo", "parallel.tp": 2, "parallel.sequence_parallel": "true"},
-    "gspo-cp2": {"objective.name": "gspo", "parallel.tp": 1, "parallel.cp": 2},
-    "grpo-dp2": {"objective.name": "grpo", "parallel.tp": 1, "parallel.dp": 2},
-    "steer-pp2": {"objective.name": "steer", "parallel.tp": 1, "parallel.pp": 2},
-    "cispo-chunks": {"objective.name": "cispo", "parallel.tp": 2, "training.logits_budget_mib": 0},
+    "gspo-cp2": {"objective.name": "gspo", "objective.beta": "null", "parallel.tp": 1, "parallel.cp": 2},
+    "grpo-dp2": {"objective.name": "grpo", "objective.beta": "null", "parallel.tp": 1, "parallel.dp": 2},
+    "steer-pp2": {"objective.name": "steer", "objective.beta": "null", "parallel.tp": 1, "parallel.pp": 2},
+    "cispo-chunks": {"objective.name": "cispo", "objective.beta": "null", "parallel.tp": 2, "training.logits_budget_mib": 0},
 }
 NOT_COMPARED = ("seconds", "memory", "per_second", "time", "gib", "bytes_per")  # parts of the names of metrics
 
