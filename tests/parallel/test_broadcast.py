@@ -34,7 +34,7 @@ SECONDS = 5.0  # of sync.timeout_seconds
 
 @contextmanager
 def fleet(folder: Path, model: Path, servers: int, **server: Any) -> Iterator[Fleet]:
-    settings = {"restarts": 3, "backoff_seconds": 0.05, "silent_seconds": 20.0, "ready_seconds": 60} | server
+    settings = {"restarts": 3, "backoff_seconds": 0.05, "heartbeat_timeout": 20.0, "ready_seconds": 60} | server
     cfg = RolloutConfig(servers=servers, server=ServerConfig(**settings))
     launch = LaunchSpec(model, max_model_len=64, platform="cpu", precision="fp32", seed=0)
     endpoints = []
@@ -126,7 +126,7 @@ def push_and_lose(rank: int, cfg: Any, folder: Path, fault: str) -> dict[str, An
                 sync.push(version)
         return {}
     silent = 3.0 if fault == "freeze" else 20.0  # of seconds; a frozen one is to be noticed before a round is late
-    with fleet(folder, Path(cfg.model.path), servers=3, silent_seconds=silent) as servers, sync_of(cfg, servers) as sync:
+    with fleet(folder, Path(cfg.model.path), servers=3, heartbeat_timeout=silent) as servers, sync_of(cfg, servers) as sync:
         sync.push(1)
         pids = [process(servers, i).pid for i in range(3)]
         for i in range(3):

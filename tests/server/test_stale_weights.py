@@ -47,7 +47,7 @@ import zlib
 def score(prompt, response, answer):
     return float(zlib.crc32(response.encode()) % 2)
 """
-CONTINUE = {"max_staleness": 3, "in_flight": "continue", "oversample": 1.5}
+CONTINUE = {"max_staleness": 3, "on_weight_update": "continue", "oversample": 1.5}
 # name -> (what is planted, sections of the config)
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "shm": ("dropped", {}),

@@ -50,7 +50,7 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
         ({"rollout": {"server": {"prot": 1}}}, r"rollout.server.prot: unknown key; did you mean port\?"),
         (
             {"sync": {"transport": "group", "timeout_seconds": 60}},
-            r"sync.timeout_seconds=60 must be below rollout.server.silent_seconds=60",
+            r"sync.timeout_seconds=60 must be below rollout.server.heartbeat_timeout=60",
         ),
         (
             {"sync": {"transport": "group", "join_seconds": 540}},

@@ -157,7 +157,7 @@ def over_slow_groups() -> tuple[Collector, PromptStream, ScriptedEngine]:
         oversample=1.5,
         filter_uniform_groups=False,
         max_staleness=1,
-        in_flight="continue",
+        on_weight_update="continue",
     )
     prompts, engine = PromptStream([Prompt(i, (1,), "") for i in range(40)], seed=0, shuffle=False), ScriptedEngine()
     engine.open = lambda: Slow(engine.generate)  # type: ignore[method-assign]

@@ -308,7 +308,7 @@ def test_a_file_may_hold_dataclasses_and_defaults(tmp_path: Path) -> None:
 @contextmanager
 def fleet(folder: Path, api: type[ScriptedApi] = ScriptedApi, servers: int = 3, **settings: Any) -> Iterator[Fleet]:
     (folder / "model").mkdir(exist_ok=True)
-    settings_of_one = ServerConfig(backoff_seconds=0.05, silent_seconds=20.0, concurrency=4, ready_seconds=60, **settings)
+    settings_of_one = ServerConfig(backoff_seconds=0.05, heartbeat_timeout=20.0, concurrency=4, ready_seconds=60, **settings)
     cfg = RolloutConfig(servers=servers, server=settings_of_one)
     launch = LaunchSpec(folder / "model", max_model_len=64, platform="cpu", precision="fp32", seed=0)
     endpoints = []

@@ -37,7 +37,13 @@ def fleet(
 ) -> Iterator[Fleet]:
     """Where nobody freezes it is patient: a busy machine must not look like that."""
     (folder / "model").mkdir(exist_ok=True)
-    settings = {"restarts": 3, "backoff_seconds": 0.05, "silent_seconds": 20.0, "concurrency": 4, "ready_seconds": 60} | server
+    settings = {
+        "restarts": 3,
+        "backoff_seconds": 0.05,
+        "heartbeat_timeout": 20.0,
+        "concurrency": 4,
+        "ready_seconds": 60,
+    } | server
     cfg = RolloutConfig(
         servers=servers,
         min_servers=min_servers,
@@ -106,7 +112,7 @@ def test_work_goes_to_the_least_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["killed", "frozen", "errors", "stale"])
 def test_a_server_that_fails_costs_no_sample(kind: str, expected: list[list[int]], tmp_path: Path) -> None:
-    with fleet(tmp_path, silent_seconds=2.0 if kind == "frozen" else 20.0) as three:
+    with fleet(tmp_path, heartbeat_timeout=2.0 if kind == "frozen" else 20.0) as three:
         three.update_weights([], version=4)
         for i in range(3):
             behave(three, i, slow=0.4)  # four times at least
@@ -316,7 +322,7 @@ SPELLS: dict[str, dict[str, Any]] = {
 def test_thirty_steps_of_chaos_lose_nothing(expected: list[list[int]], tmp_path: Path) -> None:
     """Faults at random moments, in generation and in updates; every step's samples are those of a healthy server."""
     chance, stop, done = random.Random(0), threading.Event(), Counter[str]()
-    with fleet(tmp_path, servers=3, attempts=9, restarts=99, silent_seconds=1.0) as three:
+    with fleet(tmp_path, servers=3, attempts=9, restarts=99, heartbeat_timeout=1.0) as three:
 
         def trouble() -> None:
             while not stop.wait(chance.uniform(0.1, 0.6)):

@@ -36,7 +36,7 @@ from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids, until
 
 KEY = "a-key-for-the-tests-alone"
-OWN_SETTINGS = {"backoff_seconds": 0.05, "silent_seconds": 20.0, "ready_seconds": 60, "concurrency": 4}
+OWN_SETTINGS = {"backoff_seconds": 0.05, "heartbeat_timeout": 20.0, "ready_seconds": 60, "concurrency": 4}
 
 
 @pytest.fixture(autouse=True)
