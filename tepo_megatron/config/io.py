@@ -162,6 +162,14 @@ def plain(cfg: Config) -> dict[str, Any]:
     return typing.cast(dict[str, Any], _ADAPTER.dump_python(cfg, mode="json"))
 
 
+def under_new_names(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a plain config of an earlier version as today's version resolves it; as it is if that is not possible."""
+    try:
+        return plain(validate(dict(tree)))
+    except ConfigError:
+        return tree
+
+
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], above: str = "") -> list[str]:
     """Return a line for each key on which two plain configs differ: "optimizer.lr was 1e-06 and is 2e-06".
 

@@ -183,7 +183,8 @@ class HangWatchdog:
             if self._unanswered * BEAT_SECONDS > self._heartbeat_timeout:
                 self._leave(
                     f"the store of this world has not answered for {self._heartbeat_timeout:g} s (parallel.heartbeat_timeout): "
-                    f"rank 0, or whoever started it, is frozen, or its machine is gone; rank {self._rank} is at {self._place()}",
+                    f"rank 0, or whoever started it, is frozen, or its machine is gone; rank {self._rank} is at "
+                    f"{self._place()}",
                     cut_off=True,
                 )
 

@@ -125,7 +125,7 @@ def config(trial: Trial, model: Path, folder: Path) -> Config:
         model = experts.write_model(model)
     sections: dict[str, Any] = {name: dict(section) for name, section in MODES[trial.mode].items()}
     common: dict[str, dict[str, Any]] = {
-        "rollout": {"record": True, "filter_uniform_groups": False, "max_refills": 0},
+        "rollout": {"record": True, "filter_uniform_groups": False, "max_generation_rounds": 1},
         "training": {"steps": trial.steps},
         "optimizer": {"lr": trial.rate, "warmup_steps": 0},
         "evaluation": {"every": 0},

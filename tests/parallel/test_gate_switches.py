@@ -34,7 +34,7 @@ SWITCHES: dict[str, dict[str, Tree]] = {
     "servers": {
         "own": {}, "one": {"rollout": {"servers": 1}},
         "urls": {"rollout": {"server": {"urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}}},
-        "rendezvous": {"rollout": {"server": {"rendezvous": "folder"}}, "sync": {"folder": "shared"}},
+        "rendezvous": {"rollout": {"server": {"rendezvous": "folder"}}, "sync": {"transport": {"folder": "shared"}}},
     },
     "transport": {
         "shm": {}, "group": {"sync": {"transport": "group"}}, "ipc": {"sync": {"transport": "ipc"}},

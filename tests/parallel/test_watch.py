@@ -154,7 +154,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_with_a_frozen_rank_ends_and_says_which(model: Path, tmp_path: Path, where: str, rank: int) -> None:
     """Rank 0 keeps the store of these worlds: where it is frozen, that is what the other one tells."""
     parallel = {"tp": 2, "heartbeat_timeout": SILENT, "timeout_seconds": 60.0}
-    every_group = {"filter_uniform_groups": False, "max_refills": 0}  # so that every step has several updates, and an old pass
+    every_group = {"filter_uniform_groups": False, "max_generation_rounds": 1}  # every step has several updates and an old pass
     checkpoint = {"every": 1, "asynchronous": False}
     cfg = w.run_config(model, tmp_path, parallel=parallel, rollout=every_group, checkpoint=checkpoint)
     with pytest.raises(AssertionError):
