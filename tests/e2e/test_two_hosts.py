@@ -46,7 +46,11 @@ def straight(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def words(model: Path, output: Path, **more: object) -> list[str | Path]:
-    return ["train", "examples/demo.yaml", *settings(model, **RUN, name="run", output=output, sync__folder=output, **more)]
+    return [
+        "train",
+        "examples/demo.yaml",
+        *settings(model, **RUN, name="run", output=output, sync__transport__folder=output, **more),
+    ]
 
 
 def started(tepo: Start, two: tuple[Host, Host], *of_run: str | Path) -> tuple[Command, Command]:
