@@ -1,7 +1,7 @@
 """The one config tree. Every default and every check across fields lives here.
 
-How a config is read and how its errors are told: `config/io.py`. What depends on the model (does tp divide its heads?) is
-checked in `actor/layout.py`, what depends on the table of objectives in `losses/`; both before any process is started.
+`config/io.py` reads configs and explains their errors. `actor/layout.py` checks what depends on the model (does tp divide its
+heads?), and `losses/` what depends on the table of objectives; both before any process is started.
 """
 
 from tepo_megatron.config.data import SLICE, DataConfig, DataSet
