@@ -1,7 +1,8 @@
 """Write docs/configuration.md from the types of the config: `python -m tools.config_reference`.
 
 The meaning of a key comes from the docstring of its section ("key: meaning; ..."), the comment above the key and the comment on
-its line. What is refused comes from the errors that the section raises.
+its line. What is refused comes from the errors that the section raises, and from those of the functions `check_...` of its
+module whose first parameter is the section. A section with variants has a subsection for each; their common keys come first.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ from tepo_megatron.losses.objective import _TABLES, Objective
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration reference
 
-Made by `python -m tools.config_reference` from `tepo_megatron/config/`; a test compares.
+Made by `python -m tools.config_reference` from `tepo_megatron/config/`; a test compares. This page lists <count> keys.
 
 A config is a YAML file of sections. `rollout.server.tp` is the key `tp` in `server` in `rollout`; on the command line it is
-`--rollout.server.tp 2` or `--rollout.server.tp=2`, read as YAML, and wins over the file. `base: other.yaml` (a path relative to
-the file itself) lays a file over another one: sections are merged key by key, lists and values are replaced, `null` takes a key
-back to its default. An unknown key is an error that names the nearest known one. Below each section stands what it refuses
-(`…`: what the message fills in); what depends on the model and on the objective is refused before anything starts, too.
+`--rollout.server.tp 2` or `--rollout.server.tp=2`, read as YAML, and wins over the file. `base: other.yaml` (a path relative
+to the file itself) lays a file over another one: sections are merged key by key, lists and values are replaced, `null` takes
+a key back to its default. A section with a `type` is replaced by one with another `type`. Names that keys had before work for
+one release, with a message that gives the new name. An unknown key is an error that names the nearest known one. Below each
+section is what it refuses (`…`: what the message fills in); what depends on the model and on the objective is refused before
+anything starts, too.
 """
 NAMES = {int: "integer", float: "number", str: "text", bool: "true, false", type(None): "null", Any: "anything"}
 OF_A_TERM = {"type": "which term it is", "weight": "of its value in the reward"}
@@ -50,10 +53,12 @@ class Section:
     Attributes:
         name: the section as its heading shows it; "" for the top level.
         cls: its type.
+        variants: all types that the section can have, if there are several, and `cls` is one of them.
     """
 
     name: str
     cls: type
+    variants: tuple[type, ...] = ()
 
     @property
     def prefix(self) -> str:
@@ -73,6 +78,8 @@ def sections(cls: type = Config, name: str = "") -> Iterator[Section]:
         key = f"{name}.{field}" if name else field
         if dataclasses.is_dataclass(hint):
             yield from sections(typing.cast(type, hint), key)
+        elif variants := variants_of(hint):
+            yield from (Section(key, variant, variants) for variant in variants)
         else:
             for inner in _dataclasses_in(hint):
                 yield from sections(inner, f"{key}[]")
@@ -85,18 +92,33 @@ def all_keys() -> Iterator[str]:
             yield section.prefix + name
 
 
+def variants_of(hint: Any) -> tuple[type, ...]:
+    """Return the section types among which the value of a key is chosen; empty if it is no section, or always the same one."""
+    plain = [_bare(arg) for arg in typing.get_args(_bare(hint))] if typing.get_origin(hint) is not list else []
+    return tuple(plain) if len(plain) > 1 and all(isinstance(x, type) and dataclasses.is_dataclass(x) for x in plain) else ()
+
+
 def page() -> str:
     """Return the whole reference page."""
     parts = [HEAD]
     for section in sections():
-        parts.append(_section(section))
-    return "\n".join(parts)
+        parts.append(_variant(section) if section.variants else _section(section))
+    text = "\n".join(parts)
+    return text.replace("<count>", str(count(text)))
+
+
+def count(text: str) -> int:
+    """Return the number of different keys in the tables of a page, without sections and without keys of list items."""
+    return len({row[1] for row in re.finditer(r"^\| `([\w.]+)` \| (?!\[section\])", text, re.M)})
 
 
 def meanings(cls: type) -> tuple[str, dict[str, str]]:
     """Return the description of a section, and the meaning of each of its keys."""
     intro, of_key = _from_docstring(cls)
-    for name, comment in _comments(cls).items():
+    comments = {}
+    for base in reversed(cls.__mro__[:-1]):
+        comments |= _comments(base)
+    for name, comment in comments.items():
         of_key[name] = "; ".join(x for x in (of_key.get(name, ""), comment) if x)
     if cls in typing.get_args(AnyTermConfig):
         of_key = OF_A_TERM | of_key
@@ -111,7 +133,12 @@ def meanings(cls: type) -> tuple[str, dict[str, str]]:
 def refusals(cls: type) -> list[str]:
     """Return the messages of the errors that a section's checks raise, with `…` for what they fill in."""
     found = []
-    for node in ast.walk(_tree(cls)):
+    trees: list[ast.AST] = [_tree(cls)]
+    for node in ast.parse(inspect.getsource(inspect.getmodule(cls))).body:  # type: ignore[arg-type]
+        if isinstance(node, ast.FunctionDef) and re.match("_?check_", node.name):
+            first = node.args.args[0].annotation
+            trees += [node] * (isinstance(first, ast.Name) and first.id == cls.__name__)
+    for node in itertools.chain.from_iterable(map(ast.walk, trees)):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             message = node.exc.args[0]
             parts = message.values if isinstance(message, ast.JoinedStr) else [message]
@@ -122,25 +149,76 @@ def refusals(cls: type) -> list[str]:
 def _section(section: Section) -> str:
     """Return the part of the page for one section."""
     cls = section.cls
-    intro, of_key = meanings(cls)
-    hints = typing.get_type_hints(cls, include_extras=True)
+    intro, hints = meanings(cls)[0], typing.get_type_hints(cls, include_extras=True)
     title = f"`{section.name}`" if section.name else "The top"
     if section.name.endswith("[]") and "type" in hints:
         title += f": {_type(hints['type'])}"
     lines = [f"## {title}", ""]
     if intro:
         lines += [_prose(intro), ""]
-    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for name, field in _fields(cls).items():
-        key = f"`{section.prefix}{name}`"
-        if dataclasses.is_dataclass(hints[name]):
-            lines.append(f"| {key} | [section](#{(section.prefix + name).replace('.', '')}) | | |")
+    return "\n".join([*lines, *_table(section, list(_fields(cls))), *_refused(cls)]) + "\n"
+
+
+def _variant(section: Section) -> str:
+    """Return the part of the page for one variant of a section; the first one has the section's heading and the common keys."""
+    cls, variants = section.cls, section.variants
+    common = [name for name in _fields(cls) if all(name in _fields(x) for x in variants) and name != "type"]
+    before = {name for x in variants[: variants.index(cls)] for name in _fields(x)}
+    lines = []
+    if cls is variants[0]:
+        lines += [f"## `{section.name}`", "", f"A section in one of these variants: {'; '.join(map(_named, variants))}.", ""]
+        if common:
+            lines += [*_table(section, common), ""]
+    lines += [f"### `{section.name}`: {_named(cls)}", "", _prose(meanings(cls)[0])]
+    own = [name for name in _fields(cls) if name not in (*common, "type") and name not in before]
+    if own:
+        lines += ["", *_table(section, own)]
+    again = [name for name in _fields(cls) if name not in (*common, "type") and name in before]
+    if again:
+        lines += ["", "Also: " + ", ".join(f"`{name}`" for name in again) + "."]
+    return "\n".join([*lines, *_refused(cls)]) + "\n"
+
+
+def _named(cls: type) -> str:
+    """Return what distinguishes a variant: its `type`, or the key that only it requires."""
+    if "type" in _fields(cls):
+        return f"`type: {_kind(cls)}`"
+    required = [name for name, field in _fields(cls).items() if _default(field) == "**required**"]
+    return f"with `{required[0]}`" if required else "by default"
+
+
+def _kind(cls: type) -> str:
+    """Return the `type` of a variant."""
+    return str(typing.get_args(typing.get_type_hints(cls)["type"])[0])
+
+
+def _table(section: Section, names: list[str]) -> list[str]:
+    """Return the lines of a table of keys.
+
+    Args:
+        section: the section.
+        names: those of its keys that the table shows.
+    """
+    of_key, fields = meanings(section.cls)[1], _fields(section.cls)
+    hints = typing.get_type_hints(section.cls, include_extras=True)
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name in names:
+        key, link = f"`{section.prefix}{name}`", f"[section](#{(section.prefix + name).replace('.', '')})"
+        variants = variants_of(hints[name])
+        typed = bool(variants) and all("type" in _fields(x) for x in variants)
+        if dataclasses.is_dataclass(hints[name]) or (variants and not typed):
+            lines.append(f"| {key} | {link} | | |")
             continue
-        cells = [key, _type(hints[name]), _default(field), _prose(of_key.get(name, ""))]
+        words = ", ".join(f"`{_kind(x)}`" for x in variants) + f", or a {link}" if typed else _type(hints[name])
+        cells = [key, words, _default(fields[name]), _prose(of_key.get(name, ""))]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    if messages := refusals(cls):
-        lines += ["", "Refused:", "", *(f"* {_code(message)}" for message in messages)]
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def _refused(cls: type) -> list[str]:
+    """Return the lines that list what a section refuses."""
+    messages = refusals(cls)
+    return ["", "Refused:", "", *(f"* {_code(message)}" for message in messages)] if messages else []
 
 
 @functools.cache
@@ -174,7 +252,13 @@ def _default(field: dataclasses.Field[Any]) -> str:
         if field.default_factory is dataclasses.MISSING:
             return "**required**"
         value = field.default_factory()
-    return f"`{json.dumps(value)}`"
+    kind = getattr(value, "type", None)
+    return f"`{json.dumps(kind or value, default=_shortest)}`"
+
+
+def _shortest(value: Any) -> dict[str, Any]:
+    """Return a section as a mapping without the keys that have their defaults."""
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if getattr(value, f.name) != f.default}
 
 
 def _type(hint: Any, bounds: tuple[Any, ...] = ()) -> str:

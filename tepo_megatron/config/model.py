@@ -74,7 +74,8 @@ class ParallelConfig:
     tp_comm_overlap: bool = False
     bucket_parameters: Positive | None = None  # of a bucket; None: Megatron's 40 million, or a million for each of dp x cp
     timeout_seconds: PositiveFloat = 600.0  # a collective of training that waits longer fails
-    silent_seconds: PositiveFloat = 60.0  # a rank that gives no sign of life for so long is frozen (`hang_watchdog.py`)
+    # Seconds without a heartbeat after which a rank counts as frozen and the run ends with its name (`hang_watchdog.py`).
+    heartbeat_timeout: PositiveFloat = 60.0
 
     def __post_init__(self) -> None:
         if self.sequence_parallel and self.tp == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import re
 import shlex
@@ -17,6 +18,7 @@ from launch.profile import load_cluster
 from tepo_megatron.actor.layout import check_layout
 from tepo_megatron.config import Config, RewardConfig
 from tepo_megatron.config.io import load_config, validate_as
+from tepo_megatron.config.renamed_keys import RENAMED
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.engine_api import EngineApi
 from tests.unit.docs.pages import PAGES, anchors, commands, fences, inline_code, links
@@ -102,7 +104,8 @@ def unknown_keys(text: str, known: set[str]) -> Iterator[str]:
 def test_keys_exist() -> None:
     known = {key.replace("[]", "") for key in config_reference.all_keys()}
     texts = [(page, text) for page in PAGES for text in inline_code(page)]
-    assert [(str(page), text, key) for page, text in texts for key in unknown_keys(text, known)] == []
+    names = {Path("CHANGELOG.md"): known | {key.old for key in RENAMED}}  # which tells what became of old ones
+    assert [(str(page), text, key) for page, text in texts for key in unknown_keys(text, names.get(page, known))] == []
     assert list(unknown_keys("--training.stepss 3", known)) == ["training.stepss"]
 
 
@@ -184,7 +187,7 @@ def test_the_layouts_of_the_paper_page_fit() -> None:
         others = [re.fullmatch(r"tp (\d) dp (\d) \+ (\d) x tp (\d)", cell).groups() for cell in (sixteen, sixty_four)]
         for gpus, (tp, dp, servers, server_tp) in zip((8, 16, 64), (shared, *others), strict=True):
             words = f"--parallel.tp {tp} --parallel.dp {dp} --rollout.servers {servers} --rollout.server.tp {server_tp}"
-            apart = " --rollout.colocate false --rollout.server.rendezvous s --sync.folder w"
+            apart = " --rollout.colocate false --rollout.server.rendezvous s --sync.transport.folder w"
             words += " --rollout.colocate true" if gpus == 8 else apart
             cfg = load_config(recipes[model], words.split())
             check_layout(architecture(model), cfg.parallel)
@@ -315,10 +318,19 @@ def test_the_configuration_reference_is_that_of_the_code() -> None:
     assert written == config_reference.page(), "run `python -m tools.config_reference`"
 
 
+LIMIT = 153  # keys of the reference; 115 once the sections objective, optimizer, training and model have their new form
+
+
+def test_the_reference_stays_short() -> None:
+    text = config_reference.PAGE.read_text()
+    assert 100 < config_reference.count(text) <= LIMIT
+    assert f"This page lists {config_reference.count(text)} keys." in text
+
+
 def test_every_key_has_a_meaning() -> None:
     names = {section.name for section in config_reference.sections()}
     for section in config_reference.sections():
         intro, of_key = config_reference.meanings(section.cls)
-        for key in section.cls.__dataclass_fields__:
+        for key in (field.name for field in dataclasses.fields(section.cls)):
             named = of_key.get(key) or re.search(rf"\b{key}\b", intro)
             assert named or f"{section.prefix}{key}" in names, f"{section.prefix}{key}"
