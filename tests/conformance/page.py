@@ -53,13 +53,24 @@ only asks for finite numbers it says so. The columns of the tables of results ar
 
 
 def write(tables: Mapping[str, Table], cases: Sequence[Case]) -> None:
-    """Write the page. Tables that are in it already, and are not among these, stay."""
+    """Write the page. Tables that it holds already and that are not among `tables` stay.
+
+    Args:
+        tables: Results of each subject, by table name.
+        cases: The columns.
+    """
     path = Path(PAGE)
     path.write_text(text(tables, cases, path.read_text() if path.exists() else ""))
 
 
 def text(tables: Mapping[str, Table], cases: Sequence[Case], before: str = "") -> str:
-    """Return the page. before: a page whose other tables are to stay."""
+    """Return the text of the page.
+
+    Args:
+        tables: Results of each subject, by table name.
+        cases: The columns.
+        before: A page whose other tables are kept.
+    """
     written = f"Written by `python -m tests.conformance {' '.join(TITLES)} --peers FOLDER --write`."
     lines = [_HEAD, "## Results", "", written, _MEANING]
     lines += ["|  | case | what a failure usually is |", "|---|---|---|"]

@@ -42,7 +42,12 @@ def cases() -> list[Any]:
 
 @dataclass
 class ServedElsewhere:
-    """A server that a `tepo serve` keeps. settings: of a run that uses it; key: what it asks for."""
+    """A server that a `tepo serve` keeps.
+
+    Attributes:
+        settings: Settings of a run that uses it.
+        key: Key that it requires.
+    """
 
     model: Path
     settings: dict[str, object]

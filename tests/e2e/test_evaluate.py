@@ -62,7 +62,7 @@ def test_all_seven_on_an_engine_of_its_own_and_on_one_that_runs(tepo, base: Path
 
 
 def greedy_texts(model: Path, problems: dict) -> list[str]:
-    """What transformers makes of the same problems."""
+    """Return the greedy responses of transformers to the same problems."""
     tokenizer, policy = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     texts = []
     for name, samples in problems.items():

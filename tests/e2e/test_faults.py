@@ -129,7 +129,7 @@ def whole_lines(run: Path) -> list[dict]:
 
 
 def fault(command, run: Path, *phrases: str, steps: int) -> None:
-    """The fault comes in mid-run: as `refused`, with the steps before it on record and nothing half-written."""
+    """Assert that the fault ends the run in mid-run as in `refused`, with earlier steps on record and no partial files."""
     command.until(lambda: "actor built" in command.output, timeout=BOUND)
     refused(command, *phrases)
     assert len(whole_lines(run)) == steps

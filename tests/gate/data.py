@@ -57,12 +57,12 @@ def make_material(folder: Path, family: str, *, tied: bool, layers: int, steps: 
     """Write the models and draw the rollouts.
 
     Args:
-        folder: where the model directories go.
-        family: a key of FAMILIES.
-        tied: the output layer is the embedding.
-        layers: decoder layers.
-        steps: rollout batches.
-        seed: of weights and rollouts.
+        folder: Parent of the model directories.
+        family: A key of FAMILIES.
+        tied: Whether the output layer is the embedding.
+        layers: Decoder layers.
+        steps: Number of rollout batches.
+        seed: Seed of weights and rollouts.
     """
     config = FAMILIES[family](num_hidden_layers=layers, tie_word_embeddings=tied, **SIZES)
     name = f"{family}-{'tied' if tied else 'untied'}-{layers}"
@@ -76,7 +76,7 @@ def make_material(folder: Path, family: str, *, tied: bool, layers: int, steps: 
 
 
 def _perturb(path: Path, seed: int) -> None:
-    """Change every weight of a model directory by some per cent."""
+    """Change every weight of a model directory by some percent."""
     from safetensors.torch import load_file, save_file
 
     generator = torch.Generator().manual_seed(seed)
@@ -86,7 +86,7 @@ def _perturb(path: Path, seed: int) -> None:
 
 
 def _rollouts(policy: torch.nn.Module, step: int, generator: torch.Generator) -> tuple[Rollout, ...]:
-    """Random tokens; the engine's log-probs are the policy's at the start, off by up to half a nat for some tokens."""
+    """Draw random tokens. The engine's log-probs are the policy's at the start, off by up to half a nat for some tokens."""
     out: list[Rollout] = []
     for group, (length, responses, rewards) in enumerate(zip(PROMPTS, RESPONSES, REWARDS, strict=True)):
         # never id 0: transformers keeps the padding token out of the gradient (padding_idx)

@@ -39,7 +39,7 @@ def _layout(cfg: Config, axes: tuple[str, ...]) -> dict[str, Any]:
 
 
 def name_of(layout: dict[str, Any]) -> str:
-    """A layout in the words of the field: TP2+SP DP2."""
+    """Return a layout in the usual notation: TP2+SP DP2."""
     words = [f"{axis.upper()}{layout[axis]}" for axis in ("tp", "pp", "vpp", "cp", "ep", "dp") if layout[axis] > 1]
     if layout["sequence_parallel"]:
         words[0] += "+SP"
@@ -47,12 +47,12 @@ def name_of(layout: dict[str, Any]) -> str:
 
 
 def on_a_cpu(cfg: Config, model: str, layout: dict[str, Any], precision: str) -> Config:
-    """The config of one world.
+    """Return the config of one world.
 
     Args:
-        cfg: as shipped, resolved.
-        model: directory of the tiny model.
-        layout: one of `worlds`.
+        cfg: Config as shipped, resolved.
+        model: Directory of the tiny model.
+        layout: One of `worlds`.
         precision: fp32 or bf16.
     """
     tree = plain(cfg)
@@ -88,7 +88,7 @@ def on_a_cpu(cfg: Config, model: str, layout: dict[str, Any], precision: str) ->
 
 
 def updates(cfg: Config) -> tuple[int, int, int]:
-    """Return epochs, prompts of a minibatch and steps that come to two updates, as like the config's own as they can be."""
+    """Return epochs, prompts of a minibatch and steps that amount to two updates, as close to the config's own as possible."""
     parts = -(-cfg.rollout.prompts_per_step // cfg.training.minibatch_prompts)
     if cfg.training.epochs > 1:
         return 2, len(PROMPTS), 1

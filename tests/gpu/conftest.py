@@ -1,7 +1,7 @@
 """Tests on a GPU, in a process of their own: `python -m pytest tests/gpu --confcutdir=tests/gpu`.
 
-The other tests' conftest hides GPUs from its process, and so nothing here is collected beside them, nor where there is no GPU.
-Without one the kernels run in Triton's interpreter: tests/unit/ops/test_triton_interpreter.py.
+The other tests' conftest hides GPUs from its process, so nothing here is collected together with them, nor where there is no
+GPU. Without one the kernels run in Triton's interpreter: tests/unit/ops/test_triton_interpreter.py.
 """
 
 from __future__ import annotations

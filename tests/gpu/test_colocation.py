@@ -1,4 +1,4 @@
-"""What really leaves a GPU: the actor's parts, and a server's weights and KV cache; and that both come back."""
+"""The actor's parts, and a server's weights and KV cache, really leave a GPU, and come back."""
 
 from __future__ import annotations
 

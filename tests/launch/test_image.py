@@ -123,7 +123,7 @@ def built(request: pytest.FixtureRequest, buildah: stand_in.Store) -> Iterator[B
 
 
 def _context(folder: Path) -> None:
-    """What git knows of, as a person has it: with secrets in the places where they lie."""
+    """Copy the files that git tracks, and add secrets where a person has them."""
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in files.rstrip("\0").split("\0"):
         if (ROOT / name).exists():

@@ -25,21 +25,21 @@ SECTION = {"claims": {"a": "/work"}, "cpu": "8", "memory": "64Gi"}
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
     return kuberay_cases.dry_runs(tmp_path_factory.mktemp("project"))
 
 
 def parts(text: str) -> dict[str, str]:
-    """By the file's name."""
+    """Split the output by the name of the file."""
     found = [part.partition("\n") for part in text.split("#==== ")[1:]]
     return {Path(path).name: body for path, _, body in found}
 
 
 @pytest.mark.parametrize("case", kuberay_cases.CASES)
 def test_a_dry_run_prints_the_manifest_the_plan_and_the_scripts(
-    told: dict[str, tuple[int, str, str]], case: str, tmp_path: Path
+    results: dict[str, tuple[int, str, str]], case: str, tmp_path: Path
 ) -> None:
-    status, text, error = told[case]
+    status, text, error = results[case]
     assert (status, error) == (0, "")
     assert text == (cases.GOLDEN / f"{case}.txt").read_text()
     assert cases.SECRET not in text
@@ -49,8 +49,8 @@ def test_a_dry_run_prints_the_manifest_the_plan_and_the_scripts(
         subprocess.run(["bash", "-n", tmp_path / name], check=True)
 
 
-def test_what_a_pod_needs_is_in_the_manifest(told: dict[str, tuple[int, str, str]]) -> None:
-    files = parts(told["kuberay_apart"][1])
+def test_what_a_pod_needs_is_in_the_manifest(results: dict[str, tuple[int, str, str]]) -> None:
+    files = parts(results["kuberay_apart"][1])
     body, plan = yaml.safe_load(files["rayjob.yaml"]), json.loads(files["plan.json"])
     spec = body["spec"]["rayClusterSpec"]
     (group,) = spec["workerGroupSpecs"]
@@ -120,7 +120,7 @@ def test_what_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"worker": 1}, r"kuberay\.worker: unknown key"),
     ],
 )
-def test_a_mistake_is_told_with_its_key_and_the_mend(keys: dict[str, Any], said: str) -> None:
+def test_a_mistake_is_reported_with_its_key_and_the_fix(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         cluster(kuberay=SECTION | keys)
 

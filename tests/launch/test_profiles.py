@@ -1,4 +1,4 @@
-"""What a cluster's profile may say, and on which machines a run goes."""
+"""Profiles of clusters: their keys, their refusals, and the machines on which a run goes."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def run(**keys: Any) -> Config:
         ({"container": {"image": "i", "mounts": ["data"]}}, r"container: mounts: 'data' is not /HOST/PATH:/CONTAINER/PATH"),
     ],
 )
-def test_a_mistake_is_told_with_its_key_and_the_mend(keys: dict[str, Any], said: str) -> None:
+def test_a_mistake_is_reported_with_its_key_and_the_fix(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         cluster(**keys)
 
 
-def test_the_value_of_a_refused_secret_is_not_told() -> None:
+def test_the_value_of_a_refused_secret_is_not_printed() -> None:
     with pytest.raises(ConfigError) as e:
         cluster(environment={"HF_TOKEN": "hf_very_private"})
     assert "hf_very_private" not in str(e.value)

@@ -22,7 +22,13 @@ _TESTS_FAILED = 1  # exit status of pytest; others say that it could not run the
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a bug. caught_by: the first test that failed, None: none did; how: its error; seconds: until then."""
+    """The result for a bug.
+
+    Attributes:
+        caught_by: First test that failed. None: none did.
+        how: Error of that test.
+        seconds: Seconds until then.
+    """
 
     name: str
     caught_by: str | None
@@ -30,7 +36,7 @@ class Verdict:
     seconds: float
 
     def line(self) -> str:
-        """Return it for the terminal."""
+        """Return a line for the terminal."""
         return f"{'caught ' if self.caught_by else 'MISSED '} {self.seconds:5.1f} s  {self.name}: {self.caught_by or self.how}"
 
 
@@ -50,7 +56,15 @@ class Copy:
     def look(self, exhibit: Exhibit, tests: Sequence[str], seconds: float) -> Verdict:
         """Put the bug in, run tests until one fails, and take it out again.
 
-        That pytest cannot run them, or is not done in time, is not taken for a bug that was noticed. Raises NotFound.
+        A bug does not count as caught when pytest cannot run the tests, or does not end in time.
+
+        Args:
+            exhibit: Exhibit with the bug.
+            tests: Arguments of pytest.
+            seconds: Time limit.
+
+        Raises:
+            NotFound: The exhibit does not fit the tree.
         """
         file, text = mutated(exhibit, self.path)
         original = (self.path / file).read_text()

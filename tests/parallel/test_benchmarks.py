@@ -114,6 +114,6 @@ def test_a_run_that_gains_nothing_ends_early_and_is_finished(
     resumed = replace(cfg, resume=True)
     assert run_dir.finished(resumed)
     assert cli.train(str(cfg.run_dir / "config.yaml"), ["--resume", "true"]) == 0
-    told = capsys.readouterr().out
-    assert "finished, with 2 steps" in told and "only --evaluation.patience null makes it go on" in told
+    output = capsys.readouterr().out
+    assert "finished, with 2 steps" in output and "only --evaluation.patience null makes it go on" in output
     assert not run_dir.finished(replace(resumed, evaluation=replace(cfg.evaluation, patience=None)))

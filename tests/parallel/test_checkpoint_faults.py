@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint: damaged files, full disks, killed and hanging ranks, another model."""
+"""Faults of checkpoints: damaged files, full disks, killed and hanging ranks, another model."""
 
 import hashlib
 import os
@@ -49,9 +49,9 @@ def remove(path: Path, dice: random.Random) -> None:
 
 
 def damage_everything(rank: int, cfg: Any, folder: Path) -> list[tuple[str, str, int | None, tuple[str, ...]]]:
-    """Two checkpoints; every file of the newer one is damaged in three ways, one at a time, and mended again."""
+    """Damage every file of the newer of two checkpoints in three ways, one at a time, and restore it."""
     actor, dice, out = w.start(cfg), random.Random(0), []
-    with w.checkpoints(folder, actor) as checkpoints, w.warnings_of_the_room():
+    with w.checkpoints(folder, actor) as checkpoints, w.checkpoint_warnings():
         for step in (1, 2):
             checkpoints.save(step, actor, {"step": step})
         checkpoints.wait()
@@ -85,7 +85,7 @@ def test_any_damaged_file_is_found_and_the_former_checkpoint_taken(case: cases.C
 
 def all_damaged(rank: int, cfg: Any, folder: Path) -> Any:
     actor = w.start(cfg)
-    with w.checkpoints(folder, actor) as checkpoints, w.warnings_of_the_room():
+    with w.checkpoints(folder, actor) as checkpoints, w.checkpoint_warnings():
         nothing = checkpoints.newest()
         for step in (1, 2):
             checkpoints.save(step, actor, {})
@@ -175,7 +175,7 @@ def run_until_killed(rank: int, cfg: Any, batch: Any, folder: Path, digests: Pat
         data = b"".join(x.numpy().tobytes() for x in w.raw_state(actor) if isinstance(x, torch.Tensor))
         return digests / f"{step}-{rank}-{hashlib.sha256(data).hexdigest()}"
 
-    with w.checkpoints(folder, actor) as checkpoints, w.warnings_of_the_room() as warnings:
+    with w.checkpoints(folder, actor) as checkpoints, w.checkpoint_warnings() as warnings:
         found = checkpoints.newest()
         step = 1
         if found is not None:
@@ -297,7 +297,7 @@ def test_the_newest_and_every_third_stay_and_so_does_one_that_is_to_be_loaded(ca
 def go_back(rank: int, cfg: Any, folder: Path) -> Any:
     """Step 2 is damaged, so the run goes on from 1 and comes to 2 again."""
     actor = w.start(cfg)
-    with w.checkpoints(folder, actor) as checkpoints, w.warnings_of_the_room() as warnings:
+    with w.checkpoints(folder, actor) as checkpoints, w.checkpoint_warnings() as warnings:
         for step in (1, 2, 4):
             checkpoints.save(step, actor, {"course": 1})
         checkpoints.wait()
@@ -361,7 +361,7 @@ def test_the_checkpoint_of_another_model_is_refused_before_anything_changes(case
 
 
 def save_nonsense(rank: int, cfg: Any, folder: Path, fields: dict[str, bool]) -> tuple[str, list[str]]:
-    """Told by `save` itself where it waits for the end or for the folder; else by whatever comes next."""
+    """Raise the error in `save` itself where it waits for the end or for the folder; else in the next call."""
     actor = w.start(cfg)
     with w.checkpoints(folder, actor, **fields) as checkpoints:
         if not fields:
@@ -393,7 +393,7 @@ def save_to_no_folder(rank: int, cfg: Any, folder: Path) -> list[str]:
     return messages
 
 
-def test_a_folder_that_cannot_be_made_is_told_by_what_comes_next(case: cases.Case, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported_by_the_next_call(case: cases.Case, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     ranks = run_world(2, save_to_no_folder, w.run_config(case.model, {"dp": 2}), tmp_path / "file")
     assert ranks[0] == ranks[1]

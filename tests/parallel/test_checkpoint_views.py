@@ -1,4 +1,4 @@
-"""What is kept from one save to the next is never saved where it is no longer the state."""
+"""Data that is kept from one save to the next is never saved where it is no longer the state."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def moments(actor: Any) -> dict[str, torch.Tensor]:
-    """What the optimizer keeps for its first parameter."""
+    """Return the optimizer's state of its first parameter."""
     part = actor.optimizer.chained_optimizers[0].optimizer
     return next(iter(part.state.values()))
 
@@ -52,7 +52,7 @@ REPLACED = (replace_moment, replace_state, replace_weight, replace_parameter, no
 
 
 def save_and_replace(rank: int, cfg: Any, batch: Any, folder: Path) -> list[tuple[str, bool, bool]]:
-    """Of each way to replace something: whether it changed the state, and whether what is saved next is the state."""
+    """Return, for each way to replace something, whether it changed the state, and whether the next save holds the state."""
     from tepo_megatron.actor.actor import Actor
 
     actor, out = w.start(cfg), []
@@ -108,7 +108,7 @@ def look_twice(rank: int, cfg: Any, batch: Any) -> list[bool]:
     return [second is first, third is second]
 
 
-def test_the_boxes_are_described_again_only_when_a_tensor_was_replaced(case: cases.Case) -> None:
+def test_the_shard_slices_are_described_again_only_when_a_tensor_was_replaced(case: cases.Case) -> None:
     assert run_world(1, look_twice, w.run_config(case.model, {}), case.batches[0]) == [[True, False]]
 
 

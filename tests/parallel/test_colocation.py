@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(model: Path, folder: Path, *kills: Kill, **sections: Any) -> tuple[w.Outcome, list[dict[str, Any]], str]:
-    """What a run leaves, what it measured of memory by step, and its log."""
+    """Run with kills; return the outcome, the memory measurements by step, and the log."""
     journal = folder / "journal"
     folder.mkdir()
     cfg = w.run_config(model, folder, parallel=LAYOUT, checkpoint={"every": 2}, **sections)
@@ -89,7 +89,7 @@ def test_memory_is_measured_without_it_too(model: Path, apart: w.Outcome, tmp_pa
 
 @dataclass
 class Scribe:
-    """Trainer and engine that only write down what they are told, the trainer of rank 1 after a while."""
+    """A trainer and an engine that only record their calls; the trainer of rank 1 does so after a while."""
 
     file: Path
     rank: int
@@ -125,26 +125,26 @@ def _turns(rank: int, file: Path) -> list[str]:
     def push() -> None:
         scribe.note(f"push in {turns.state}")
 
-    told = []
+    refusals = []
     with pytest.raises(RuntimeError) as refused:
         turns.repair(push)
-    told.append(str(refused.value))
+    refusals.append(str(refused.value))
     assert turns.engine_sleeps
     turns.generate(push)
     assert not turns.engine_sleeps
     with pytest.raises(RuntimeError) as refused:
         turns.generate(push)
-    told.append(str(refused.value))
+    refusals.append(str(refused.value))
     turns.repair(push)
     turns.train()
     turns.train()  # is there
-    return told
+    return refusals
 
 
 def test_who_goes_first(tmp_path: Path) -> None:
     file = tmp_path / "journal"
-    told = run_world(2, _turns, file)
-    assert told == [[
+    refusals = run_world(2, _turns, file)
+    assert refusals == [[
         "trainer and engine cannot go from train to repair; from train they go to sync",
         "trainer and engine cannot go from generate to sync; from generate they go to train or repair",
     ]] * 2  # fmt: skip

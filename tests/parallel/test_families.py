@@ -348,7 +348,7 @@ def whole_gradients(actor: Any) -> list[Tensor]:
 
 
 def sent(actor: Any, values: list[Tensor]) -> dict[str, Tensor]:
-    """What this rank would send of `values` (one per binding), in HF layout."""
+    """Return the part of `values` (one per binding) that this rank would send, in HF layout."""
     from dataclasses import replace
 
     from tepo_megatron.weights.gather import iterate_hf, sent_by

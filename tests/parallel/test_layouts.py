@@ -65,7 +65,7 @@ def test_untied_embeddings(untied: cases.Case, name: str) -> None:
 @pytest.mark.parametrize("embeddings", ["tied", marked("untied", pytest.mark.full)])
 @pytest.mark.slow
 def test_output_layer_in_chunks(request: pytest.FixtureRequest, name: str, embeddings: str) -> None:
-    """Fused with the token statistics; in microbatches, and without room to keep logits."""
+    """Fuse the output layer with the token statistics, in microbatches, and with a budget that keeps no logits."""
     check(request.getfixturevalue(embeddings), LAYOUTS[name], max_tokens=80, logits_budget_mib=0)
 
 

@@ -1,4 +1,4 @@
-"""What saves memory or hides communication changes no bit of what is trained, and does what it says."""
+"""Options that save memory or hide communication change no bit of the training, and have their effect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config(
 
 
 def agree(actor: Any) -> bool:
-    """Whether the ranks that hold the same part of the model have the same parameters."""
+    """Return whether the ranks that hold the same part of the model have the same parameters."""
     axis = actor.groups.dp_cp
     mine = torch.cat([b.parameter.detach().flatten() for b in actor.bindings])
     theirs = [torch.empty_like(mine) for _ in range(axis.size)]
@@ -117,7 +117,7 @@ def test_overlapped_communication_trains_the_same_bits(case: cases.Case, layout:
 
 
 def _stale(rank: int, cfg: Config, case: cases.Case) -> tuple[bool, bool]:
-    """Whether parameters are the same on both ranks after an update, before and after they were made whole."""
+    """Return whether parameters are the same on both ranks after an update, before and after they were gathered."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
@@ -162,7 +162,7 @@ def test_activations_on_the_host_train_the_same_bits(case: cases.Case) -> None:
 
 
 def _saved_bytes(rank: int, cfg: Config, case: cases.Case) -> int:
-    """What autograd holds for backward at the end of a forward pass, parameters aside."""
+    """Return the bytes that autograd holds for backward at the end of a forward pass, without parameters."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective

@@ -68,13 +68,18 @@ def objectives() -> dict[str, Objective]:
 
 @dataclass(frozen=True)
 class Layout:
-    """room: packed tokens of a microbatch; microbatches: how many that makes on each data-parallel rank, a multiple of
-    `multiple` (the last ones may then be empty). The sequences are packed in an order drawn from the seed `order`. shared:
-    equal prompts of a microbatch are packed once."""
+    """A layout of the minibatch.
+
+    Attributes:
+        max_tokens: Packed tokens of a microbatch.
+        microbatches: Number of microbatches on each data-parallel rank, a multiple of `multiple`; the last ones may be empty.
+        order: Seed of the order in which the sequences are packed.
+        shared: Whether equal prompts of a microbatch are packed once.
+    """
 
     cp: int
     dp: int
-    room: int
+    max_tokens: int
     microbatches: int
     order: int
     multiple: int = 1
@@ -118,10 +123,10 @@ class Laid:
         return dataclasses.replace(self.inputs_N, **rows, segments=segments, weights=weights)
 
     def microbatches(self, layout: Layout, rank: int) -> list[PackedMicrobatch]:
-        """What this rank sees of the minibatch."""
+        """Return this rank's part of the minibatch."""
         order = torch.randperm(len(RESPONSES), generator=torch.Generator().manual_seed(layout.order)).tolist()
         lengths, alignment = [self.ids[i].numel() for i in order], Alignment(cp=layout.cp)
-        plan = plan_microbatches(lengths, layout.dp, layout.room, alignment, layout.multiple)
+        plan = plan_microbatches(lengths, layout.dp, layout.max_tokens, alignment, layout.multiple)
         assert len(plan[0]) == layout.microbatches, f"{layout} gives {len(plan[0])} microbatches"
         dp_rank, cp_rank = divmod(rank, layout.cp)
         families = self.families if layout.shared else None

@@ -66,7 +66,11 @@ def test_the_first_updates_ratio_is_one_in_bf16_too(case: cases.Case, layout: di
 
 
 class Count(w.Kill):
-    """Kills nobody: tells the journal of each call of any of `where`, separated by spaces."""
+    """Report each call of any function in `where` (separated by spaces) to the journal, and kill nobody."""
+
+    def __post_init__(self) -> None:
+        for place in self.where.split():
+            w.Kill(place)  # checks that the function exists
 
     def arm(self, journal: Path) -> None:
         import importlib
@@ -93,7 +97,7 @@ CALLS = Count("tepo_megatron.actor.pipeline:PipelineSchedule.forward tepo_megatr
 
 
 def run(model: Path, folder: Path, **sections: Any) -> tuple[list[dict[str, Any]], Counter]:
-    """Records of a run, and how often it passed without gradient and updated."""
+    """Return the records of a run, and the number of its passes without gradient and of its updates."""
     cfg = w.run_config(model, folder, **sections)
     w.attempt(cfg, folder / "journal", kill=CALLS)
     calls = Counter(row["called"] for row in w.journal_rows(folder / "journal") if "called" in row)
@@ -101,7 +105,7 @@ def run(model: Path, folder: Path, **sections: Any) -> tuple[list[dict[str, Any]
 
 
 def updates_of(record: dict[str, Any], minibatch: int) -> int:
-    """How many a step made, from the groups that it kept."""
+    """Return the number of updates of a step, from the groups that it kept."""
     return -(-int(record["rollout/kept_groups"]) // minibatch)
 
 

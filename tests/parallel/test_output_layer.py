@@ -97,7 +97,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def every_way() -> Callable[[int, str], list[dict[tuple[int, bool], dict[str, Any]]]]:
-    """What the ranks of a world give in each way; one world for all ways."""
+    """Return the results of each way on the ranks of a world; one world for all ways."""
 
     @functools.cache
     def run(size: int, parallel: str) -> list[Any]:

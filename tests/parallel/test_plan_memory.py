@@ -1,4 +1,4 @@
-"""What `tepo plan` says of memory against real actors: parameters, gradients and optimizer to the byte, activations to 15 %."""
+"""The memory figures of `tepo plan` are those of real actors: states to the byte, activations to 15 %."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
     actor.load()
     actor.keep_reference()
     assert actor.reference is not None
-    copied, boxes = HostCopy(), list(written(actor))
-    copied.take(boxes)
+    copied, shard_slices = HostCopy(), list(written(actor))
+    copied.take(shard_slices)
     buffers = [b for chunk in actor.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weights = {b.param_data.untyped_storage()._cdata: b.param_data.untyped_storage() for b in buffers}
     optimizer = {t.untyped_storage()._cdata: t.untyped_storage() for t in optimizer_tensors(actor.optimizer) if t.numel()}
@@ -82,7 +82,7 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
         "host": actor.offloader.host_bytes,
         "reference": actor.reference.arena.allocated,
         "checkpoint": copied.arena.allocated,
-        "boxes": len(boxes),
+        "shard slices": len(shard_slices),
     }
     parallel.shutdown()
     return out
@@ -101,7 +101,7 @@ def test_states_to_the_byte(tmp_path: Path, model: str, layout: dict[str, Any], 
         assert state_bytes(mine, precision) == {k: rank[k] for k in ("weights", "gradients", "optimizer")}
         assert offload_bytes(mine, precision) == rank["host"]
         planned = arena_bytes([checkpoint_bytes(mine, precision)])
-        assert rank["checkpoint"] <= planned + arena_bytes([1] * rank["boxes"])
+        assert rank["checkpoint"] <= planned + arena_bytes([1] * rank["shard slices"])
         if cfg.parallel.tp * cfg.parallel.pp == 1:  # else norms and tied tables are written by one of those that have them
             assert rank["checkpoint"] >= planned
         ours = rank_parameters(family.rows, arch, cfg.parallel, rank["pp"])
@@ -200,7 +200,7 @@ def test_activations(
     precision: str,
     training: dict[str, Any],
 ) -> None:
-    """What stays on the device to 5 %, and what waits in host memory instead, with a copy for each who saved it, to 15 %."""
+    """Compare the memory on the device to 5 %, and the copies in host memory, one for each tensor that saved it, to 15 %."""
     tiny_model(tmp_path, wide(model))
     cfg = config(tmp_path, layout, precision, **training)
     _, arch = read_model(tmp_path)

@@ -1,4 +1,4 @@
-"""What an update says about its plan is what its ranks computed."""
+"""An update's metrics about its plan are those that its ranks computed."""
 
 from typing import Any
 

@@ -61,7 +61,7 @@ def sync_of(cfg: Any, sync: SyncConfig, receiver: Any) -> tuple[Any, Any]:
 
 
 def plain(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, torch.Tensor]]:
-    """What can be pickled, which tensors in FP8 cannot."""
+    """Return tensors that can be pickled, which tensors in FP8 cannot."""
     return {name: (t.dtype, t.shape, t.reshape(-1).view(torch.uint8)) for name, t in tensors.items()}
 
 
@@ -130,8 +130,8 @@ def test_what_is_sent_is_what_the_export_writes(exported: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("exported", MODELS, indirect=True)
-def test_a_server_is_told_the_model_that_the_export_writes(exported: Path) -> None:
-    """And the file that says it takes no room on the disk."""
+def test_a_server_gets_the_config_that_the_export_writes(exported: Path) -> None:
+    """The config file for the server takes no space on the disk."""
     folder = exported
     served = ServedModel(folder / "hf", in_fp8=True)
     try:
@@ -141,11 +141,11 @@ def test_a_server_is_told_the_model_that_the_export_writes(exported: Path) -> No
         }
         assert {n: t.dtype for n, t in tensors(served.path).items()} == {n: t.dtype for n, t in tensors(folder / "fp8").items()}
         assert weights.stat().st_blocks * 512 < 65_536 < weights.stat().st_size
-        told, exports = (
+        servers, exports = (
             json.loads((f / "config.json").read_text())["quantization_config"] for f in (served.path, folder / "fp8")
         )
-        assert sorted(told.pop("modules_to_not_convert")) == sorted(exports.pop("modules_to_not_convert"))
-        assert told == exports
+        assert sorted(servers.pop("modules_to_not_convert")) == sorted(exports.pop("modules_to_not_convert"))
+        assert servers == exports
         update = Update(served.path, tied_embeddings=True)
         update.add([(name, list(t.shape)) for name, t in tensors(folder / "fp8").items()])
         update.finish()
@@ -203,5 +203,5 @@ class Nobody(Recorder):
 def test_a_weight_that_is_not_a_number_ends_the_push_on_every_rank(exported: Path, transport: str) -> None:
     cfg = cases.run_config(exported / "hf", {"tp": 2})
     sync = replace(cfg.sync, bucket_mib=1, transport=transport, quantize="fp8")
-    for told in run_world(2, push_nan, cfg, sync, timeout=120):
-        assert "model.layers.1.mlp.down_proj.weight: a weight that is infinite or not a number" in told
+    for message in run_world(2, push_nan, cfg, sync, timeout=120):
+        assert "model.layers.1.mlp.down_proj.weight: a weight that is infinite or not a number" in message

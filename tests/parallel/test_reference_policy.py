@@ -41,7 +41,7 @@ def build(cfg: Any) -> Any:
 
 
 def with_reference(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
-    """What the reference policy gives, and whether the policy came through it unchanged."""
+    """Return the statistics of the reference policy, and whether the policy is unchanged afterwards."""
     from tepo_megatron.actor.comparisons import reference_divergence
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
@@ -75,7 +75,7 @@ def outs(case: cases.Case, other: Path) -> list[list[dict[str, Any]]]:
 
 
 def _logprobs(path: Path, case: cases.Case) -> torch.Tensor:
-    """Of the first batch's response tokens under a model, in fp64."""
+    """Return the log-probs of the first batch's response tokens under a model, in fp64."""
     model = reference.load(path)
     with torch.no_grad():
         rollouts = case.batches[0].rollouts

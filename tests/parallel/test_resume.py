@@ -66,7 +66,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcome]:
-    """What the run makes that nobody kills and that writes no checkpoints, by tp."""
+    """The run that nobody kills and that writes no checkpoints, by tp."""
     made: dict[int, Outcome] = {}
 
     def run(tp: int) -> Outcome:
@@ -242,8 +242,8 @@ def test_a_finished_run_stays_as_it_is_or_goes_on_to_more_steps(
     w.attempt(w.run_config(model, tmp_path, checkpoint={"every": 1}, resume=True), tmp_path / "journal", 3)
     w.assert_same(w.outcome(cfg, tmp_path / "journal"), straight(1))
     assert (cfg.run_dir / "summary.former.json").read_text() == former
-    told = [line for line in log_of(cfg).splitlines() if line.startswith("resume: ")]
-    assert told[-2:] == ["resume: from the checkpoint of step 3", "resume: training.steps was 3 and is 5"]
+    lines = [line for line in log_of(cfg).splitlines() if line.startswith("resume: ")]
+    assert lines[-2:] == ["resume: from the checkpoint of step 3", "resume: training.steps was 3 and is 5"]
 
 
 def test_damage_other_data_and_other_problems(model: Path, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_damage_other_data_and_other_problems(model: Path, tmp_path: Path) -> No
     assert summary["accuracy_before"] is None and summary["accuracy_after"] is not None
 
 
-def test_damaged_records_are_told_and_the_run_goes_on(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
+def test_damaged_records_are_reported_and_the_run_ends(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
     """Every record that can be read is there once at the end, and the run ends as if nothing had happened to its records."""
     cfg = made(model, tmp_path, rollout={"record": True})
     metrics, lost, folder = (cfg.run_dir / name for name in ("metrics.jsonl", "metrics.lost.jsonl", "rollouts"))
@@ -284,7 +284,7 @@ def test_damaged_records_are_told_and_the_run_goes_on(straight: Callable[[int], 
     record.write_bytes(record.read_bytes()[:-3])
     more = {"rollout": {"record": True}, "checkpoint": {"every": 1}, "resume": True}
     w.attempt(w.run_config(model, tmp_path, training={"steps": 4}, **more), tmp_path / "journal", 1)
-    told = log_of(cfg)
+    log = log_of(cfg)
     for words in (
         "resume: metrics.jsonl: line 2 cannot be read", "resume: metrics.jsonl: line 3 cannot be read",
         "resume: metrics.jsonl: recorded more than once, of which the later record counts: steps 1, 3",
@@ -292,7 +292,7 @@ def test_damaged_records_are_told_and_the_run_goes_on(straight: Callable[[int], 
         "resume: metrics.jsonl: its records were not in the order of their steps",
         "resume: 4 other lines of metrics.jsonl moved to metrics.lost.jsonl", f"resume: {record}: not the recorded rollouts",
     ):  # fmt: skip
-        assert words in told, words
+        assert words in log, words
     recorded = metrics.read_text().splitlines()
     assert recorded[:2] == [first, third] and len(recorded) == 3 and lost.read_text().count(third) == 1
     metrics.write_text("")  # and once more, all of it

@@ -74,38 +74,38 @@ def blocking_and_late(rank: int) -> dict[str, Any]:
     """Send and receive, blocking and not; a handle that is waited for twice; a group of one of the two ranks."""
     spies = Spies()
     dist.init_process_group("gloo")
-    told: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
     x = torch.full((3,), float(rank))
     if rank == 0:
         dist.barrier(device_ids=[0])
         dist.send(x + 5, dst=1)
-        told["sender"] = None
+        seen["sender"] = None
     else:
         out = torch.zeros(3)
         work = dist.irecv(out, src=0)
-        told["before"], told["completed"] = out.tolist(), work.is_completed()
+        seen["before"], seen["completed"] = out.tolist(), work.is_completed()
         dist.barrier(device_ids=[0])
         work.wait()
-        told["after"] = out.tolist()
+        seen["after"] = out.tolist()
         out.zero_()
         work.wait()
-        told["waited for twice"] = out.tolist()
+        seen["waited for twice"] = out.tolist()
     transposed = torch.arange(6.0).view(2, 3).t()
     dist.all_reduce(transposed)
-    told["not contiguous"] = transposed.tolist()
+    seen["not contiguous"] = transposed.tolist()
     alone, outside = dist.new_group([0]), torch.full((2,), 7.0)
     dist.all_reduce(outside, group=alone)
-    told["outside"] = outside.tolist()
+    seen["outside"] = outside.tolist()
     reduced = x.clone()
     dist.reduce(reduced, dst=1)
     if rank == 0:
         dist.send(x, dst=1)
         dist.send(x + 1, dst=1)
     else:
-        told["reduced"] = reduced.tolist()
-        told["from"] = (dist.recv(out, src=0), dist.recv(out), out.tolist())
-    told["shared"] = spies.shared()
-    return told
+        seen["reduced"] = reduced.tolist()
+        seen["from"] = (dist.recv(out, src=0), dist.recv(out), out.tolist())
+    seen["shared"] = spies.shared()
+    return seen
 
 
 def test_handles_groups_and_blocking_calls() -> None:
@@ -113,9 +113,9 @@ def test_handles_groups_and_blocking_calls() -> None:
     assert receiver["before"] == [0.0] * 3 and not receiver["completed"]
     assert receiver["after"] == [5.0] * 3 and receiver["waited for twice"] == [0.0] * 3
     assert receiver["reduced"] == [1.0] * 3 and receiver["from"] == (0, 0, [1.0] * 3)
-    for told in (sender, receiver):
-        assert told["outside"] == [7.0] * 2 and told["shared"] == 0
-        assert told["not contiguous"] == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
+    for seen in (sender, receiver):
+        assert seen["outside"] == [7.0] * 2 and seen["shared"] == 0
+        assert seen["not contiguous"] == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
 
 
 @pytest.mark.slow

@@ -88,14 +88,14 @@ class Recorder:
 
 
 def left_of(sync: Any) -> list[str]:
-    """What this rank still has of an update: files, or rows that it lends."""
+    """Return what this rank still holds of an update: files, or exported buffers."""
     if hasattr(sync.transport, "folder"):
         return [file.name for file in sync.transport.folder.iterdir()]
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "tepo-weights" in line]
 
 
 def size_of(file: Path) -> int:
-    """Of one that may get another name meanwhile, which the next look counts."""
+    """Return the size of a file; 0 if it gets another name meanwhile, under which the next look counts it."""
     try:
         return file.stat().st_size
     except FileNotFoundError:
@@ -241,7 +241,7 @@ class Keeper(Recorder):
 
 
 def push_changes(rank: int, cfg: Any) -> list[dict[str, Any]]:
-    """What was taken in pushes of all, of nothing, after changes of an MLP and of all layers, and to who lacks them."""
+    """Return the tensors of each push: all, none, after changes of an MLP and of all layers, and to servers that lack them."""
     receiver = Keeper() if rank == 0 else None
     taken, actor = [], actor_of(cfg)
     with sync_of(cfg, receiver, actor) as sync:

@@ -331,9 +331,9 @@ def test_what_is_under_way_goes_on_under_new_weights(in_flight: str, served: Ser
         assert not of_it or logprob_diff(model, of_it, sampling.temperature) <= MAX_LOGPROB_DIFF
     if in_flight == "restart":
         assert not mixed
-        anew = {r.prompt_id for r in made if r.policy_version == version + 1}
+        sampled_again = {r.prompt_id for r in made if r.policy_version == version + 1}
         found = responses(made)
-        assert anew and all(found[i] == again[i] for i in anew)
+        assert sampled_again and all(found[i] == again[i] for i in sampled_again)
     else:
         assert len(mixed) > 50
         other = [replace(r, response_mask_L=r.response_mask_L & (r.versions_L == version)) for r in mixed]
@@ -374,7 +374,7 @@ def test_a_server_killed_in_mid_generation_is_one_prompt_error_and_leaves_nothin
 
 
 def other_address() -> str:
-    """Of this machine, and not of its loopback interface where it has another one."""
+    """Return an address of this machine, not of its loopback interface where it has another one."""
     found = [a.address for nic in psutil.net_if_addrs().values() for a in nic if a.family == socket.AF_INET]
     return next((address for address in found if not address.startswith("127.")), "127.0.0.2")
 

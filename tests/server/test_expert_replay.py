@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def megatrons(rank: int, cfg: Any, batch: TrainBatch) -> tuple[list[Tensor], Tensor]:
-    """What its routers choose, and the log-probs with the engine's choices."""
+    """Return the choices of Megatron's routers, and the log-probs with the engine's choices."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate

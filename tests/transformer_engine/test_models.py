@@ -34,7 +34,10 @@ Facts = dict[str, Any]
 
 
 def _facts(rank: int, path: Path, name: str, precision: str) -> Facts:
-    """What the actors of one precision hold: "te" as on GPUs, "plain" as on a CPU, by the name in the whole model."""
+    """Return the properties of the actors of one precision, by the name in the whole model.
+
+    "te" is built as on GPUs, "plain" as on a CPU.
+    """
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
     from tepo_megatron.weights.gather import iterate_hf
@@ -63,7 +66,7 @@ def _facts(rank: int, path: Path, name: str, precision: str) -> Facts:
 
 
 def _computes(module: torch.nn.Module) -> bool:
-    """Whether a module holds parameters of its own, or is attention."""
+    """Return whether a module holds parameters of its own, or is attention."""
     return any(True for _ in module.parameters(recurse=False)) or type(module).__name__ == "TEDotProductAttention"
 
 

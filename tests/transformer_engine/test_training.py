@@ -54,7 +54,7 @@ def _train(rank: int, cfg: Config, batches: tuple[TrainBatch, ...], change: Chan
 
 
 def _keys(max_tokens: int, fused: bool) -> dict[str, Any]:
-    """Of the section `training`."""
+    """Return keys of section `training`."""
     return {"max_tokens_per_microbatch": max_tokens, "fuse_gradient_accumulation": fused}
 
 

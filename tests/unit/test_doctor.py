@@ -1,4 +1,4 @@
-"""`tepo doctor`, without its step (tests/e2e/test_doctor.py takes one): what is wrong is named, with its mend."""
+"""`tepo doctor`, without its step (tests/e2e/test_doctor.py takes one): every fault is named, with its fix."""
 
 from __future__ import annotations
 
@@ -283,21 +283,21 @@ def test_a_second_cudnn_is_found_where_transformer_engine_looks(made: Make, tmp_
     assert list(versions.cudnn("cpu", environment, toolkit)) == []
 
 
-def test_what_computes_is_told(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(*installed: str, **model: str) -> tuple[str, str]:
+def test_the_kernels_that_compute_are_named(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernels(*installed: str, **model: str) -> tuple[str, str]:
         monkeypatch.setattr(versions, "computing", lambda: frozenset(installed))
         cfg = made(platform="cuda", model=model)
         (found,) = versions.kernels(cfg.model, cfg.training, cfg.platform, cfg.parallel.cp)
         return found.verdict, found.said
 
-    verdict, said = told("transformer_engine", "apex", "amp_C")
+    verdict, said = kernels("transformer_engine", "apex", "amp_C")
     assert verdict == "pass" and said.startswith(
         "layers and attention: Transformer Engine; norms: Transformer Engine; Adam: Tr"
     )
-    verdict, said = told("apex", "amp_C", "fused_layer_norm_cuda")
+    verdict, said = kernels("apex", "amp_C", "fused_layer_norm_cuda")
     assert verdict == "warn" and said.startswith("layers and attention: PyTorch; norms: Apex; Adam: Apex")
-    assert told("transformer_engine", attention="sdpa")[0] == "warn"
-    assert told(attention="te")[0] == "fail"
+    assert kernels("transformer_engine", attention="sdpa")[0] == "warn"
+    assert kernels(attention="te")[0] == "fail"
 
 
 def test_the_trial_is_the_run_made_small(made: Make, tmp_path: Path) -> None:

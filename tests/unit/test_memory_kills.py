@@ -1,4 +1,4 @@
-"""What the kernel counts of processes that it killed for memory, in control groups of both versions and in containers."""
+"""The kernel's counts of processes killed for memory, in control groups of both versions and in containers."""
 
 from __future__ import annotations
 

@@ -56,9 +56,9 @@ def config(model: str = "models/Qwen2.5-7B", **sections: Any) -> Config:
 
 
 def run(cfg: Config, **request: Any) -> tuple[int, str]:
-    told: list[str] = []
+    lines: list[str] = []
     asked = Request(**request)
-    return plan(predictor_of(cfg, asked), asked, told.append), "\n".join(told)
+    return plan(predictor_of(cfg, asked), asked, lines.append), "\n".join(lines)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -135,7 +135,7 @@ def test_the_optimizers_bytes_of_an_element(precision: str, keys: dict[str, Any]
 
 
 def test_an_optimizer_on_the_host() -> None:
-    """What leaves the GPU is there, with gradients, for each rank of a machine; and the update waits for it."""
+    """State that leaves the GPU is in host memory, with gradients, for each rank of a machine; the update waits for it."""
     here, there = (
         predictor_of(config(optimizer={"offload": share}, checkpoint={"every": 0}, parallel={"dp": 4}), Request())
         for share in (0.0, 1.0)
@@ -215,7 +215,7 @@ def test_the_engine() -> None:
     reading = 2 * touched_weights(arch, 1) / (3.35e12 * ASSUMED.elementwise)
     assert alone == pytest.approx(reading + ASSUMED.decode_seconds, rel=0.01)  # all weights once for one token
     assert engine.step_seconds(64, 100) < 2 * alone and engine.step_seconds(64, 20000) > 2 * alone
-    few = replace(engine, cache=2200 * kv_bytes(arch, 1))  # room for two of them
+    few = replace(engine, cache=2200 * kv_bytes(arch, 1))  # capacity for two of them
     assert few.seconds(100, 8, [1000] * 8) == pytest.approx(4 * engine.seconds(100, 8, [1000] * 8), rel=0.15)
     assert few.seconds(100, 1, [5000]) > 0  # one that fits alone runs
 
@@ -264,9 +264,9 @@ def test_the_share_of_the_engine() -> None:
     ids=str,
 )  # fmt: skip
 def test_what_does_not_fit_says_why(sections: dict[str, Any], why: str) -> None:
-    status, told = run(config(**sections))
+    status, output = run(config(**sections))
     assert status == 1
-    assert re.search(why, told.splitlines()[-1]), told.splitlines()[-1]
+    assert re.search(why, output.splitlines()[-1]), output.splitlines()[-1]
 
 
 def test_the_search() -> None:
@@ -315,7 +315,7 @@ def test_recipes_fit_an_h100(path: Path) -> None:
     gpus = int(re.search(r"(\d+)gpu", path.stem)[1])
     assert cfg.name == path.stem and placed(cfg).gpus == gpus
     layout = judge(predictor_of(cfg, Request()))
-    assert layout.why == "" and layout.fullest.total < 0.95 * GPUS["H100"].memory  # with room for what is not modelled
+    assert layout.why == "" and layout.fullest.total < 0.95 * GPUS["H100"].memory  # with a margin for what is not modelled
     assert cfg.rollout.colocate == path.stem.endswith("colocated")
 
 

@@ -69,7 +69,7 @@ def test_a_sleeping_engine(engine: str, tp: int, args: list[str], gives_back: in
 
 
 def test_page_locked_memory_of_a_machine() -> None:
-    """Of Qwen3-14B: all weights, twice over cp, and the optimizer's state, once; and of two machines, the fuller one's."""
+    """Qwen3-14B locks all weights twice over cp, and the optimizer's state once; of two machines the fuller one counts."""
     predictor = predictor_of(load_config("examples/recipes/qwen3-14b-8gpu-colocated.yaml"), Request())
     whole = total_parameters(predictor.model.family.rows, predictor.model.arch)
     found = host_bytes(predictor.cfg, predictor.model)["weights and optimizer while the engine has the GPU"]
@@ -159,6 +159,6 @@ def test_the_whole_run() -> None:
 def test_what_the_readme_shows() -> None:
     block = Path("README.md").read_text().partition("$ .venv/bin/tepo plan ")[2].partition("```")[0]
     command, *shown = block.strip().splitlines()
-    status, told = run(load_config(command.split()[0]), gpus=8, gpu="H100")
+    status, output = run(load_config(command.split()[0]), gpus=8, gpu="H100")
     assert status == 0 and len(shown) > 8
-    assert [line for line in shown if line not in told.splitlines()] == []
+    assert [line for line in shown if line not in output.splitlines()] == []

@@ -98,7 +98,7 @@ def test_overlap_becomes_these_fields() -> None:
         ({"overlap_grad_reduce": False}, (False, False)),
     ):
         by_default = precision.ddp_fields(ParallelConfig(**keys), "cuda")
-        assert (by_default["overlap_grad_reduce"], by_default["overlap_param_gather"]) == on, "GPUs overlap unless told not to"
+        assert (by_default["overlap_grad_reduce"], by_default["overlap_param_gather"]) == on, "GPUs overlap by default"
 
 
 @pytest.mark.parametrize(("moments", "dtype"), [("bf16", torch.bfloat16), ("fp8", torch.uint8)])
@@ -213,7 +213,7 @@ def test_no_more_layers_in_bf16_than_a_stage_has() -> None:
         ({"rollout": {"replay_experts": True}, "training": {"recompute": "full"}}, "recompute=full: routers that compute"),
     ],
 )  # fmt: skip
-def test_contradictions_name_key_value_reason_and_mend(change: dict[str, Any], said: str) -> None:
+def test_contradictions_name_key_value_reason_and_fix(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         validate(BASE | change)
 

@@ -34,7 +34,7 @@ def test_values_and_gradients_are_megatrons(cp: int, rank: int) -> None:
 
 
 def test_tables_are_those_of_the_microbatch_at_hand() -> None:
-    """Shared by all layers, and made anew for other lengths, angles or types."""
+    """The tables are shared by all layers, and computed again for other lengths, angles or types."""
     rotate, t = PackedRotary(), torch.randn(12, HEADS, D)
     half = torch.rand(12, D // 2)
     freqs = torch.cat((half, half), dim=-1)[:, None, None, :]

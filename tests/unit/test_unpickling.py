@@ -51,7 +51,7 @@ ALLOWED = {
 
 
 def risky_calls(source: str) -> set[str]:
-    """What could execute what it reads, as `ALLOWED` spells it. Base classes count as calls."""
+    """Yield the calls that could execute what they read, as `ALLOWED` spells them. Base classes count as calls."""
     found: set[str] = set()
     if not WORDS.search(source):  # most files, which need not be parsed
         return found
@@ -159,9 +159,9 @@ def megatron_loads(folder: Path) -> None:
 
 def evaluation_loads(folder: Path) -> None:
     """As `tepo evaluate` makes a model of a Megatron checkpoint, in a folder of its own."""
-    told: list[str] = []
+    lines: list[str] = []
     (folder / "scratch").mkdir()
-    with hf_model(folder, folder / "scratch", told.append):
+    with hf_model(folder, folder / "scratch", lines.append):
         raise AssertionError("it was converted")
 
 

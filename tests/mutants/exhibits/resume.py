@@ -85,7 +85,7 @@ EXHIBITS = (
         source="reliability_audit.md 5 and 8 (what a kill undid)",
         kind="resume",
         bug=(
-            "After a resume the recording of a step that is taken again stayed beside new ones, so a replay mixes two courses."
+            "After a resume the recording of a step that is taken again stayed next to new ones, so a replay mixes two courses."
         ),
         cost=(
             "The recording of the first step that is taken again is not set aside; if the run ends before it gets "

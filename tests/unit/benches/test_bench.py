@@ -1,4 +1,4 @@
-"""The committed figures: complete, consistent with themselves, and no better than what the code gives when measured anew."""
+"""The committed figures: complete, consistent with themselves, and no better than the code gives when measured again."""
 
 import json
 import subprocess
@@ -50,12 +50,12 @@ def test_the_readable_table_is_the_same() -> None:
 
 
 def worse(new: Object, old: Object) -> bool:
-    room = ROUNDING * abs(old["ours"])
-    return new["ours"] < old["ours"] - room if old["higher_is_better"] else new["ours"] > old["ours"] + room
+    slack = ROUNDING * abs(old["ours"])
+    return new["ours"] < old["ours"] - slack if old["higher_is_better"] else new["ours"] > old["ours"] + slack
 
 
 def check(measured: list[Measure], rows: set[int]) -> None:
-    """What is the same on every machine: all of it measured again, none of it worse than what is committed, targets met."""
+    """Assert that all rows are measured again, none is worse than the committed one, and targets are met."""
     fresh = {x["id"]: x for x in (m.as_object() for m in measured) if x["deterministic"]}
     committed = {x["id"]: x for x in COMMITTED if x["deterministic"] and x["row"] in rows}
     assert fresh.keys() == committed.keys() and committed
@@ -98,7 +98,7 @@ def test_ratio_says_how_many_times_better_ours_is() -> None:
     assert Measure(8, "", "s", None, {}, (Target(OURS, "<=", 1),)).met is None
 
 
-def test_rows_measured_anew_replace_the_old_ones(tmp_path: Path) -> None:
+def test_rows_measured_again_replace_the_old_ones(tmp_path: Path) -> None:
     """And only those; what is written is what is read."""
     old = [Measure(row, name, "s", 1.0).as_object() for row, name in ((1, "a"), (1, "b"), (2, "a"))]
     new = [Measure(1, "a", "s", 2.0).as_object()]

@@ -171,9 +171,9 @@ def test_a_line_that_raises_does_not_end_its_part(tmp_path: Path) -> None:
         raise Skip("no such device")
     here.verdict("d", float("nan"), 1.0)
     here.file.write_text(here.file.read_text() + '{"name": "cut o')
-    told = [(line["name"], line["status"], line["why"]) for line in lines.read(here.file)]
-    assert told[:3] == [("a", "measured", ""), ("b", "failed", "ValueError: broken"), ("c", "skipped", "no such device")]
-    assert told[3][:2] == ("d", "failed") and len(told) == 4
+    reported = [(line["name"], line["status"], line["why"]) for line in lines.read(here.file)]
+    assert reported[:3] == [("a", "measured", ""), ("b", "failed", "ValueError: broken"), ("c", "skipped", "no such device")]
+    assert reported[3][:2] == ("d", "failed") and len(reported) == 4
 
 
 def test_results_of_other_runs_stay() -> None:

@@ -43,7 +43,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"1"
 
 
-def test_a_write_that_the_kernel_refuses_is_told_by_its_own_error(tmp_path: Path) -> None:
+def test_a_write_that_the_kernel_refuses_raises_its_own_error(tmp_path: Path) -> None:
     """torch.save alone would say `unexpected pos`."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, limits[1]))

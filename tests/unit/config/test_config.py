@@ -1,4 +1,4 @@
-"""The config tree: unknown, contradictory and malformed keys each give one message with the key and the mend."""
+"""The config tree: unknown, contradictory and malformed keys each give one message with the key and the fix."""
 
 from pathlib import Path
 

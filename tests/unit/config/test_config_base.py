@@ -29,7 +29,7 @@ def write(path: Path, tree: dict[str, Any]) -> Path:
 
 @pytest.fixture
 def child(tmp_path: Path) -> typing.Callable[..., Path]:
-    """A child of BASE, in a folder beside it."""
+    """A child of BASE, in a folder next to it."""
     write(tmp_path / "base.yaml", BASE)
     return lambda **keys: write(tmp_path / "rows" / "child.yaml", {"base": "../base.yaml", **keys})
 
@@ -87,7 +87,7 @@ def test_null_loses_no_meaning() -> None:
     assert "data.eval" in optional(Config, "")
 
 
-def test_the_resolved_config_stands_alone(child, tmp_path: Path) -> None:
+def test_the_resolved_config_needs_no_base(child, tmp_path: Path) -> None:
     cfg = load_config(child(name="child", optimizer={"lr": 1e-6}))
     assert "base:" not in to_yaml(cfg)
     resolved = tmp_path / "elsewhere" / "config.yaml"

@@ -1,4 +1,4 @@
-"""What differs between platforms is in one list: defaults of keys, and every other place that asks for the platform."""
+"""Differences between platforms are in one list: defaults of keys, and every other place that asks for the platform."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_place_that_asks_for_the_platform_is_listed() -> None:
 
 
 def value_of(tree: dict[str, Any], key: str) -> Any:
-    """What a plain config has at a dotted key."""
+    """Return the value of a plain config at a dotted key."""
     for part in key.split("."):
         tree = tree[part]
     return tree

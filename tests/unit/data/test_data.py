@@ -134,7 +134,7 @@ def rows(*pairs: tuple[str, object]) -> list[dict[str, object]]:
 
 
 def test_a_prompt_is_taken_once(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Copies to the byte, other columns and another order of keys alike; the first row stands for all."""
+    """Copies to the byte, other columns and another order of keys alike; the first row represents all."""
     first = {"prompt": "1+1?", "answer": "2", "id": 1}
     path = write(tmp_path / "d.jsonl", first, first, {"id": 7, "answer": 2, "prompt": "1+1?"}, *rows(("1+2?", 3), ("1+2?", 3)))
     loaded = load(path, tokenizer)
@@ -236,7 +236,7 @@ def test_files_that_are_something_else(
 
 
 def test_answers_that_the_grader_cannot_read(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Told, dropped or refused, with their lines; blanks around an answer do not hide it. A busy machine drops nothing."""
+    """They are reported, dropped or refused, with their lines; blanks around an answer hide none. A busy machine drops none."""
     path = write(tmp_path / "d.jsonl", *rows(("a", "7"), ("b", r" \frac{1 "), ("c", "8")))
     asked: list[str] = []
 
@@ -248,9 +248,9 @@ def test_answers_that_the_grader_cannot_read(tmp_path: Path, tokenizer: PreTrain
         cfg = DataConfig(train=str(path), check_answers=what)  # type: ignore[arg-type]
         return load_prompts(cfg.sets[0], cfg, tokenizer, try_golds)
 
-    told = load_with("tell")
-    assert [p.id for p in told.prompts] == [0, 1, 2] and asked == ["7", r" \frac{1 ", "8"]
-    assert told.report.details() == [
+    reported = load_with("tell")
+    assert [p.id for p in reported.prompts] == [0, 1, 2] and asked == ["7", r" \frac{1 ", "8"]
+    assert reported.report.details() == [
         f"{path}: 1 answers that the grader cannot read: {path}:2 ' \\\\frac{{1 ' (bad_gold)",
         f"{path}: 1 answers that the grader did not settle: {path}:3 '8' (timeout)",
         f"{path}: 1 answers were not tried on the grader: there was no time for more",

@@ -1,4 +1,4 @@
-"""What a config may say of data, and what it is told where it says something else."""
+"""Data sections of the config: the accepted ones, and the refusal of each wrong one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schemas that users have: recognized, told, and refused where they are mixed; and how prompts become tokens."""
+"""The schemas of datasets: recognized, reported, and refused where they are mixed; and how prompts become tokens."""
 
 from __future__ import annotations
 

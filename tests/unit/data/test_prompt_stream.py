@@ -25,7 +25,7 @@ def test_stream_in_file_order() -> None:
     assert [ids(stream.take(2)) for _ in range(4)] == [[0, 1], [2, 3], [4, 0], [1, 2]]
 
 
-def test_stream_shuffles_each_epoch_anew_and_everywhere_alike() -> None:
+def test_stream_shuffles_each_epoch_in_a_new_order_equal_on_every_rank() -> None:
     stream = PromptStream(prompts(8), seed=3, shuffle=True)
     epochs = [ids(stream.take(8)) for _ in range(3)]
     assert all(sorted(epoch) == list(range(8)) for epoch in epochs)

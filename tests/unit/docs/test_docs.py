@@ -1,4 +1,4 @@
-"""What the pages say of the repository: links, anchors, commands, keys, quoted errors, examples, generated pages."""
+"""The pages agree with the repository: links, anchors, commands, keys, quoted errors, examples, generated pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tools import config_reference
 
 ELSEWHERE = ("http://", "https://", "mailto:")
 COMMANDS = re.findall(r'add_parser\(\s*"(\w+)"', Path("tepo_megatron/cli.py").read_text())
-# what stands for a file of the reader's own
+# placeholders for a file of the reader's own
 STAND_IN = "examples/template.yaml"
 
 
@@ -240,7 +240,7 @@ def test_quoted_messages_are_the_code_s() -> None:
 
 
 def python_block(page: str) -> dict[str, object]:
-    """What the page's one example defines."""
+    """Return the definitions of the page's one example."""
     (block,) = fences(Path(page), "python")
     names: dict[str, object] = {}
     exec(compile(block, page, "exec"), names)

@@ -126,7 +126,7 @@ def test_mismatch_above_the_limit_is_a_sync_error() -> None:
         check_mismatch(1.1e-3, 3, cfg)
     with pytest.raises(SyncError):
         check_mismatch(math.nan, 3, cfg)
-    # a server alone has room for chance, less with more tokens, and is named
+    # a server alone has a margin for chance, less with more tokens, and is named
     check_mismatch(1.1e-3, 3, cfg, "server 1", 1000)
     with pytest.raises(SyncError, match=r"at version 3 over 10000 tokens of server 1, above .*: server 1 does not serve"):
         check_mismatch(1.1e-3, 3, cfg, "server 1", 10000)

@@ -1,4 +1,4 @@
-"""The nulls of a config take the values that its objective asks for, and contradictions are refused with the mend."""
+"""The nulls of a config take the values that its objective asks for; contradictions are refused with the fix."""
 
 from __future__ import annotations
 

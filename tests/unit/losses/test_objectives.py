@@ -1,4 +1,4 @@
-"""What the objectives must do by their own formulas, in cases that can be worked out by hand."""
+"""The objectives do what their own formulas require, in cases that can be worked out by hand."""
 
 import dataclasses
 import math
@@ -46,7 +46,7 @@ def test_both_forms_of_the_sequence_ratio_have_one_gradient(surrogate: str) -> N
 
 
 def test_unclipped_gradient_is_w_a_over_d() -> None:
-    """dJ/dl_t = w_i A_i / D: line 21 of Algorithm 1 has a spurious 1/|y_i| beside it."""
+    """dJ/dl_t = w_i A_i / D: line 21 of Algorithm 1 has a spurious additional 1/|y_i|."""
     batch = draw(4)
     out, grad, _ = ours(OBJECTIVES["tepo_alg1"], batch)
     inputs = inputs_of(batch)

@@ -59,8 +59,8 @@ def test_several_turns_in_one_sequence() -> None:
     total=st.sampled_from([1, 2, 3, 8]),
     spare=st.integers(0, 50),
 )
-def test_what_fits_into_the_room_fits_with_all_its_padding(lengths: list[int], cp: int, total: int, spare: int) -> None:
-    """`room` speaks of sequences padded one by one; the padding of the total never leads over max_tokens."""
+def test_sequences_within_the_token_capacity_fit_with_all_padding(lengths: list[int], cp: int, total: int, spare: int) -> None:
+    """`Alignment.room` counts sequences padded one by one; the padding of the total never exceeds max_tokens."""
     alignment = Alignment(cp=cp, total=total)
     each = sum(alignment.padded_one(n) for n in lengths)
     max_tokens = each + spare

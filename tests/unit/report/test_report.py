@@ -126,7 +126,7 @@ def test_what_is_measured_at_some_steps_is_joined_between_them(tmp_path: Path) -
     ],
 )
 @pytest.mark.slow
-def test_what_a_method_lacks_takes_no_room(tmp_path: Path, key: str, title: str, label: str) -> None:
+def test_quantities_that_a_method_lacks_have_no_panel(tmp_path: Path, key: str, title: str, label: str) -> None:
     rows = measured(3)
     write_run(tmp_path, [row | {key: None} for row in rows])
     without = drawn(tmp_path)

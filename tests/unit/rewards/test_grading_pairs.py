@@ -53,7 +53,7 @@ print(json.dumps([right(gold, answer) for gold, answer in json.load(sys.stdin)])
 
 
 def graded(pairs: list[Pair]) -> list[bool]:
-    """What the grader finds."""
+    """Return the grader's results."""
     rollouts = [rollout(rf"so \boxed{{{pair.answer}}}", pair.gold) for pair in pairs]
     with math_reward(workers=2, soft_seconds=10, hard_seconds=20) as reward:
         return [bool(r.score) for r in reward.score(rollouts)]

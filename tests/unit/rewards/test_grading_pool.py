@@ -1,4 +1,4 @@
-"""What a broken worker costs: its sample its deadline, and nothing else. The workers here are scripts of our own."""
+"""A broken worker costs its sample the deadline, and nothing else. The workers here are scripts of our own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FATES = {
 
 
 def pool(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, workers: int = 1) -> GradingPool:
-    """Of workers that run `source`."""
+    """Return a pool of workers that run `source`."""
     script = folder / "worker.py"
     script.write_text(source)
     monkeypatch.setattr(process, "WORKER", script)
@@ -105,7 +105,7 @@ def test_a_worker_that_somebody_killed_costs_nothing(tmp_path: Path, monkeypatch
 
 
 def test_a_long_request_to_a_worker_that_does_not_read_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe holds 64 KiB: whoever wrote more in one go would wait for ever."""
+    """A pipe holds 64 KiB, so a blocking write of more would wait for ever."""
     deaf = "import time\nprint('\"ready\"', flush=True)\ntime.sleep(60)\n"
     made = pool(tmp_path, monkeypatch, deaf)
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""What was written to stop the grader does not: one status each, in time, and the pool is as fast as before."""
+"""Answers that were written to stop the grader get one status each, in time, and leave the pool as fast as before."""
 
 from __future__ import annotations
 

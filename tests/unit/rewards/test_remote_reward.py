@@ -1,4 +1,4 @@
-"""Rewards by HTTP, from a real server that fails when told to."""
+"""Rewards by HTTP, from a real server that fails on request."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_nobody_there() -> None:
         score("http://127.0.0.1:9/score", ROLLOUTS, attempts=2)
 
 
-def test_the_key_is_asked_for_before_the_run_and_never_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_required_before_the_run_and_never_printed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
     with pytest.raises(ConfigError, match="key_variable=MY_KEY: this environment variable is not set; export the key in it"):
         score(url, ROLLOUTS, key_variable="MY_KEY")

@@ -81,7 +81,7 @@ def test_last_boxed(text: str, content: str | None) -> None:
         r"\boxed" + " " * 200_000,
         "{" * 200_000 + "}" * 200_000,
     ],
-    ids=["open boxes", "no braces", "backslashes", "spaces", "nested braces"],
+    ids=["unclosed boxed", "no braces", "backslashes", "spaces", "nested braces"],
 )
 def test_last_boxed_is_linear(text: str) -> None:
     start = time.monotonic()

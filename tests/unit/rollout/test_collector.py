@@ -182,7 +182,7 @@ def test_groups_under_way_go_on_for_the_next_step_and_count_as_its_own() -> None
     assert [p.id for p in prompts.take(3)] == [6, 7, 10]
 
 
-def test_a_group_that_became_too_old_is_counted_and_sampled_anew() -> None:
+def test_a_group_that_became_too_old_is_counted_and_sampled_again() -> None:
     collect, _, engine = over_slow_groups()
     collect.collect(1, Clock())
     engine.version = 2

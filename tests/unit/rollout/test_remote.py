@@ -207,7 +207,7 @@ def test_a_server_that_dies_says_so_though_the_trainer_saw_it_first(serving: Cal
 
 
 @pytest.mark.full
-def test_a_server_that_a_killed_run_left_half_way_starts_anew(serving: Callable[..., Serving], tmp_path: Path) -> None:
+def test_a_server_that_a_killed_run_left_half_way_starts_again(serving: Callable[..., Serving], tmp_path: Path) -> None:
     serve = serving(servers=1)
     settings: dict[str, Any] = {"rendezvous": str(serve.rendezvous.folder)}
     killed_trainer(tmp_path, settings, after="update")

@@ -1,4 +1,4 @@
-"""What SGLang is asked for, and that no answer other than that gets through. No server."""
+"""The requests to SGLang, and that no answer other than the requested one is accepted. No server."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_its_processes_meet_in_a_file_of_their_own(tmp_path: Path) -> None:
     assert all(env["GLOO_SOCKET_IFNAME"] == "lo" and env["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] == "0" for env in made)
 
 
-def test_a_missing_environment_is_named_with_its_mend(tmp_path: Path) -> None:
+def test_a_missing_environment_is_named_with_the_fix(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no Python with SGLang at .*nowhere; run `make sglang`"):
         command(ServerConfig(python=str(tmp_path / "nowhere")), launch(tmp_path))
 

@@ -1,4 +1,4 @@
-"""What vLLM is asked for, and that no answer other than that gets through. No server."""
+"""The requests to vLLM, and that no answer other than the requested one is accepted. No server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converting in several threads: what runs beside what, how it ends, and that the output shows nothing of it."""
+"""Converting in several threads: what runs concurrently, how it ends, and that the output shows nothing of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny import tiny_qwen3
 from tests.unit.weights.test_convert import succeed
 
 
-def test_queues_run_beside_each_other_and_each_in_order() -> None:
+def test_queues_run_concurrently_and_each_in_order() -> None:
     meeting, done = threading.Barrier(STREAMS, timeout=10), []
 
     def job(queue: int, i: int) -> CopyJob:
@@ -69,7 +69,10 @@ def test_the_first_exception_ends_all_and_keeps_its_type(error: BaseException) -
         time.sleep(0.05)  # what is begun is ended
         done.append("last")
 
-    queues = [[CopyJob(fail), CopyJob(lambda: done.append("after"))], [CopyJob(last), CopyJob(lambda: done.append("beside"))]]
+    queues = [
+        [CopyJob(fail), CopyJob(lambda: done.append("after"))],
+        [CopyJob(last), CopyJob(lambda: done.append("other"))],
+    ]
     with pytest.raises(type(error)) as caught:
         work([*queues, [CopyJob(lambda: done.append("queued"))]])
     assert caught.value is error and done == ["last"]

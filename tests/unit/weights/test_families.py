@@ -191,7 +191,7 @@ def test_the_table_names_the_tensors_that_transformers_writes(tmp_path: Path, na
         assert set(f.keys()) == find_family(written).tensor_names(read(written))
 
 
-def test_no_field_stands_in_two_tables() -> None:
+def test_no_field_is_in_two_tables() -> None:
     for family in FAMILIES.values():
         assert not family.mapped & family.no_effect and not family.no_effect & family.required.keys()
         assert {r.megatron for r in family.rows if "{expert}" in r.megatron} == {
@@ -233,8 +233,8 @@ def test_each_operation_undoes_itself(op: Any, size: int) -> None:
         ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight", ["post_attention_layernorm.weight"]),
     ],
 )
-def test_where_a_parameter_stands_in_the_whole_model(local: str, name: str, hf: list[str]) -> None:
-    """Of a rank whose second layer is the model's eighth, with the fourth to the sixth of its experts."""
+def test_a_parameter_is_named_by_its_place_in_the_whole_model(local: str, name: str, hf: list[str]) -> None:
+    """The rank's second layer is the model's eighth, and it has the fourth to the sixth of its experts."""
     layer = SimpleNamespace(layer_number=8, mlp=SimpleNamespace(local_expert_indices=[3, 4, 5]))
     parameters = {f"decoder.layers.1.{local}": torch.nn.Parameter(torch.zeros(1))}
     chunk: Any = SimpleNamespace(decoder=SimpleNamespace(layers=[None, layer]), named_parameters=parameters.items)

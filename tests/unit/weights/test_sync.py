@@ -1,4 +1,4 @@
-"""How weights are cut into rounds, and that bytes damaged on their way are noticed. No server, no ranks."""
+"""Weights are split into rounds of bounded size, and bytes damaged in transit are noticed. No server, no ranks."""
 
 from __future__ import annotations
 
@@ -120,14 +120,14 @@ def cut(bindings: list[Any], tied: bool = True) -> list[list[str]]:
 
 
 def test_buckets_hold_whole_parameters_up_to_the_limit() -> None:
-    """Of 80 bytes here: 10 numbers of a parameter that is cut over two ranks, 20 of one that both have."""
+    """Buckets of 80 bytes hold 10 numbers of a parameter that is sharded over two ranks, or 20 of one that both have."""
     assert cut([binding(n, 5) for n in "abcde"]) == [["a", "b"], ["c", "d"], ["e"]]
     assert cut([binding("a", 10, replicated=True), binding("b", 10, replicated=True), binding("c", 1)]) == [["a", "b"], ["c"]]
     assert cut([binding("a", 1), binding("large", 50), binding("b", 1), binding("c", 1)]) == [["a"], ["large"], ["b", "c"]]
     assert cut([]) == []
 
 
-def test_a_tied_output_layer_takes_no_room() -> None:
+def test_a_tied_output_layer_takes_no_space() -> None:
     copy = binding("output_layer.weight", 50)
     assert cut([copy]) == [] and cut([binding("a", 1), copy, binding("b", 1)]) == [["a", "b"]]
     assert cut([copy], tied=False) == [["output_layer.weight"]]
