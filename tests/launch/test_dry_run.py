@@ -46,7 +46,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
 
 
 @pytest.mark.parametrize("case", cases.CASES)
-def test_the_scripts(results: dict[str, tuple[int, str, str]], case: str, tmp_path: Path) -> None:
+def test_the_scripts_equal_the_golden_files(results: dict[str, tuple[int, str, str]], case: str, tmp_path: Path) -> None:
     status, text, error = results[case]
     assert (status, error) == (0, "")
     assert text == (cases.GOLDEN / f"{case}.sh").read_text()

@@ -65,7 +65,7 @@ def test_a_secret_has_to_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch" / "profiles").glob("*.yaml")), ids=lambda path: path.name)
-def test_the_profiles_of_the_repository(path: Path) -> None:
+def test_the_profiles_of_the_repository_are_valid(path: Path) -> None:
     assert isinstance(load_cluster(path), Cluster)
 
 
@@ -90,7 +90,9 @@ APART = {"server": {"rendezvous": "r"}}
         ({"tp": 8, "pp": 2}, {"replay": "rollouts"}, Layout(2, 8)),
     ],
 )
-def test_machines_of_eight(parallel: dict[str, int], rollout: dict[str, Any], expected: Layout) -> None:
+def test_a_layout_is_placed_on_machines_of_eight_gpus(
+    parallel: dict[str, int], rollout: dict[str, Any], expected: Layout
+) -> None:
     cfg = run(parallel=parallel, rollout=rollout, sync={"folder": "w"})
     assert lay_out(cfg, cluster(gpus_per_node=8)) == expected
     assert expected.nodes == expected.train_nodes + expected.serve_nodes * (not expected.shared)
@@ -121,7 +123,7 @@ def test_what_fits_no_machines_is_refused(parallel: dict[str, int], rollout: dic
         lay_out(run(parallel=parallel, rollout=rollout, sync={"folder": "w"}), cluster(gpus_per_node=8))
 
 
-def test_without_gpus() -> None:
+def test_a_layout_is_placed_on_machines_without_gpus() -> None:
     with pytest.raises(ConfigError, match="platform=cuda, and the cluster's machines have no GPUs; set gpus_per_node"):
         lay_out(run(), cluster())
     cfg = run(platform="cpu", parallel={"tp": 4})
@@ -130,7 +132,7 @@ def test_without_gpus() -> None:
     assert lay_out(cfg, cluster(ranks_per_node=2)) == Layout(2, 2, 1, 1)
 
 
-def test_what_would_go_wrong_when_the_job_starts() -> None:
+def test_faults_of_the_job_are_found_before_it_is_submitted() -> None:
     slurm = cluster(gpus_per_node=8, slurm=SLURM)
     with pytest.raises(ConfigError, match=r"checkpoint\.every=0: after its time limit of 04:00:00 the run would start over"):
         check_run(run(checkpoint={"every": 0}), slurm)

@@ -54,7 +54,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
 @pytest.mark.full
 @missing
 @pytest.mark.parametrize("case", sky.CASES)
-def test_the_task(results: dict[str, tuple[int, str, str]], case: str, tmp_path: Path) -> None:
+def test_the_task_equals_the_golden_file(results: dict[str, tuple[int, str, str]], case: str, tmp_path: Path) -> None:
     status, text, said = results[case]
     assert status == 0 and said == f"launch: warning: {REFUSED['no git'][1]}\n"
     assert text == (cases.GOLDEN / f"{case}.txt").read_text()
@@ -148,7 +148,7 @@ def check(cluster: Cluster, **keys: Any) -> None:
     skypilot.check_run(cfg, cluster, lay_out(cfg, cluster))
 
 
-def test_what_can_go_where() -> None:
+def test_a_run_on_a_volume_or_a_bucket_is_accepted() -> None:
     check(on_a_volume())
     check(on_a_bucket())
     check(on_a_volume(), **APART)

@@ -141,7 +141,7 @@ def _turns(rank: int, file: Path) -> list[str]:
     return refusals
 
 
-def test_who_goes_first(tmp_path: Path) -> None:
+def test_trainer_and_engine_alternate_in_a_fixed_order(tmp_path: Path) -> None:
     file = tmp_path / "journal"
     refusals = run_world(2, _turns, file)
     assert refusals == [[

@@ -57,7 +57,7 @@ def test_layout_equals_reference(tied: cases.Case, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1 rank", "TP2+SP", "PP2", "CP2 TP2"])
 @pytest.mark.slow
-def test_untied_embeddings(untied: cases.Case, name: str) -> None:
+def test_untied_embeddings_train_to_the_reference(untied: cases.Case, name: str) -> None:
     check(untied, LAYOUTS[name])
 
 
@@ -94,7 +94,7 @@ def test_number_of_microbatches(tied: cases.Case, name: str, max_tokens: int) ->
 
 
 @pytest.mark.parametrize(("name", "seed"), slow_but([("DP2", 3)], [("1 rank", 1), ("CP2 TP2", 2), ("DP2", 3)]))
-def test_packing(tied: cases.Case, name: str, seed: int) -> None:
+def test_the_order_of_packing_changes_nothing(tied: cases.Case, name: str, seed: int) -> None:
     """Other neighbours in the packed rows change nothing."""
     batches = tuple(cases.permuted(b, seed) for b in tied.batches)
     check(tied, LAYOUTS[name], batches=batches, max_tokens=80)

@@ -182,7 +182,7 @@ def test_a_second_backward_computes_the_logits_again() -> None:
     torch.testing.assert_close(h.grad, 2 * first)
 
 
-def test_no_rows() -> None:
+def test_no_rows_give_zero_gradients() -> None:
     h, w = torch.zeros(0, 4, requires_grad=True), torch.ones(9, 4, requires_grad=True)
     stats = output_layer.output_layer_stats(h, w, torch.zeros(0, dtype=torch.int64), 1.0, None)
     (stats.logprob_R.sum() + stats.entropy_R.sum()).backward()

@@ -129,7 +129,7 @@ def test_right_answers_that_are_not_found_right_are_shown(made: Make, tmp_path: 
     assert grading.verdict == "warn" and "1 of 16 right answers" in grading.said and "'{7' (no_box)" in grading.said
 
 
-def test_a_full_disk_a_busy_port_and_another_package(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_a_busy_port_and_another_package_are_found(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = machine.shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
     monkeypatch.setattr(
@@ -143,7 +143,7 @@ def test_a_full_disk_a_busy_port_and_another_package(made: Make, monkeypatch: py
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.99, "warn"), (1.01, "pass")])
-def test_a_slow_disk(made: Make, monkeypatch: pytest.MonkeyPatch, share: float, verdict: str) -> None:
+def test_a_slow_disk_is_a_warning(made: Make, monkeypatch: pytest.MonkeyPatch, share: float, verdict: str) -> None:
     speed = share * machine.SLOW_DISK
     monkeypatch.setattr(machine, "_write_speed", lambda _: speed)
     cfg = made(checkpoint={"every": 1})
@@ -209,7 +209,7 @@ TEMPLATE = (
         (None, {"as_chat": True}, "fail", "data.as_chat=true"),
     ],
 )
-def test_the_chat_template(
+def test_a_chat_template_that_does_not_fit_the_data_is_found(
     made: Make, model: Path, tmp_path: Path, template: str | None, data: dict[str, Any], verdict: str, said: str
 ) -> None:
     folder = copied(model, tmp_path / "model")
@@ -223,7 +223,7 @@ def test_the_chat_template(
     assert (found[0].mend == "") == (verdict == "pass")
 
 
-def test_tokens_that_end_nothing(made: Make, model: Path, tmp_path: Path) -> None:
+def test_missing_stop_tokens_are_found(made: Make, model: Path, tmp_path: Path) -> None:
     folder = copied(model, tmp_path / "model", eos_token_id=None)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.eos_token = None
@@ -236,7 +236,7 @@ def test_tokens_that_end_nothing(made: Make, model: Path, tmp_path: Path) -> Non
     assert found["vocabulary"].verdict == "fail" and "64 tokens, 32 rows" in found["vocabulary"].said
 
 
-def test_prompts_at_the_limit_of_their_length(made: Make, tmp_path: Path) -> None:
+def test_prompts_at_the_length_limit_are_a_warning(made: Make, tmp_path: Path) -> None:
     rows = [{"prompt": "1+" * i + "1?", "answer": str(i + 1)} for i in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     found = findings(made(data={"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 40}))["prompt lengths"]
@@ -300,7 +300,7 @@ def test_the_kernels_that_compute_are_named(made: Make, monkeypatch: pytest.Monk
     assert kernels(attention="te")[0] == "fail"
 
 
-def test_the_trial_is_the_run_made_small(made: Make, tmp_path: Path) -> None:
+def test_the_trial_is_the_run_with_smaller_batches(made: Make, tmp_path: Path) -> None:
     cfg = made(rollout={"prompts_per_step": 32}, training={"minibatch_prompts": 8}, evaluation={"every": 0})
     small = trial.trial_of(cfg, tmp_path)
     assert small.rollout.prompts_per_step == 8 and small.training.minibatch_prompts == 2  # as many updates
@@ -328,7 +328,9 @@ def record(**changes: float) -> dict[str, Any]:
         ({"tepo/entropy_noise_floor": None}, "noise of dH", "skip"),
     ],
 )
-def test_what_a_step_tells(made: Make, tmp_path: Path, changes: dict[str, Any], check: str | None, verdict: str) -> None:
+def test_metrics_of_a_step_become_findings(
+    made: Make, tmp_path: Path, changes: dict[str, Any], check: str | None, verdict: str
+) -> None:
     cfg = replace(made(), output=str(tmp_path))
 
     def start(cfg: Config) -> None:

@@ -134,7 +134,7 @@ def test_the_optimizers_bytes_of_an_element(precision: str, keys: dict[str, Any]
     assert MOMENT[optimizer.moments] == moments.get("exp_avg_dtype", torch.float32).itemsize
 
 
-def test_an_optimizer_on_the_host() -> None:
+def test_an_offloaded_optimizer_takes_host_memory_and_time() -> None:
     """State that leaves the GPU is in host memory, with gradients, for each rank of a machine; the update waits for it."""
     here, there = (
         predictor_of(config(optimizer={"offload": share}, checkpoint={"every": 0}, parallel={"dp": 4}), Request())
@@ -147,7 +147,7 @@ def test_an_optimizer_on_the_host() -> None:
     assert there.optimizer_seconds()[1] > 5 * here.optimizer_seconds()[1]
 
 
-def test_activations_on_the_host() -> None:
+def test_offloaded_activations_take_host_memory_and_time() -> None:
     """Nearly all of them leave the GPU, wait on the host, and take their time on the way."""
     here, there = (predictor_of(config(training={"offload_activations": on}), Request()) for on in (False, True))
     before, after = (Trainer.of(p.cfg, p.model).state().parts["activations"] for p in (here, there))
@@ -162,7 +162,7 @@ def test_activations_on_the_host() -> None:
     assert there.run(lengths, 16384, backward=False).cost == here.run(lengths, 16384, backward=False).cost
 
 
-def test_small_activations_stay() -> None:
+def test_small_activations_stay_on_the_device() -> None:
     terms = [activations.Term("small", "rest", 1), activations.Term("large", "rest", 4, saved=8)]
     found = activations.kept(terms, 2, 2**17, offloaded=True)
     assert found == activations.SavedActivations(device=2 * 2**17, host=16 * 2**17)
@@ -189,7 +189,7 @@ def test_shared_prompts_are_computed_once() -> None:
     assert after < before, "no copies of queries and keys in buckets"
 
 
-def test_operations_by_hand() -> None:
+def test_operations_equal_the_published_formula() -> None:
     """Llama 3.1 8B on 8192 tokens: the formula that dgxc-benchmarking prints, whose attention is not causal."""
     _, arch = read_model("Llama-3.1-8B")
     tokens = 8192
@@ -200,14 +200,14 @@ def test_operations_by_hand() -> None:
     assert ours == pytest.approx(theirs, rel=1e-9)
 
 
-def test_responses_have_the_mean_and_the_limit() -> None:
+def test_planned_responses_have_the_given_mean_and_limit() -> None:
     lengths = Workload(100, 2048, 8192).responses(512)
     assert sum(lengths) / 512 == pytest.approx(2048, rel=0.01) and max(lengths) <= 8192 and min(lengths) >= 1
     assert sorted(Workload(0, 8192, 8192).responses(8)) == [8192] * 8
     assert sorted(Workload(100, 500, 900).sequences(64)) == sorted(100 + n for n in Workload(100, 500, 900).responses(64))
 
 
-def test_the_engine() -> None:
+def test_decoding_time_follows_weights_cache_and_batch() -> None:
     family, arch = read_model("Qwen2.5-7B")
     machine = Machine(GPUS["H100"])
     engine = Engine(Model(family, arch), machine, 1, 40 * GIB, 256)
@@ -220,7 +220,7 @@ def test_the_engine() -> None:
     assert few.seconds(100, 1, [5000]) > 0  # one that fits alone runs
 
 
-def test_experts_that_a_batch_reads() -> None:
+def test_decoding_reads_only_the_experts_that_a_batch_uses() -> None:
     _, arch = read_model("Qwen3-30B-A3B")
     assert touched_weights(arch, 1) < 4e9 < 28e9 < touched_weights(arch, 1000) < 31e9
 
@@ -229,7 +229,7 @@ def placed(cfg: Config) -> Placement:
     return placement_of(cfg.parallel.world_size, cfg.rollout)
 
 
-def test_where_trainer_and_engine_are() -> None:
+def test_trainer_and_engine_are_placed_on_the_gpus_of_the_config() -> None:
     server = {"tp": 2}
     apart = config(rollout={"servers": 2, "server": {**server, "rendezvous": "x"}}, sync={"transport": "group"})
     assert (placed(apart).kind, placed(apart).gpus) == ("apart", 5)
@@ -240,7 +240,7 @@ def test_where_trainer_and_engine_are() -> None:
     assert "9 GPUs of ranks and servers do not fit" in placed(config(rollout={"servers": 4, "server": server})).fault
 
 
-def test_the_share_of_the_engine() -> None:
+def test_the_engines_share_of_memory_is_read_from_its_arguments() -> None:
     for words in (["--gpu-memory-utilization", "0.5"], ["--mem-fraction-static=0.5"]):
         assert engine_share(config(rollout={"server": {"extra_args": words}}).rollout.server) == 0.5
     assert engine_share(config().rollout.server) == ASSUMED.engine_share
@@ -269,7 +269,7 @@ def test_what_does_not_fit_says_why(sections: dict[str, Any], why: str) -> None:
     assert re.search(why, output.splitlines()[-1]), output.splitlines()[-1]
 
 
-def test_the_search() -> None:
+def test_the_search_ranks_the_layouts_that_fit() -> None:
     cfg = load_config("examples/recipes/qwen2.5-7b-8gpu-colocated.yaml")
     predictor = predictor_of(cfg, Request())
     found = search(predictor, 8)
@@ -327,7 +327,7 @@ def test_what_a_model_is_called_cannot_drive_a_terminal(tmp_path: Path, capsys: 
         assert "\\x1b]0;owned" in text and text == escaped(text), text
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_json_and_refuses_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, file = "examples/recipes/qwen2.5-7b-8gpu-colocated.yaml", tmp_path / "plan.json"
     assert main(["plan", recipe, "--gpu", "H200", "--json", str(file), "--parallel.cp", "1", "--parallel.dp", "4"]) == 0
     out = json.loads(file.read_text())

@@ -60,7 +60,7 @@ def test_fp8_copies_go_with_the_parameters() -> None:
         ("vllm", 1, ["--enable-nccl-comm-suspend"], ASSUMED.graphs),
     ],
 )
-def test_a_sleeping_engine(engine: str, tp: int, args: list[str], gives_back: int) -> None:
+def test_a_sleeping_engine_keeps_its_assumed_memory(engine: str, tp: int, args: list[str], gives_back: int) -> None:
     server = {"tp": tp, "extra_args": args}
     cfg = config(rollout={"engine": engine, "colocate": True, "server": server}, parallel={"dp": tp})
     family, arch = read_model(cfg.model.path)
@@ -90,7 +90,7 @@ def test_refills_are_those_of_the_run(path: Path) -> None:
     assert max_refills(cfg.rollout, cfg.objective) == resolve(cfg).max_refills
 
 
-def test_rounds_of_a_step() -> None:
+def test_refill_rounds_of_a_step_follow_the_dropped_share() -> None:
     cfg = config(rollout={"prompts_per_step": 64, "max_refills": 9})
     assert Workload.of(cfg).dropped == ASSUMED.uniform_groups
     assert Workload(1, 1, 1, 0.5).rounds(cfg.rollout, cfg.objective) == ([64, 32, 16, 8, 4, 2, 1], 64)
@@ -119,7 +119,7 @@ def sampled(cfg: Config) -> list[tuple[int, int, int]]:
     return list(asked(cfg.data.eval, cfg.evaluation, cfg.rollout.max_response_tokens))
 
 
-def test_what_an_evaluation_samples() -> None:
+def test_evaluation_samples_are_counted_by_set() -> None:
     both = config(
         data={"eval": "held.jsonl[100:400]"}, rollout={"max_response_tokens": 512},
         evaluation={"samples": 4, "benchmarks": ["aime24", "math500"], "benchmark_tokens": 1024, "benchmark_samples": 16},
@@ -140,12 +140,12 @@ def test_what_an_evaluation_samples() -> None:
     ],
     ids=str,
 )
-def test_how_often_a_run_stops(keys: dict[str, Any], evaluations: int, checkpoints: int) -> None:
+def test_evaluations_and_checkpoints_of_a_run_are_counted(keys: dict[str, Any], evaluations: int, checkpoints: int) -> None:
     found = whole_run(predictor_of(config(**keys), Request()), 100.0)
     assert (found.evaluations, found.checkpoints) == (evaluations, checkpoints)
 
 
-def test_the_whole_run() -> None:
+def test_the_time_of_a_run_adds_up_steps_evaluations_and_checkpoints() -> None:
     found = WholeRun(10, 100.0, 3, 50.0, 2, 5.0, 40.0, 8, 0.3)
     assert found.seconds == 1200 and found.gpu_hours == pytest.approx(8 / 3)
     low, high = time_range(100.0, 0.3)
@@ -156,7 +156,7 @@ def test_the_whole_run() -> None:
     assert writes.checkpoint > 10 * waits.checkpoint > 0 and waits.ending > writes.ending
 
 
-def test_what_the_readme_shows() -> None:
+def test_the_readme_shows_the_output_of_the_command() -> None:
     block = Path("README.md").read_text().partition("$ .venv/bin/tepo plan ")[2].partition("```")[0]
     command, *shown = block.strip().splitlines()
     status, output = run(load_config(command.split()[0]), gpus=8, gpu="H100")

@@ -170,7 +170,9 @@ def test_what_is_too_old_is_named(name: str, hardware: precision.Hardware, reaso
         ("fp8-blockwise", qwen(experts=Experts(8, 2, 704, True, tuple(range(28)))), 1, r"the experts' ffn_size is 704"),
     ],
 )
-def test_shapes(name: str, architecture: Architecture, tp: int, said: str | None) -> None:
+def test_shapes_that_a_preset_cannot_split_are_refused(
+    name: str, architecture: Architecture, tp: int, said: str | None
+) -> None:
     parallel = ParallelConfig(tp=tp)
     if said is None:
         precision.check_shapes(architecture, model(name), parallel)
@@ -233,7 +235,7 @@ def test_engines_get_bf16_from_fp8() -> None:
         ("fp8-blockwise", {"cp": 2}, 128),
     ],
 )
-def test_packed_tokens_of_a_rank(name: str, parallel: dict[str, Any], multiple: int) -> None:
+def test_packed_tokens_of_a_rank_are_padded_to_the_presets_multiple(name: str, parallel: dict[str, Any], multiple: int) -> None:
     mesh = ParallelConfig(**parallel)
     alignment = precision.alignment(model(name), mesh, TrainingConfig())
     assert alignment == Alignment(cp=mesh.cp, total=multiple)
@@ -315,7 +317,9 @@ APEX = ALL - {"transformer_engine"}
         ({}, "cuda", frozenset(), ("torch", "torch", "torch", "torch")),
     ],
 )
-def test_who_does_what(keys: dict[str, Any], device: str, found: frozenset[str], wanted: tuple[str, ...]) -> None:
+def test_kernels_are_chosen_by_device_and_installed_packages(
+    keys: dict[str, Any], device: str, found: frozenset[str], wanted: tuple[str, ...]
+) -> None:
     chosen = kernels.choose(model("bf16", **keys), TrainingConfig(), device, found)
     assert dataclasses.astuple(chosen) == wanted
 
@@ -342,7 +346,9 @@ def test_no_fp32_attention_of_transformer_engine_under_context_parallelism(
         (False, "cuda", ALL, "separate"),
     ],
 )
-def test_who_accumulates_gradients(asked: bool | None, device: str, found: frozenset[str], who: str) -> None:
+def test_gradient_accumulation_is_chosen_by_installed_packages(
+    asked: bool | None, device: str, found: frozenset[str], who: str
+) -> None:
     training = TrainingConfig(fuse_gradient_accumulation=asked)
     assert kernels.choose(model("bf16"), training, device, found).gradient_accumulation == who
 
@@ -355,13 +361,13 @@ def test_who_accumulates_gradients(asked: bool | None, device: str, found: froze
         ({}, frozenset({"apex"}), "Apex is installed without its CUDA extensions"),
     ],
 )
-def test_what_is_missing_is_named(keys: dict[str, Any], found: frozenset[str], said: str) -> None:
+def test_a_missing_package_is_named(keys: dict[str, Any], found: frozenset[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         kernels.choose(ModelConfig(path="model", **keys), TrainingConfig(), "cuda", found)
 
 
 @pytest.mark.parametrize("optimizer", [OptimizerConfig(moments="bf16"), OptimizerConfig(offload=0.5)])
-def test_an_optimizer_that_needs_transformer_engine(optimizer: OptimizerConfig) -> None:
+def test_an_optimizer_that_needs_transformer_engine_is_refused_without_it(optimizer: OptimizerConfig) -> None:
     kernels.check_transformer_engine(optimizer, ParallelConfig(), ALL)
     with pytest.raises(ConfigError, match="transformer-engine is not installed"):
         kernels.check_transformer_engine(optimizer, ParallelConfig(), APEX)
@@ -375,7 +381,7 @@ def test_overlapped_tensor_parallelism_needs_transformer_engine() -> None:
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_microbatches_of_one_length(cp: int) -> None:
+def test_fixed_length_pads_every_microbatch_to_one_length(cp: int) -> None:
     """Whatever is in them, and also where what they are padded to is no multiple of what the mesh asks for."""
     parallel = ParallelConfig(cp=cp, tp=2, sequence_parallel=True)
     training = TrainingConfig(fixed_length=True, max_tokens_per_microbatch=1000)
@@ -384,7 +390,7 @@ def test_microbatches_of_one_length(cp: int) -> None:
     assert training.tokens_without_grad == 1000
 
 
-def test_what_doctor_says() -> None:
+def test_doctor_names_the_kernels() -> None:
     said = str(kernels.choose(model("bf16"), TrainingConfig(), "cpu", kernels.installed()))
     assert said == "layers and attention: PyTorch; norms: PyTorch; Adam: this package; gradient accumulation: autograd"
 

@@ -30,7 +30,7 @@ def accesses(source: str) -> Iterator[str]:
             yield from (f"{node.lineno}: import {alias.name}" for alias in node.names if private(alias.name))
 
 
-def test_what_is_counted() -> None:
+def test_private_accesses_are_found() -> None:
     counted = [
         "actor._plan",
         "self.fleet._members[0]",

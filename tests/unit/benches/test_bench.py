@@ -64,25 +64,25 @@ def check(measured: list[Measure], rows: set[int]) -> None:
 
 
 @pytest.mark.slow
-def test_memory_and_bytes_moved() -> None:
+def test_memory_and_bytes_moved_are_no_worse_than_committed() -> None:
     assert torch.get_num_threads() == 1
     check(token_stats.gates(), {1})
 
 
-def test_packing_and_padding() -> None:
+def test_packing_and_padding_are_no_worse_than_committed() -> None:
     check(packing.measures(planners=[OURS]), {6})
 
 
-def test_tokens_where_prompts_are_shared() -> None:
+def test_tokens_with_shared_prompts_are_no_worse_than_committed() -> None:
     check(prefix_tokens(), {14})
 
 
 @pytest.mark.full
-def test_collectives_and_output_rows() -> None:
+def test_collectives_and_output_rows_are_no_worse_than_committed() -> None:
     check(layouts.measure(), {4, 5})
 
 
-def test_targets() -> None:
+def test_a_target_compares_ours_with_a_peer() -> None:
     values = {OURS: 2.0, "trl": 3.0, "none": 0.0}
     assert Target("trl / ours", ">=", 1.5).met(values) and not Target("trl / ours", ">=", 1.51).met(values)
     assert Target(OURS, "<=", 2.0).met(values) and not Target(OURS, "<=", 1.9).met(values)
@@ -108,7 +108,7 @@ def test_rows_measured_again_replace_the_old_ones(tmp_path: Path) -> None:
     assert "**2. " in (tmp_path / "sub/out.md").read_text()
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_writes_table_and_file(tmp_path: Path) -> None:
     """A suite in its own process, the table on stdout, the objects in the file, with where they come from."""
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks", "--only", "8,9", "--out", str(out)]

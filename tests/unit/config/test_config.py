@@ -122,7 +122,7 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
         ({"rollout": {"colocate": True, "only": True}}, "only=true trains nothing; remove one of them"),
     ],
 )
-def test_refused(change: dict, message: str) -> None:
+def test_a_wrong_config_is_refused(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(MINIMAL | change)
 

@@ -105,7 +105,7 @@ def test_chat_needs_a_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFas
         load(path, plain)
 
 
-def test_missing_and_empty_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_missing_and_empty_files_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl: cannot read .*No such file"):
         load(tmp_path / "none.jsonl", tokenizer)
     with pytest.raises(DataError, match=r"empty\.jsonl: the dataset is empty"):
@@ -194,7 +194,7 @@ def test_slices_are_of_different_prompts(
     assert loaded.report.outside == 5 - len(ids)
 
 
-def test_a_slice_without_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_slice_without_prompts_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(tmp_path / "d.jsonl", *rows(("a", 1)))
     with pytest.raises(DataError, match=r"no prompt left: .*1 rows, 0 prompts; dropped: 1 outside the slice"):
         load(f"{path}[5:]", tokenizer)
@@ -226,7 +226,7 @@ def test_several_files_are_one_set(tmp_path: Path, tokenizer: PreTrainedTokenize
     ],
     ids=["utf-16", "array", "latin-1", "cut off", "damaged", "unknown"],
 )
-def test_files_that_are_something_else(
+def test_files_of_another_kind_are_refused_by_name(
     content: bytes, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     path = tmp_path / "d.jsonl"
@@ -235,7 +235,7 @@ def test_files_that_are_something_else(
         load(path, tokenizer)
 
 
-def test_answers_that_the_grader_cannot_read(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_answers_that_the_grader_cannot_read_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """They are reported, dropped or refused, with their lines; blanks around an answer hide none. A busy machine drops none."""
     path = write(tmp_path / "d.jsonl", *rows(("a", "7"), ("b", r" \frac{1 "), ("c", "8")))
     asked: list[str] = []

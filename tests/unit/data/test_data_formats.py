@@ -44,7 +44,7 @@ def write_parquet(path: Path, rows: list[dict[str, Any]], **options: Any) -> Pat
     return path
 
 
-def test_parquet_is_what_json_lines_are(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_parquet_rows_equal_those_of_json_lines(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """To the last key of the rest of a row, over several row groups and files; the ending does not matter."""
     write_parquet(tmp_path / "train-0.parquet", VERL[:4], row_group_size=2)
     write_parquet(tmp_path / "train-1.parquet", VERL[4:])
@@ -74,7 +74,7 @@ def test_bad_rows_of_parquet_are_named(tmp_path: Path, tokenizer: PreTrainedToke
         load(tmp_path / "d-0.parquet", tokenizer, prompt_key="prompt", answer_key="gold")
 
 
-def test_damaged_parquet_and_files_of_two_kinds(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_damaged_parquet_and_files_of_two_kinds_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write_parquet(tmp_path / "d.parquet", VERL)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"d\.parquet: not a parquet file that can be read"):

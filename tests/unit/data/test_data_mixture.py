@@ -44,7 +44,9 @@ def test_sets_with_their_weights_and_keys(files: tuple[Path, Path], tokenizer: P
     assert sum(p.id < 9 for p in taken) == 9
 
 
-def test_sets_that_contradict_each_other(files: tuple[Path, Path], tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_sets_that_contradict_each_other_are_refused(
+    files: tuple[Path, Path], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     one, _ = files
     other = write(tmp_path / "other.jsonl", {"prompt": "3+1?", "answer": 5}, {"prompt": "x", "answer": 1})
     sets = [{"path": str(one)}, {"path": str(other)}]

@@ -191,7 +191,7 @@ def test_two_runs_are_compared_problem_by_problem() -> None:
         compare(ours, theirs[:-2], "amc")
 
 
-def test_the_two_averages() -> None:
+def test_averages_over_benchmarks_and_over_samples() -> None:
     many = result([sample(p, k, True) for p in range(3) for k in range(4)])
     few = result([sample(p, 0, False) for p in range(4)])
     assert over_benchmarks({"amc": many, "minerva": few}) == 0.5

@@ -160,7 +160,7 @@ def test_a_training_config_gives_the_settings(model: Path, tmp_path: Path) -> No
     assert cfg.rollout.only and cfg.parallel.world_size == 1 and not cfg.rollout.colocate  # and no folder for weights is needed
 
 
-def test_what_is_taken_for_a_checkpoint(model: Path, tmp_path: Path) -> None:
+def test_a_model_is_found_in_a_folder_a_run_or_a_checkpoint(model: Path, tmp_path: Path) -> None:
     finished = tmp_path / "run"
     shutil.copytree(model, finished / "hf")
     for given, found in ((model, model), (finished, finished / "hf")):

@@ -25,7 +25,7 @@ def method(**sections: Any) -> Method:
     return resolve(validate(tree(**sections)))
 
 
-def test_a_method_that_asks_for_nothing() -> None:
+def test_a_method_without_requirements_keeps_the_defaults() -> None:
     plain = method(objective={"name": "tepo"})
     assert plain.objective.ratio == "sequence"
     assert (plain.max_refills, plain.overlong) == (0, None)
@@ -41,7 +41,7 @@ def test_dapo_refills_and_shapes() -> None:
     assert dapo.overlong == OverlongShaping(max_tokens=20480, buffer_tokens=4096, penalty=0.5)
 
 
-def test_each_part_alone() -> None:
+def test_refills_and_shaping_are_set_independently() -> None:
     assert (method(objective=DYNAMIC).max_refills, method(objective=DYNAMIC).overlong) == (9, None)
     assert method(objective=SHAPED).max_refills == 0
     assert method(objective=SHAPED, rollout={"max_response_tokens": 1023}).overlong == OverlongShaping(1023, 204, 0.5)

@@ -63,7 +63,7 @@ def disagreements(pairs: list[Pair], found: list[bool]) -> list[Pair]:
     return [pair for pair, right in zip(pairs, found, strict=True) if right != pair.right]
 
 
-def test_the_table() -> None:
+def test_the_table_of_pairs_is_complete() -> None:
     assert len(PAIRS) >= 300 and len(set(PAIRS)) == len(PAIRS)
     both = Counter((pair.kind, pair.right) for pair in PAIRS)
     one_sided = {kind for kind, _ in both if not (both[kind, True] and both[kind, False])}

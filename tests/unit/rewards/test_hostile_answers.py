@@ -17,7 +17,7 @@ OVERHEAD_SECONDS = 2.0  # to end a worker and begin another, on a busy machine
 ANSWERS = hostile_answers()
 
 
-def test_there_are_enough() -> None:
+def test_there_are_at_least_200_hostile_answers() -> None:
     assert len(ANSWERS) >= 200
 
 

@@ -79,7 +79,7 @@ def test_one_request_for_a_batch_in_order(url: str, monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_no_rollouts_no_request(url: str) -> None:
+def test_no_rollouts_send_no_request(url: str) -> None:
     assert score(url, []) == [] and Handler.seen == []
 
 
@@ -120,7 +120,7 @@ def test_a_wrong_request_is_not_repeated(url: str, status: int) -> None:
     assert len(Handler.seen) == 1
 
 
-def test_nobody_there() -> None:
+def test_a_server_that_is_not_there_is_an_error() -> None:
     with pytest.raises(RewardError, match=r"broke off \(.*refused.*attempt 2 of 2"):
         score("http://127.0.0.1:9/score", ROLLOUTS, attempts=2)
 

@@ -336,7 +336,7 @@ def test_a_server_of_another_kind_is_refused_by_name(
 
 
 @pytest.mark.slow
-def test_what_a_fleet_of_others_cannot_do_without(
+def test_a_fleet_of_served_engines_needs_the_key_and_healthy_servers(
     one: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder, url = one
@@ -472,7 +472,7 @@ def test_a_start_is_taken_once_and_forgotten_with_its_server(tmp_path: Path) -> 
         rendezvous.records()
 
 
-def test_addresses() -> None:
+def test_a_listening_address_becomes_a_url() -> None:
     assert url_of("0.0.0.0", 80) == "http://127.0.0.1:80" and url_of("::", 80) == "http://[::1]:80"
     assert url_of("10.0.0.1", 80) == "http://10.0.0.1:80" and url_of("fd00::2", 80) == "http://[fd00::2]:80"
 
@@ -505,6 +505,6 @@ def test_weights_must_reach_the_servers(host: str) -> None:
         ({"urls": ["http://localhost:1", "http://localhost:2"]}, r"names 2 servers, not servers=1"),
     ],
 )
-def test_urls_that_are_none(server: dict[str, Any], complaint: str) -> None:
+def test_malformed_urls_are_refused(server: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         config(**server)

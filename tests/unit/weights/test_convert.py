@@ -245,7 +245,7 @@ def test_a_checkpoint_of_a_run_is_exported_without_its_optimizer(tmp_path: Path)
     assert "iteration: 7" in output and "(optimizer state)" in output
 
 
-def test_fp8_export(tmp_path: Path) -> None:
+def test_fp8_export_has_the_layout_that_engines_load(tmp_path: Path) -> None:
     """The layout that engines load: e4m3 weights, their fp32 scales, the rest as it was, and the fields of config.json."""
     from tepo_megatron.weights import fp8
 
@@ -279,7 +279,7 @@ def test_fp8_export(tmp_path: Path) -> None:
     assert status == 1 and "the weights are quantized (quantization_config)" in err
 
 
-def test_dtype(tmp_path: Path) -> None:
+def test_export_casts_to_the_requested_dtype(tmp_path: Path) -> None:
     hf = tmp_path / "hf"
     tiny_qwen3(hf, tied=False)
     succeed("import", "--hf", hf, "--out", tmp_path / "megatron")
@@ -315,7 +315,7 @@ def test_verify_sees_what_no_tensor_shows(tmp_path: Path) -> None:
     assert status == 1 and "35 of 35 bitwise equal" in output and "layer 0" in output
 
 
-def test_inspect(tmp_path: Path) -> None:
+def test_inspect_shows_kind_family_and_parameters(tmp_path: Path) -> None:
     hf, megatron = tmp_path / "hf", tmp_path / "megatron"
     model = tiny_qwen3(hf, tied=False)
     succeed("import", "--hf", hf, "--out", megatron)
@@ -329,7 +329,7 @@ def test_inspect(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_command_itself(tmp_path: Path) -> None:
+def test_the_command_runs_without_torchrun_from_any_folder(tmp_path: Path) -> None:
     """As a user starts it: a process of its own, without torchrun and from anywhere."""
     tiny_qwen3(tmp_path / "hf")
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}

@@ -109,7 +109,7 @@ def test_threads_see_the_callers_context_and_compute_alone() -> None:
     ("sizes", "hands"),
     [([], [[], []]), ([5], [[0], []]), ([1, 1, 1, 9, 5, 1], [[3], [0, 1, 2, 4, 5]]), ([2, 2, 2, 2], [[0, 2], [1, 3]])],
 )
-def test_deal(sizes: list[int], hands: list[list[int]]) -> None:
+def test_sizes_are_distributed_evenly_over_two_threads(sizes: list[int], hands: list[list[int]]) -> None:
     assert deal(sizes, 2) == hands
 
 

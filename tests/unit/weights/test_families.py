@@ -285,12 +285,12 @@ def test_every_pipeline_gets_all_layers(layers: int, pp: int) -> None:
         ({"pp": 5, "vpp": 2}, r"parallel.pp \* parallel.vpp=10 does not divide num_layers=48; use 1, 2, .* or 48, or vpp=1"),
     ],
 )
-def test_layouts_that_do_not_fit_experts(parallel: dict[str, Any], message: str) -> None:
+def test_layouts_that_do_not_fit_the_experts_are_refused(parallel: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_layout(read(PUBLISHED["Qwen3-30B-A3B"]), ParallelConfig(**parallel))
 
 
-def test_layouts_that_fit() -> None:
+def test_layouts_that_fit_the_experts_are_accepted() -> None:
     arch = read(PUBLISHED["Qwen3-30B-A3B"])
     check_layout(arch, ParallelConfig(tp=4, sequence_parallel=True, ep=8, dp=8, pp=5))
     odd = read(PUBLISHED["Qwen3-30B-A3B"] | {"intermediate_size": 6145})  # of no layer: all are sparse
