@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, and a beginning-of-sequence token that must never be added."""
+    """Return a tokenizer with one token per character, and a beginning-of-sequence token that must never be added."""
     vocabulary = {c: i for i, c in enumerate(["<bos>", "<unk>", *map(chr, range(32, 127))])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

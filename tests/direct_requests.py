@@ -10,7 +10,7 @@ from tepo_megatron.inference.servers.client import Client
 from tepo_megatron.inference.servers.fleet import Fleet
 
 Answer = TypeVar("Answer")
-SECONDS = 120.0  # of a request
+SECONDS = 120.0  # time limit of a request
 
 
 def connected(fleet: Fleet, server: int, use: Callable[[Client], Awaitable[Answer]]) -> Answer:

@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 60.0  # for any helper
-NOTHING = 65536  # bytes: a limit that the next page that a process touches is beyond
+SECONDS = 60.0  # time limit of any helper
+NOTHING = 65536  # bytes; a limit that a process exceeds with the next page that it touches
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ from tests.hurting import NOTHING, Clock, disk, ext4, memory_group, slow_group
 from tests.parallel.resume_worlds import records, weights
 
 Hurt = Callable[["Runs", Path], None]
-BOMB_BYTES = 2**27  # in memory, of a file of kilobytes
-BOMB_GROUP = 2**31  # bytes that a run has which is refused for it; Python and its libraries take 0.75 GiB in two ranks
+BOMB_BYTES = 2**27  # bytes in memory; the file has kilobytes
+# memory limit in bytes of a run that must refuse a bomb; Python and its libraries take 0.75 GiB in two ranks
+BOMB_GROUP = 2**31
 
 
 @dataclass(frozen=True)
@@ -294,7 +295,7 @@ def _parquet_bombs(runs: Runs, folder: Path) -> None:
     for name, (values, options) in bombs.items():
         path = folder / f"{name}.parquet"
         table = pa.table({"prompt": [f"{i}?" for i in range(len(values))], "answer": values})
-        row_groups = 1 if name == "dictionary" else -(-3 * BOMB_GROUP // (2 * values.nbytes))  # half as much again as there is
+        row_groups = 1 if name == "dictionary" else -(-3 * BOMB_GROUP // (2 * values.nbytes))  # half as much again as the limit
         with parquet.ParquetWriter(path, table.schema, compression="zstd", store_schema=False, **options) as writer:
             for _ in range(row_groups):
                 writer.write_table(table)
@@ -307,7 +308,7 @@ def _parquet_bombs(runs: Runs, folder: Path) -> None:
         assert not (folder / "runs" / name / "checkpoints").exists()
 
 
-# name -> what is done; of those that a scripted engine has no process for
+# faults by name that need the process of a real engine
 OF_REAL_ENGINES: dict[str, Hurt] = {"memory of an engine": _memory_of_an_engine}
 OF_ALL: dict[str, Hurt] = {
     "memory of a grader and a rank": _memory_of_a_grader_and_a_rank,

@@ -23,7 +23,7 @@ _SPACES = b" " * 65536
 
 Kind = Callable[[socket.socket], None]
 KINDS: dict[str, Kind] = {}
-# the kinds that answer for a while or for ever, where a client must give up by itself
+# kinds that answer for a while or for ever, so that a client must give up by itself
 ENDLESS: set[str] = set()
 seen: list[tuple[str, str | None]] = []  # (kind, authorization) of each request
 

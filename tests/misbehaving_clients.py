@@ -92,7 +92,7 @@ def illness(url: str) -> object:
         finally:
             await client.close()
 
-    with contextlib.suppress(TimeoutError):  # it is well
+    with contextlib.suppress(TimeoutError):  # the server is well
         raise RequestFailed(asyncio.run(run()))
     return None
 
@@ -134,7 +134,7 @@ CLIENTS: dict[str, Callable[[str], object]] = {
     "healthy": health,
     "wait_ready": wait_ready,
 }
-ASKS_FOR_HEALTH = ("illness", "healthy", "wait_ready")  # they last, and read little
+ASKS_FOR_HEALTH = ("illness", "healthy", "wait_ready")  # clients that wait for long and read little
 
 
 def memory(what: str) -> float:
@@ -153,7 +153,7 @@ def measured(name: str, kind: str, url: str) -> dict[str, Any]:
     """
     begin, before = time.monotonic(), memory("VmRSS")
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the greatest size
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak size
     try:
         ended, said = "returned", repr(CLIENTS[name](f"{url}/{kind}"))
     except Exception as e:

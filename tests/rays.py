@@ -19,7 +19,7 @@ from tepo_megatron.utils.processes import die_with_parent
 from tests.launch.cases import PYTHON
 from tests.slurm import free_port
 
-MARK = "TEPO_TEST_RAY"  # in the environment of all that runs on a machine: which cluster's, and which
+MARK = "TEPO_TEST_RAY"  # environment variable of every process of a machine: the cluster and the machine
 RAY = PYTHON.with_name("ray")
 # seconds, not minutes, until a dead machine is noticed
 _NOTICE = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "4000"}

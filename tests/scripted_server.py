@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
     ranks: ClassVar[list[Any]] = []
 
     version = -1  # as `engine.INITIAL_VERSION`
-    loading: ClassVar[Any] = None  # names, in an update
+    loading: ClassVar[Any] = None  # file names during an update
     loaded: ClassVar[Any] = None
     kept: ClassVar[Any] = None
     asleep: ClassVar[list[str]] = []

@@ -112,7 +112,7 @@ def _cell(subject: Subject, result: Result) -> str:
 
 
 def _notes(table: Table, cases: Sequence[Case]) -> list[str]:
-    """One line for each reason, with the losses and the numbers of the cases that it is the reason of."""
+    """Return one line for each reason, with the losses and the numbers of the cases that it explains."""
     reasons: dict[str, dict[str, list[str]]] = {}
     for subject, results in table:
         for number, result in enumerate(results, 1):

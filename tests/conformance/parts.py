@@ -104,7 +104,11 @@ def _part(
     padding: float,
     whole: Part | None,
 ) -> Part:
-    """sizes: ranks, microbatches, halves, and which of them this is."""
+    """Return one part.
+
+    Args:
+        sizes: Ranks, microbatches, halves, and the number of this half.
+    """
     lengths = torch.tensor([len(r.old) for r in batch.responses])
     first = lengths.cumsum(0) - lengths
     ranks, microbatches, halves, half = sizes

@@ -158,7 +158,7 @@ def commands(folder: Path) -> Iterator[Callable[..., Command]]:
     finally:
         for command in started:
             for line in command.left_over():
-                with suppress(ProcessLookupError):  # it went with one that was killed before
+                with suppress(ProcessLookupError):  # it ended together with one that was killed before
                     os.kill(int(line.split()[0]), signal.SIGKILL)
             command.process.wait(60)
 

@@ -66,7 +66,7 @@ def test_refused_without_a_process(
     overrides: dict,
     phrase: str,
 ) -> None:
-    """As above, by the command's function in this process, which may start none."""
+    """Call the command's function in this process, which may start no other one; it refuses as above."""
 
     def start(*words: object, **options: object) -> None:
         raise AssertionError(f"{words} was started")

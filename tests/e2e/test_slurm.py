@@ -38,8 +38,8 @@ exec {sys.executable} -m tests.e2e.scripted_run "$@"
 """
 SLURM = {"account": "lab", "exclusive": False, "warning_seconds": 150}
 PATHS = {"PYTHONPATH": str(ROOT)}
-APART_STEPS, PROMPTS = 24, 8  # steps of a second: more than are taken until the batch script looks at its tasks
-STEPS = 64  # of half a second at least: more than fit before the signal, which comes within the first half minute
+APART_STEPS, PROMPTS = 24, 8  # steps of a second; more than are taken before the batch script looks at its tasks
+STEPS = 64  # steps of at least half a second; more than fit before the signal, which comes within the first half minute
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def ranks_of(processes: list[slurm.Process]) -> list[slurm.Process]:
     return sorted(found, key=lambda p: p.environment["RANK"])
 
 
-# what dies: which of all processes of the job, given that of rank 1
+# victim -> its processes among those of the job, given the process of rank 1
 KILLS: dict[str, Callable[[slurm.Process, slurm.Process], bool]] = {
     "rank": lambda p, rank: p.pid == rank.pid,
     "torchrun": lambda p, rank: p.machine == rank.machine and "-m torch.distributed.run" in p.line,
@@ -227,7 +227,7 @@ KILLS: dict[str, Callable[[slurm.Process, slurm.Process], bool]] = {
     "srun": lambda p, rank: p.line.startswith("srun") and p.line.endswith("/apart-0.sh"),
     "batch": lambda p, rank: p.line.endswith("/slurm_script"),
 }
-STAYS = ["server"]  # what the job replaces without another start of itself
+STAYS = ["server"]  # victims that the job replaces without restarting itself
 
 
 @pytest.mark.server

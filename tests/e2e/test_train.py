@@ -17,7 +17,7 @@ from tepo_megatron.rollout import record
 pytestmark = [pytest.mark.server, pytest.mark.e2e]
 
 STEPS = 4
-# what this run has no use for, and what a step may have nothing of: the noise floor is measured now and then
+# metrics that this run lacks, and metrics that some steps lack: the noise floor is not measured in every step
 UNUSED = {"reward/ref_kl", "loss/ref_kl", "weighting/affected_share", "correction/weight_mean", "tepo/entropy_noise_floor"}
 
 

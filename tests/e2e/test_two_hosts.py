@@ -18,7 +18,7 @@ from tests.parallel import resume_worlds as w
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e]
 PORT, SILENT = 29400, 6
-# a step waits for half a second in its engine: a cut comes in its midst
+# every step waits for half a second in its engine, so that the cut comes during a step
 RUN = SHORT | {
     "training__steps": 8, "parallel__tp": 1, "parallel__dp": 2, "parallel__silent_seconds": SILENT, "checkpoint__every": 2,
     "rollout__max_response_tokens": 16, "training__max_tokens_per_microbatch": 512,

@@ -19,8 +19,8 @@ from tests.objective_cases import method_of
 from tests.reference.parts import Method
 
 TOLERANCE = 1e-5
-LEAST_MOVED = 0.01  # of each tensor's norm: a change that is smaller says little about the update
-MARGIN = 1e-5  # between two numbers of which one decides: nearer, fp32 and fp64 may rightly differ
+LEAST_MOVED = 0.01  # share of a tensor's norm; a smaller change says little about the update
+MARGIN = 1e-5  # distance of a compared number to its threshold; closer, fp32 and fp64 may rightly differ
 BF16_GRADIENT, BF16_CHANGE = 0.1, 0.9
 
 

@@ -53,7 +53,7 @@ FACTORS: dict[str, tuple[Value, ...]] = {
 DEFAULTS = {name: values[0] for name, values in FACTORS.items()}
 LAYERS = 4  # one for each virtual stage
 LEARNING_RATE = 0.035  # moves every weight tensor by 1 % at least in two updates
-TRIES = 60  # completions of a pair that are drawn for a row, of which the best is taken
+TRIES = 60  # completions of a pair that are drawn for a row; the best one is taken
 _OVERLAP = {"none": (False, False), "gradients": (True, False), "both": (True, True)}
 
 
@@ -86,7 +86,7 @@ def config_of(row: Row, model: str = "model", other: str = "other") -> Config:
         # tepo's mask compares entropies, which an engine does not report
         objective = {"name": "tepo", "beta": 0.5} if row["old_logprobs"] == "actor" else {"name": "tepo_no_kl"}
     if row["weighting"] in ("clip_cov", "kl_cov"):
-        objective |= {"cov_share": 0.2}  # of a tiny minibatch: several tokens
+        objective |= {"cov_share": 0.2}  # selects several tokens of a tiny minibatch
     if row["weighting"] == "clip_cov":
         objective |= {"cov_low": 0.1}
     if row["correction"] != "none":

@@ -22,12 +22,12 @@ from tepo_megatron.types import Rollout
 from tests.gate import reference
 from tests.tiny import tiny_model
 
-VOCAB = 70  # no multiple of 16 tp: every layout pads it
+VOCAB = 70  # no multiple of 16 tp, so every layout pads it
 TEMPERATURE = 0.8
 PROMPTS = (5, 3, 8, 2)  # tokens of each group's prompt
 RESPONSES = ((9, 2, 12), (7, 1, 10), (4, 14, 6), (11, 5, 8))  # tokens of each group's responses
 REWARDS = ((1.0, 0.0, 0.0), (0.0, 1.0, 1.0), (1.0, 0.0, 1.0), (0.0, 0.0, 1.0))
-LONGEST = 22  # of a prompt and its response
+LONGEST = 22  # tokens of a prompt and its response
 
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -20,9 +20,9 @@ from tepo_megatron.plan.models import read_model
 from tests.gate import plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# models that recipes name but that are in no table of sizes: family and whether the embedding is tied
+# family, and whether the embedding is tied, of models that are in recipes but in no table of sizes
 OWN_MODELS = {"my-qwen3": ("qwen3", True), "seed-0": ("qwen3", True)}
-# sections that choose no code of an update
+# sections that do not affect the code of an update
 _NOT_TRAINING = ("name", "data", "output", "reward", "evaluation", "logging", "overwrite", "resume", "export_hf", "seed")
 _NOT_TRAINING_ROLLOUT = ("server", "servers", "min_servers", "engine", "max_refills", "attempts", "filter_uniform_groups")
 
@@ -49,7 +49,7 @@ class JobPlan:
     """One distinct training config of a world, and the names of the configs that it represents."""
 
     family: tuple[str, bool]
-    cfg: Config  # as shipped, of the first name
+    cfg: Config  # as shipped, under the first name
     layout: dict[str, object]
     names: list[str] = field(default_factory=list)
 

@@ -203,13 +203,13 @@ class Trainer:
         if self.settings.old == "rollout":  # the engine knows no entropy: that of the current pass replaces it
             entropies = entropy_N.detach().split([len(r.old) for r in batch])
             batch = [replace(r, old_entropy=h.tolist()) for r, h in zip(batch, entropies, strict=True)]
-        elif number == 0:  # the old statistics are those of this very pass
+        elif number == 0:  # the old statistics are those of this pass
             logprobs, entropies = (x.detach().split([len(r.old) for r in batch]) for x in (logprob_N, entropy_N))
             batch = [
                 replace(r, old=x.tolist(), old_entropy=h.tolist()) for r, x, h in zip(batch, logprobs, entropies, strict=True)
             ]
         outcome = objectives.evaluate(self.method, batch, logprob_N, entropy_N)
-        # where every token is clipped the loss is a constant, and its gradient 0
+        # if every token is clipped, the loss is a constant and its gradient 0
         (outcome.loss + 0 * logprob_N.sum()).backward()
         gradients = self._named({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
         if self._found is not None:

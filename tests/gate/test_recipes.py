@@ -20,7 +20,7 @@ from tests.gate.reference import Trained
 from tests.gate.world import Job, Outcome, merged, run_jobs
 from tests.worlds import run_world
 
-JOBS = 8  # of a world that is forked at once
+JOBS = 8  # jobs of a world that run in one fork
 
 
 def _every_part() -> Iterator[tuple[str, int]]:
@@ -50,7 +50,7 @@ def _material(folder: Path, job: recipes.JobPlan) -> Material:
 def test_recipes_train_to_the_reference(world: str, first: int, folder: Path) -> None:
     """Train in fp32, and in bf16 the jobs that differ from others in more than their objective."""
     plans = recipes.worlds()[world][first : first + JOBS]
-    names: list[str] = []  # of each job, as jobs and expected
+    names: list[str] = []  # name of each job, in the order of jobs and expected
     jobs: list[Job] = []
     expected: list[Trained] = []
     for number, recipe in enumerate(plans):

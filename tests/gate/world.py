@@ -42,12 +42,12 @@ class Outcome:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    metrics: list[dict[str, tuple[float, float]]] = field(default_factory=list)  # of each update: numerator, denominator
+    metrics: list[dict[str, tuple[float, float]]] = field(default_factory=list)  # numerator and denominator of each update
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     buckets: int = 0
     delivered: dict[str, Tensor] | None = None  # what the engine's side received, on rank 0
-    resumed: bool | None = None  # whether an actor from the checkpoint trains on to the same bits
+    resumed: bool | None = None  # whether an actor that loads the checkpoint continues to the same bits
 
 
 def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Outcome]:
@@ -61,7 +61,7 @@ def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Outcome]:
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
-    # what a GPU does: optimizer and parameters leave the device, instead of staying where device and host share memory
+    # as on a GPU, optimizer and parameters leave the device; by default they stay where device and host share memory
     offload.ON_CPU = offload.ON_CUDA
     groups = parallel.initialize(jobs[0].cfg.parallel, activate("cpu"), 0)
     found = [_train(job, groups) for job in jobs]

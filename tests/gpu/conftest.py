@@ -19,7 +19,7 @@ collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Any]:
-    """This process as a world of one rank."""
+    """Initialize this process as a world of one rank."""
     from tepo_megatron.config import ParallelConfig
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate

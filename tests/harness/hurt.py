@@ -34,7 +34,7 @@ from tests.e2e.conftest import Command, commands, settings
 from tests.harness.chaos import LEFT_SECONDS, RUN, STEPS, left_behind, lives, own_shared_memory, write_inputs
 from tests.hurts import OF_ALL, OF_REAL_ENGINES, Runs
 
-BOUND = 600.0  # seconds of each wait: of machines on which others work too
+BOUND = 600.0  # seconds of each wait, on machines that do other work too
 PR_SET_CHILD_SUBREAPER = 36
 HURTS = OF_REAL_ENGINES | OF_ALL
 # name -> settings
@@ -48,8 +48,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "sglang shm": {"rollout__engine": "sglang", "sync__transport": "shm"},
 }
 COVERING = 2  # the first ones have both engines, colocation, group and ipc
-WITHOUT_A_SERVER = ("parquet bombs",)  # refused before there is any
-# takes more memory with each answer: a grader that takes none is not killed for it
+WITHOUT_A_SERVER = ("parquet bombs",)  # refused before a server exists
+# takes more memory with each answer, so that the kernel kills this grader
 _SCORE = """
 kept = []
 
@@ -164,7 +164,7 @@ def carry_out(trial: Trial, bench: Bench, private_memory: bool) -> None:
         for folder in (
             bench.temporary,
             *(Path("/dev/shm").iterdir() if private_memory else ()),
-        ):  # it is this trial's fault alone
+        ):  # leftovers count for this trial alone
             shutil.rmtree(folder, ignore_errors=True)
     trial.seconds, trial.commit = round(time.monotonic() - began, 1), commit()
 

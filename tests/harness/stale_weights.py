@@ -59,7 +59,7 @@ TURNS: dict[str, dict[str, Any]] = {
     "3 ahead, continue": {"rollout": {"max_staleness": 3, "in_flight": "continue", "oversample": 1.5}},
     "3 ahead, restart": {"rollout": {"max_staleness": 3, "in_flight": "restart", "oversample": 1.5}},
 }
-# other ways of the weights to the servers, and of samples from them
+# other transports of weights, and other ways of sampling
 WAYS: dict[str, dict[str, Any]] = {
     "group": {"sync": {"transport": "group"}},
     "group, ahead": {"rollout": {"max_staleness": 1}, "sync": {"transport": "group"}},
@@ -86,7 +86,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 MODES = TURNS | WAYS
 SERVERS = 4
-RATES = (1e-9, 3e-9, 1e-8, 2e-8, 4e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)  # of learning: how far versions lie apart
+# learning rates, which determine the distance between versions
+RATES = (1e-9, 3e-9, 1e-8, 2e-8, 4e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from tests.tiny import tiny_qwen3
 ROOT = Path(__file__).parents[2]
 RATES = (1e-3, 2e-3)
 STEPS = 4
-SECONDS = 600.0  # for both starts of a trial, on a busy machine
+SECONDS = 600.0  # time limit of both starts of a trial, on a busy machine
 REFUSALS = ("this run is under way in another process", "holds a run already")
 
 

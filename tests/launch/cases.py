@@ -44,7 +44,7 @@ CASES = {
     "in_turns": ["run.yaml", "--cluster", "bare.yaml", "--parallel.dp", "2", *SERVERS],
     "convert": ["convert", "out", "--cluster", "bare.yaml", "--after", "before", "--", "inspect", "a model"],
 }
-# all in one process: the import of NeMo-Run is what takes time
+# all in one process, because the import of NeMo-Run takes most of the time
 PROGRAM = """
 import contextlib, io, json, sys
 from launch.__main__ import main

@@ -26,7 +26,7 @@ PATHS = "/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 ENVIRONMENT = {"PATH": PATHS, "SSL_CERT_FILE": CERTIFICATES, "PIP_CERT": CERTIFICATES}
 APEX = "TEPO_IMAGE_APEX"  # a git repository with Apex's pinned commit, for a machine that does not reach GitHub
-APEX_FOLDER = "/opt/apex"  # where the stand-in has it then
+APEX_FOLDER = "/opt/apex"  # path of the repository in the stand-in
 
 
 def missing() -> str | None:
@@ -107,7 +107,7 @@ def make(buildah: Store, cuda: str) -> None:
     python = prefix()
     assert python is not None
     shutil.copytree(python, root / "usr/local", symlinks=True, dirs_exist_ok=True)
-    own = Path("/usr/local/share/ca-certificates")  # of a network that has its own authority
+    own = Path("/usr/local/share/ca-certificates")  # certificates of a network that has its own authority
     if own.is_dir():
         shutil.copytree(own, root / own.relative_to("/"), dirs_exist_ok=True)
     shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")

@@ -64,7 +64,7 @@ def test_what_a_pod_needs_is_in_the_manifest(results: dict[str, tuple[int, str, 
         assert mounts["/project"]["persistentVolumeClaim"] == {"claimName": "home.of.all"}
         environment = {entry["name"]: entry for entry in pod["containers"][0]["env"]}
         assert environment["WANDB_API_KEY"]["valueFrom"] == {"secretKeyRef": {"name": "keys", "key": "WANDB_API_KEY"}}
-        assert environment["NOTE"]["value"] == "it's $$HOME"  # of which Kubernetes makes one $
+        assert environment["NOTE"]["value"] == "it's $$HOME"  # Kubernetes replaces $$ with $
     assert body["spec"]["entrypoint"].split()[1:] == [
         f"/project/runs/qwen/launch/experiments/qwen/qwen_1/{name}" for name in ("on_ray.py", "plan.json")
     ]
@@ -198,5 +198,5 @@ def test_what_the_images_have_is_what_the_manifest_says() -> None:
     version = KubeRayConfig(**SECTION).ray_version
     for engine in ("vllm", "sglang"):
         pins = (cases.ROOT / "requirements" / f"gpu-{engine}.txt").read_text().splitlines()
-        assert f"ray=={version}" in pins and "aiohttp-cors==0.8.1" in pins  # of ray[default], which serves jobs
+        assert f"ray=={version}" in pins and "aiohttp-cors==0.8.1" in pins  # needed by ray[default], which serves jobs
     assert f"ray=={version}" in (cases.ROOT / "requirements" / "launch.txt").read_text().splitlines()

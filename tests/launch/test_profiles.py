@@ -146,7 +146,7 @@ def test_faults_of_the_job_are_found_before_it_is_submitted() -> None:
 
 
 def test_launch_knows_little_of_the_training_code_and_few_files_of_nemo_run() -> None:
-    """So that it starts in an environment without PyTorch."""
+    """The launcher must start in an environment without PyTorch."""
     known = {
         "tepo_megatron",
         "tepo_megatron.config",

@@ -75,7 +75,7 @@ class Copy:
             (self.path / file).write_text(original)
 
     def _run(self, name: str, tests: Sequence[str], seconds: float) -> Verdict:
-        # no bytecode: of two texts of one file that are written within a second it would be taken for the other's
+        # no bytecode: of two versions of a file written within a second, one would run with the other's bytecode
         env = os.environ | {"PYTHONPATH": str(self.path), "PYTHONDONTWRITEBYTECODE": "1"}
         words = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--durations=0", *tests]
         started = time.monotonic()

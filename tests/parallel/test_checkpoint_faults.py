@@ -159,7 +159,7 @@ def hf_on_a_full_disk(rank: int, cfg: Any, folder: Path, victim: int) -> tuple[s
 def test_a_model_that_one_rank_cannot_write_fails_on_all_at_once(
     case: cases.Case, tmp_path: Path, layout: dict[str, int], victim: int
 ) -> None:
-    """Also where the others hold parts of its tensors, which they go on to send."""
+    """The other ranks hold parts of its tensors, which they continue to send, and fail too."""
     ranks = run_world(2, hf_on_a_full_disk, w.run_config(case.model, layout), tmp_path, victim)
     (message, _), (other, _) = ranks
     assert message == other and all(seconds < 40 for _, seconds in ranks)
@@ -226,7 +226,7 @@ def hang(rank: int, cfg: Any, folder: Path) -> Any:
 def test_a_rank_that_hangs_costs_the_checkpoint_and_not_the_run(case: cases.Case, tmp_path: Path) -> None:
     ranks = run_world(2, hang, w.run_config(case.model, {"dp": 2}), tmp_path)
     for message, seconds, found in ranks:
-        assert "rank" in message and seconds < 40 and found == 1  # what hangs does so for a minute
+        assert "rank" in message and seconds < 40 and found == 1  # the hang lasts a minute
     assert ranks[0][0] == ranks[1][0]
 
 
@@ -387,7 +387,7 @@ def save_to_no_folder(rank: int, cfg: Any, folder: Path) -> list[str]:
     actor, messages = w.start(cfg), []
     checkpoints = w.checkpoints(folder, actor)
     checkpoints.save(1, actor, {})
-    messages.append(refused(lambda: checkpoints.save(2, actor, {})))  # of the first
+    messages.append(refused(lambda: checkpoints.save(2, actor, {})))  # the message of the first save
     checkpoints.save(3, actor, {})
     messages.append(refused(checkpoints.close))
     return messages

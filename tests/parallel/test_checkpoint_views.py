@@ -30,7 +30,7 @@ def replace_moment(actor: Any) -> None:
 
 
 def replace_state(actor: Any) -> None:
-    """As `load_state_dict` of torch's optimizers does: every dict and tensor in it is another one."""
+    """Replace every dict and tensor of the state, as `load_state_dict` of torch's optimizers does."""
     for part in actor.optimizer.chained_optimizers:
         for main, state in list(part.optimizer.state.items()):
             part.optimizer.state[main] = {name: 2 * value for name, value in state.items()}
@@ -129,6 +129,6 @@ def ask_for_objects(rank: int, cfg: Any) -> list[list[Any]]:
 
 
 def test_extra_state_of_modules_is_that_of_the_moment(case: cases.Case) -> None:
-    """With fp8 it is there from the first forward pass on, and holds what the passes found."""
+    """Extra state exists in fp8 from the first forward pass on, and holds the scales of the passes so far."""
     (found,) = run_world(1, ask_for_objects, w.run_config(case.model, {}))
     assert found == [["None"], ["None", "tensor([2.])"], ["None", "tensor([3.])"], ["None"]]

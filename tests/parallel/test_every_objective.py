@@ -60,7 +60,7 @@ def test_every_row_trains_to_the_reference(material: Material, expected: dict[st
 
 
 def first_difference(found: Outcome, expected: Trained, row: str) -> str | None:
-    """In words; None where losses, gradients, their norm and the shares of all updates are the reference's."""
+    """Describe the first difference; None where losses, gradients, norms and shares of all updates are the reference's."""
     assert len(found.gradients) == len(expected.updates) == UPDATES
     for i, update in enumerate(expected.updates):
         said = f"{row}, update {i}:"

@@ -33,7 +33,7 @@ from tests.tiny import tiny_model
 from tests.worlds import run_world
 
 NUMBER, PER_TOKEN = EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
-SPARSE = (0, 2, 3)  # of four layers: under VPP2 a chunk has no router
+SPARSE = (0, 2, 3)  # layers with experts, out of four; under VPP2 one chunk has no router
 LAYOUTS = [{}, TP_SP, {"pp": 2}, {"cp": 2}, EP2]
 FULL = [
     {"pp": 2, "vpp": 2}, {"dp": 2}, {"ep": 2, "cp": 2}, {"cp": 2} | TP_SP, EP2 | {"pp": 2}, EP2 | TP_SP, {"pp": 2, "cp": 2},
@@ -170,7 +170,7 @@ def own_and_others(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Tensor]:
     actor.keep_reference()
     experts = own_choices(actor, batch)
     changed = [e.clone() for e in experts]
-    first = changed[0][0, 1]  # of the first token, in the second of the layers
+    first = changed[0][0, 1]  # the first token in the second sparse layer
     first[0] = next(e for e in range(NUMBER) if e not in first)
     out = {
         "free": actor.logprobs(batch, replays=False),

@@ -63,7 +63,7 @@ SWITCHES: dict[str, dict[str, Tree]] = {
     "verify": {str(every): {"sync": {"verify_every": every}} for every in (0, 1, 3, 1000)},
     "evaluation": {"no": {}, "yes": {"data": {"eval": "eval.jsonl"}}},
 }  # fmt: skip
-# what may have to be switched for a pair to be allowed, tried in turn
+# changes that a pair may need in order to be allowed, tried in turn
 FOR_OTHERS: tuple[dict[str, str], ...] = (
     {}, {"staleness": "1"}, {"servers": "rendezvous"}, {"updates": "one"}, {"filter": "yes"},
 )  # fmt: skip
@@ -194,7 +194,7 @@ def test_no_pair_of_switches_turns_the_gate_off_without_a_word(case: cases.Case)
 
 
 def test_each_pair_is_allowed_or_refused_by_name() -> None:
-    """That pairs are refused is no accident of this test: it says how many, and which values are refused with all others."""
+    """The number of refused pairs, and the values that are refused with all others, are fixed here."""
     found = list(pairs("model"))
     refused = [pair for pair, cfg in found if cfg is None]
     for switch, values in SWITCHES.items():

@@ -95,7 +95,7 @@ def test_number_of_microbatches(tied: cases.Case, name: str, max_tokens: int) ->
 
 @pytest.mark.parametrize(("name", "seed"), slow_but([("DP2", 3)], [("1 rank", 1), ("CP2 TP2", 2), ("DP2", 3)]))
 def test_the_order_of_packing_changes_nothing(tied: cases.Case, name: str, seed: int) -> None:
-    """Other neighbours in the packed rows change nothing."""
+    """The result does not depend on a sequence's neighbours in the packed rows."""
     batches = tuple(cases.permuted(b, seed) for b in tied.batches)
     check(tied, LAYOUTS[name], batches=batches, max_tokens=80)
 

@@ -23,7 +23,14 @@ UPDATES = 3
 def config(
     case: cases.Case, parallel: dict[str, Any] | None = None, max_tokens: int = 4096, **sections: dict[str, Any]
 ) -> Config:
-    """max_tokens: of a microbatch; sections: keys of the config's sections."""
+    """Return the config of a layout.
+
+    Args:
+        case: Model and batches.
+        parallel: Section `parallel`.
+        max_tokens: Tokens of a microbatch.
+        sections: Keys of further sections.
+    """
     tree = plain(cases.run_config(case.model, parallel or {}, max_tokens))
     for name, keys in sections.items():
         tree[name] |= keys
@@ -40,8 +47,14 @@ def agree(actor: Any) -> bool:
 
 
 def trained(rank: int, cfg: Config, case: cases.Case, settle: bool = False, multiple: int | None = None) -> dict[str, Any]:
-    """Some updates after another, then old statistics; settle: parameters are made whole after each update; multiple: that
-    tokens are padded to, instead of the config's.
+    """Take some updates, one after another, then compute old statistics.
+
+    Args:
+        rank: Number of this rank.
+        cfg: Config of the run.
+        case: Model and batches.
+        settle: Whether parameters are gathered after each update.
+        multiple: Number to whose multiple tokens are padded, instead of the config's.
     """
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
@@ -77,7 +90,13 @@ def trained(rank: int, cfg: Config, case: cases.Case, settle: bool = False, mult
 
 
 def same(here: list[dict[str, Any]], there: list[dict[str, Any]], norms: float = 0.0) -> None:
-    """norms: how far gradient norms may lie apart, relatively; all else is the same bits."""
+    """Assert that two results are equal bit for bit, except for gradient norms.
+
+    Args:
+        here: Result under test.
+        there: Expected result.
+        norms: Bound on the relative distance of gradient norms.
+    """
     for a, b in zip(here, there, strict=True):
         assert a["norms"] == pytest.approx(b["norms"], rel=norms) and a["losses"] == b["losses"]
         assert all(torch.equal(x, y) for x, y in zip(a["weights"], b["weights"], strict=True))

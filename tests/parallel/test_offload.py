@@ -87,7 +87,10 @@ def _shards(actor: Any) -> list[Any]:
 
 
 def _round_trip(actor: Any, targets: str) -> None:
-    """In the order of a run: gradients and optimizer, then parameters; back, and parameters alone there and back."""
+    """Offload and load in the order of a run.
+
+    Gradients and optimizer leave, then the parameters; the parameters come back and leave again alone; then all come back.
+    """
     gone: dict[Part, bool] = {part: targets == "cuda" or part == "gradients" for part in PARTS}
     full = {part: sizes(actor, part) for part in PARTS}
     assert all(min(full[part]) > 0 for part in PARTS)

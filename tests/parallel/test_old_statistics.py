@@ -19,7 +19,7 @@ ONE_UPDATE = {"epochs": 1, "minibatch_prompts": 4}
 
 
 def with_and_without(rank: int, cfg: Any, batch: Any) -> list[dict[str, Any]]:
-    """One update on a batch with the statistics of an old pass, and one without, from the same weights."""
+    """Take one update with the statistics of an old pass, and one without, from the same weights."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.actor.comparisons import mismatch
     from tepo_megatron.distributed import parallel
@@ -120,7 +120,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"training": ONE_UPDATE}, 0),
         ({"training": ONE_UPDATE, "objective": {"name": "clip_cov", "beta": None}}, w.STEPS),
         ({"training": ONE_UPDATE, "objective": {"ref_beta": 0.1, "ref_kl_in": "reward"}}, 2 * w.STEPS),
-        # the gate's own: one where a step takes several updates
+        # only the gate's own pass, in steps with several updates
         ({"training": {"old_logprobs": "rollout"}, "objective": {"name": "grpo", "beta": None}}, None),
     ],
     ids=["one update", "weights from the minibatch", "KL in the reward", "of the engine"],
@@ -144,7 +144,10 @@ def test_no_pass_is_wasted_and_the_engine_is_checked_all_the_same(
 
 @pytest.mark.slow
 def test_several_updates_have_their_pass(model: Path, tmp_path: Path) -> None:
-    """But for steps that kept few groups. Which seeds have both kinds of steps hangs on the rounding of earlier ones."""
+    """A step with several updates makes an old pass; a step that kept few groups makes none.
+
+    Which seeds have both kinds of steps depends on the rounding of earlier steps.
+    """
     for seed in range(10):
         records, calls = run(model, tmp_path / str(seed), logging={"noise_floor_every": 0}, seed=seed)
         updates = [updates_of(r, 2) for r in records]
@@ -157,7 +160,7 @@ def test_several_updates_have_their_pass(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_passes_without_gradient_take_larger_microbatches(model: Path, tmp_path: Path) -> None:
-    """Their own bound, and the same numbers."""
+    """Passes without gradient have a token limit of their own, and give the same numbers."""
     records, microbatches = [], []
     for bound in (32, None, 4096):
         folder = tmp_path / str(bound)

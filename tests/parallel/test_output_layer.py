@@ -50,7 +50,7 @@ def expected(dtype: torch.dtype, tied: bool = False) -> list[torch.Tensor]:
 def on_rank(
     rank: int, size: int, dtype: torch.dtype, parallel: str, ways: Sequence[tuple[int, bool]]
 ) -> dict[tuple[int, bool], dict[str, Any]]:
-    """In a forked rank: each way, a budget for logits in bytes and whether the weight has a main_grad."""
+    """Compute each way in a forked rank. A way is a budget for logits in bytes and whether the weight has a main_grad."""
     from megatron.core import parallel_state
 
     from tepo_megatron.platform import activate

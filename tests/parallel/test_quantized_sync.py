@@ -74,7 +74,7 @@ def push(rank: int, cfg: Any, sync: SyncConfig) -> dict[str, Any]:
 
 
 def broadcast(rank: int, cfg: Any, sync: SyncConfig, folder: Path) -> dict[str, Any]:
-    """To a server that holds the FP8 model: its inbox refuses what does not belong to that."""
+    """Broadcast to a server that holds the FP8 model, whose receiver refuses other tensors."""
     if rank > 0:
         pushing, _ = sync_of(cfg, sync, None)
         with pushing:
@@ -125,7 +125,7 @@ def test_what_is_sent_is_what_the_export_writes(exported: Path, tmp_path: Path, 
     linear = {n for n in before if n + "_scale_inv" in expected}
     assert len(linear) > 20 and all(expected[n].dtype == torch.float8_e4m3fn for n in linear)
     nbytes = sum(t.nbytes for t in expected.values())
-    assert sum(rank.get("bytes", 0) for rank in ranks) == nbytes < 0.4 * sum(t.nbytes for t in before.values())  # of fp32
+    assert sum(rank.get("bytes", 0) for rank in ranks) == nbytes < 0.4 * sum(t.nbytes for t in before.values())  # size in fp32
     assert ranks[0]["rounds"] > 1
 
 
@@ -180,7 +180,7 @@ def test_scales_are_left_out_with_their_weights(exported: Path) -> None:
 
 
 def push_nan(rank: int, cfg: Any, sync: SyncConfig) -> str:
-    """On tensor-parallel ranks of which one alone quantizes, and the other gathers with it."""
+    """Push from tensor-parallel ranks of which only one quantizes, while the other takes part in the gather."""
     pushing, actor = sync_of(cfg, sync, Nobody() if rank == 0 else None)
     spoilt = next(b for b in actor.bindings if b.name.endswith("layers.1.mlp.linear_fc2.weight"))
     spoilt.parameter.data.view(-1)[5] = torch.nan
@@ -193,7 +193,7 @@ def push_nan(rank: int, cfg: Any, sync: SyncConfig) -> str:
 
 
 class Nobody(Recorder):
-    """To whom nothing is broadcast."""
+    """A receiver without servers."""
 
     takers = ()
 

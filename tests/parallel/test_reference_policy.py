@@ -103,7 +103,7 @@ def test_reference_logprobs_are_those_of_the_other_model(case: cases.Case, other
 
 @pytest.mark.slow
 def test_the_penalty_is_in_the_loss_on_every_layout(case: cases.Case, other: Path, outs: list) -> None:
-    """And it is the mean of k3 of the two models in fp64."""
+    """The penalty is the mean of k3 of the two models in fp64."""
     alone = outs[0][0]
     numerator, denominator = alone["ref_kl"]
     policy, ref = (_logprobs(path, case) for path in (case.model, other))

@@ -77,7 +77,7 @@ def memory(root: Path, machine: int) -> Path:
 
 
 def contents(file: Path) -> tuple[Any, bytes]:
-    """Its header and its bytes; the order of what is in the header is as it comes."""
+    """Return its header and its bytes; the order of the header's entries does not matter."""
     data = file.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     return json.loads(data[8:end]), data[end:]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 ENGINE, CHECKPOINT = "tests.parallel.resume_worlds:FollowingEngine.", "tepo_megatron.checkpoint."
 EVALUATION = "tepo_megatron.evaluation.run_evaluations:"
-# where it can be hit in a step, and whether ranks other than 0 come there
+# places of a kill in a step, and whether ranks other than 0 reach them
 PLACES = {
     "tepo_megatron.rollout.collector:Collector.collect": False,
     ENGINE + "generate": False,
@@ -48,7 +48,7 @@ AT_THE_END = {
     "tepo_megatron.weights.hf_io:publish": False,
     EVALUATION + "evaluate": False,
     EVALUATION + "write_evaluation": False,
-    "tepo_megatron.controller.main_driver:replace_file": False,  # of the summary
+    "tepo_megatron.controller.main_driver:replace_file": False,  # writes the summary
     "tepo_megatron.report:write_report": False,
     "tepo_megatron.controller.main_driver:MainDriver.finish": False,
 }
@@ -173,7 +173,7 @@ def test_a_kill_in_every_place(
     tp: int,
     checkpoint: dict[str, Any],
 ) -> None:
-    """Before the call, and, when the run is there again, after it."""
+    """Kill before the call, and in the resumed run after the call."""
     cfg = w.run_config(model, tmp_path, parallel={"tp": tp}, checkpoint=checkpoint)
     rank = tp - 1 if (PLACES | AT_THE_END)[where] else 0
     first, second = (w.STEPS, 0) if where in AT_THE_END else (3, 3)  # the resumed run may have no step left to take
@@ -202,7 +202,7 @@ def test_kills_at_random(
     asynchronous: bool,
 ) -> None:
     folder = tmp_path_factory.mktemp("random")
-    of = sorted(of, key=lambda kill: kill.step)  # else the second would not come
+    of = sorted(of, key=lambda kill: kill.step)  # otherwise the second kill would not come
     cfg = w.run_config(model, folder, parallel={"tp": 2}, checkpoint={"every": every, "asynchronous": asynchronous})
     w.lineage(cfg, folder / "journal", *of)
     w.assert_same(w.outcome(cfg, folder / "journal"), straight(2))
@@ -250,7 +250,7 @@ def test_damage_other_data_and_other_problems(model: Path, tmp_path: Path) -> No
     """A damaged checkpoint is passed over; one of other prompts is refused before a record moves."""
     cfg = made(model, tmp_path)
     before = w.outcome(cfg, tmp_path / "journal")
-    (cfg.run_dir / "summary.json").unlink()  # else there is nothing left to do
+    (cfg.run_dir / "summary.json").unlink()  # otherwise nothing is left to do
     newest = cfg.run_dir / "checkpoints" / "step-00000003" / "__0_0.distcp"
     newest.write_bytes(newest.read_bytes()[:-1])
     fewer = tmp_path / "fewer.jsonl"

@@ -27,7 +27,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
 
 
 def other_passes(rank: int, cfg: Any, batch: TrainBatch) -> dict[str, Any]:
-    """In a forked rank: old and reference statistics and the noise floor, and how many tokens their forward passes had."""
+    """Return old and reference statistics, the noise floor, and the tokens of their forward passes, in a forked rank."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate

@@ -139,7 +139,7 @@ def test_the_environment_decides(value: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_the_ranks_of_cuda_share_the_first_gpu(value: str) -> None:
-    """With the variable: gloo, GPU 0 for each rank, and staging of what is not on the host. Without: NCCL, a GPU each."""
+    """The variable selects gloo, GPU 0 for each rank, and staging of device tensors; without it, NCCL and a GPU per rank."""
     code = (
         "import torch, torch.distributed as dist; torch.cuda.is_available = lambda: True; plain = dist.all_reduce\n"
         "from tepo_megatron.platform import activate, staged_gloo\n"
@@ -156,6 +156,6 @@ def test_the_ranks_of_cuda_share_the_first_gpu(value: str) -> None:
 
 
 def test_it_refuses_to_come_late() -> None:
-    """This process has Megatron-Core already."""
+    """The process has imported Megatron-Core already, so activation is refused."""
     with pytest.raises(RuntimeError, match="activate first"):
         staged_gloo.install()

@@ -28,7 +28,11 @@ SILENT, STUCK = 4.0, 6.0
 
 
 def watched(rank: int, folder: Path, work: Callable[[int], Any], store: Path | None = None) -> Any:
-    """store: a file; None: the world's, which rank 0 keeps here, and torchrun's agent elsewhere."""
+    """Do the work under a hang watchdog.
+
+    Args:
+        store: File of a store. None: the world's store, which rank 0 keeps here, and torchrun's agent elsewhere.
+    """
     dist.init_process_group("gloo")
     kept = world_store() if store is None else dist.FileStore(str(store), dist.get_world_size())
 

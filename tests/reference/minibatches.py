@@ -17,7 +17,7 @@ from tests.reference import objectives as reference
 from tests.reference.parts import Method, Response
 
 LENGTHS = (1, 5, 17, 2, 0, 30, 1, 8, 3, 12)  # |y|; one response without any token
-MARGIN = 1e-4  # cases with a number nearer to its threshold are left out
+MARGIN = 1e-4  # cases with a number closer to its threshold are left out
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-LIMIT = 20.0  # of a log-ratio, before exp
+LIMIT = 20.0  # bound on a log-ratio, before exp
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response of |y| >= 0 tokens: its advantage; of each token, nats under the other policies and a random key."""
+    """One sampled response of |y| >= 0 tokens: its advantage, and per token nats under the other policies and a random key."""
 
     advantage: float
     old: list[float]

@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.server, pytest.mark.full]
 PLANTED = Path(__file__).parent / "planted"
 KEY = secrets.token_hex(32)
 FAULTY = "inference server 1"
-FIRST = 2  # the first version with the fault: before it, an update that changed every weight was served as it should be
+FIRST = 2  # the first version with the fault; the update before it, which changed every weight, is served correctly
 LIMIT, NOISE = 1e-3, 1e-4  # nats
 SCORE = """
 import zlib

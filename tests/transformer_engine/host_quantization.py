@@ -103,7 +103,7 @@ def _format(quantizer: Any) -> torch.dtype:
 
 
 def _fill_per_tensor(out: Any, x: Tensor, quantizer: Any) -> None:
-    """One scale for all: delayed, which the quantizer holds, or current, of this tensor's maximum."""
+    """Cast with one scale for the tensor: the quantizer's (delayed), or that of the tensor's maximum (current)."""
     dtype = _format(quantizer)
     amax = x.float().abs().max() if x.numel() else torch.zeros(())
     if hasattr(quantizer, "scale"):
@@ -123,7 +123,7 @@ def _fill_per_tensor(out: Any, x: Tensor, quantizer: Any) -> None:
 
 
 def _fill_blockwise(out: Any, x: Tensor, quantizer: Any) -> None:
-    """One scale for 128 values of a row (block_scaling_dim 1) or for 128 x 128 values (2), a power of two."""
+    """Cast with one power-of-two scale for 128 values of a row (block_scaling_dim 1) or for 128 x 128 values (2)."""
     dtype, both = _format(quantizer), quantizer.block_scaling_dim == 2
     for name, values in (("rowwise", x), ("columnwise", x.T)):
         data, scale_inv = getattr(out, f"_{name}_data"), getattr(out, f"_{name}_scale_inv")

@@ -116,7 +116,7 @@ def test_tensors_are_those_of_an_actor_without_it(tmp_path: Path, name: str, pre
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_fresh_actor_goes_on_bit_for_bit(tmp_path: Path, precision: str) -> None:
-    """From masters, moments and counts of FusedAdam, over two data-parallel ranks."""
+    """It continues from masters, moments and counts of FusedAdam, over two data-parallel ranks."""
     case = cases.make_case(tmp_path, tied=False)
     cfg = models.config(case.model, {"dp": 2}, precision)
     straight = run_world(2, _content, cfg, case.batches)

@@ -18,7 +18,7 @@ from tests.worlds import run_world
 
 
 def _built(rank: int, cfg: Config) -> dict[str, bool]:
-    """By type of module: whether it adds gradients inside of its products."""
+    """Return, by type of module, whether it adds gradients inside its products."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     from tepo_megatron.distributed import parallel

@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, cases.Case]:
 
 
 def _train(rank: int, cfg: Config, batches: tuple[TrainBatch, ...], change: Change | None = None) -> list[dict[str, Any]]:
-    """The steps of an actor as on GPUs; change: applied to it first."""
+    """Return the steps of an actor as on GPUs; `change` is applied to the actor first."""
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
@@ -85,7 +85,7 @@ def test_layout_equals_reference(
 
 @pytest.mark.parametrize(("embeddings", "layout"), [("tied", "DP2"), ("untied", "DP2")])
 def test_output_layer_in_chunks(made: dict[str, cases.Case], embeddings: str, layout: str) -> None:
-    """Its weight's gradient is added to `main_grad` by this package, next to what Transformer Engine's modules add."""
+    """This package adds the output layer's weight gradient to `main_grad`, next to those of Transformer Engine's modules."""
     case, keys = made[embeddings], _keys(80, INSIDE) | {"logits_budget_mib": 0}
     cfg = models.config(case.model, cases.LAYOUTS[layout], "fp32", training=keys)
     cases.compare(run_world(cfg.parallel.world_size, _train, cfg, case.batches), case.steps)
@@ -117,7 +117,7 @@ def test_the_forward_pass_gathers_what_the_last_update_left(made: dict[str, case
 
 
 def test_bf16_is_as_near_to_the_reference_as_without_it(made: dict[str, cases.Case]) -> None:
-    """In the norm over all gradients; recomputation changes no bit of them."""
+    """The distance is the norm over all gradients; recomputation changes no bit of them."""
     case, apart = made["untied"], {}
     for platform, recompute, fused in (
         ("cpu", "none", HOOK), ("cuda", "none", HOOK), ("cuda", "none", INSIDE), ("cuda", "selective", INSIDE),

@@ -223,7 +223,7 @@ def _named(found: Steps) -> set[int]:
 
 
 def _damaged(data: bytes, what: str) -> bytes:
-    """One file of several lines."""
+    """Return a damaged version of a file of several lines."""
     lines = data.splitlines(keepends=True)
     return {
         "cut": data[:-7],

@@ -71,7 +71,7 @@ def test_memory_is_given_back_with_the_last_piece() -> None:
 
 
 def test_a_forked_child_gets_no_copy() -> None:
-    """And may throw its references away without harm to memory that it took meanwhile."""
+    """A forked child may drop its references without harm to memory that it took meanwhile."""
     arena = HostArena(CPU)
     (piece,) = arena.pieces([PAGE])
     piece.fill_(7)

@@ -115,7 +115,7 @@ def test_recomputed_blocks_take_time() -> None:
     ("precision", "keys", "element"),
     [
         ("bf16", {}, 12),
-        ("bf16", {"moments": "bf16"}, 6),  # of the masters the 16 bits that the weights lack
+        ("bf16", {"moments": "bf16"}, 6),  # the masters keep only the 16 bits that the weights lack
         ("bf16", {"moments": "fp8"}, 4),
         ("bf16", {"offload": 0.75}, 3),
         ("fp32", {}, 8),
@@ -148,11 +148,11 @@ def test_an_offloaded_optimizer_takes_host_memory_and_time() -> None:
 
 
 def test_offloaded_activations_take_host_memory_and_time() -> None:
-    """Nearly all of them leave the GPU, wait on the host, and take their time on the way."""
+    """Nearly all activations leave the GPU, wait on the host, and take their time on the way."""
     here, there = (predictor_of(config(training={"offload_activations": on}), Request()) for on in (False, True))
     before, after = (Trainer.of(p.cfg, p.model).state().parts["activations"] for p in (here, there))
     layers = here.model.arch.num_layers
-    assert after == pytest.approx(before * 2 / layers, rel=0.05)  # of two layers, whose copies are under way
+    assert after == pytest.approx(before * 2 / layers, rel=0.05)  # two layers, whose copies are under way
     waiting = host_bytes(there.cfg, there.model)["activations that wait for backward"]
     assert waiting > 0.5 * before and "activations that wait for backward" not in host_bytes(here.cfg, here.model)
     lengths = [2048] * 64
@@ -347,7 +347,7 @@ def test_the_command_writes_json_and_refuses_wrong_options(tmp_path: Path, capsy
 
 
 def test_no_torch_is_imported() -> None:
-    """It answers in a second or two: torch alone would take as long."""
+    """The command answers in a second or two; importing torch alone would take as long."""
     code = (
         "import sys; from tepo_megatron.cli import main; status = main(['plan', sys.argv[1]]);"
         "assert not {'torch', 'transformers', 'megatron'} & set(sys.modules); sys.exit(status)"

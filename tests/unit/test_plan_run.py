@@ -26,7 +26,7 @@ from tests.unit.test_plan import RECIPES, config, run
 
 
 def test_fp8_copies_of_weights() -> None:
-    """By hand, of Qwen3-14B with tp=4: qkv, output, gate and up, and down projections of 40 layers, two bytes of an element."""
+    """The copies of Qwen3-14B with tp=4 take two bytes per element of the four linear modules of 40 layers."""
     cfg = load_config("examples/recipes/qwen3-14b-16gpu-colocated.yaml")
     fp8 = replace(cfg.model, precision="fp8-current")
     layer = 5120 * ((40 + 2 * 8) * 128 + 40 * 128 + 3 * 17408) / cfg.parallel.tp

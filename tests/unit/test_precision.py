@@ -290,7 +290,7 @@ def test_experts_are_chosen_in_fp32_whatever_the_precision(tmp_path: Path) -> No
 
 
 def test_embedding_and_output_layer_are_not_transformer_engines(tmp_path: Path) -> None:
-    """They are GPTModel's own, whatever the layers are made of, and so are not in reach of its FP8."""
+    """Both are GPTModel's own modules, whatever the layers are made of, so FP8 does not reach them."""
     tiny_qwen3(tmp_path / "model", tied=False)
     ((found),) = run_world(1, _outside, tmp_path / "model")
     ours = "megatron.core.tensor_parallel.layers."
@@ -382,7 +382,7 @@ def test_overlapped_tensor_parallelism_needs_transformer_engine() -> None:
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_fixed_length_pads_every_microbatch_to_one_length(cp: int) -> None:
-    """Whatever is in them, and also where what they are padded to is no multiple of what the mesh asks for."""
+    """The length does not depend on the content, and is padded further where it is no multiple of what the mesh requires."""
     parallel = ParallelConfig(cp=cp, tp=2, sequence_parallel=True)
     training = TrainingConfig(fixed_length=True, max_tokens_per_microbatch=1000)
     alignment = precision.alignment(model("fp8-current"), parallel, training)

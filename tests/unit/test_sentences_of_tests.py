@@ -17,7 +17,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 FIRST_WORDS = re.compile(r"(What|Of|Whether|How)\b")
 BANNED = ("mend", "told", "beside", "anew", "stands", "bears", "so many", "room", "fellows", "boxes")
-# of English text, where a word ends at anything but a letter, and of names, in which words are joined by underscores
+# whole words of English text, and of names, in which underscores join words
 BANNED_WORDS = re.compile(rf"(?<![^\W_])({'|'.join(word.replace(' ', '[ _]') for word in BANNED)})(?![^\W_])", re.IGNORECASE)
 CODE = re.compile(r"`[^`]*`")
 

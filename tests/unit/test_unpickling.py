@@ -95,7 +95,7 @@ def test_the_list_sees_each_kind_of_call(call: str) -> None:
 
 
 def whole() -> Metadata:
-    """As PyTorch and Megatron-Core write it."""
+    """Write metadata as PyTorch and Megatron-Core do."""
     tensor = TensorStorageMetadata(
         TensorProperties(dtype=torch.bfloat16), torch.Size((4,)), [ChunkStorageMetadata(torch.Size((0,)), torch.Size((4,)))]
     )
@@ -152,13 +152,13 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
 
 
 def megatron_loads(folder: Path) -> None:
-    """As `tepo verify` has Megatron-Core load a checkpoint."""
+    """Load a checkpoint with Megatron-Core, as `tepo verify` does."""
     with restricted_loading():
         FileSystemReader(folder).read_metadata()
 
 
 def evaluation_loads(folder: Path) -> None:
-    """As `tepo evaluate` makes a model of a Megatron checkpoint, in a folder of its own."""
+    """Convert a Megatron checkpoint to a model, as `tepo evaluate` does, in a folder of its own."""
     lines: list[str] = []
     (folder / "scratch").mkdir()
     with hf_model(folder, folder / "scratch", lines.append):

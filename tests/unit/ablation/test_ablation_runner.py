@@ -1,6 +1,6 @@
-"""Which runs are made and which are kept, what is said of those that fail, and what is written in the end.
+"""The runner of an ablation makes missing runs, keeps finished ones, reports failures, and writes a table.
 
-Runs are stood in for by the files that a run leaves; the end-to-end test makes real ones.
+The runs here are replaced by the files that a run leaves; the end-to-end test makes real ones.
 """
 
 import json

@@ -99,7 +99,7 @@ def test_ratio_says_how_many_times_better_ours_is() -> None:
 
 
 def test_rows_measured_again_replace_the_old_ones(tmp_path: Path) -> None:
-    """And only those; what is written is what is read."""
+    """Only the measured rows are replaced; reading returns what was written."""
     old = [Measure(row, name, "s", 1.0).as_object() for row, name in ((1, "a"), (1, "b"), (2, "a"))]
     new = [Measure(1, "a", "s", 2.0).as_object()]
     save(tmp_path / "sub/out.json", merged(old, new))
@@ -122,7 +122,7 @@ def test_the_command_writes_table_and_file(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.full
 def test_every_suite_of_the_command_runs(tmp_path: Path) -> None:
-    """At a small size, without peers: every row is there, and all are measured but the GPU's and two runs of the demo."""
+    """At a small size, without peers, every row is there, and all are measured except the GPU's and two runs of the demo."""
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks", "--quick", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)

@@ -76,7 +76,7 @@ def test_resume_keeps_the_log_of_a_start_that_failed(tmp_path: Path) -> None:
 
 
 def test_lost_records_alone_are_a_run(tmp_path: Path) -> None:
-    """Its first step was undone and taken again, when the second kill came."""
+    """The run's first step was undone and taken again when the second kill came."""
     run = write_run(tmp_path, "metrics.lost.jsonl")
     with pytest.raises(ConfigError, match=r"holds a run already"):
         run_dir.prepare(config(tmp_path))

@@ -22,7 +22,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load(path: Path | str, tokenizer: PreTrainedTokenizerFast, **data: Any) -> Loaded:
-    """One set, read as the config says."""
+    """Read one set as the config says."""
     cfg = DataConfig(train=str(path), **{"max_prompt_tokens": 64, **data})
     return load_prompts(cfg.sets[0], cfg, tokenizer)
 
@@ -201,7 +201,7 @@ def test_a_slice_without_prompts_is_refused(tmp_path: Path, tokenizer: PreTraine
 
 
 def test_several_files_are_one_set(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """One of them gzipped. Errors name the file and its own line."""
+    """Errors name the file, of which one is gzipped, and its own line."""
     write(tmp_path / "a-1.jsonl", *rows(("a", 1), ("b", 2)))
     (tmp_path / "a-2.jsonl").write_bytes(gzip.compress(b'{"prompt": "c", "answer": 3}\n{"prompt": "a", "answer": 1}\n'))
     loaded = load(tmp_path / "a-*.jsonl", tokenizer)

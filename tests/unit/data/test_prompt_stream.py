@@ -107,7 +107,7 @@ def shares(batch: list[Prompt]) -> Counter[int]:
 
 
 def test_sets_are_mixed_by_weight_whatever_their_size() -> None:
-    """After any number of prompts each set has given its share of them to within one."""
+    """At any point, each set has given its share of the prompts to within one."""
     stream = mixed((100, 0.5), (40, 3.0), (7, 1.5))
     given: Counter[int] = Counter()
     for n in range(1, 200):
@@ -117,7 +117,7 @@ def test_sets_are_mixed_by_weight_whatever_their_size() -> None:
 
 
 def test_each_set_of_a_mixture_goes_in_its_own_order() -> None:
-    """That of the set alone: sets that are added or taken away do not change it."""
+    """A set has the order that it has alone; adding or removing other sets does not change it."""
     together = [p.id for p in mixed((8, 1.0), (8, 1.0)).take(16) if p.id < 1000]
     assert together == ids(PromptStream(prompts(8), seed=5, shuffle=True).take(8))
 

@@ -44,7 +44,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_a_broken_link_and_a_broken_anchor_are_seen(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()  # of which the site has no page
+    (tmp_path / "folder").mkdir()  # a folder, for which the site has no page
     (tmp_path / "a.md").write_text("# One `two.three` (four)\n\n[x](b.md) [y](#one-twothree-four) [z](#one) [f](folder)\n")
     assert list(broken_links(tmp_path / "a.md")) == ["b.md", "#one", "folder"]
 
@@ -73,7 +73,7 @@ def unknown_commands(text: str) -> Iterator[str]:
 
 
 def test_commands_exist() -> None:
-    """In blocks and in the text of every page."""
+    """Commands in the blocks and in the text of every page exist."""
     texts = [(page, text) for page in PAGES for text in [*inline_code(page), *(" ".join(words) for words in commands(page))]]
     assert [(str(page), text, name) for page, text in texts for name in unknown_commands(text)] == []
 

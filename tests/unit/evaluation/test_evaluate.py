@@ -130,7 +130,7 @@ def test_two_evaluations_are_compared(
     assert cli.main(["compare", str(b), str(a)]) == 0
     printed = capsys.readouterr().out
     lines = (b / "aime24.jsonl").read_bytes().splitlines(keepends=True)
-    (b / "aime24.jsonl").write_bytes(b"".join(lines[1:])[:-9])  # of the first and the last problem a sample is gone
+    (b / "aime24.jsonl").write_bytes(b"".join(lines[1:])[:-9])  # the first and the last problem lack a sample
     assert cli.main(["compare", str(b), str(a)]) == 0
     problems = len({sample.problem for sample in read_samples(a / "aime24.jsonl")})
     assert f"compared on the {problems - 2} problems that both have" in " ".join(capsys.readouterr().out.split())

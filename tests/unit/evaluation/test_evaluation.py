@@ -64,7 +64,7 @@ def test_a_malformed_line_of_scores_is_named_and_passed_over(tmp_path: Path, cap
 
 
 def test_an_evaluation_samples_as_its_own_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not as training does: neither its temperature, its number of samples, nor its replayed experts."""
+    """An evaluation takes neither temperature nor number of samples nor replayed experts from training."""
     asked = []
 
     def evaluate(engine: Any, reward: Any, prompts: Any, sampling: SamplingParams, seed: int) -> Accuracy:
@@ -96,7 +96,7 @@ def result(update: int, mask: float, ratios: list[float]) -> UpdateResult:
 
 
 def test_the_first_update_of_a_rollout_batch_reports_no_mask() -> None:
-    """Its entropy change is rounding noise: the same weights as the old pass."""
+    """The entropy change of the first update is rounding noise, since it has the weights of the old pass."""
     log = StepLog()
     log.add(result(0, 9.0, [1.0, 1.0]))
     log.add(result(1, 3.0, [0.9, 1.1]))

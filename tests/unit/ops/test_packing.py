@@ -16,7 +16,7 @@ from tepo_megatron.ops.packing import pack
     seed=st.integers(0, 100),
 )
 def test_packing_keeps_every_response_token(shapes: list[tuple[int, int]], cp: int, total: int, seed: int) -> None:
-    """Over the context-parallel ranks each response token is one row, whose position precedes it in its own sequence."""
+    """Each response token is one row on one context-parallel rank, whose position precedes it in its own sequence."""
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(1, 1000, (p + r,), generator=generator) for p, r in shapes]
     masks = [torch.arange(p + r) >= p for p, r in shapes]

@@ -42,7 +42,7 @@ def families_of(batch: TrainBatch, least_tokens: int = 1, least_saved: int = 0) 
 @CHECKED
 @given(shapes=SHAPES, cp=st.sampled_from([1, 2, 3]), total=st.sampled_from([1, 2]), seed=st.integers(0, 9))
 def test_each_response_token_has_the_row_before_it(shapes: list[tuple[int, int]], cp: int, total: int, seed: int) -> None:
-    """As without sharing; rows of a sequence lie together in their order, in ascending parts of one rank each."""
+    """Rows are those without sharing; rows of a sequence are consecutive and in order, in ascending parts on one rank each."""
     batch, alignment = batch_of(shapes), Alignment(cp, total)
     ids, masks = ([getattr(r, name) for r in batch.rollouts] for name in ("token_ids_L", "response_mask_L"))
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()

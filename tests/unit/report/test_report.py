@@ -179,6 +179,6 @@ def test_restarts_of_servers_are_counted_where_there_were_some(tmp_path: Path) -
     write_run(tmp_path, rows)
     run = read_run(tmp_path)
     assert facts(replace(run, summary=None))[-2:] == ("step 4 of 72", "3 server restarts")
-    write_run(tmp_path, measured(4))  # of a release that did not count them
+    write_run(tmp_path, measured(4))  # written by a release that did not count them
     run = read_run(tmp_path)
     assert facts(replace(run, summary=None))[-1] == "step 4 of 72"

@@ -28,7 +28,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def run(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Run:
-    """One whose model lies next to it."""
+    """A run whose model is next to it."""
     tokenizer.save_pretrained(tmp_path / "model")
     folder = tmp_path / "run"
     folder.mkdir()
@@ -162,7 +162,7 @@ def test_a_paired_difference_by_hand() -> None:
 
 
 def write_benchmark(run: Run, step: int, scores: dict[int, list[float]]) -> None:
-    """As `evaluation.benchmarks` does during a run."""
+    """Write the files of a benchmark as `evaluation.benchmarks` does during a run."""
     folder = run.folder / "evaluation" / f"step-{step:08d}"
     folder.mkdir(parents=True)
     rows = [

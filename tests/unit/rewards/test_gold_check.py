@@ -30,7 +30,7 @@ def of_known_forms(seed: int) -> list[str]:
 
 
 def test_known_forms_are_readable() -> None:
-    """By math-verify itself, so that nothing is passed over that it would refuse."""
+    """Math-verify itself reads every known form, so that no answer is passed over that it would refuse."""
     grade = load_grader()
     for gold in of_known_forms(0):
         assert unreadable_golds([gold], CFG, seconds=0) == ({}, 0), f"{gold}: its form is not known"  # else it is not tried
@@ -46,7 +46,7 @@ def test_known_forms_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_answers_of_other_forms_are_tried_in_a_worker() -> None:
-    """In real workers; what hangs there counts as unreadable, and a second time of the same answer costs nothing."""
+    """An answer that hangs in a worker counts as unreadable; the same answer is tried only once."""
     asked = ["7", r"\frac{1", r"x^2+1", r" \frac{1 ", "9" * 600, r"[0, 1)", "{"]
     bad, unchecked = unreadable_golds(asked, CFG, seconds=60)
     assert bad == {r"\frac{1": "bad_gold", "9" * 600: "too_long", "{": "bad_gold"} and unchecked == 0

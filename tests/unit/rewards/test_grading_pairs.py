@@ -85,7 +85,7 @@ def test_listed_faults_are_repaired() -> None:
 
 @pytest.mark.full
 def test_better_than_math_verify_alone() -> None:
-    """On every kind at least as good; each listed fault is still one of math-verify."""
+    """The grader is at least as good on every kind; each listed fault is still one of math-verify."""
     request = json.dumps([(pair.gold, pair.answer) for pair in PAIRS])
     command = [sys.executable, "-W", "ignore", "-c", PLAIN]
     done = subprocess.run(command, input=request, capture_output=True, text=True, timeout=300, env=os.environ, check=True)

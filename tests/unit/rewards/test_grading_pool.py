@@ -58,7 +58,7 @@ def pool(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, workers: in
 def test_a_worker_that_is_killed_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once where its answer is graded by another one, and again where that one is lost too."""
+    """It is reported once where another worker grades its answer, and again where that worker is lost too."""
     once = tmp_path / "once"
     lost = f"if text == {BAD!r} or not os.path.exists({str(once)!r}): open({str(once)!r}, 'w'); os.kill(os.getpid(), 9)"
     made = pool(tmp_path, monkeypatch, GOOD.replace("BEHAVE", lost))
@@ -129,7 +129,7 @@ def test_a_worker_that_never_gets_ready_is_an_error(tmp_path: Path, monkeypatch:
 
 
 def test_the_soft_alarm_gets_through_libraries_that_swallow_exceptions() -> None:
-    """As math-verify and SymPy do, which then call the answer wrong."""
+    """Math-verify and SymPy swallow exceptions, and then call the answer wrong."""
 
     def grade() -> tuple[str, float, str]:
         try:

@@ -20,7 +20,11 @@ from tests.graded import decode, rollout
 
 
 class Handler(BaseHTTPRequestHandler):
-    """script: what it does with the next requests, one each: None answers; a status; bytes as the body; seconds to sleep."""
+    """A reward server with a script.
+
+    Attributes:
+        script: Behaviour of each of the next requests. None: answer; a status; bytes as the body; or seconds to sleep.
+    """
 
     script: ClassVar[list[Any]] = []
     seen: ClassVar[list[tuple[str | None, Any]]] = []

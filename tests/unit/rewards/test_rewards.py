@@ -25,7 +25,7 @@ ENDLESS = r"\boxed{9^{9^9}}"
 
 
 def is_running(pid: int) -> bool:
-    """Neither gone nor a zombie."""
+    """Return whether the process is neither gone nor a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

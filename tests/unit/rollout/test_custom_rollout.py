@@ -79,7 +79,7 @@ class InProcess:
 
 
 def count_up(prompt: Prompt, sampling: SamplingParams, seed: int) -> tuple[list[int], str]:
-    """As many tokens as it may, each the place that it gets."""
+    """Write as many tokens as allowed, each with the number of its position."""
     start = len(prompt.token_ids)
     return list(range(start, start + sampling.max_tokens)), "length"
 

@@ -1,4 +1,4 @@
-"""On which GPUs the servers are that a rank starts."""
+"""The servers that a rank starts get the right GPUs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_servers_follow_the_ranks_of_their_machine(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert first_of(config(**rollout)) == first
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # of two machines
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # on two machines
     assert first_of(config(**rollout)) == first / 2
 
 

@@ -35,7 +35,7 @@ PROMPTS = [Prompt(id=i, token_ids=(4, 5), answer="") for i in range(40)]
 def fleet(
     folder: Path, servers: int = 3, min_servers: int = 1, attempts: int = 3, in_flight: str = "finish", **server: Any
 ) -> Iterator[Fleet]:
-    """Where nobody freezes it is patient: a busy machine must not look like that."""
+    """Yield a fleet. It is patient where no server freezes, so that a busy machine does not look frozen."""
     (folder / "model").mkdir(exist_ok=True)
     settings = {"restarts": 3, "backoff_seconds": 0.05, "silent_seconds": 20.0, "concurrency": 4, "ready_seconds": 60} | server
     cfg = RolloutConfig(

@@ -1,4 +1,4 @@
-"""Whoever of a server's owner, guard and processes is killed, in any combination: nothing of the server is left."""
+"""Nothing of a server is left, whichever of its owner, guard and processes are killed."""
 
 from __future__ import annotations
 

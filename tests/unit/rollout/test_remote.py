@@ -294,7 +294,7 @@ def test_weights_of_another_run_are_never_taken_for_the_first_ones(
 def test_a_server_is_taken_from_the_rendezvous_and_given_back(
     one: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By one of two that look for it, and by no other run."""
+    """One of two runs that look for a server takes it, and no other run can."""
     folder, url = one
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     rendezvous, record = Rendezvous(tmp_path), record_of(folder, url)
@@ -412,7 +412,7 @@ UNSAFE = {
 def test_a_rendezvous_that_others_can_change_is_refused_on_both_sides(
     fault: str, side: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Before a request that holds the key is sent anywhere, even where the key comes by the environment."""
+    """It is refused before a request that holds the key is sent anywhere, even where the key comes from the environment."""
     spoil, complaint = UNSAFE[fault]
     folder = tmp_path / "rendezvous"
     rendezvous = Rendezvous(folder)

@@ -124,7 +124,7 @@ def test_the_key_and_torchrun_stay_where_they_belong(tmp_path: Path) -> None:
 
 
 def test_its_processes_meet_in_a_file_of_their_own(tmp_path: Path) -> None:
-    """In TMPDIR, which is private to a server, and on loopback; another start has another file."""
+    """The file is in TMPDIR, which is private to a server; another start has another file. They listen on loopback."""
     made = [SglangApi().environment(ServerConfig(), launch(tmp_path), {"TMPDIR": str(tmp_path)}, "sekrit") for _ in range(2)]
     files = {env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] for env in made}
     assert len(files) == 2 and all(file.startswith(f"file://{tmp_path}/") for file in files)

@@ -149,7 +149,7 @@ def test_a_server_that_is_being_started_is_waited_for_and_then_put_to_sleep(
 ) -> None:
     with fleet(tmp_path, servers=2) as two:
         two.update_weights([], version=1)
-        monkeypatch.setenv("TEPO_SCRIPTED_START_SECONDS", "3")  # of those that start from here on
+        monkeypatch.setenv("TEPO_SCRIPTED_START_SECONDS", "3")  # for servers that start from here on
         first, behind = process(two, 0), two.endpoints[0].server
         assert isinstance(behind, LocalServer)
         before = behind.process

@@ -62,7 +62,7 @@ def test_a_server_that_dies_in_the_trainers_turn_is_started_after_it(
         time.sleep(1.0)
         assert servers_of(serve) == 0 and len(serve.records()) == 1
         wake(fleet, version=2)
-        assert versions(fleet) == {2}  # of the other one
+        assert versions(fleet) == {2}  # version of the other server
         until(lambda: fleet.needs_weights)
         fleet.update_weights([], version=2)
         fleet.sleep()

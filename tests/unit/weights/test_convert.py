@@ -61,7 +61,7 @@ def tensors(path: Path) -> dict[str, Tensor]:
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    """Bit for bit, dtypes included."""
+    """Assert that tensors are equal bit for bit, dtypes included."""
     assert a.keys() == b.keys()
     for name in a:
         assert a[name].dtype == b[name].dtype and torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
@@ -197,7 +197,7 @@ def save_with_megatron(rank: int, layout: dict[str, int], hf: Path, out: Path, m
 @pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"tp": 4}], ids=["TP2 PP2", "TP4"])
 @pytest.mark.parametrize("metadata", [None, {"non_homogeneous_layers": True}], ids=["stacked", "by layer"])
 def test_what_megatron_core_saves_is_exported(tmp_path: Path, layout: dict[str, int], metadata: dict[str, Any] | None) -> None:
-    """By its own writer, cut over ranks, with the vocabulary padded for them; config and tokenizer come from --hf."""
+    """Megatron-Core's writer shards tensors over ranks and pads the vocabulary; config and tokenizer come from --hf."""
     hf, run = tmp_path / "hf", tmp_path / "run"
     tiny_model(hf, four_heads(), scale=4.0)
     (run / "iter_0000012").mkdir(parents=True)
@@ -330,7 +330,7 @@ def test_inspect_shows_kind_family_and_parameters(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_command_runs_without_torchrun_from_any_folder(tmp_path: Path) -> None:
-    """As a user starts it: a process of its own, without torchrun and from anywhere."""
+    """Start the command as a user does: in a process of its own, without torchrun and from anywhere."""
     tiny_qwen3(tmp_path / "hf")
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
 

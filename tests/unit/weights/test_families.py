@@ -293,7 +293,7 @@ def test_layouts_that_do_not_fit_the_experts_are_refused(parallel: dict[str, Any
 def test_layouts_that_fit_the_experts_are_accepted() -> None:
     arch = read(PUBLISHED["Qwen3-30B-A3B"])
     check_layout(arch, ParallelConfig(tp=4, sequence_parallel=True, ep=8, dp=8, pp=5))
-    odd = read(PUBLISHED["Qwen3-30B-A3B"] | {"intermediate_size": 6145})  # of no layer: all are sparse
+    odd = read(PUBLISHED["Qwen3-30B-A3B"] | {"intermediate_size": 6145})  # used by no layer, since all are sparse
     check_layout(odd, ParallelConfig(tp=2, sequence_parallel=True))
     with pytest.raises(ConfigError, match=r"parallel.tp=2 does not divide the experts' ffn_size=767; use 1$"):
         odd = read(PUBLISHED["Qwen3-30B-A3B"] | {"moe_intermediate_size": 767})

@@ -95,7 +95,7 @@ def test_a_shared_folder_works_without_locks_and_is_named_where_it_cannot_be_mad
 
 @pytest.mark.parametrize("back", [1, 30])
 def test_a_damaged_byte_is_noticed(tmp_path: Path, back: int) -> None:
-    """Wherever it is, the error names the tensor; without checksums nobody sees it."""
+    """The error names the tensor with the damaged byte; without checksums nobody sees it."""
     for with_checksums in (True, False):
         path = sent(tmp_path / str(with_checksums), with_checksums)
         data = bytearray(path.read_bytes())
