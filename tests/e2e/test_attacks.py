@@ -108,7 +108,7 @@ def has_steps(run: Path, count: int) -> bool:
     ],
     ids=["vllm-shm-ahead", "sglang-group-2-servers", "vllm-ipc-colocated"],
 )
-def test_nobody_gets_in(
+def test_no_attack_from_another_host_or_user_succeeds(
     folder: Path, two: tuple[Host, Host], random_model: Path, tmp_path: Path, engine: str, transport: str, keys: dict[str, Any]
 ) -> None:
     ours, other = two

@@ -80,7 +80,7 @@ def test_a_run_survives_the_kill_of_its_launcher_and_of_a_rank(tepo, arguments, 
 
 
 @pytest.mark.full
-def test_resume_with_other_settings_data_and_damage(tepo, arguments, model: Path, tmp_path: Path) -> None:
+def test_resume_accepts_other_settings_and_refuses_other_data(tepo, arguments, model: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "again"
     finished(tepo(*arguments(model, **RUN, name="again"), engine="good"))
     before = records(run)

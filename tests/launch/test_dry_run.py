@@ -78,7 +78,7 @@ def test_what_is_refused_in_one_line(results: dict[str, tuple[int, str, str]], c
     assert REFUSED[case][1] in error
 
 
-def test_a_record_that_another_launch_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_of_an_unknown_executor_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     jobs.write(tmp_path, "pbs", "3")
     for word in ("status", "logs", "cancel"):
         assert main([word, str(tmp_path)]) == 1

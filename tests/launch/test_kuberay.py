@@ -154,7 +154,7 @@ def test_names_that_kubernetes_takes() -> None:
 
 
 @pytest.mark.full
-def test_submitted_asked_and_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_submitted_queried_and_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NeMo-Run's manifest and Kubernetes' own client, over HTTP."""
     with serving(tmp_path) as (kubernetes, kubeconfig):
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig))

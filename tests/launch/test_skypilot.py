@@ -93,7 +93,7 @@ def test_what_is_refused_in_one_line(results: dict[str, tuple[int, str, str]], c
     assert REFUSED[case][1] in error and cases.SECRET not in error
 
 
-def test_without_skypilot_installed(tmp_path: Path) -> None:
+def test_a_missing_skypilot_is_named(tmp_path: Path) -> None:
     sky.prepare(tmp_path)
     words = [*VOLUME, "--executor", "skypilot", "--dry-run"]
     status, _, error = cases.call(tmp_path, {"it": words})["it"]

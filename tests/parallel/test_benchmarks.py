@@ -59,7 +59,7 @@ def test_a_run_with_benchmarks_trains_as_one_without(model: Path, tmp_path: Path
 
 
 @pytest.mark.full
-def test_kills_in_the_midst_of_benchmarks(model: Path, tmp_path: Path) -> None:
+def test_a_run_killed_during_benchmarks_ends_like_an_undisturbed_one(model: Path, tmp_path: Path) -> None:
     def run(name: str, *kills: Kill, **checkpoint: Any) -> tuple[w.Outcome, dict[str, str]]:
         cfg = w.run_config(model, tmp_path / name, evaluation=BENCHMARKS, checkpoint=checkpoint)
         w.lineage(cfg, tmp_path / name / "journal", *kills)

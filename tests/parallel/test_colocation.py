@@ -45,7 +45,7 @@ def apart(model: Path, tmp_path_factory: pytest.TempPathFactory) -> w.Outcome:
     return made
 
 
-def test_a_run_in_turns_is_the_same_run(model: Path, apart: w.Outcome, tmp_path: Path) -> None:
+def test_a_colocated_run_equals_the_disaggregated_one(model: Path, apart: w.Outcome, tmp_path: Path) -> None:
     """Evaluations and checkpoints are both due after steps 2 and 4."""
     made, memory, log = run(model, tmp_path / "run", rollout={"colocate": True})
     w.assert_same(made, apart)
@@ -75,13 +75,13 @@ def test_a_run_in_turns_is_the_same_run(model: Path, apart: w.Outcome, tmp_path:
     ],
     ids=str,
 )
-def test_a_run_in_turns_that_is_killed_goes_on(model: Path, apart: w.Outcome, tmp_path: Path, kill: Kill) -> None:
+def test_a_killed_colocated_run_resumes(model: Path, apart: w.Outcome, tmp_path: Path, kill: Kill) -> None:
     made, _, _ = run(model, tmp_path / "run", kill, rollout={"colocate": True})
     w.assert_same(made, apart)
 
 
 @pytest.mark.full
-def test_memory_is_measured_without_it_too(model: Path, apart: w.Outcome, tmp_path: Path) -> None:
+def test_memory_is_measured_without_colocation_too(model: Path, apart: w.Outcome, tmp_path: Path) -> None:
     made, memory, log = run(model, tmp_path / "run", logging={"memory": True, "noise_floor_every": 2})
     w.assert_same(made, apart)
     assert all(len(step) == 10 for step in memory) and "memory, GiB" in log

@@ -358,7 +358,7 @@ def sent(actor: Any, values: list[Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("name", "layout"), params(STEPS))
-def test_a_training_step(folder: Path, name: str, layout: dict[str, Any]) -> None:
+def test_a_training_step_equals_the_reference(folder: Path, name: str, layout: dict[str, Any]) -> None:
     """Gradients and weights per tensor, by ||a - b|| / ||b||, and the gradient norm."""
     gradients, norm, weights = reference_step(name, folder)
     cfg = cases.run_config(reference(name, folder)[0], layout, max_tokens=50, objective={"name": "reinforce"})

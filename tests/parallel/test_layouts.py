@@ -114,7 +114,7 @@ def test_more_data_parallel_ranks_than_sequences(tied: cases.Case) -> None:
     ("form", "objective"), [("eq4", {"name": "tepo_eq4", "beta": cases.BETA}), ("alg1", {"name": "tepo_alg1"})]
 )
 @pytest.mark.slow
-def test_other_forms_of_tepo(tmp_path: Path, form: str, objective: dict) -> None:
+def test_other_forms_of_tepo_train_to_the_reference(tmp_path: Path, form: str, objective: dict) -> None:
     case = cases.make_case(tmp_path, tied=True, form=form)
     check(case, LAYOUTS["CP2"], objective=objective)
 

@@ -214,7 +214,7 @@ def _saved_bytes(rank: int, cfg: Config, case: cases.Case) -> int:
     return most
 
 
-def test_what_backward_keeps_falls(case: cases.Case) -> None:
+def test_recomputation_reduces_the_saved_activations(case: cases.Case) -> None:
     kept = {
         recompute: run_world(1, _saved_bytes, config(case, training={"recompute": recompute}), case)[0]
         for recompute in ("none", "selective", "full")

@@ -88,7 +88,9 @@ def test_the_run_that_nobody_kills_takes_every_prompt_once_an_epoch(straight: Ca
     assert len(taken) > w.PROMPTS and sorted(taken[: w.PROMPTS]) == list(range(w.PROMPTS))
 
 
-def test_kills_in_one_run(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
+def test_a_run_killed_several_times_ends_like_an_undisturbed_one(
+    straight: Callable[[int], Outcome], model: Path, tmp_path: Path
+) -> None:
     cfg = w.run_config(model, tmp_path, checkpoint={"every": 1, "asynchronous": False})
     w.lineage(
         cfg,
@@ -106,7 +108,9 @@ def test_kills_in_one_run(straight: Callable[[int], Outcome], model: Path, tmp_p
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000004", "step-00000005"]
 
 
-def test_the_kill_of_one_of_two_ranks(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
+def test_a_run_with_one_killed_rank_ends_like_an_undisturbed_one(
+    straight: Callable[[int], Outcome], model: Path, tmp_path: Path
+) -> None:
     cfg = w.run_config(model, tmp_path, parallel={"tp": 2}, checkpoint={"every": 2})
     w.lineage(
         cfg,
@@ -131,7 +135,9 @@ def test_prompts_that_were_sampled_ahead_of_a_kill_are_not_lost(model: Path, tmp
 
 
 @pytest.mark.full
-def test_more_kills_in_one_run(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
+def test_a_run_on_two_ranks_killed_several_times_ends_like_an_undisturbed_one(
+    straight: Callable[[int], Outcome], model: Path, tmp_path: Path
+) -> None:
     cfg = w.run_config(model, tmp_path, parallel={"tp": 2}, checkpoint={"every": 1, "asynchronous": False})
     w.lineage(
         cfg,
@@ -165,7 +171,7 @@ OF_CHECKPOINTS = [where for where in PLACES if where.startswith(CHECKPOINT) or w
     ],
     ids=str,
 )
-def test_a_kill_in_every_place(
+def test_a_kill_at_any_place_changes_nothing(
     straight: Callable[[int], Outcome],
     model: Path,
     tmp_path: Path,
@@ -193,7 +199,7 @@ kills = st.builds(
 @pytest.mark.full
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(kills, min_size=1, max_size=2), st.sampled_from([1, 2]), st.booleans())
-def test_kills_at_random(
+def test_random_kills_change_nothing(
     straight: Callable[[int], Outcome],
     model: Path,
     tmp_path_factory: pytest.TempPathFactory,
@@ -246,7 +252,7 @@ def test_a_finished_run_stays_as_it_is_or_goes_on_to_more_steps(
     assert lines[-2:] == ["resume: from the checkpoint of step 3", "resume: training.steps was 3 and is 5"]
 
 
-def test_damage_other_data_and_other_problems(model: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_passed_over_and_other_data_is_refused(model: Path, tmp_path: Path) -> None:
     """A damaged checkpoint is passed over; one of other prompts is refused before a record moves."""
     cfg = made(model, tmp_path)
     before = w.outcome(cfg, tmp_path / "journal")
@@ -273,7 +279,9 @@ def test_damage_other_data_and_other_problems(model: Path, tmp_path: Path) -> No
     assert summary["accuracy_before"] is None and summary["accuracy_after"] is not None
 
 
-def test_damaged_records_are_reported_and_the_run_ends(straight: Callable[[int], Outcome], model: Path, tmp_path: Path) -> None:
+def test_damaged_records_are_reported_and_the_run_completes(
+    straight: Callable[[int], Outcome], model: Path, tmp_path: Path
+) -> None:
     """Every record that can be read is there once at the end, and the run ends as if nothing had happened to its records."""
     cfg = made(model, tmp_path, rollout={"record": True})
     metrics, lost, folder = (cfg.run_dir / name for name in ("metrics.jsonl", "metrics.lost.jsonl", "rollouts"))

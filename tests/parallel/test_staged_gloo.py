@@ -120,7 +120,7 @@ def test_handles_groups_and_blocking_calls() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("value", ["0", "1"])
-def test_the_environment_decides(value: str) -> None:
+def test_the_environment_variable_selects_staging(value: str) -> None:
     """Megatron-Core gets the staged collectives with TEPO_STAGED_GLOO=1 only."""
     code = (
         "import torch.distributed as dist; plain = dist.irecv\n"
@@ -155,7 +155,7 @@ def test_the_ranks_of_cuda_share_the_first_gpu(value: str) -> None:
     assert done.stdout.strip() == expected
 
 
-def test_it_refuses_to_come_late() -> None:
-    """The process has imported Megatron-Core already, so activation is refused."""
+def test_staging_after_the_import_of_megatron_is_refused() -> None:
+    """The process has imported Megatron-Core already, so `install` is refused."""
     with pytest.raises(RuntimeError, match="activate first"):
         staged_gloo.install()

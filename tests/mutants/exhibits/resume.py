@@ -63,7 +63,7 @@ EXHIBITS = (
         new='actor.scheduler.step(increment=found.numbers["scheduler_steps"] + 1)',
         tests=(
             "tests/parallel/test_checkpoint.py::test_on_the_same_layout_it_goes_on_bit_for_bit",
-            "tests/parallel/test_resume.py::test_kills_in_one_run",
+            "tests/parallel/test_resume.py::test_a_run_killed_several_times_ends_like_an_undisturbed_one",
         ),
     ),
     Exhibit(
