@@ -41,7 +41,7 @@ def open_files(pid: int) -> Counter[str]:
 
 
 def watch(command: Command) -> dict[str, Counter[str]]:
-    """Run a command; return the process with the most open files of each role."""
+    """Watch a command until it ends; return the open files of the fullest process of each role, by kind."""
     greatest: dict[str, Counter[str]] = {}
     deadline = time.monotonic() + RUN_SECONDS
     while command.process.poll() is None:

@@ -39,7 +39,7 @@ def missing() -> str | None:
 
 
 def prefix() -> Path | None:
-    """Return the prefix of a Python 3.12 of this machine."""
+    """Return the prefix of a Python 3.12 of this machine; None if there is none."""
     for path in (shutil.which(PYTHON), *Path.home().glob(f".pyenv/versions/3.12*/bin/{PYTHON}")):
         words = [str(path), "-c", "import sys; print(sys.base_prefix)"]
         done = subprocess.run(words, capture_output=True, text=True, check=False) if path else None

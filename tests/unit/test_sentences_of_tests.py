@@ -70,15 +70,24 @@ def public_functions(body: list[ast.stmt]) -> Iterator[Function]:
             yield node
 
 
+def described(docstring: str) -> set[str]:
+    """Return the parameters that the `Args:` block of a docstring describes."""
+    block = docstring.partition("\nArgs:\n")[2].partition("\n\n")[0]
+    return {name for names in re.findall(r"^    (\w[\w, ]*): ", block, re.MULTILINE) for name in names.split(", ")}
+
+
 def without_args(source: str) -> Iterator[str]:
-    """Yield the public functions with two or more parameters and no `Args:` block. Fixtures are excepted."""
+    """Yield the public functions with two or more parameters whose `Args:` block does not describe just these.
+
+    Fixtures are excepted.
+    """
     for function in public_functions(ast.parse(source).body):
         spec = function.args
         optional = [spec.vararg, spec.kwarg]
         every = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, *(arg for arg in optional if arg is not None)]
         parameters = [arg.arg for arg in every if arg.arg not in ("self", "cls")]
         fixture = any("fixture" in ast.unparse(decorator) for decorator in function.decorator_list)
-        if len(parameters) >= 2 and not fixture and "Args:\n" not in (ast.get_docstring(function) or ""):
+        if len(parameters) >= 2 and not fixture and described(ast.get_docstring(function) or "") != set(parameters):
             yield function.name
 
 
@@ -111,6 +120,7 @@ def test_public_helpers_document_their_parameters() -> None:
         (banned_words, "def f(boxes): ..."),
         (without_args, 'def f(a, *b):\n    """Return both."""'),
         (without_args, "def f(a, b): ..."),
+        (without_args, 'def f(a, b):\n    """Return both.\n\n    Args:\n        a: One.\n    """'),
         (without_args, 'class A:\n    def f(self, a, b):\n        """Return both."""'),
     ],
 )
