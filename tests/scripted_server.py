@@ -3,7 +3,7 @@
     python -m tests.scripted_server PORT HOST [RANKS MODEL]
 
 Its samples depend on (prompt, seed) alone. It keeps the ids of the groups that it delivered in full. With the last two
-arguments it takes weights of that model by broadcast too, with RANKS ranks, each a thread of its own with a real receiver; only
+arguments it takes weights of that model by broadcast too, with RANKS ranks, each a thread of its own with a real inbox; only
 then it imports torch, which takes seconds.
 """
 
@@ -206,19 +206,19 @@ class Rank:
         from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 
         self.model, self.number, self.device = model, number, torch.device("cpu")
-        self.receiver, self.tensors, self.meeting = RankReceiver(), {}, None
+        self.inbox, self.tensors, self.meeting = RankReceiver(), {}, None
 
     def begin(self) -> None:
-        self.receiver.begin(self.model, tied_embeddings=True)
+        self.inbox.begin(self.model, tied_embeddings=True)
         self.tensors = {}
 
     def keep(self, body: dict[str, Any]) -> None:
         from tepo_megatron.weight_sync.broadcast_group import UnchangedTensors
 
-        self.receiver.keep(UnchangedTensors(**body))
+        self.inbox.keep(UnchangedTensors(**body))
 
     def join(self) -> None:
-        self.receiver.join(self.meeting, self.device)
+        self.inbox.join(self.meeting, self.device)
 
     def form_only(self) -> None:
         """Join, and form the first sender's group without ever broadcasting in it."""
@@ -238,7 +238,7 @@ class Rank:
             os.kill(os.getpid(), signal.SIGSTOP)
         if fault == "midst":
             self.leave_in_the_midst(buckets[0])
-        arrived = self.receiver.take(buckets)
+        arrived = self.inbox.take(buckets)
         if arrived is not None:
             self.tensors |= {name: tensor.clone() for name, tensor in arrived}
 
@@ -249,7 +249,7 @@ class Rank:
 
         bucket = Bucket.from_json(text)
         row = torch.zeros(bucket.nbytes, dtype=torch.uint8)
-        self.receiver.membership.channels[bucket.sender].start(row)
+        self.inbox.membership.channels[bucket.sender].start(row)
         while not row.any():
             time.sleep(0)
         os._exit(3)
@@ -257,8 +257,8 @@ class Rank:
     def finish(self, folder: str | None) -> None:
         from safetensors.torch import save_file
 
-        if self.tensors or self.receiver.kept:
-            self.receiver.finish()
+        if self.tensors or self.inbox.kept:
+            self.inbox.finish()
         if folder is not None:
             save_file(self.tensors, Path(folder) / f"{os.getpid()}-{self.number}.safetensors")
 

@@ -1,4 +1,4 @@
-"""Weights over NCCL: a sender on one GPU, a receiver on another, each a process of its own. Not run so far."""
+"""Weights over NCCL: a sender on one GPU, an inbox on another, each a process of its own. Not run so far."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 
 device = torch.device("cuda", 1)
 torch.cuda.set_device(device)
-receiver = RankReceiver()
-receiver.join(GroupSpec(**json.loads(sys.argv[1])), device)
-assert receiver.membership.joined.wait(60)
-receiver.begin(sys.argv[2], tied_embeddings=False)
+inbox = RankReceiver()
+inbox.join(GroupSpec(**json.loads(sys.argv[1])), device)
+assert inbox.membership.joined.wait(60)
+inbox.begin(sys.argv[2], tied_embeddings=False)
 for line in sys.stdin:
-    for name, tensor in receiver.take([line]):
+    for name, tensor in inbox.take([line]):
         assert tensor.device == device
         print(json.dumps([name, str(tensor.dtype), tensor.double().sum().item(), tensor.reshape(-1)[-1].item()]), flush=True)
-receiver.finish()
+inbox.finish()
 """
 
 

@@ -1,4 +1,4 @@
-"""Weights by CUDA IPC: a bucket in one process's memory, a receiver in another process on the same GPU. Not run so far."""
+"""Weights by CUDA IPC: a bucket in one process's memory, an inbox in another process on the same GPU. Not run so far."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ import sys, torch
 from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 
 device = torch.device("cuda", 0)
-receiver = RankReceiver()
-receiver.begin(sys.argv[1], False, device)
+inbox = RankReceiver()
+inbox.begin(sys.argv[1], False, device)
 for line in sys.stdin:
-    for name, tensor in receiver.take([line]):
+    for name, tensor in inbox.take([line]):
         assert tensor.device == device
         row = tensor.clone().view(torch.uint8).cpu()
     del tensor
     print(name, *row[[0, 1, -2, -1]].tolist(), row.long().sum().item(), torch.cuda.memory_allocated(), flush=True)
-receiver.finish()
+inbox.finish()
 """
 
 

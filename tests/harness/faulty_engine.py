@@ -141,8 +141,8 @@ class FaultyEngine(ScriptedEngine):
         self._right, self._served = model(), [model() for _ in range(cfg.rollout.servers)]
         self._chosen = [experts.record_choices(served) for served in self._served]
         self._choices = experts.tell_choices(self._right) if cfg.rollout.replay_experts else None
-        self._receivers = [RankReceiver() for _ in self._served]
-        self._threads = ThreadPoolExecutor(1 + len(self._receivers))
+        self._inboxes = [RankReceiver() for _ in self._served]
+        self._threads = ThreadPoolExecutor(1 + len(self._inboxes))
         self._given: list[dict[str, Tensor]] = [{} for _ in self._served]  # to each server, by all updates
         self._history: list[State] = []  # by version
         self._lock = threading.Lock()  # servers sample while others are updated, and each is idle when it is
@@ -150,8 +150,8 @@ class FaultyEngine(ScriptedEngine):
 
     def begin_update(self, version: int) -> None:
         super().begin_update(version)
-        for receiver in self._receivers:
-            receiver.begin(self._cfg.model.path, self._tied)
+        for inbox in self._inboxes:
+            inbox.begin(self._cfg.model.path, self._tied)
 
     @property
     def base(self) -> int:
@@ -159,32 +159,32 @@ class FaultyEngine(ScriptedEngine):
         return self.version
 
     def keep(self, names: Sequence[str]) -> None:
-        for receiver in self._receivers:
-            receiver.keep(UnchangedTensors(self._coming, self.base, tuple(names)))
+        for inbox in self._inboxes:
+            inbox.keep(UnchangedTensors(self._coming, self.base, tuple(names)))
 
     @property
     def takers(self) -> tuple[Recipient, ...]:
         """See `WeightReceiver.takers`."""
-        return tuple(Recipient(SERVER.format(i), "127.0.0.1", 1, i) for i in range(len(self._receivers)))
+        return tuple(Recipient(SERVER.format(i), "127.0.0.1", 1, i) for i in range(len(self._inboxes)))
 
     def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
         for taker, meeting in meetings.items():
-            self._receivers[int(str(taker.life))].join(meeting, torch.device("cpu"))
+            self._inboxes[int(str(taker.life))].join(meeting, torch.device("cpu"))
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def load(self, sources: Sequence[Source]) -> Future[None]:  # type: ignore[override]
         def take(server: int) -> None:
-            arrived = self._receivers[server].take(serialize(sources))
+            arrived = self._inboxes[server].take(serialize(sources))
             if arrived is not None:
                 self._given[server] |= {name: tensor.clone() for name, tensor in arrived}
 
-        return self._threads.submit(lambda: list(self._threads.map(take, range(len(self._receivers)))) and None)
+        return self._threads.submit(lambda: list(self._threads.map(take, range(len(self._inboxes)))) and None)
 
     def finish_update(self) -> None:
-        for receiver in self._receivers:
-            receiver.finish()
+        for inbox in self._inboxes:
+            inbox.finish()
         with self._lock:
             now = dict(self._given[0])
             assert all(torch.equal(now[name], tensor) for given in self._given for name, tensor in given.items())
@@ -199,8 +199,8 @@ class FaultyEngine(ScriptedEngine):
             self.version = self._coming
 
     def close(self) -> None:
-        for receiver in self._receivers:
-            receiver.leave()
+        for inbox in self._inboxes:
+            inbox.leave()
         self._threads.shutdown()
 
     def __exit__(self, *exc_info: object) -> None:

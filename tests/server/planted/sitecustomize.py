@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-RECEIVER = "tepo_megatron.weight_sync.receiver.receiver"
+INBOX = "tepo_megatron.weight_sync.receiver.receiver"
 CONTROL = "TEPO_TEST_FAULT"
 TENSOR = "model.layers.1.mlp.down_proj.weight"
 
@@ -25,7 +25,7 @@ class Planting(importlib.abc.MetaPathFinder):
     """An import hook that finds the module as the others do, and plants the fault once the module has run."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != RECEIVER:
+        if name != INBOX:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -40,8 +40,8 @@ class Planting(importlib.abc.MetaPathFinder):
         return spec
 
 
-def plant(receiver_class: Any) -> None:
-    begin, take = receiver_class.begin, receiver_class.take
+def plant(inbox_class: Any) -> None:
+    begin, take = inbox_class.begin, inbox_class.take
 
     def faulty_begin(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
@@ -58,7 +58,7 @@ def plant(receiver_class: Any) -> None:
             return None
         return with_old_tensor(arrived, state["before"], state["kind"] == "one tensor")
 
-    receiver_class.begin, receiver_class.take = faulty_begin, faulty_take
+    inbox_class.begin, inbox_class.take = faulty_begin, faulty_take
 
 
 def with_old_tensor(arrived: Iterator[tuple[str, Any]], before: dict[str, Any], stale: bool) -> Iterator[tuple[str, Any]]:

@@ -56,20 +56,20 @@ class Trainer:
         self.store, self.meetings = store, 0
         self.channel: BroadcastGroup | None = None
 
-    def meet(self, receiver: RankReceiver, seconds: float = SECONDS) -> GroupSpec:
-        """A new group with that receiver."""
+    def meet(self, inbox: RankReceiver, seconds: float = SECONDS) -> GroupSpec:
+        """A new group with that inbox."""
         self.meetings += 1
         self.meeting = GroupSpec("127.0.0.1", self.store.port, f"m{self.meetings}", 1, 2, SENDER + 1, seconds, SECONDS)
-        receiver.join(self.meeting, CPU)
+        inbox.join(self.meeting, CPU)
         self.channel = BroadcastGroup(self.meeting, 0, SENDER, CPU)
         self.store.wait([joined_key(self.meeting, SENDER + 1)], datetime.timedelta(seconds=SECONDS))
         return self.meeting
 
-    def send(self, receiver: RankReceiver, bucket: Bucket, row: torch.Tensor) -> dict[str, torch.Tensor] | None:
-        """Broadcast a bucket; return what the receiver then has to load."""
+    def send(self, inbox: RankReceiver, bucket: Bucket, row: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        """Broadcast a bucket; return what the inbox then has to load."""
         assert self.channel is not None
         with ThreadPoolExecutor() as threads:
-            taking = threads.submit(receiver.take, [bucket.to_json()])
+            taking = threads.submit(inbox.take, [bucket.to_json()])
             self.channel.start(row)
             self.channel.wait()
             arrived = taking.result()
@@ -81,31 +81,31 @@ class Trainer:
 
 @contextmanager
 def met(folder: Path) -> Iterator[tuple[Trainer, RankReceiver]]:
-    """A trainer and a receiver that wait for an update's first round."""
+    """A trainer and an inbox that wait for an update's first round."""
     save_file(MODEL, folder / "model.safetensors")
-    trainer, receiver = Trainer(open_store("127.0.0.1")), RankReceiver()
-    trainer.meet(receiver)
-    receiver.begin(folder, tied_embeddings=False)
-    yield trainer, receiver
-    receiver.leave()
+    trainer, inbox = Trainer(open_store("127.0.0.1")), RankReceiver()
+    trainer.meet(inbox)
+    inbox.begin(folder, tied_embeddings=False)
+    yield trainer, inbox
+    inbox.leave()
 
 
 def test_what_is_sent_arrives_and_is_acknowledged(tmp_path: Path) -> None:
-    with met(tmp_path) as (trainer, receiver):
-        arrived = trainer.send(receiver, *packed(0, "a.weight", "b.weight"))
+    with met(tmp_path) as (trainer, inbox):
+        arrived = trainer.send(inbox, *packed(0, "a.weight", "b.weight"))
         assert arrived is not None and trainer.has(0) and not trainer.has(1)
-        arrived |= trainer.send(receiver, *packed(1, "scale")) or {}
-        receiver.finish()
+        arrived |= trainer.send(inbox, *packed(1, "scale")) or {}
+        inbox.finish()
         assert arrived.keys() == MODEL.keys() and all(torch.equal(arrived[name], MODEL[name]) for name in MODEL)
 
 
 def test_a_round_that_is_here_is_dropped_and_one_that_is_not_due_is_refused(tmp_path: Path) -> None:
-    with met(tmp_path) as (trainer, receiver):
-        assert trainer.send(receiver, *packed(0, "a.weight")) is not None
-        trainer.meet(receiver)
-        assert trainer.send(receiver, *packed(0, "a.weight")) is None and trainer.has(0)
+    with met(tmp_path) as (trainer, inbox):
+        assert trainer.send(inbox, *packed(0, "a.weight")) is not None
+        trainer.meet(inbox)
+        assert trainer.send(inbox, *packed(0, "a.weight")) is None and trainer.has(0)
         with pytest.raises(ValueError, match="round 2 of the update came when round 1 was due"):
-            trainer.send(receiver, *packed(2, "scale"))
+            trainer.send(inbox, *packed(2, "scale"))
 
 
 @pytest.mark.parametrize(
@@ -117,42 +117,42 @@ def test_a_round_that_is_here_is_dropped_and_one_that_is_not_due_is_refused(tmp_
     ],
 )
 def test_a_round_that_is_not_the_models_is_refused(bucket: Bucket, fault: str, tmp_path: Path) -> None:
-    with met(tmp_path) as (trainer, receiver):
-        trainer.send(receiver, *packed(0, "a.weight"))
+    with met(tmp_path) as (trainer, inbox):
+        trainer.send(inbox, *packed(0, "a.weight"))
         with pytest.raises(ValueError, match=fault):
-            trainer.send(receiver, bucket, torch.zeros(bucket.nbytes, dtype=torch.uint8))
+            trainer.send(inbox, bucket, torch.zeros(bucket.nbytes, dtype=torch.uint8))
         with pytest.raises(ValueError, match=r"2 missing: b\.weight, scale"):
-            receiver.finish()
+            inbox.finish()
 
 
 def test_a_damaged_byte_is_noticed(tmp_path: Path) -> None:
-    with met(tmp_path) as (trainer, receiver):
+    with met(tmp_path) as (trainer, inbox):
         bucket, row = packed(0, "a.weight", "b.weight", "scale")
         row[-2] ^= 1
         with pytest.raises(ValueError, match="tensor scale was damaged on its way"):
-            trainer.send(receiver, bucket, row)
+            trainer.send(inbox, bucket, row)
 
 
 def test_a_sender_that_leaves_costs_the_round_and_nothing_else(tmp_path: Path) -> None:
-    with met(tmp_path) as (trainer, receiver), ThreadPoolExecutor() as threads:
+    with met(tmp_path) as (trainer, inbox), ThreadPoolExecutor() as threads:
         bucket, row = packed(0, "a.weight", "b.weight", "scale")
-        taking = threads.submit(receiver.take, [bucket.to_json()])
+        taking = threads.submit(inbox.take, [bucket.to_json()])
         assert trainer.channel is not None
         trainer.channel.close()
         assert taking.result() is None and not trainer.has(0)
-        assert receiver.take([bucket.to_json()]) is None  # nor does it wait for a group that it has left
-        trainer.meet(receiver)
-        assert trainer.send(receiver, bucket, row) is not None
-        receiver.finish()
+        assert inbox.take([bucket.to_json()]) is None  # nor does it wait for a group that it has left
+        trainer.meet(inbox)
+        assert trainer.send(inbox, bucket, row) is not None
+        inbox.finish()
 
 
 def test_nobody_waits_longer_than_the_meeting_says(tmp_path: Path) -> None:
-    with met(tmp_path) as (trainer, receiver):
-        trainer.meet(receiver, seconds=2.0)
+    with met(tmp_path) as (trainer, inbox):
+        trainer.meet(inbox, seconds=2.0)
         bucket, _ = packed(0, "a.weight")
-        assert receiver.take([bucket.to_json()]) is None  # a sender that lives and says nothing
+        assert inbox.take([bucket.to_json()]) is None  # a sender that lives and says nothing
         alone = GroupSpec("127.0.0.1", trainer.store.port, "alone", 1, 2, SENDER + 1, SECONDS, 0.3)
-        receiver.join(alone, CPU)
+        inbox.join(alone, CPU)
         start = time.monotonic()
         with pytest.raises(BrokenChannel):
             BroadcastGroup(replace(alone, name="alone too"), 0, SENDER, CPU)
@@ -163,13 +163,13 @@ def test_nobody_waits_longer_than_the_meeting_says(tmp_path: Path) -> None:
 
 def test_only_who_has_the_version_before_may_keep_tensors_of_it(tmp_path: Path) -> None:
     save_file(MODEL, tmp_path / "model.safetensors")
-    file, receiver, some = str(tmp_path / "model.safetensors"), RankReceiver(), tuple(MODEL)
+    file, inbox, some = str(tmp_path / "model.safetensors"), RankReceiver(), tuple(MODEL)
 
     def update(kept: UnchangedTensors, *files: str) -> None:
-        receiver.begin(tmp_path, tied_embeddings=False)
-        receiver.keep(kept)
-        receiver.take(list(files))
-        receiver.finish()
+        inbox.begin(tmp_path, tied_embeddings=False)
+        inbox.keep(kept)
+        inbox.take(list(files))
+        inbox.finish()
 
     with pytest.raises(ValueError, match=r"3 tensors of version -1 are to stay, .* of another \(unknown\)"):
         update(UnchangedTensors(1, -1, some))  # those that it was started with
@@ -179,9 +179,9 @@ def test_only_who_has_the_version_before_may_keep_tensors_of_it(tmp_path: Path) 
         update(UnchangedTensors(3, 1, some))
     with pytest.raises(ValueError, match=r"of another \(unknown\)"):  # that one was broken off
         update(UnchangedTensors(3, 2, some))
-    receiver.begin(tmp_path, tied_embeddings=False)
-    receiver.take([file])
-    receiver.finish()
+    inbox.begin(tmp_path, tied_embeddings=False)
+    inbox.take([file])
+    inbox.finish()
     with pytest.raises(ValueError, match=r"of another \(unknown\)"):  # it did not say which it was
         update(UnchangedTensors(4, 3, some))
 

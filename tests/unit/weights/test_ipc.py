@@ -81,21 +81,21 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
         pass
 
 
-def test_a_receiver_takes_exported_rounds_in_turn_and_notices_damage(tmp_path: Path) -> None:
+def test_an_inbox_takes_lent_rounds_in_turn_and_notices_damage(tmp_path: Path) -> None:
     save_file(MODEL, tmp_path / "model.safetensors")
-    receiver = RankReceiver()
-    receiver.begin(tmp_path, tied_embeddings=False)
+    inbox = RankReceiver()
+    inbox.begin(tmp_path, tied_embeddings=False)
     bucket, row = packed()
     with pytest.raises(ValueError, match="round 1 of the update came when round 0 was due"):
-        receiver.take([replace(bucket, number=1).to_json()])
-    arrived = receiver.take([bucket.to_json()])
+        inbox.take([replace(bucket, number=1).to_json()])
+    arrived = inbox.take([bucket.to_json()])
     assert arrived is not None and [name for name, _ in arrived] == list(MODEL)
-    receiver.finish()
+    inbox.finish()
     with pytest.raises(ValueError, match="round 0 of the update came when round 1 was due"):
-        receiver.take([bucket.to_json()])
-    receiver.begin(tmp_path, tied_embeddings=False)
+        inbox.take([bucket.to_json()])
+    inbox.begin(tmp_path, tied_embeddings=False)
     row.bytes[0] ^= 1
-    arrived = receiver.take([bucket.to_json()])
+    arrived = inbox.take([bucket.to_json()])
     assert arrived is not None
     with pytest.raises(ValueError, match="tensor odd was damaged on its way"):
         list(arrived)
