@@ -46,7 +46,7 @@ def math_reward(workers: int = 1, soft_seconds: float = 1, hard_seconds: float =
 
 
 def pool_of(term: Term) -> GradingPool:
-    """Return the worker pool of a term."""
+    """The pool that a term has."""
     pool = getattr(term, "pool", None)
     assert isinstance(pool, GradingPool)
     return pool

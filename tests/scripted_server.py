@@ -227,7 +227,7 @@ class Rank:
         store = join_store(self.meeting)
         rank = self.meeting.first
         signal(store, came_key(self.meeting, rank))
-        with contextlib.suppress(RuntimeError):  # too slow for the deadline, but alive
+        with contextlib.suppress(RuntimeError):  # too slow for the deadline: it lives all the same
             self.group = form_group(self.meeting, 0, rank, self.device)
 
     def load(self, buckets: list[str]) -> None:

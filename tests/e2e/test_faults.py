@@ -106,13 +106,13 @@ def test_datasets_without_a_usable_prompt_are_refused(
 
 
 @pytest.mark.full
-def test_a_busy_port_is_refused(tepo, arguments, model: Path) -> None:
+def test_busy_port(tepo, arguments, model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         refused(tepo(*arguments(model, rollout__server__port=port)), "rollout.server.port", str(port))
 
 
-def test_cuda_without_a_gpu_is_refused(tepo, arguments, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_gpu(tepo, arguments, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # on a machine with GPUs too
     refused(tepo(*arguments(model, platform="cuda")), "platform")
 

@@ -19,8 +19,7 @@ from tests.hosts import Host
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.server]
 STEPS = 3
-# no connection of the ranks has these ports; records hold the port, since both hosts share a name
-PORTS = (18001, 18002)
+PORTS = (18001, 18002)  # which no connection of the ranks has; the hosts have one name, which is in the records with the port
 TURNS = RUN | {
     "training__steps": STEPS, "rollout__colocate": "true", "parallel__tp": 1, "parallel__pp": 2, "sync__bucket_mib": 1,
     "evaluation__every": 0, "rollout__oversample": 1, "sync__verify_every": 2,

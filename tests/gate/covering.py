@@ -86,7 +86,7 @@ def config_of(row: Row, model: str = "model", other: str = "other") -> Config:
         # tepo's mask compares entropies, which an engine does not report
         objective = {"name": "tepo", "beta": 0.5} if row["old_logprobs"] == "actor" else {"name": "tepo_no_kl"}
     if row["weighting"] in ("clip_cov", "kl_cov"):
-        objective |= {"cov_share": 0.2}  # selects several tokens of a tiny minibatch
+        objective |= {"cov_share": 0.2}  # of a tiny minibatch: several tokens
     if row["weighting"] == "clip_cov":
         objective |= {"cov_low": 0.1}
     if row["correction"] != "none":

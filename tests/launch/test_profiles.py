@@ -90,9 +90,7 @@ APART = {"server": {"rendezvous": "r"}}
         ({"tp": 8, "pp": 2}, {"replay": "rollouts"}, Layout(2, 8)),
     ],
 )
-def test_a_layout_is_placed_on_machines_of_eight_gpus(
-    parallel: dict[str, int], rollout: dict[str, Any], expected: Layout
-) -> None:
+def test_machines_of_eight(parallel: dict[str, int], rollout: dict[str, Any], expected: Layout) -> None:
     cfg = run(parallel=parallel, rollout=rollout, sync={"folder": "w"})
     assert lay_out(cfg, cluster(gpus_per_node=8)) == expected
     assert expected.nodes == expected.train_nodes + expected.serve_nodes * (not expected.shared)

@@ -29,7 +29,7 @@ from tests.tiny import tiny_qwen3
 from tests.unit.rollout.test_fleet import behave, process, until
 from tests.worlds import run_world
 
-SECONDS = 5.0  # sync.timeout_seconds
+SECONDS = 5.0  # of sync.timeout_seconds
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def test_the_servers_that_live_get_everything_and_go_on_when_one_is_lost(tmp_pat
     assert len(rank0["again"]) == 1 and is_model(rank0["again"][0], expected)
     assert "server 1 is started again (restart 1)" in rank0["events"] and "server 0" not in rank0["events"]
     assert ("it has ended with exit status 3" in rank0["events"]) == (fault != "freeze"), "it was lost in another way"
-    assert rank0["meetings"] == 3  # groups: all servers; without the lost one; with that one alone
+    assert rank0["meetings"] == 3  # of all, without the lost one, with that one alone
 
 
 # per push: version, part of the names of the parameters that change before it, fault of server 1 during it
@@ -192,7 +192,7 @@ def test_only_layers_that_changed_are_broadcast_and_a_server_that_comes_back_get
     names = sorted(tensors(model))
     layers = [[name for name in names if f"layers.{i}." in name] for i in range(4)]
     assert rank0["received"] == [[names] * 2, [[]] * 2, [layers[1]] * 2, [layers[2]], [names], [layers[1]] * 2]
-    assert rank0["meetings"] == 4  # groups: both servers; without the lost one; with that one alone; both
+    assert rank0["meetings"] == 4  # of both, without the lost one, with that one alone, of both
 
 
 def push_to_nobody(rank: int, cfg: Any, folder: Path, fault: str) -> str:
@@ -256,5 +256,5 @@ def test_the_others_go_on_when_a_server_dies_between_joining_and_the_first_broad
     cfg = config_of(tmp_path / "model", {}, join_seconds=20.0)
     outcome, seconds, events, received = run_world(1, push_to_two, cfg, tmp_path, "leaves", timeout=120)[0]
     assert outcome == "pushed" and "server 1 is started again" in events
-    assert seconds < 15.0  # no rank waits for the dead server until the deadline
+    assert seconds < 15.0  # nobody waits for the dead one until the deadline
     assert len(received) == 1 and is_model(received[0], tensors(tmp_path / "model"))

@@ -120,7 +120,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"training": ONE_UPDATE}, 0),
         ({"training": ONE_UPDATE, "objective": {"name": "clip_cov", "beta": None}}, w.STEPS),
         ({"training": ONE_UPDATE, "objective": {"ref_beta": 0.1, "ref_kl_in": "reward"}}, 2 * w.STEPS),
-        # only the gate's own pass, in steps with several updates
+        # the gate's own: one where a step takes several updates
         ({"training": {"old_logprobs": "rollout"}, "objective": {"name": "grpo", "beta": None}}, None),
     ],
     ids=["one update", "weights from the minibatch", "KL in the reward", "of the engine"],

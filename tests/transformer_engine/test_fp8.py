@@ -155,7 +155,7 @@ def _workspaces(rank: int, cfg: Config, batches: tuple[TrainBatch, ...], offload
 def test_fp8_copies_of_weights_leave_with_the_parameters(
     paths: dict[str, Path], batches: tuple[TrainBatch, ...], name: str, precision: str
 ) -> None:
-    """Every pass makes the copies in its first microbatch, never from older weights; dropping them changes no bit."""
+    """They are made in the first microbatch of every pass, so never those of older weights; dropping them changes no bit."""
     cfg = models.config(paths[name], {}, precision, training=SEVERAL | {"max_tokens_without_grad": 128})
     straight, offloaded = (run_world(1, _workspaces, cfg, batches, offloads)[0] for offloads in (False, True))
     assert len(straight["passes"]) == 2 * len(batches)

@@ -85,7 +85,7 @@ def test_layout_equals_reference(
 
 @pytest.mark.parametrize(("embeddings", "layout"), [("tied", "DP2"), ("untied", "DP2")])
 def test_output_layer_in_chunks(made: dict[str, cases.Case], embeddings: str, layout: str) -> None:
-    """This package adds the output layer's weight gradient to `main_grad`, next to those of Transformer Engine's modules."""
+    """Its weight's gradient is added to `main_grad` by this package, next to what Transformer Engine's modules add."""
     case, keys = made[embeddings], _keys(80, INSIDE) | {"logits_budget_mib": 0}
     cfg = models.config(case.model, cases.LAYOUTS[layout], "fp32", training=keys)
     cases.compare(run_world(cfg.parallel.world_size, _train, cfg, case.batches), case.steps)

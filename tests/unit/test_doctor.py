@@ -129,7 +129,7 @@ def test_right_answers_that_are_not_found_right_are_shown(made: Make, tmp_path: 
     assert grading.verdict == "warn" and "1 of 16 right answers" in grading.said and "'{7' (no_box)" in grading.said
 
 
-def test_a_full_disk_a_busy_port_and_another_package_are_found(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_a_busy_port_and_another_package(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = machine.shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
     monkeypatch.setattr(

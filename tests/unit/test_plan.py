@@ -115,7 +115,7 @@ def test_recomputed_blocks_take_time() -> None:
     ("precision", "keys", "element"),
     [
         ("bf16", {}, 12),
-        ("bf16", {"moments": "bf16"}, 6),  # the masters keep only the 16 bits that the weights lack
+        ("bf16", {"moments": "bf16"}, 6),  # of the masters the 16 bits that the weights lack
         ("bf16", {"moments": "fp8"}, 4),
         ("bf16", {"offload": 0.75}, 3),
         ("fp32", {}, 8),
@@ -147,8 +147,8 @@ def test_an_offloaded_optimizer_takes_host_memory_and_time() -> None:
     assert there.optimizer_seconds()[1] > 5 * here.optimizer_seconds()[1]
 
 
-def test_offloaded_activations_take_host_memory_and_time() -> None:
-    """Nearly all activations leave the GPU, wait on the host, and take their time on the way."""
+def test_activations_on_the_host() -> None:
+    """Nearly all of them leave the GPU, wait on the host, and take their time on the way."""
     here, there = (predictor_of(config(training={"offload_activations": on}), Request()) for on in (False, True))
     before, after = (Trainer.of(p.cfg, p.model).state().parts["activations"] for p in (here, there))
     layers = here.model.arch.num_layers
@@ -162,7 +162,7 @@ def test_offloaded_activations_take_host_memory_and_time() -> None:
     assert there.run(lengths, 16384, backward=False).cost == here.run(lengths, 16384, backward=False).cost
 
 
-def test_small_activations_stay_on_the_device() -> None:
+def test_small_activations_stay() -> None:
     terms = [activations.Term("small", "rest", 1), activations.Term("large", "rest", 4, saved=8)]
     found = activations.kept(terms, 2, 2**17, offloaded=True)
     assert found == activations.SavedActivations(device=2 * 2**17, host=16 * 2**17)

@@ -90,7 +90,7 @@ def test_refills_are_those_of_the_run(path: Path) -> None:
     assert max_refills(cfg.rollout, cfg.objective) == resolve(cfg).max_refills
 
 
-def test_refill_rounds_of_a_step_follow_the_dropped_share() -> None:
+def test_rounds_of_a_step() -> None:
     cfg = config(rollout={"prompts_per_step": 64, "max_refills": 9})
     assert Workload.of(cfg).dropped == ASSUMED.uniform_groups
     assert Workload(1, 1, 1, 0.5).rounds(cfg.rollout, cfg.objective) == ([64, 32, 16, 8, 4, 2, 1], 64)
@@ -140,7 +140,7 @@ def test_evaluation_samples_are_counted_by_set() -> None:
     ],
     ids=str,
 )
-def test_evaluations_and_checkpoints_of_a_run_are_counted(keys: dict[str, Any], evaluations: int, checkpoints: int) -> None:
+def test_how_often_a_run_stops(keys: dict[str, Any], evaluations: int, checkpoints: int) -> None:
     found = whole_run(predictor_of(config(**keys), Request()), 100.0)
     assert (found.evaluations, found.checkpoints) == (evaluations, checkpoints)
 

@@ -98,7 +98,7 @@ def test_overlap_becomes_these_fields() -> None:
         ({"overlap_grad_reduce": False}, (False, False)),
     ):
         by_default = precision.ddp_fields(ParallelConfig(**keys), "cuda")
-        assert (by_default["overlap_grad_reduce"], by_default["overlap_param_gather"]) == on, "GPUs overlap by default"
+        assert (by_default["overlap_grad_reduce"], by_default["overlap_param_gather"]) == on, "GPUs overlap unless told not to"
 
 
 @pytest.mark.parametrize(("moments", "dtype"), [("bf16", torch.bfloat16), ("fp8", torch.uint8)])
@@ -317,9 +317,7 @@ APEX = ALL - {"transformer_engine"}
         ({}, "cuda", frozenset(), ("torch", "torch", "torch", "torch")),
     ],
 )
-def test_kernels_are_chosen_by_device_and_installed_packages(
-    keys: dict[str, Any], device: str, found: frozenset[str], wanted: tuple[str, ...]
-) -> None:
+def test_who_does_what(keys: dict[str, Any], device: str, found: frozenset[str], wanted: tuple[str, ...]) -> None:
     chosen = kernels.choose(model("bf16", **keys), TrainingConfig(), device, found)
     assert dataclasses.astuple(chosen) == wanted
 
@@ -346,9 +344,7 @@ def test_no_fp32_attention_of_transformer_engine_under_context_parallelism(
         (False, "cuda", ALL, "separate"),
     ],
 )
-def test_gradient_accumulation_is_chosen_by_installed_packages(
-    asked: bool | None, device: str, found: frozenset[str], who: str
-) -> None:
+def test_who_accumulates_gradients(asked: bool | None, device: str, found: frozenset[str], who: str) -> None:
     training = TrainingConfig(fuse_gradient_accumulation=asked)
     assert kernels.choose(model("bf16"), training, device, found).gradient_accumulation == who
 
@@ -367,7 +363,7 @@ def test_a_missing_package_is_named(keys: dict[str, Any], found: frozenset[str],
 
 
 @pytest.mark.parametrize("optimizer", [OptimizerConfig(moments="bf16"), OptimizerConfig(offload=0.5)])
-def test_an_optimizer_that_needs_transformer_engine_is_refused_without_it(optimizer: OptimizerConfig) -> None:
+def test_an_optimizer_that_needs_transformer_engine(optimizer: OptimizerConfig) -> None:
     kernels.check_transformer_engine(optimizer, ParallelConfig(), ALL)
     with pytest.raises(ConfigError, match="transformer-engine is not installed"):
         kernels.check_transformer_engine(optimizer, ParallelConfig(), APEX)
@@ -390,7 +386,7 @@ def test_fixed_length_pads_every_microbatch_to_one_length(cp: int) -> None:
     assert training.tokens_without_grad == 1000
 
 
-def test_doctor_names_the_kernels() -> None:
+def test_what_doctor_says() -> None:
     said = str(kernels.choose(model("bf16"), TrainingConfig(), "cpu", kernels.installed()))
     assert said == "layers and attention: PyTorch; norms: PyTorch; Adam: this package; gradient accumulation: autograd"
 

@@ -61,12 +61,7 @@ def _inputs(part: Part, weights: TokenWeights | None) -> LossInputs:
 
 
 def _subject(name: str, **more: Any) -> Subject:
-    """Return a row with replaced parts as a subject.
-
-    Args:
-        name: Row of the table.
-        more: Replaced parts, with the same names in the product and in the reference.
-    """
+    """more: replaced parts, with the same names in the product and in the reference."""
     method = METHODS[name] | more
     parts = {k: math.copysign(v, method[k]) for k, v in _LARGER.items() if method.get(k)} | more
     reaches_over_sequences = method["ratio"] in ("sequence", "prefix") or method.get("correction") == "mis"

@@ -22,7 +22,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load(path: Path | str, tokenizer: PreTrainedTokenizerFast, **data: Any) -> Loaded:
-    """Read one set as the config says."""
+    """One set, read as the config says."""
     cfg = DataConfig(train=str(path), **{"max_prompt_tokens": 64, **data})
     return load_prompts(cfg.sets[0], cfg, tokenizer)
 

@@ -62,7 +62,7 @@ def test_a_wrong_data_section_is_refused(data: dict[str, Any], message: str) -> 
     ("text", "kept"),
     [("x", range(9)), ("x[3:]", range(3, 9)), ("x[:0]", []), ("x[33%:66%]", range(2, 5)), ("x[2:50%]", [2, 3]), ("x[7:2]", [])],
 )
-def test_slices_are_read_from_the_path(text: str, kept: Any) -> None:
+def test_slices(text: str, kept: Any) -> None:
     assert Source.of(text).slice(list(range(9))) == list(kept) and Source.of(text).path == "x"
 
 

@@ -41,7 +41,7 @@ def test_dapo_refills_and_shapes() -> None:
     assert dapo.overlong == OverlongShaping(max_tokens=20480, buffer_tokens=4096, penalty=0.5)
 
 
-def test_refills_and_shaping_are_set_independently() -> None:
+def test_each_part_alone() -> None:
     assert (method(objective=DYNAMIC).max_refills, method(objective=DYNAMIC).overlong) == (9, None)
     assert method(objective=SHAPED).max_refills == 0
     assert method(objective=SHAPED, rollout={"max_response_tokens": 1023}).overlong == OverlongShaping(1023, 204, 0.5)

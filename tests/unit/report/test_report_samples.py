@@ -127,7 +127,7 @@ def test_invisible_characters_are_named() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.text(min_size=1, max_size=9), max_size=9), st.integers(1, 12))
-def test_both_ends_of_a_long_text_are_kept(texts: list[str], kept: int) -> None:
+def test_of_what_is_long_both_ends_are_kept(texts: list[str], kept: int) -> None:
     whole = [Piece("response", t) for t in texts]
     found, all_of_it = shortened(whole, kept), "".join(texts)
     if len(all_of_it) <= 2 * kept:
@@ -138,7 +138,7 @@ def test_both_ends_of_a_long_text_are_kept(texts: list[str], kept: int) -> None:
     assert found[cut].text == f"{len(all_of_it) - 2 * kept:,} characters left out"
 
 
-def test_the_problems_that_changed_most_come_first(run: Run, tmp_path: Path) -> None:
+def test_the_problems_that_changed_most(run: Run, tmp_path: Path) -> None:
     scores = [(0, 0.5, 0.5), (1, 0.0, 1.0), (2, 1.0, 0.5)]
     lines = [f'{{"problem": {p}, "before": {before}, "after": {after}}}\n' for p, before, after in scores]
     (run.folder / "evaluation.jsonl").write_text("".join(lines))
@@ -162,7 +162,7 @@ def test_a_paired_difference_by_hand() -> None:
 
 
 def write_benchmark(run: Run, step: int, scores: dict[int, list[float]]) -> None:
-    """Write the files of a benchmark as `evaluation.benchmarks` does during a run."""
+    """As `evaluation.benchmarks` does during a run."""
     folder = run.folder / "evaluation" / f"step-{step:08d}"
     folder.mkdir(parents=True)
     rows = [
