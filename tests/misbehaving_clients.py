@@ -2,9 +2,8 @@
 
     python -m tests.misbehaving_clients URL PAIRS
 
-PAIRS is a JSON list of [client, kind]. Prints one JSON object for each: how long it took, how it ended, what it said, and by
-how many MiB the greatest resident size grew. What lasts until its deadline goes on beside others of that sort; what may take
-memory is alone.
+PAIRS is a JSON list of [client, kind]. Prints one JSON object for each: duration, outcome, message, and by how many MiB the
+peak resident size grew. Pairs that last until their deadline run concurrently; pairs that may take memory run alone.
 """
 
 from __future__ import annotations
@@ -66,6 +65,13 @@ def reward(url: str) -> object:
 
 
 def engine(api: Callable[[], EngineApi], act: Callable[[Endpoint], Any]) -> Callable[[str], object]:
+    """Return a client that calls an engine's endpoint.
+
+    Args:
+        api: Constructor of the engine's API.
+        act: Call to make.
+    """
+
     async def run(url: str) -> object:
         cfg = ServerConfig(request_seconds=DEADLINE, heartbeat_timeout=DEADLINE)
         endpoint = Endpoint(Elsewhere(url), api(), cfg, max_model_len=64)  # type: ignore[arg-type]
@@ -86,7 +92,7 @@ def illness(url: str) -> object:
         finally:
             await client.close()
 
-    with contextlib.suppress(TimeoutError):  # it is well
+    with contextlib.suppress(TimeoutError):  # the server is well
         raise RequestFailed(asyncio.run(run()))
     return None
 
@@ -96,7 +102,7 @@ def health(url: str) -> object:
 
 
 def wait_ready(url: str) -> object:
-    """The process lives, and its health is asked for elsewhere."""
+    """Wait for a server whose process lives elsewhere than its health URL."""
     with tempfile.TemporaryDirectory() as folder:
         server = ServerProcess(
             ["sleep", "600"],
@@ -128,19 +134,26 @@ CLIENTS: dict[str, Callable[[str], object]] = {
     "healthy": health,
     "wait_ready": wait_ready,
 }
-ASKS_FOR_HEALTH = ("illness", "healthy", "wait_ready")  # they last, and read little
+ASKS_FOR_HEALTH = ("illness", "healthy", "wait_ready")  # clients that wait for long and read little
 
 
 def memory(what: str) -> float:
-    """VmRSS or VmHWM of this process in MiB."""
+    """Return VmRSS or VmHWM of this process in MiB."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
     return int(line.split()[1]) / 1024
 
 
 def measured(name: str, kind: str, url: str) -> dict[str, Any]:
+    """Run one client against one kind and return its measurements.
+
+    Args:
+        name: A name in CLIENTS.
+        kind: Kind of misbehaviour.
+        url: URL below which the kinds are served.
+    """
     begin, before = time.monotonic(), memory("VmRSS")
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the greatest size
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak size
     try:
         ended, said = "returned", repr(CLIENTS[name](f"{url}/{kind}"))
     except Exception as e:

@@ -1,4 +1,4 @@
-"""The product's answer to a random minibatch, beside the reference's. The minibatches: `tests/reference/minibatches.py`."""
+"""The product's answer to a random minibatch, next to the reference's. The minibatches: `tests/reference/minibatches.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCES = ((torch.float64, 1e-10), (torch.float32, 1e-5))
 
 
 def method_of(objective: Objective) -> Method:
-    """The same parts in the reference's words."""
+    """Return the objective as a method of the reference."""
     parts: dict[str, Any] = dataclasses.asdict(objective)
     low, high = CORRECTION_BOUNDS[objective.correction]
     parts["correction_low"] = low if objective.correction_low is None else objective.correction_low
@@ -31,7 +31,12 @@ def method_of(objective: Objective) -> Method:
 
 
 def inputs_of(batch: Batch, dtype: torch.dtype = torch.float64) -> LossInputs:
-    """The whole minibatch as one microbatch on one rank."""
+    """Return the whole minibatch as one microbatch on one rank.
+
+    Args:
+        batch: The minibatch.
+        dtype: Dtype of all tensors.
+    """
     lengths = torch.tensor([len(r.old) for r in batch.responses])
     position = torch.tensor([t for n in lengths.tolist() for t in range(n)], dtype=torch.int64)
     segments = Segments(
@@ -52,7 +57,13 @@ def inputs_of(batch: Batch, dtype: torch.dtype = torch.float64) -> LossInputs:
 
 
 def ours(objective: Objective, batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[LossOutput, Tensor, Tensor]:
-    """The product's output, and its gradients with respect to the log-probs and to the entropies."""
+    """Return the product's output, and its gradients with respect to the log-probs and to the entropies.
+
+    Args:
+        objective: Objective to evaluate.
+        batch: The minibatch.
+        dtype: Dtype of the computation.
+    """
     x = batch.logprob.to(dtype, copy=True).requires_grad_()
     h = batch.entropy.to(dtype, copy=True).requires_grad_()
     inputs = inputs_of(batch, dtype)
@@ -65,7 +76,15 @@ def ours(objective: Objective, batch: Batch, dtype: torch.dtype = torch.float64)
 
 
 def compare(objective: Objective, batch: Batch, theirs: tuple[reference.Outcome, Tensor, Tensor]) -> None:
-    """Loss relative to what it adds up (at least to 1, an advantage), gradients by 2-norm; in fp64 and in fp32."""
+    """Assert that loss and gradients are those of the reference, in fp64 and in fp32.
+
+    The loss error is relative to the magnitude of the loss (at least to 1, an advantage); the gradient error is in the 2-norm.
+
+    Args:
+        objective: Objective of the product.
+        batch: The minibatch.
+        theirs: Answer of the reference.
+    """
     outcome, x_grad, h_grad = theirs
     for dtype, tolerance in TOLERANCES:
         out, grad, entropy_grad = ours(objective, batch, dtype)

@@ -1,4 +1,4 @@
-"""The side of an engine that speaks with `scripted_server.py`."""
+"""The client side of an engine that speaks with `scripted_server.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from tests.scripted_server import KEY
 
 
 class ScriptedApi:
-    """See `engine_api.EngineApi`. takes_broadcasts: and not only the names of files."""
+    """The `engine_api.EngineApi` of the scripted server.
+
+    Attributes:
+        takes_broadcasts: Whether it receives weights by broadcast too, and not only names of files.
+    """
 
     name = "the scripted server"
 

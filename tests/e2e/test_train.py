@@ -17,7 +17,7 @@ from tepo_megatron.rollout import record
 pytestmark = [pytest.mark.server, pytest.mark.e2e]
 
 STEPS = 4
-# what this run has no use for, and what a step may have nothing of: the noise floor is measured now and then
+# metrics that this run lacks, and metrics that some steps lack: the noise floor is not measured in every step
 UNUSED = {"reward/ref_kl", "loss/ref_kl", "weighting/affected_share", "correction/weight_mean", "tepo/entropy_noise_floor"}
 
 
@@ -98,7 +98,7 @@ def test_servers_killed_and_frozen_in_mid_run_cost_no_sample(tepo, arguments, ba
         return path.read_text().count("\n") if path.exists() else 0
 
     def first_process() -> int:
-        """Of the server that has served longest."""
+        """Return the server process that has served longest."""
         return command.oldest_server({"vllm": "-m vllm.entrypoints", "sglang": f"-m {sglang.SERVER}"}[engine])
 
     with command.stopped_when(lambda: steps() >= 2, timeout=240):

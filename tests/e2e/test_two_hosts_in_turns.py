@@ -32,7 +32,7 @@ def test_servers_of_both_hosts_get_the_weights_of_both(
     random_model: Path,
     tmp_path: Path,
 ) -> None:
-    """Half of the layers is on each host, and no step's log-probs are those of other weights, on neither server."""
+    """Each host has half of the layers; in every step the log-probs of both servers are those of the current weights."""
     rendezvous, run = tmp_path / "rendezvous", tmp_path / "runs" / "turns"
     words = settings(random_model, **TURNS, output=tmp_path / "runs", name="turns", rollout__server__rendezvous=rendezvous)
     serves = [

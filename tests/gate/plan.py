@@ -1,7 +1,7 @@
-"""From a shipped config to the smallest worlds that train it on a CPU with the switches of a GPU.
+"""The smallest worlds that train a shipped config on a CPU with the switches of a GPU.
 
-Only sizes shrink: model, tokens, axes of the layout. What chooses code stays as the config has it, and what the config leaves
-to the platform is set to what `platform: cuda` takes.
+Only sizes shrink: model, tokens, axes of the layout. Keys that select code stay as in the config, and keys that the config
+leaves to the platform get the value of `platform: cuda`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from tepo_megatron.config.io import plain, validate
 from tepo_megatron.config.platform_defaults import PLATFORM_DEFAULTS
 from tests.gate.data import LONGEST, PROMPTS, TEMPERATURE
 
-RANKS = 4  # of a world
+RANKS = 4  # ranks of a world
 AXES = ("tp", "pp", "cp", "dp")
-EPS = 1e-3  # of Adam: with 1e-8 it turns the sign of rounding noise into a step, in any arithmetic
+EPS = 1e-3  # eps of Adam; 1e-8 would turn the sign of rounding noise into a step, in any arithmetic
 LEARNING_RATE = 0.02  # moves every weight tensor by 1 % at least in two updates
-MICROBATCH = 64  # tokens: several microbatches
-BUCKET = 5_000  # parameters: several buckets where there is overlap
+MICROBATCH = 64  # tokens of a microbatch, so that there are several
+BUCKET = 5_000  # parameters of a bucket, so that there are several where communication overlaps
 
 
 def worlds(cfg: Config) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ def _layout(cfg: Config, axes: tuple[str, ...]) -> dict[str, Any]:
 
 
 def name_of(layout: dict[str, Any]) -> str:
-    """A layout in the words of the field: TP2+SP DP2."""
+    """Return a layout in the usual notation: TP2+SP DP2."""
     words = [f"{axis.upper()}{layout[axis]}" for axis in ("tp", "pp", "vpp", "cp", "ep", "dp") if layout[axis] > 1]
     if layout["sequence_parallel"]:
         words[0] += "+SP"
@@ -47,12 +47,12 @@ def name_of(layout: dict[str, Any]) -> str:
 
 
 def on_a_cpu(cfg: Config, model: str, layout: dict[str, Any], precision: str) -> Config:
-    """The config of one world.
+    """Return the config of one world.
 
     Args:
-        cfg: as shipped, resolved.
-        model: directory of the tiny model.
-        layout: one of `worlds`.
+        cfg: Config as shipped, resolved.
+        model: Directory of the tiny model.
+        layout: One of `worlds`.
         precision: fp32 or bf16.
     """
     tree = plain(cfg)
@@ -88,7 +88,7 @@ def on_a_cpu(cfg: Config, model: str, layout: dict[str, Any], precision: str) ->
 
 
 def updates(cfg: Config) -> tuple[int, int, int]:
-    """Return epochs, prompts of a minibatch and steps that come to two updates, as like the config's own as they can be."""
+    """Return epochs, prompts of a minibatch and steps that amount to two updates, as close to the config's own as possible."""
     parts = -(-cfg.rollout.prompts_per_step // cfg.training.minibatch_prompts)
     if cfg.training.epochs > 1:
         return 2, len(PROMPTS), 1

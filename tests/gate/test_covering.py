@@ -13,7 +13,7 @@ from tests.marks import full_but
 from tests.worlds import run_world
 
 ROWS, REFUSALS = covering.array()
-# what config refuses, and nothing else: a pair that comes to this list was trained before
+# all pairs that config refuses; a new pair in this list was trained before
 REFUSED = {
     "tp=1 with sequence_parallel=True": "sequence_parallel=true needs tp > 1",
     "pp=1 with vpp=2": "vpp=2 needs pp > 1",

@@ -46,9 +46,9 @@ def test_rounds_arrive_on_the_other_gpu(tmp_path: Path) -> None:
     save_file({name: tensor.cpu() for name, tensor in model.items()}, tmp_path / "model.safetensors")
     store = open_store("127.0.0.1")
     meeting = GroupSpec("127.0.0.1", store.port, "nccl", 1, 2, SENDER + 1, 60.0, 60.0)
-    told = json.dumps(dataclasses.asdict(meeting))
+    spec = json.dumps(dataclasses.asdict(meeting))
     receiver = subprocess.Popen(
-        [sys.executable, "-c", RECEIVER, told, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", RECEIVER, spec, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert receiver.stdin is not None and receiver.stdout is not None

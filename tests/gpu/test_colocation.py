@@ -1,4 +1,4 @@
-"""What really leaves a GPU: the actor's parts, and a server's weights and KV cache; and that both come back."""
+"""The actor's parts, and a server's weights and KV cache, really leave a GPU, and come back."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_actor_leaves_the_gpu_and_comes_back_bit_for_bit(alone: Any, tmp_pat
 
 
 def test_page_locked_memory_is_what_the_plan_says(alone: Any, tmp_path: Path) -> None:
-    """To the byte; PyTorch's allocator, which rounds up to powers of two, gives none of it. Seconds are printed (`-s`)."""
+    """The plan is exact to the byte: none of it comes from PyTorch's allocator, which rounds up. Seconds are printed (`-s`)."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.checkpoint.state import written
     from tepo_megatron.checkpoint.tensors import HostCopy

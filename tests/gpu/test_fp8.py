@@ -38,7 +38,7 @@ def blocks_of_128(path: Path, seed: int) -> Any:
 
 
 def quantized(model: Qwen3ForCausalLM) -> dict[str, torch.Tensor]:
-    """Its tensors as `sync.quantize=fp8` sends them; the model itself gets the values that an engine computes with."""
+    """Return the tensors as `sync.quantize=fp8` sends them; set the model to the values that an engine computes with."""
     sent: dict[str, torch.Tensor] = {}
     for name, weight in model.named_parameters():
         data = weight.detach().bfloat16()

@@ -1,4 +1,4 @@
-"""Presets of precision, and Transformer Engine's and Apex's kernels beside the plain ones, on a GPU."""
+"""Presets of precision, and Transformer Engine's and Apex's kernels next to the plain ones, on a GPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> cases.Case:
 
 @dataclass
 class Trained:
-    """Log-probs before an update, the gradients of it, the weights after it."""
+    """Log-probs before an update, its gradients, and the weights after it."""
 
     logprobs: Tensor
     gradients: dict[str, Tensor]
@@ -109,7 +109,7 @@ def test_fp8_trains_near_bf16_or_is_refused(alone: Any, case: cases.Case, in_bf1
 
 @needs("transformer_engine")
 def test_only_the_layers_linear_modules_are_transformer_engines_products(alone: Any, case: cases.Case) -> None:
-    """What FP8 reaches: everything of these classes, and nothing else multiplies weights."""
+    """FP8 covers every module of these classes, and nothing else multiplies weights."""
     from transformer_engine.pytorch import LayerNormLinear, Linear
 
     from tepo_megatron.actor.actor import Actor

@@ -42,7 +42,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A config, a profile of this machine, and one whose `python` only tells what it was called with."""
+    """A config, a profile of this machine, and one whose `python` only prints its arguments."""
     stand_in = tmp_path / "stand-in"
     stand_in.write_text(STAND_IN)
     stand_in.chmod(0o755)

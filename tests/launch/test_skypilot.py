@@ -37,8 +37,8 @@ READ = "import sys, sky; print(*(sky.Task.from_yaml_str(text).num_nodes for text
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
-    """What each call answers, and "left": the files that the dry runs left."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """Return the result of each call, and as "left" the files that the dry runs left."""
     folder = tmp_path_factory.mktemp("project")
     home = {path: path.stat().st_mtime_ns for path in (Path.home() / ".sky").rglob("*")}
     dry = sky.dry_runs(folder)
@@ -54,8 +54,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
 @pytest.mark.full
 @missing
 @pytest.mark.parametrize("case", sky.CASES)
-def test_the_task(told: dict[str, tuple[int, str, str]], case: str, tmp_path: Path) -> None:
-    status, text, said = told[case]
+def test_the_task_equals_the_golden_file(results: dict[str, tuple[int, str, str]], case: str, tmp_path: Path) -> None:
+    status, text, said = results[case]
     assert status == 0 and said == f"launch: warning: {REFUSED['no git'][1]}\n"
     assert text == (cases.GOLDEN / f"{case}.txt").read_text()
     assert cases.SECRET not in text and "WANDB_API_KEY: <redacted>" in text
@@ -79,21 +79,21 @@ def test_skypilot_reads_the_tasks(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @missing
-def test_a_dry_run_leaves_nothing(told: dict[str, tuple[int, str, str]]) -> None:
-    assert told["left"][1].split("\n") == ["bucket.yaml", "run.yaml", "volume.yaml"]
+def test_a_dry_run_leaves_nothing(results: dict[str, tuple[int, str, str]]) -> None:
+    assert results["left"][1].split("\n") == ["bucket.yaml", "run.yaml", "volume.yaml"]
 
 
 @pytest.mark.full
 @missing
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_in_one_line(told: dict[str, tuple[int, str, str]], case: str) -> None:
-    status, _, error = told[case]
+def test_what_is_refused_in_one_line(results: dict[str, tuple[int, str, str]], case: str) -> None:
+    status, _, error = results[case]
     error = "".join(line for line in error.splitlines(keepends=True) if not line.startswith("launch: warning: "))
     assert status == 1 and error.startswith("launch: error: ") and error.count("\n") == 1
     assert REFUSED[case][1] in error and cases.SECRET not in error
 
 
-def test_without_skypilot_installed(tmp_path: Path) -> None:
+def test_a_missing_skypilot_is_named(tmp_path: Path) -> None:
     sky.prepare(tmp_path)
     words = [*VOLUME, "--executor", "skypilot", "--dry-run"]
     status, _, error = cases.call(tmp_path, {"it": words})["it"]
@@ -132,7 +132,7 @@ def on_a_bucket(mode: str = "MOUNT_CACHED", **keys: Any) -> Cluster:
         ({"volumes": {"/shared": "lab"}, "memry": "8"}, r"skypilot\.memry: unknown key"),
     ],
 )
-def test_a_mistake_of_the_profile_is_told_with_its_key_and_the_mend(keys: dict[str, Any], said: str) -> None:
+def test_a_mistake_of_the_profile_is_reported_with_its_key_and_the_fix(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         cluster(**keys)
 
@@ -149,7 +149,7 @@ def check(cluster: Cluster, **keys: Any) -> None:
     skypilot.check_run(cfg, cluster, lay_out(cfg, cluster))
 
 
-def test_what_can_go_where() -> None:
+def test_a_run_on_a_volume_or_a_bucket_is_accepted() -> None:
     check(on_a_volume())
     check(on_a_bucket())
     check(on_a_volume(), **APART)

@@ -79,7 +79,7 @@ def config_of(model: Path, layout: dict[str, int], **sync: Any) -> Any:
 
 
 def got(folder: Path) -> list[dict[str, torch.Tensor]]:
-    """What each rank of each server has got since the last call."""
+    """Return the tensors that each rank of each server has received since the last call."""
     files = sorted(folder.glob("*.safetensors"))
     read = [{name: tensor.clone() for name, tensor in load_file(file).items()} for file in files]
     for file in files:
@@ -170,13 +170,13 @@ def test_the_servers_that_live_get_everything_and_go_on_when_one_is_lost(tmp_pat
     assert rank0["meetings"] == 3  # of all, without the lost one, with that one alone
 
 
-# of each push: version, part of the names of the parameters that change before it, what happens to server 1 in it
+# per push: version, part of the names of the parameters that change before it, fault of server 1 during it
 PUSHES = [(1, "all", {}), (2, "", {}), (3, "layers.1.mlp", {}), (4, "layers.2.mlp", {"broadcast": "midst"}), (4, "", {}),
           (5, "layers.1.mlp", {})]  # fmt: skip
 
 
 def push_changes(rank: int, cfg: Any, folder: Path) -> dict[str, Any]:
-    """What the servers got in each push."""
+    """Return the tensors that the servers received in each push."""
     received: list[list[list[str]]] = []
     with contextlib.ExitStack() as stack:
         servers = stack.enter_context(fleet(folder, Path(cfg.model.path), servers=2)) if rank == 0 else None
@@ -229,10 +229,10 @@ def outcome(sync: Any) -> str:
 def test_a_server_that_lives_and_does_not_come_is_an_error_on_every_rank(tmp_path: Path) -> None:
     tiny_qwen3(tmp_path / "model", layers=4, vocab_size=cases.VOCAB)
     cfg = config_of(tmp_path / "model", {"pp": 2})
-    for told in run_world(2, push_to_nobody, cfg, tmp_path, "absent", 0.5, timeout=120):
+    for message in run_world(2, push_to_nobody, cfg, tmp_path, "absent", 0.5, timeout=120):
         assert (
-            "server 0: alive, but did not meet the trainer's ranks in 3 attempts of 0.5 s, in " in told
-            and "sync.transport.address" in told
+            "server 0: alive, but did not meet the trainer's ranks in 3 attempts of 0.5 s, in " in message
+            and "sync.transport.address" in message
         )
 
 
@@ -253,11 +253,11 @@ def push_to_two(rank: int, cfg: Any, folder: Path, fault: str, join_seconds: flo
 
 @pytest.mark.slow
 def test_a_server_that_joins_and_never_broadcasts_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    """With NCCL the trainer would wait in the first broadcast for ever; the deadline of a round in gloo is longer here."""
+    """NCCL would wait in the first broadcast for ever; here the deadline of a round in gloo is longer than that of joining."""
     tiny_qwen3(tmp_path / "model", layers=2, vocab_size=cases.VOCAB)
     cfg = config_of(tmp_path / "model", {}, timeout_seconds=15.0)
-    (told, seconds, *_) = run_world(1, push_to_two, cfg, tmp_path, "late", 2.0, timeout=120)[0]
-    names, _, why = told.partition(": ")
+    (message, seconds, *_) = run_world(1, push_to_two, cfg, tmp_path, "late", 2.0, timeout=120)[0]
+    names, _, why = message.partition(": ")
     assert "server 1" in names.split(", ")  # and on a busy machine one that was slow
     assert why.startswith("alive, but did not meet the trainer's ranks in 3 attempts of 2 s")
     assert seconds < 20.0
@@ -267,7 +267,7 @@ def test_a_server_that_joins_and_never_broadcasts_ends_the_run_with_its_name(tmp
 def test_the_others_go_on_when_a_server_dies_between_joining_and_the_first_broadcast(tmp_path: Path) -> None:
     tiny_qwen3(tmp_path / "model", layers=2, vocab_size=cases.VOCAB)
     cfg = config_of(tmp_path / "model", {})
-    told, seconds, events, received = run_world(1, push_to_two, cfg, tmp_path, "leaves", 20.0, timeout=120)[0]
-    assert told == "pushed" and "server 1 is started again" in events
+    outcome, seconds, events, received = run_world(1, push_to_two, cfg, tmp_path, "leaves", 20.0, timeout=120)[0]
+    assert outcome == "pushed" and "server 1 is started again" in events
     assert seconds < 15.0  # nobody waits for the dead one until the deadline
     assert len(received) == 1 and is_model(received[0], tensors(tmp_path / "model"))

@@ -60,7 +60,7 @@ def saving_run(rank: int, cfg: Any, batches: Any, folder: Path) -> dict[str, Any
 def resumed_run(rank: int, cfg: Any, batches: Any, folder: Path) -> dict[str, Any]:
     actor = w.start(cfg)
     w.draw(1 + rank)
-    with w.checkpoints(folder, actor) as checkpoints, w.warnings_of_the_room() as warnings:
+    with w.checkpoints(folder, actor) as checkpoints, w.checkpoint_warnings() as warnings:
         found = checkpoints.newest()
         run_state = checkpoints.load(found, actor)
         out = {"found": found, "run": run_state, "loaded": w.raw_state(actor), "parts": w.parts(actor)}

@@ -1,4 +1,4 @@
-"""What saves memory or hides communication changes no bit of what is trained, and does what it says."""
+"""Options that save memory or hide communication change no bit of the training, and have their effect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ UPDATES = 3
 def config(
     case: cases.Case, parallel: dict[str, Any] | None = None, max_tokens: int = 4096, **sections: dict[str, Any]
 ) -> Config:
-    """max_tokens: of a microbatch; sections: keys of the config's sections."""
+    """Return the config of a layout.
+
+    Args:
+        case: Model and batches.
+        parallel: Section `parallel`.
+        max_tokens: Tokens of a microbatch.
+        sections: Keys of further sections.
+    """
     tree = plain(cases.run_config(case.model, parallel or {}, max_tokens))
     for name, keys in sections.items():
         tree[name] |= keys
@@ -31,7 +38,7 @@ def config(
 
 
 def agree(actor: Any) -> bool:
-    """Whether the ranks that hold the same part of the model have the same parameters."""
+    """Return whether the ranks that hold the same part of the model have the same parameters."""
     axis = actor.groups.dp_cp
     mine = torch.cat([b.parameter.detach().flatten() for b in actor.bindings])
     theirs = [torch.empty_like(mine) for _ in range(axis.size)]
@@ -40,8 +47,14 @@ def agree(actor: Any) -> bool:
 
 
 def trained(rank: int, cfg: Config, case: cases.Case, settle: bool = False, multiple: int | None = None) -> dict[str, Any]:
-    """Some updates after another, then old statistics; settle: parameters are made whole after each update; multiple: that
-    tokens are padded to, instead of the config's.
+    """Take some updates, one after another, then compute old statistics.
+
+    Args:
+        rank: Number of this rank.
+        cfg: Config of the run.
+        case: Model and batches.
+        settle: Whether parameters are gathered after each update.
+        multiple: Number to whose multiple tokens are padded, instead of the config's.
     """
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
@@ -77,7 +90,13 @@ def trained(rank: int, cfg: Config, case: cases.Case, settle: bool = False, mult
 
 
 def same(here: list[dict[str, Any]], there: list[dict[str, Any]], norms: float = 0.0) -> None:
-    """norms: how far gradient norms may lie apart, relatively; all else is the same bits."""
+    """Assert that two results are equal bit for bit, except for gradient norms.
+
+    Args:
+        here: Result under test.
+        there: Expected result.
+        norms: Bound on the relative distance of gradient norms.
+    """
     for a, b in zip(here, there, strict=True):
         assert a["norms"] == pytest.approx(b["norms"], rel=norms) and a["losses"] == b["losses"]
         assert all(torch.equal(x, y) for x, y in zip(a["weights"], b["weights"], strict=True))
@@ -117,7 +136,7 @@ def test_overlapped_communication_trains_the_same_bits(case: cases.Case, layout:
 
 
 def _stale(rank: int, cfg: Config, case: cases.Case) -> tuple[bool, bool]:
-    """Whether parameters are the same on both ranks after an update, before and after they were made whole."""
+    """Return whether parameters are the same on both ranks after an update, before and after they were gathered."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
@@ -162,7 +181,7 @@ def test_activations_on_the_host_train_the_same_bits(case: cases.Case) -> None:
 
 
 def _saved_bytes(rank: int, cfg: Config, case: cases.Case) -> int:
-    """What autograd holds for backward at the end of a forward pass, parameters aside."""
+    """Return the bytes that autograd holds for backward at the end of a forward pass, without parameters."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
@@ -195,7 +214,7 @@ def _saved_bytes(rank: int, cfg: Config, case: cases.Case) -> int:
     return most
 
 
-def test_what_backward_keeps_falls(case: cases.Case) -> None:
+def test_recomputation_reduces_the_saved_activations(case: cases.Case) -> None:
     kept = {
         recompute: run_world(1, _saved_bytes, config(case, training={"recompute": recompute}), case)[0]
         for recompute in ("none", "selective", "full")

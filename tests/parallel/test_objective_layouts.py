@@ -68,13 +68,18 @@ def objectives() -> dict[str, Objective]:
 
 @dataclass(frozen=True)
 class Layout:
-    """room: packed tokens of a microbatch; microbatches: how many that makes on each data-parallel rank, a multiple of
-    `multiple` (the last ones may then be empty). The sequences are packed in an order drawn from the seed `order`. shared:
-    equal prompts of a microbatch are packed once."""
+    """A layout of the minibatch.
+
+    Attributes:
+        max_tokens: Packed tokens of a microbatch.
+        microbatches: Number of microbatches on each data-parallel rank, a multiple of `multiple`; the last ones may be empty.
+        order: Seed of the order in which the sequences are packed.
+        shared: Whether equal prompts of a microbatch are packed once.
+    """
 
     cp: int
     dp: int
-    room: int
+    max_tokens: int
     microbatches: int
     order: int
     multiple: int = 1
@@ -113,15 +118,15 @@ class Laid:
         self.inputs_N = inputs_of(batch, torch.float32)
 
     def inputs(self, token_R: Tensor, segments: Segments, weights: TokenWeights | None) -> LossInputs:
-        """For the rows that are the tokens `token_R` of the flat tensors."""
+        """Return the inputs of the loss for the rows of the tokens `token_R` of the flat tensors."""
         rows = {name: x[token_R] for name, x in vars(self.inputs_N).items() if name.endswith("_R") and x is not None}
         return dataclasses.replace(self.inputs_N, **rows, segments=segments, weights=weights)
 
     def microbatches(self, layout: Layout, rank: int) -> list[PackedMicrobatch]:
-        """What this rank sees of the minibatch."""
+        """Return this rank's part of the minibatch."""
         order = torch.randperm(len(RESPONSES), generator=torch.Generator().manual_seed(layout.order)).tolist()
         lengths, alignment = [self.ids[i].numel() for i in order], Alignment(cp=layout.cp)
-        plan = plan_microbatches(lengths, layout.dp, layout.room, alignment, layout.multiple)
+        plan = plan_microbatches(lengths, layout.dp, layout.max_tokens, alignment, layout.multiple)
         assert len(plan[0]) == layout.microbatches, f"{layout} gives {len(plan[0])} microbatches"
         dp_rank, cp_rank = divmod(rank, layout.cp)
         families = self.families if layout.shared else None
@@ -134,7 +139,7 @@ class Laid:
 
 
 def backward(laid: Laid, objective: Objective, packed: list[PackedMicrobatch], group: Any) -> tuple[Tensor, Counter, Counter]:
-    """This rank's part of [loss, d logprob_N, d entropy_N], and the collectives of forward and backward."""
+    """Return this rank's part of [loss, d logprob_N, d entropy_N], and the collectives of forward and backward."""
     logprob_N = laid.batch.logprob.float().requires_grad_()
     entropy_N = laid.batch.entropy.float().requires_grad_()
     statistics = None
@@ -156,7 +161,7 @@ def backward(laid: Laid, objective: Objective, packed: list[PackedMicrobatch], g
 
 @contextlib.contextmanager
 def counted(counts: Counter) -> Iterator[None]:
-    """Counts the all-reduces inside of it."""
+    """Count the all-reduces within the block."""
     real = dist.all_reduce
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -190,7 +195,7 @@ def every_layout(rank: int, batch: Batch) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def batch() -> Batch:
-    """One in which no number lies near a threshold of any of the objectives."""
+    """A batch in which no number is near a threshold of any of the objectives."""
     for seed in range(100):
         batch = draw(seed, RESPONSES)
         if all(expected(method_of(o), batch)[0].margin >= MARGIN for o in objectives().values()):
@@ -219,7 +224,7 @@ def test_same_on_every_layout(results: dict[str, Any], layout: str) -> None:
 
 @pytest.mark.parametrize("name", objectives())
 def test_alone_as_the_reference(results: dict[str, Any], batch: Batch, name: str) -> None:
-    """And every condition of the objective acts on at least a twentieth of the tokens of this batch."""
+    """One rank agrees with the reference, and every condition affects at least a twentieth of the batch's tokens."""
     o = objectives()[name]
     outcome, x_grad, h_grad = expected(method_of(o), batch)
     conditions = {

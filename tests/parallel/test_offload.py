@@ -87,7 +87,10 @@ def _shards(actor: Any) -> list[Any]:
 
 
 def _round_trip(actor: Any, targets: str) -> None:
-    """In the order of a run: gradients and optimizer, then parameters; back, and parameters alone there and back."""
+    """Offload and load in the order of a run.
+
+    Gradients and optimizer leave, then the parameters; the parameters come back and leave again alone; then all come back.
+    """
     gone: dict[Part, bool] = {part: targets == "cuda" or part == "gradients" for part in PARTS}
     full = {part: sizes(actor, part) for part in PARTS}
     assert all(min(full[part]) > 0 for part in PARTS)
@@ -139,23 +142,23 @@ def _refused(rank: int, cfg: Config, batch: TrainBatch) -> list[str]:
         lambda: actor.update(batch, objective), lambda: actor.attach_old_stats(batch), lambda: actor.export_hf(Path("no")),
         actor.keep_reference, lambda: list(written(actor)), lambda: list(wanted(actor)),
     )  # fmt: skip
-    told = []
+    refusals = []
     for use in uses:
         with pytest.raises(RuntimeError) as refused:
             use()
-        told.append(str(refused.value))
+        refusals.append(str(refused.value))
     actor.load()
     actor.update(batch, objective)
     parallel.shutdown()
-    return told
+    return refusals
 
 
 def test_whatever_needs_what_is_away_is_refused(case: cases.Case) -> None:
-    (told,) = run_world(1, _refused, cases.run_config(case.model, {}), case.batches[0])
-    assert [t.partition(" needs the ")[0] for t in told] == [
+    (refusals,) = run_world(1, _refused, cases.run_config(case.model, {}), case.batches[0])
+    assert [t.partition(" needs the ")[0] for t in refusals] == [
         "an update", "a forward pass", "an export", "the reference policy", "a checkpoint", "to resume",
     ]  # fmt: skip
-    assert all(t.endswith("which are offloaded; load them first") for t in told)
+    assert all(t.endswith("which are offloaded; load them first") for t in refusals)
 
 
 def _resident(rank: int) -> tuple[int, int, int, int]:

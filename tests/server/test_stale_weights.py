@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.server, pytest.mark.full]
 PLANTED = Path(__file__).parent / "planted"
 KEY = secrets.token_hex(32)
 FAULTY = "inference server 1"
-FIRST = 2  # the first version with the fault: before it, an update that changed every weight was served as it should be
+FIRST = 2  # the first version with the fault; the update before it, which changed every weight, is served correctly
 LIMIT, NOISE = 1e-3, 1e-4  # nats
 SCORE = """
 import zlib
@@ -70,7 +70,7 @@ class Servers:
     control: Path
 
     def config(self, folder: Path, sections: dict[str, Any]) -> Config:
-        """Of a run with them."""
+        """Return the config of a run with these servers."""
         common: dict[str, dict[str, Any]] = {
             "rollout": {
                 "engine": self.engine, "servers": len(self.urls),

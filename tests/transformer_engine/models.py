@@ -51,13 +51,27 @@ MODELS = {
 
 
 def write(name: str, folder: Path, scale: float = 4.0) -> Path:
-    """Write a random model of this name below `folder`, and return its directory. scale: see `tiny_model`."""
+    """Write a random model of this name below `folder`, and return its directory.
+
+    Args:
+        name: A name in the table of models.
+        folder: Parent of the directory.
+        scale: See `tiny_model`.
+    """
     tiny_model(folder / name, MODELS[name].config, scale=scale)
     return folder / name
 
 
 def config(path: Path, parallel: dict[str, Any], precision: str, platform: str = "cuda", **sections: dict[str, Any]) -> Config:
-    """Return the config of `tests/parallel/cases.py` for this model; sections: further keys, by their section."""
+    """Return the config of `tests/parallel/cases.py` for this model.
+
+    Args:
+        path: Directory of the model.
+        parallel: Section `parallel`.
+        precision: Preset of precision.
+        platform: cuda or cpu.
+        sections: Further keys, by their section.
+    """
     tree = plain(cases.run_config(path, parallel)) | {"platform": platform}
     tree["model"]["precision"] = precision
     for section, keys in sections.items():
@@ -66,7 +80,12 @@ def config(path: Path, parallel: dict[str, Any], precision: str, platform: str =
 
 
 def actor(cfg: Config, groups: ParallelDims) -> Actor:
-    """Return the actor of this config, as on the config's platform."""
+    """Return the actor of this config, as on the config's platform.
+
+    Args:
+        cfg: Config of the run.
+        groups: Mesh of the ranks.
+    """
     made = Actor.open(cfg, replace(groups, device=torch.device("cuda", 0)) if cfg.platform == "cuda" else groups)
     check_shapes(made.arch, cfg.model, cfg.parallel)
     return made

@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, cases.Case]:
 
 
 def _train(rank: int, cfg: Config, batches: tuple[TrainBatch, ...], change: Change | None = None) -> list[dict[str, Any]]:
-    """The steps of an actor as on GPUs; change: applied to it first."""
+    """Return the steps of an actor as on GPUs; `change` is applied to the actor first."""
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
@@ -54,7 +54,7 @@ def _train(rank: int, cfg: Config, batches: tuple[TrainBatch, ...], change: Chan
 
 
 def _keys(max_tokens: int, fused: bool) -> dict[str, Any]:
-    """Of the section `training`."""
+    """Return keys of section `training`."""
     return {"max_tokens_per_microbatch": max_tokens, "fuse_gradient_accumulation": fused}
 
 
@@ -117,7 +117,7 @@ def test_the_forward_pass_gathers_what_the_last_update_left(made: dict[str, case
 
 
 def test_bf16_is_as_near_to_the_reference_as_without_it(made: dict[str, cases.Case]) -> None:
-    """In the norm over all gradients; recomputation changes no bit of them."""
+    """The distance is the norm over all gradients; recomputation changes no bit of them."""
     case, apart = made["untied"], {}
     for platform, recompute, fused in (
         ("cpu", "none", HOOK), ("cuda", "none", HOOK), ("cuda", "none", INSIDE), ("cuda", "selective", INSIDE),

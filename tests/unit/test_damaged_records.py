@@ -18,7 +18,7 @@ from tepo_megatron.config import LoggingConfig
 from tepo_megatron.observability.sinks import LOST_FILE, METRICS_FILE, RunLog, read_metrics
 from tepo_megatron.utils.records import Steps, parse_lines, steps_of
 
-WRITTEN, CHECKPOINT = 6, 4  # the run had recorded so many steps, and goes on from the checkpoint of that one
+WRITTEN, CHECKPOINT = 6, 4  # recorded steps; step of the checkpoint from which the run continues
 RECORDS = [{"step": s, "reward/mean": s / 8, "loss/kl": None, "actor/grad_norm": 1e-3 * s} for s in range(1, WRITTEN + 1)]
 LINES = [json.dumps(record).encode() + b"\n" for record in RECORDS]
 WHOLE = b"".join(LINES)
@@ -118,7 +118,7 @@ def test_a_resume_keeps_each_readable_record_once(name: str, tmp_path: Path) -> 
 
     moved = lost.read_bytes() if lost.exists() else b""
     after = path.read_bytes() + moved
-    for line in LINES:  # what stood in the file stands in one of the two, as often
+    for line in LINES:  # each line of the file is in one of the two, as often as before
         assert after.count(line) == data.replace(b"\r\n", b"\n").count(line) or line not in data
     missing = [line for line in said if re.search(MISSING, line)]
     assert len(missing) == (readable != ALL)
@@ -137,7 +137,7 @@ def test_of_two_records_of_a_step_the_later_attempts_stays() -> None:
         assert [line.value["reward/mean"] for line in found.kept if line.value and line.value["step"] == 2] == [kept]
 
 
-def test_a_file_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_gone_is_reported(tmp_path: Path) -> None:
     assert len(resumed(tmp_path)) == 1
     assert re.search(MISSING + "1 to 4", resumed(tmp_path)[0]) and not (tmp_path / LOST_FILE).exists()
 
@@ -184,7 +184,7 @@ OPERATIONS = st.lists(st.tuples(KINDS, st.integers(0, 2**16), st.binary(max_size
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(OPERATIONS)
 def test_damage_at_random(operations: list[tuple[str, int, bytes]]) -> None:
-    """Nothing that stands in a line of its own is lost, no step is kept twice, and every step that is missing is named."""
+    """No intact line is lost, no step is kept twice, and every step that is missing is named."""
     lines, half = list(LINES), b""
     for what, place, garbage in operations:
         i = place % max(1, len(lines))
@@ -223,7 +223,7 @@ def _named(found: Steps) -> set[int]:
 
 
 def _damaged(data: bytes, what: str) -> bytes:
-    """One file of several lines."""
+    """Return a damaged version of a file of several lines."""
     lines = data.splitlines(keepends=True)
     return {
         "cut": data[:-7],

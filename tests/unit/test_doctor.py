@@ -1,4 +1,4 @@
-"""`tepo doctor`, without its step (tests/e2e/test_doctor.py takes one): what is wrong is named, with its mend."""
+"""`tepo doctor`, without its step (tests/e2e/test_doctor.py takes one): every fault is named, with its fix."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_full_disk_and_another_package(made: Make, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.99, "warn"), (1.01, "pass")])
-def test_a_slow_disk(made: Make, monkeypatch: pytest.MonkeyPatch, share: float, verdict: str) -> None:
+def test_a_slow_disk_is_a_warning(made: Make, monkeypatch: pytest.MonkeyPatch, share: float, verdict: str) -> None:
     speed = share * machine.SLOW_DISK
     monkeypatch.setattr(machine, "_write_speed", lambda _: speed)
     cfg = made(checkpoint={"every": 1})
@@ -207,7 +207,7 @@ TEMPLATE = (
         (None, {"as_chat": True}, "fail", "data.as_chat=true"),
     ],
 )
-def test_the_chat_template(
+def test_a_chat_template_that_does_not_fit_the_data_is_found(
     made: Make, model: Path, tmp_path: Path, template: str | None, data: dict[str, Any], verdict: str, said: str
 ) -> None:
     folder = copied(model, tmp_path / "model")
@@ -221,7 +221,7 @@ def test_the_chat_template(
     assert (found[0].mend == "") == (verdict == "pass")
 
 
-def test_tokens_that_end_nothing(made: Make, model: Path, tmp_path: Path) -> None:
+def test_missing_stop_tokens_are_found(made: Make, model: Path, tmp_path: Path) -> None:
     folder = copied(model, tmp_path / "model", eos_token_id=None)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.eos_token = None
@@ -234,7 +234,7 @@ def test_tokens_that_end_nothing(made: Make, model: Path, tmp_path: Path) -> Non
     assert found["vocabulary"].verdict == "fail" and "64 tokens, 32 rows" in found["vocabulary"].said
 
 
-def test_prompts_at_the_limit_of_their_length(made: Make, tmp_path: Path) -> None:
+def test_prompts_at_the_length_limit_are_a_warning(made: Make, tmp_path: Path) -> None:
     rows = [{"prompt": "1+" * i + "1?", "answer": str(i + 1)} for i in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     found = findings(made(data={"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 40}))["prompt lengths"]
@@ -281,24 +281,24 @@ def test_a_second_cudnn_is_found_where_transformer_engine_looks(made: Make, tmp_
     assert list(versions.cudnn("cpu", environment, toolkit)) == []
 
 
-def test_what_computes_is_told(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(*installed: str, **model: str) -> tuple[str, str]:
+def test_the_kernels_that_compute_are_named(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernels(*installed: str, **model: str) -> tuple[str, str]:
         monkeypatch.setattr(versions, "computing", lambda: frozenset(installed))
         cfg = made(platform="cuda", model=model)
         (found,) = versions.kernels(cfg.model, cfg.training, cfg.platform, cfg.parallel.cp)
         return found.verdict, found.said
 
-    verdict, said = told("transformer_engine", "apex", "amp_C")
+    verdict, said = kernels("transformer_engine", "apex", "amp_C")
     assert verdict == "pass" and said.startswith(
         "layers and attention: Transformer Engine; norms: Transformer Engine; Adam: Tr"
     )
-    verdict, said = told("apex", "amp_C", "fused_layer_norm_cuda")
+    verdict, said = kernels("apex", "amp_C", "fused_layer_norm_cuda")
     assert verdict == "warn" and said.startswith("layers and attention: PyTorch; norms: Apex; Adam: Apex")
-    assert told("transformer_engine", attention="sdpa")[0] == "warn"
-    assert told(attention="te")[0] == "fail"
+    assert kernels("transformer_engine", attention="sdpa")[0] == "warn"
+    assert kernels(attention="te")[0] == "fail"
 
 
-def test_the_trial_is_the_run_made_small(made: Make, tmp_path: Path) -> None:
+def test_the_trial_is_the_run_with_smaller_batches(made: Make, tmp_path: Path) -> None:
     cfg = made(rollout={"prompts_per_step": 32}, training={"minibatch_prompts": 8}, evaluation={"every": 0})
     small = trial.trial_of(cfg, tmp_path)
     assert small.rollout.prompts_per_step == 8 and small.training.minibatch_prompts == 2  # as many updates
@@ -326,7 +326,9 @@ def record(**changes: float) -> dict[str, Any]:
         ({"tepo/entropy_noise_floor": None}, "noise of dH", "skip"),
     ],
 )
-def test_what_a_step_tells(made: Make, tmp_path: Path, changes: dict[str, Any], check: str | None, verdict: str) -> None:
+def test_metrics_of_a_step_become_findings(
+    made: Make, tmp_path: Path, changes: dict[str, Any], check: str | None, verdict: str
+) -> None:
     cfg = replace(made(), output=str(tmp_path))
 
     def start(cfg: Config) -> None:

@@ -1,4 +1,4 @@
-"""Whatever a server answers, every client of ours ends in time, in little memory, with an error that is safe to print."""
+"""Every client of ours survives every answer of a server: in time, in little memory, with an error that is safe to print."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.misbehaving_clients import ASKS_FOR_HEALTH, CLIENTS, DEADLINE, KEY
 SLACK = 20.0  # seconds, for a machine that is busy; without a deadline a server goes on for misbehaving.LASTS
 GROWTH = 200.0  # MiB
 ERRORS = {"RewardError", "RequestFailed", "RolloutError", "SyncError", "ConfigError", "StaleWeights"}
-Pairs = set[tuple[str, str]]  # of a client and a kind
+Pairs = set[tuple[str, str]]  # (client, kind)
 ALL: Pairs = {(client, kind) for client in CLIENTS for kind in misbehaving.KINDS}
 
 

@@ -1,4 +1,4 @@
-"""Who may be in a process group on one machine, by real connections of two users; and the private folder of a meeting."""
+"""Membership in a process group on one machine, by real connections of two users; and the private folder of a group."""
 
 from __future__ import annotations
 

@@ -56,9 +56,9 @@ def config(model: str = "models/Qwen2.5-7B", **sections: Any) -> Config:
 
 
 def run(cfg: Config, **request: Any) -> tuple[int, str]:
-    told: list[str] = []
+    lines: list[str] = []
     asked = Request(**request)
-    return plan(predictor_of(cfg, asked), asked, told.append), "\n".join(told)
+    return plan(predictor_of(cfg, asked), asked, lines.append), "\n".join(lines)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -134,8 +134,8 @@ def test_the_optimizers_bytes_of_an_element(precision: str, keys: dict[str, Any]
     assert MOMENT[optimizer.moments] == moments.get("exp_avg_dtype", torch.float32).itemsize
 
 
-def test_an_optimizer_on_the_host() -> None:
-    """What leaves the GPU is there, with gradients, for each rank of a machine; and the update waits for it."""
+def test_an_offloaded_optimizer_takes_host_memory_and_time() -> None:
+    """State that leaves the GPU is in host memory, with gradients, for each rank of a machine; the update waits for it."""
     here, there = (
         predictor_of(config(optimizer={"offload": share}, checkpoint={"every": 0}, parallel={"dp": 4}), Request())
         for share in (0.0, 1.0)
@@ -152,7 +152,7 @@ def test_activations_on_the_host() -> None:
     here, there = (predictor_of(config(training={"offload_activations": on}), Request()) for on in (False, True))
     before, after = (Trainer.of(p.cfg, p.model).state().parts["activations"] for p in (here, there))
     layers = here.model.arch.num_layers
-    assert after == pytest.approx(before * 2 / layers, rel=0.05)  # of two layers, whose copies are under way
+    assert after == pytest.approx(before * 2 / layers, rel=0.05)  # two layers, whose copies are under way
     waiting = host_bytes(there.cfg, there.model)["activations that wait for backward"]
     assert waiting > 0.5 * before and "activations that wait for backward" not in host_bytes(here.cfg, here.model)
     lengths = [2048] * 64
@@ -189,7 +189,7 @@ def test_shared_prompts_are_computed_once() -> None:
     assert after < before, "no copies of queries and keys in buckets"
 
 
-def test_operations_by_hand() -> None:
+def test_operations_equal_the_published_formula() -> None:
     """Llama 3.1 8B on 8192 tokens: the formula that dgxc-benchmarking prints, whose attention is not causal."""
     _, arch = read_model("Llama-3.1-8B")
     tokens = 8192
@@ -200,14 +200,14 @@ def test_operations_by_hand() -> None:
     assert ours == pytest.approx(theirs, rel=1e-9)
 
 
-def test_responses_have_the_mean_and_the_limit() -> None:
+def test_planned_responses_have_the_given_mean_and_limit() -> None:
     lengths = Workload(100, 2048, 8192).responses(512)
     assert sum(lengths) / 512 == pytest.approx(2048, rel=0.01) and max(lengths) <= 8192 and min(lengths) >= 1
     assert sorted(Workload(0, 8192, 8192).responses(8)) == [8192] * 8
     assert sorted(Workload(100, 500, 900).sequences(64)) == sorted(100 + n for n in Workload(100, 500, 900).responses(64))
 
 
-def test_the_engine() -> None:
+def test_decoding_time_follows_weights_cache_and_batch() -> None:
     family, arch = read_model("Qwen2.5-7B")
     machine = Machine(GPUS["H100"])
     engine = Engine(Model(family, arch), machine, 1, 40 * GIB, 256)
@@ -215,12 +215,12 @@ def test_the_engine() -> None:
     reading = 2 * touched_weights(arch, 1) / (3.35e12 * ASSUMED.elementwise)
     assert alone == pytest.approx(reading + ASSUMED.decode_seconds, rel=0.01)  # all weights once for one token
     assert engine.step_seconds(64, 100) < 2 * alone and engine.step_seconds(64, 20000) > 2 * alone
-    few = replace(engine, cache=2200 * kv_bytes(arch, 1))  # room for two of them
+    few = replace(engine, cache=2200 * kv_bytes(arch, 1))  # capacity for two of them
     assert few.seconds(100, 8, [1000] * 8) == pytest.approx(4 * engine.seconds(100, 8, [1000] * 8), rel=0.15)
     assert few.seconds(100, 1, [5000]) > 0  # one that fits alone runs
 
 
-def test_experts_that_a_batch_reads() -> None:
+def test_decoding_reads_only_the_experts_that_a_batch_uses() -> None:
     _, arch = read_model("Qwen3-30B-A3B")
     assert touched_weights(arch, 1) < 4e9 < 28e9 < touched_weights(arch, 1000) < 31e9
 
@@ -229,7 +229,7 @@ def placed(cfg: Config) -> Placement:
     return placement_of(cfg.parallel.world_size, cfg.rollout)
 
 
-def test_where_trainer_and_engine_are() -> None:
+def test_trainer_and_engine_are_placed_on_the_gpus_of_the_config() -> None:
     server = {"tp": 2}
     apart = config(rollout={"servers": 2, "server": {**server, "rendezvous": "x"}}, sync={"transport": "group"})
     assert (placed(apart).kind, placed(apart).gpus) == ("apart", 5)
@@ -240,7 +240,7 @@ def test_where_trainer_and_engine_are() -> None:
     assert "9 GPUs of ranks and servers do not fit" in placed(config(rollout={"servers": 4, "server": server})).fault
 
 
-def test_the_share_of_the_engine() -> None:
+def test_the_engines_share_of_memory_is_read_from_its_arguments() -> None:
     for words in (["--gpu-memory-utilization", "0.5"], ["--mem-fraction-static=0.5"]):
         assert engine_share(config(rollout={"server": {"extra_args": words}}).rollout.server) == 0.5
     assert engine_share(config().rollout.server) == ASSUMED.engine_share
@@ -267,12 +267,12 @@ def test_the_share_of_the_engine() -> None:
     ids=str,
 )  # fmt: skip
 def test_what_does_not_fit_says_why(sections: dict[str, Any], why: str) -> None:
-    status, told = run(config(**sections))
+    status, output = run(config(**sections))
     assert status == 1
-    assert re.search(why, told.splitlines()[-1]), told.splitlines()[-1]
+    assert re.search(why, output.splitlines()[-1]), output.splitlines()[-1]
 
 
-def test_the_search() -> None:
+def test_the_search_ranks_the_layouts_that_fit() -> None:
     cfg = load_config("examples/recipes/qwen2.5-7b-8gpu-colocated.yaml")
     predictor = predictor_of(cfg, Request())
     found = search(predictor, 8)
@@ -318,7 +318,7 @@ def test_recipes_fit_an_h100(path: Path) -> None:
     gpus = int(re.search(r"(\d+)gpu", path.stem)[1])
     assert cfg.name == path.stem and placed(cfg).gpus == gpus
     layout = judge(predictor_of(cfg, Request()))
-    assert layout.why == "" and layout.fullest.total < 0.95 * GPUS["H100"].memory  # with room for what is not modelled
+    assert layout.why == "" and layout.fullest.total < 0.95 * GPUS["H100"].memory  # with a margin for what is not modelled
     assert cfg.rollout.colocate == path.stem.endswith("colocated")
 
 
@@ -330,7 +330,7 @@ def test_what_a_model_is_called_cannot_drive_a_terminal(tmp_path: Path, capsys: 
         assert "\\x1b]0;owned" in text and text == escaped(text), text
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_json_and_refuses_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, file = "examples/recipes/qwen2.5-7b-8gpu-colocated.yaml", tmp_path / "plan.json"
     assert main(["plan", recipe, "--gpu", "H200", "--json", str(file), "--parallel.cp", "1", "--parallel.dp", "4"]) == 0
     out = json.loads(file.read_text())
@@ -350,7 +350,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_no_torch_is_imported() -> None:
-    """It answers in a second or two: torch alone would take as long."""
+    """The command answers in a second or two; importing torch alone would take as long."""
     code = (
         "import sys; from tepo_megatron.cli import main; status = main(['plan', sys.argv[1]]);"
         "assert not {'torch', 'transformers', 'megatron'} & set(sys.modules); sys.exit(status)"

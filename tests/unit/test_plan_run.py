@@ -26,7 +26,7 @@ from tests.unit.test_plan import RECIPES, config, run
 
 
 def test_fp8_copies_of_weights() -> None:
-    """By hand, of Qwen3-14B with tp=4: qkv, output, gate and up, and down projections of 40 layers, two bytes of an element."""
+    """The copies of Qwen3-14B with tp=4 take two bytes per element of the four linear modules of 40 layers."""
     cfg = load_config("examples/recipes/qwen3-14b-16gpu-colocated.yaml")
     fp8 = replace(cfg.model, precision="fp8-current")
     layer = 5120 * ((40 + 2 * 8) * 128 + 40 * 128 + 3 * 17408) / cfg.parallel.tp
@@ -60,7 +60,7 @@ def test_fp8_copies_go_with_the_parameters() -> None:
         ("vllm", 1, ["--enable-nccl-comm-suspend"], ASSUMED.graphs),
     ],
 )
-def test_a_sleeping_engine(engine: str, tp: int, args: list[str], gives_back: int) -> None:
+def test_a_sleeping_engine_keeps_its_assumed_memory(engine: str, tp: int, args: list[str], gives_back: int) -> None:
     server = {"tp": tp, "extra_args": args}
     cfg = config(rollout={"engine": engine, "colocate": True, "server": server}, parallel={"dp": tp})
     family, arch = read_model(cfg.model.path)
@@ -69,7 +69,7 @@ def test_a_sleeping_engine(engine: str, tp: int, args: list[str], gives_back: in
 
 
 def test_page_locked_memory_of_a_machine() -> None:
-    """Of Qwen3-14B: all weights, twice over cp, and the optimizer's state, once; and of two machines, the fuller one's."""
+    """Qwen3-14B locks all weights twice over cp, and the optimizer's state once; of two machines the fuller one counts."""
     predictor = predictor_of(load_config("examples/recipes/qwen3-14b-8gpu-colocated.yaml"), Request())
     whole = total_parameters(predictor.model.family.rows, predictor.model.arch)
     found = host_bytes(predictor.cfg, predictor.model)["weights and optimizer while the engine has the GPU"]
@@ -119,7 +119,7 @@ def sampled(cfg: Config) -> list[tuple[int, int, int]]:
     return list(asked(cfg.data.eval, cfg.evaluation, cfg.rollout.max_response_tokens))
 
 
-def test_what_an_evaluation_samples() -> None:
+def test_evaluation_samples_are_counted_by_set() -> None:
     both = config(
         data={"eval": "held.jsonl[100:400]"}, rollout={"max_response_tokens": 512},
         evaluation={"samples": 4, "benchmarks": ["aime24", "math500"], "benchmark_tokens": 1024, "benchmark_samples": 16},
@@ -145,7 +145,7 @@ def test_how_often_a_run_stops(keys: dict[str, Any], evaluations: int, checkpoin
     assert (found.evaluations, found.checkpoints) == (evaluations, checkpoints)
 
 
-def test_the_whole_run() -> None:
+def test_the_time_of_a_run_adds_up_steps_evaluations_and_checkpoints() -> None:
     found = WholeRun(10, 100.0, 3, 50.0, 2, 5.0, 40.0, 8, 0.3)
     assert found.seconds == 1200 and found.gpu_hours == pytest.approx(8 / 3)
     low, high = time_range(100.0, 0.3)
@@ -156,9 +156,9 @@ def test_the_whole_run() -> None:
     assert writes.checkpoint > 10 * waits.checkpoint > 0 and waits.ending > writes.ending
 
 
-def test_what_the_readme_shows() -> None:
+def test_the_readme_shows_the_output_of_the_command() -> None:
     block = Path("README.md").read_text().partition("$ .venv/bin/tepo plan ")[2].partition("```")[0]
     command, *shown = block.strip().splitlines()
-    status, told = run(load_config(command.split()[0]), gpus=8, gpu="H100")
+    status, output = run(load_config(command.split()[0]), gpus=8, gpu="H100")
     assert status == 0 and len(shown) > 8
-    assert [line for line in shown if line not in told.splitlines()] == []
+    assert [line for line in shown if line not in output.splitlines()] == []

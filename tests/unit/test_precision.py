@@ -170,7 +170,9 @@ def test_what_is_too_old_is_named(name: str, hardware: precision.Hardware, reaso
         ("fp8-blockwise", qwen(experts=Experts(8, 2, 704, True, tuple(range(28)))), 1, r"the experts' ffn_size is 704"),
     ],
 )
-def test_shapes(name: str, architecture: Architecture, tp: int, said: str | None) -> None:
+def test_shapes_that_a_preset_cannot_split_are_refused(
+    name: str, architecture: Architecture, tp: int, said: str | None
+) -> None:
     parallel = ParallelConfig(tp=tp)
     if said is None:
         precision.check_shapes(architecture, model(name), parallel)
@@ -213,7 +215,7 @@ def test_no_more_layers_in_bf16_than_a_stage_has() -> None:
         ({"rollout": {"replay_experts": True}, "training": {"recompute": "full"}}, "recompute=full: routers that compute"),
     ],
 )  # fmt: skip
-def test_contradictions_name_key_value_reason_and_mend(change: dict[str, Any], said: str) -> None:
+def test_contradictions_name_key_value_reason_and_fix(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         validate(BASE | change)
 
@@ -233,7 +235,7 @@ def test_engines_get_bf16_from_fp8() -> None:
         ("fp8-blockwise", {"cp": 2}, 128),
     ],
 )
-def test_packed_tokens_of_a_rank(name: str, parallel: dict[str, Any], multiple: int) -> None:
+def test_packed_tokens_of_a_rank_are_padded_to_the_presets_multiple(name: str, parallel: dict[str, Any], multiple: int) -> None:
     mesh = ParallelConfig(**parallel)
     alignment = precision.alignment(model(name), mesh, TrainingConfig())
     assert alignment == Alignment(cp=mesh.cp, total=multiple)
@@ -288,7 +290,7 @@ def test_experts_are_chosen_in_fp32_whatever_the_precision(tmp_path: Path) -> No
 
 
 def test_embedding_and_output_layer_are_not_transformer_engines(tmp_path: Path) -> None:
-    """They are GPTModel's own, whatever the layers are made of, and so are not in reach of its FP8."""
+    """Both are GPTModel's own modules, whatever the layers are made of, so FP8 does not reach them."""
     tiny_qwen3(tmp_path / "model", tied=False)
     ((found),) = run_world(1, _outside, tmp_path / "model")
     ours = "megatron.core.tensor_parallel.layers."
@@ -355,7 +357,7 @@ def test_who_accumulates_gradients(asked: bool | None, device: str, found: froze
         ({}, frozenset({"apex"}), "Apex is installed without its CUDA extensions"),
     ],
 )
-def test_what_is_missing_is_named(keys: dict[str, Any], found: frozenset[str], said: str) -> None:
+def test_a_missing_package_is_named(keys: dict[str, Any], found: frozenset[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         kernels.choose(ModelConfig(path="model", **keys), TrainingConfig(), "cuda", found)
 
@@ -375,8 +377,8 @@ def test_overlapped_tensor_parallelism_needs_transformer_engine() -> None:
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_microbatches_of_one_length(cp: int) -> None:
-    """Whatever is in them, and also where what they are padded to is no multiple of what the mesh asks for."""
+def test_fixed_length_pads_every_microbatch_to_one_length(cp: int) -> None:
+    """The length does not depend on the content, and is padded further where it is no multiple of what the mesh requires."""
     parallel = ParallelConfig(cp=cp, tp=2, sequence_parallel=True)
     training = TrainingConfig(fixed_length=True, max_tokens_per_microbatch=1000)
     alignment = precision.alignment(model("fp8-current"), parallel, training)

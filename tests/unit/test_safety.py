@@ -1,4 +1,4 @@
-"""Which safety checks work in a run, by its config."""
+"""The report of safety checks names the checks that work in a run, by its config."""
 
 from typing import Any
 

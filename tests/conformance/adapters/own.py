@@ -19,13 +19,13 @@ from tests.conformance.parts import Part
 from tests.reference.methods import METHODS
 from tests.reference.parts import Method
 
-# coefficients and shares at which no part drowns in another
+# coefficients and shares that are large enough for every part to have a visible effect
 _LARGER = {"beta": 0.5, "entropy_coefficient": 0.1, "advantage_alpha": 0.4, "cov_share": 0.2, "cov_low": 0.3}
 NEEDS = "this repository's environment: `make .venv/.ready`"
 
 
 def loss_of(objective: Objective) -> Loss:
-    """An objective as the kit calls it."""
+    """Return an objective as a loss function that the kit can call."""
 
     def loss(part: Part) -> Tensor:
         weights = None
@@ -74,7 +74,7 @@ def _subject(name: str, **more: Any) -> Subject:
 
 
 def subjects() -> list[Subject]:
-    """Every row, with larger coefficients, and the corrections."""
+    """Return every row, with larger coefficients, and the corrections."""
     return [
         *(_subject(name) for name in OBJECTIVES),
         _subject("grpo", correction="tis", correction_high=2.0),

@@ -129,7 +129,7 @@ EXHIBITS = (
         kind="masks and shifts",
         bug=(
             "Replayed experts were misaligned by the token that has none (the last one). Training runs through "
-            "any experts that it is told; log-probs drift, which reads like the usual mismatch of an expert "
+            "any experts that it is given; log-probs drift, which reads like the usual mismatch of an expert "
             "model."
         ),
         cost="Each token is sent to the experts of the token before it. Shapes and `Routing.check` pass.",

@@ -273,7 +273,7 @@ EXHIBITS = (
         source="own (the wiring of batch and objective was compared with itself)",
         kind="normalisation",
         bug=(
-            "What a weighting is told of the whole minibatch had the lengths of sequences in the place of those of responses. "
+            "The whole minibatch of a weighting had the lengths of sequences in the place of those of responses. "
             "Only a sequence ratio reads them there, and only to see which tokens are clipped."
         ),
         cost="Clip-Cov with a sequence ratio draws tokens that are clipped anyway. Every other combination is right.",

@@ -81,6 +81,6 @@ EXHIBITS = (
         symbol="_Walk.enter",
         old='_digest(f"{self._seed}/{epoch}/{self.prompts[i].id}")',
         new='_digest(f"{self._seed}/{self.prompts[i].id}")',
-        tests=("tests/unit/data/test_prompt_stream.py::test_stream_shuffles_each_epoch_anew_and_everywhere_alike",),
+        tests=("tests/unit/data/test_prompt_stream.py::test_stream_shuffles_each_epoch_in_a_new_order_equal_on_every_rank",),
     ),
 )

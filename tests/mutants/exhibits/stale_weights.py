@@ -77,7 +77,7 @@ EXHIBITS = (
             "afterwards log-probs are off, which looks like an expert model's usual mismatch."
         ),
         cost=(
-            "On a CPU the experts' kernel is not built anew: log-probs are off by about 1 nat after the first "
+            "On a CPU the experts' kernel is not built again: log-probs are off by about 1 nat after the first "
             "update (our own comment)."
         ),
         symbol="_forget_packed_experts",

@@ -84,7 +84,7 @@ def test_every_part_that_needs_no_gpu_passes(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_part_that_takes_too_long_is_cut_off_and_keeps_its_lines(tmp_path: Path) -> None:
-    """Its ranks end with it, and the parts behind it find no time."""
+    """The ranks of the part end with it, and no time is left for the parts behind it."""
     start = time.monotonic()
     done = check(["--parts", "cpu,layouts,offload", "--minutes", "0.2"], tmp_path / "out")
     assert done.returncode == 1 and time.monotonic() - start < 60
@@ -171,9 +171,9 @@ def test_a_line_that_raises_does_not_end_its_part(tmp_path: Path) -> None:
         raise Skip("no such device")
     here.verdict("d", float("nan"), 1.0)
     here.file.write_text(here.file.read_text() + '{"name": "cut o')
-    told = [(line["name"], line["status"], line["why"]) for line in lines.read(here.file)]
-    assert told[:3] == [("a", "measured", ""), ("b", "failed", "ValueError: broken"), ("c", "skipped", "no such device")]
-    assert told[3][:2] == ("d", "failed") and len(told) == 4
+    reported = [(line["name"], line["status"], line["why"]) for line in lines.read(here.file)]
+    assert reported[:3] == [("a", "measured", ""), ("b", "failed", "ValueError: broken"), ("c", "skipped", "no such device")]
+    assert reported[3][:2] == ("d", "failed") and len(reported) == 4
 
 
 def test_results_of_other_runs_stay() -> None:
@@ -207,7 +207,7 @@ def test_names_are_those_of_the_code() -> None:
 
 
 def test_the_command_needs_the_standard_library_alone() -> None:
-    """So that it can say on any machine why the rest cannot run."""
+    """The command must be able to say on any machine why the rest cannot run."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); import benchmarks.gpu.check.command, benchmarks.gpu.check.part"
     subprocess.run([sys.executable, "-I", "-S", "-c", code, str(ROOT)], check=True, timeout=60)
 
@@ -227,7 +227,7 @@ def test_reasons_of_tests(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_files_of_gpu_tests_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU the first one fails, and says in which test; the second one is not there."""
+    """Without a GPU the first file fails and names the test; the second file does not exist."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     here = Check("cuda", tmp_path, tmp_path / "lines", 60.0)
     run_files(here, ["test_ipc.py", "test_there_is_none.py"])

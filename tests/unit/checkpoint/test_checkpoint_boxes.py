@@ -1,4 +1,4 @@
-"""A range of a flattened array is the union of its boxes, in order."""
+"""A range of a flattened array is the union of its shard slices, in order."""
 
 import math
 
@@ -19,7 +19,7 @@ def ranges_of_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 
 @given(ranges_of_shapes())
-def test_boxes_hold_the_range_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
+def test_shard_slices_hold_the_range_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
     array = torch.arange(math.prod(shape)).view(shape)
     found = [array[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten() for box in boxes(start, stop, shape)]

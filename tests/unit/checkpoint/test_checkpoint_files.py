@@ -43,7 +43,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"1"
 
 
-def test_a_write_that_the_kernel_refuses_is_told_by_its_own_error(tmp_path: Path) -> None:
+def test_a_write_that_the_kernel_refuses_raises_its_own_error(tmp_path: Path) -> None:
     """torch.save alone would say `unexpected pos`."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, limits[1]))
@@ -70,7 +70,7 @@ def test_any_change_of_a_manifest_is_found(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
-def test_what_is_wrong_with_files(tmp_path: Path) -> None:
+def test_faults_of_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     sums = {name: write(tmp_path / name, name.encode() * 1000) for name in ("same", "flipped", "short", "gone", "hf/same")}
     assert list(files_below(tmp_path)) == sorted(sums) and check(tmp_path, sums, sums) == []
@@ -117,7 +117,7 @@ def test_what_an_earlier_save_left_is_no_part_of_the_next(tmp_path: Path) -> Non
     assert names(folders.prepare(tmp_path, 1)) == []
 
 
-def test_retention(tmp_path: Path) -> None:
+def test_retention_keeps_the_newest_and_every_nth(tmp_path: Path) -> None:
     for step in (100_000_000, 5, 6, 7, 9, 12):
         shutil.copytree(folders.prepare(tmp_path, step), folders.complete(tmp_path, step))
     folders.prune(tmp_path, keep_last=2, keep_every=3)

@@ -1,4 +1,4 @@
-"""The config tree: unknown, contradictory and malformed keys each give one message with the key and the mend."""
+"""The config tree: unknown, contradictory and malformed keys each give one message with the key and the fix."""
 
 from pathlib import Path
 
@@ -125,7 +125,7 @@ def test_overrides_of_both_forms(tmp_path: Path) -> None:
         ({"rollout": {"colocate": True, "only": True}}, "only=true trains nothing; remove one of them"),
     ],
 )
-def test_refused(change: dict, message: str) -> None:
+def test_a_wrong_config_is_refused(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(MINIMAL | change)
 

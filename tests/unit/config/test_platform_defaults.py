@@ -1,4 +1,4 @@
-"""What differs between platforms is in one list: defaults of keys, and every other place that asks for the platform."""
+"""Differences between platforms are in one list: defaults of keys, and every other place that asks for the platform."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_place_that_asks_for_the_platform_is_listed() -> None:
 
 
 def value_of(tree: dict[str, Any], key: str) -> Any:
-    """What a plain config has at a dotted key."""
+    """Return the value of a plain config at a dotted key."""
     for part in key.split("."):
         tree = tree[part]
     return tree
@@ -61,7 +61,7 @@ def test_a_key_with_a_platforms_default_is_unset_in_the_config(key: str) -> None
     assert default_of(key, "cuda", default.cpu) == default.cpu
 
 
-def test_the_gate_sets_them_to_what_cuda_takes() -> None:
+def test_the_gate_sets_every_platform_default_to_that_of_cuda() -> None:
     cfg: Config = validate(TREE | {"platform": "cuda"})
     forced = plain(plan.on_a_cpu(cfg, "model", plan.worlds(cfg)[0], "fp32"))
     assert {key: value_of(forced, key) for key in PLATFORM_DEFAULTS} == {k: d.cuda for k, d in PLATFORM_DEFAULTS.items()}

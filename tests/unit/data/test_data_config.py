@@ -1,4 +1,4 @@
-"""What a config may say of data, and what it is told where it says something else."""
+"""Data sections of the config: the accepted ones, and the refusal of each wrong one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_resolved_configs_load_again(tmp_path: Path) -> None:
         ({"train": "a", "check_answers": "maybe"}, r"data\.check_answers: Input should be 'tell', 'drop'"),
     ],
 )
-def test_refused(data: dict[str, Any], message: str) -> None:
+def test_a_wrong_data_section_is_refused(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(data)
 

@@ -44,7 +44,9 @@ def test_sets_with_their_weights_and_keys(files: tuple[Path, Path], tokenizer: P
     assert sum(p.id < 9 for p in taken) == 9
 
 
-def test_sets_that_contradict_each_other(files: tuple[Path, Path], tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_sets_that_contradict_each_other_are_refused(
+    files: tuple[Path, Path], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     one, _ = files
     other = write(tmp_path / "other.jsonl", {"prompt": "3+1?", "answer": 5}, {"prompt": "x", "answer": 1})
     sets = [{"path": str(one)}, {"path": str(other)}]
@@ -53,7 +55,7 @@ def test_sets_that_contradict_each_other(files: tuple[Path, Path], tmp_path: Pat
     assert [len(prompts) for prompts, _ in load(tokenizer, train=sets, skip_bad_rows=True).train] == [10, 1]
 
 
-def test_prompts_of_both_training_and_evaluation_are_told(files: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prompts_of_both_train_and_eval_are_reported(files: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast) -> None:
     one, _ = files
     data = load(tokenizer, train=f"{one}[:60%]", eval=f"{one}[60%:]")
     assert ([p.id for p in data.eval], len(data.told)) == ([6, 7, 8, 9], 2)

@@ -1,4 +1,4 @@
-"""What the pages say of the repository: links, anchors, commands, keys, quoted errors, examples, generated pages."""
+"""The pages agree with the repository: links, anchors, commands, keys, quoted errors, examples, generated pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tools import config_reference
 
 ELSEWHERE = ("http://", "https://", "mailto:")
 COMMANDS = re.findall(r'add_parser\(\s*"(\w+)"', Path("tepo_megatron/cli.py").read_text())
-# what stands for a file of the reader's own
+# placeholders for a file of the reader's own
 STAND_IN = "examples/template.yaml"
 
 
@@ -46,7 +46,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_a_broken_link_and_a_broken_anchor_are_seen(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()  # of which the site has no page
+    (tmp_path / "folder").mkdir()  # a folder, for which the site has no page
     (tmp_path / "a.md").write_text("# One `two.three` (four)\n\n[x](b.md) [y](#one-twothree-four) [z](#one) [f](folder)\n")
     assert list(broken_links(tmp_path / "a.md")) == ["b.md", "#one", "folder"]
 
@@ -75,7 +75,7 @@ def unknown_commands(text: str) -> Iterator[str]:
 
 
 def test_commands_exist() -> None:
-    """In blocks and in the text of every page."""
+    """Commands in the blocks and in the text of every page exist."""
     texts = [(page, text) for page in PAGES for text in [*inline_code(page), *(" ".join(words) for words in commands(page))]]
     assert [(str(page), text, name) for page, text in texts for name in unknown_commands(text)] == []
 
@@ -243,7 +243,7 @@ def test_quoted_messages_are_the_code_s() -> None:
 
 
 def python_block(page: str) -> dict[str, object]:
-    """What the page's one example defines."""
+    """Return the definitions of the page's one example."""
     (block,) = fences(Path(page), "python")
     names: dict[str, object] = {}
     exec(compile(block, page, "exec"), names)

@@ -1,4 +1,4 @@
-"""What README.md and docs/ say of the code that can be counted or looked up."""
+"""README.md and docs/ agree with the code in everything that can be counted or looked up."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_every_method_is_named() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_paths_exist(page: str) -> None:
-    """Links, and what stands in backticks with a folder and an ending: files of this repository."""
+    """Links, and words in backticks with a folder and an ending, are files of this repository."""
     roots = (Path(), Path("tepo_megatron"), Path(page).parent)
     named = set(re.findall(r"`([\w.-]+/[\w./-]*\.(?:py|md|yaml|csv))`", PAGES[page]))
     linked = {target.partition("#")[0] for target in re.findall(r"\]\((?!https?:)([^)]+)\)", PAGES[page])}

@@ -173,7 +173,7 @@ def test_published_figures() -> None:
 
 
 def test_which_averages_do_not_add_up() -> None:
-    """What the README says of the paper's averages."""
+    """The README names the paper's averages that differ from the mean over all samples."""
     off, exact = [], 0
     for name, row in published().items():
         scores = {key: float(row[key] or 0) for key in SAMPLES}

@@ -1,4 +1,4 @@
-"""The nulls of a config take the values that its objective asks for, and contradictions are refused with the mend."""
+"""The nulls of a config take the values that its objective asks for; contradictions are refused with the fix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def method(**sections: Any) -> Method:
     return resolve(validate(tree(**sections)))
 
 
-def test_a_method_that_asks_for_nothing() -> None:
+def test_a_method_without_requirements_keeps_the_defaults() -> None:
     plain = method(objective={"name": "tepo"})
     assert plain.objective.ratio == "sequence"
     assert (plain.max_generation_rounds, plain.overlong) == (1, None)

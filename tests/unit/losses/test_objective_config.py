@@ -1,4 +1,4 @@
-"""From the config to an objective: replacements, refusals, and what a new method takes."""
+"""Building an objective from a config: replacements, refusals, and what a new method takes."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_a_lower_bound_is_refused_where_the_correction_has_none() -> None:
 
 @pytest.mark.parametrize("correction", CORRECTION_BOUNDS)
 def test_the_bounds_of_a_correction(correction: str) -> None:
-    """Its own where none are given, else those that are."""
+    """A correction has its own bounds where the config gives none."""
     objective = build_objective(ObjectiveConfig(name="grpo", correction=correction))
     assert objective.correction_bounds == CORRECTION_BOUNDS[correction]
     if correction != "none":

@@ -140,7 +140,7 @@ def test_ratio_weighting_correction_and_aggregation_combine(
 
 @pytest.mark.parametrize("surrogate", ["clip", "unclipped"])
 def test_entropy_in_the_advantage_reaches_the_gradient_of_a_sequence_ratio(surrogate: str) -> None:
-    """It differs from token to token, so no token may carry the ratio's gradient alone."""
+    """The entropy term differs from token to token, so no token may carry the ratio's gradient alone."""
     objective = Objective(ratio="sequence", surrogate=surrogate, advantage_alpha=0.4)
     for batch, theirs in fair_cases(method_of(objective), 3, draw):
         compare(objective, batch, theirs)
@@ -166,7 +166,7 @@ ACTIVE = {  # objective -> the condition, the share of the tokens that it acts o
 
 @pytest.mark.parametrize("name", ACTIVE)
 def test_the_cases_test_something(name: str) -> None:
-    """Over the batches that these tests draw, each condition acts on its stated share, and leaves a twentieth alone."""
+    """Each condition affects at least its stated share of the tokens of these tests, and spares at least a twentieth."""
     objective, condition, least = ACTIVE[name]
     shares = []
     for seed in range(10):

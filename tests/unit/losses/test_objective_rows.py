@@ -41,7 +41,7 @@ def test_the_numbers_of_a_row(name: str) -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_row_computes_its_method(name: str) -> None:
-    """The method is built from the reference's table alone, so that a part that the row has beside it shows."""
+    """The method is built from the reference's table alone, so that a part that only the row has shows."""
     for batch, theirs in fair_cases(Method(**METHODS[name]), 6, moving):
         compare(OBJECTIVES[name], batch, theirs)
 

@@ -1,4 +1,4 @@
-"""What the objectives must do by their own formulas, in cases that can be worked out by hand."""
+"""The objectives do what their own formulas require, in cases that can be worked out by hand."""
 
 import dataclasses
 import math
@@ -46,7 +46,7 @@ def test_both_forms_of_the_sequence_ratio_have_one_gradient(surrogate: str) -> N
 
 
 def test_unclipped_gradient_is_w_a_over_d() -> None:
-    """dJ/dl_t = w_i A_i / D: line 21 of Algorithm 1 has a spurious 1/|y_i| beside it."""
+    """dJ/dl_t = w_i A_i / D: line 21 of Algorithm 1 has a spurious additional 1/|y_i|."""
     batch = draw(4)
     out, grad, _ = ours(OBJECTIVES["tepo_alg1"], batch)
     inputs = inputs_of(batch)
@@ -79,7 +79,7 @@ def test_prefix_ratios_are_running_geometric_means() -> None:
 
 
 def test_eq4_to_the_letter_lets_a_wrong_answer_grow() -> None:
-    """Where A < 0 and w > 1 + eps, Eq. 4 has no gradient; the pessimistic clip pushes down."""
+    """Eq. 4 has no gradient where A < 0 and w > 1 + eps; the pessimistic clip pushes down."""
     batch = one_response(-1.0, [0.5, 0.5, 0.5])
     _, eq4, _ = ours(OBJECTIVES["tepo_eq4"], batch)
     _, pessimistic, _ = ours(OBJECTIVES["tepo"], batch)
@@ -124,7 +124,7 @@ def test_dual_clip_bounds_the_cost_of_a_wrong_answer_that_became_likelier() -> N
     ],
 )
 def test_corrections_by_hand(correction: str, log_mismatch: list[float], factors: list[float]) -> None:
-    """Their factors on the gradient at ratio one; the denominator stays."""
+    """A correction multiplies the gradient at ratio one by its factor; the denominator stays."""
     batch = one_response(1.0, [0.0] * 4, rollout=[-4 - x for x in log_mismatch])
     _, grad, _ = ours(OBJECTIVES["grpo"].replace(correction=correction), batch)
     assert (-4 * grad).tolist() == pytest.approx(factors, rel=1e-12)
@@ -153,7 +153,7 @@ def test_steer_spares_tokens_that_hardly_move_the_entropy(advantage: float) -> N
 
 
 def test_weights_belong_to_tokens_not_to_their_places() -> None:
-    """With the responses in another order, each keeps its weights and penalties."""
+    """Each response keeps its weights and penalties when the responses are reordered."""
     batch, order = draw(7), [5, 0, 3, 9, 1, 8, 2, 4, 7, 6]
     lengths = [len(r.old) for r in batch.responses]
     moved = Batch(

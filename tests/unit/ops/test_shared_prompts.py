@@ -42,7 +42,7 @@ def families_of(batch: TrainBatch, least_tokens: int = 1, least_saved: int = 0) 
 @CHECKED
 @given(shapes=SHAPES, cp=st.sampled_from([1, 2, 3]), total=st.sampled_from([1, 2]), seed=st.integers(0, 9))
 def test_each_response_token_has_the_row_before_it(shapes: list[tuple[int, int]], cp: int, total: int, seed: int) -> None:
-    """As without sharing; rows of a sequence lie together in their order, in ascending parts of one rank each."""
+    """Rows are those without sharing; rows of a sequence are consecutive and in order, in ascending parts on one rank each."""
     batch, alignment = batch_of(shapes), Alignment(cp, total)
     ids, masks = ([getattr(r, name) for r in batch.rollouts] for name in ("token_ids_L", "response_mask_L"))
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -127,11 +127,11 @@ def test_plans_keep_their_contract(
 
 
 def test_a_family_is_kept_together_or_cut_where_that_is_faster() -> None:
-    """16 responses of 1,000 tokens to 8,000: one microbatch if it has the room, two if not, a part for each of four ranks."""
+    """16 responses of 1,000 tokens to 8,000: one microbatch if they fit, two if not, a part for each of four ranks."""
     lengths, families = [9000] * 16, PrefixGroups((0,) * 16, (8000,) * 16)
 
-    def plan(dp: int, room: int) -> list[list[int]]:
-        return [[len(m) for m in rank] for rank in plan_microbatches(lengths, dp, room, Alignment(), families=families)]
+    def plan(dp: int, max_tokens: int) -> list[list[int]]:
+        return [[len(m) for m in rank] for rank in plan_microbatches(lengths, dp, max_tokens, Alignment(), families=families)]
 
     assert plan(1, 24_000) == [[16]] and sorted(plan(1, 16_000)[0]) == [8, 8]
     assert plan(4, 24_000) == [[4]] * 4

@@ -126,7 +126,7 @@ def test_what_is_measured_at_some_steps_is_joined_between_them(tmp_path: Path) -
     ],
 )
 @pytest.mark.slow
-def test_what_a_method_lacks_takes_no_room(tmp_path: Path, key: str, title: str, label: str) -> None:
+def test_quantities_that_a_method_lacks_have_no_panel(tmp_path: Path, key: str, title: str, label: str) -> None:
     rows = measured(3)
     write_run(tmp_path, [row | {key: None} for row in rows])
     without = drawn(tmp_path)
@@ -179,6 +179,6 @@ def test_restarts_of_servers_are_counted_where_there_were_some(tmp_path: Path) -
     write_run(tmp_path, rows)
     run = read_run(tmp_path)
     assert facts(replace(run, summary=None))[-2:] == ("step 4 of 72", "3 server restarts")
-    write_run(tmp_path, measured(4))  # of a release that did not count them
+    write_run(tmp_path, measured(4))  # written by a release that did not count them
     run = read_run(tmp_path)
     assert facts(replace(run, summary=None))[-1] == "step 4 of 72"

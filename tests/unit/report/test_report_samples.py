@@ -28,7 +28,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def run(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Run:
-    """One whose model lies beside it."""
+    """A run whose model is next to it."""
     tokenizer.save_pretrained(tmp_path / "model")
     folder = tmp_path / "run"
     folder.mkdir()
@@ -107,7 +107,7 @@ def test_scores_and_steps_without_reading_the_tokens(tmp_path: Path) -> None:
         record.scores(tmp_path / "rollouts", 11)
 
 
-def test_special_tokens_and_what_others_wrote_are_told_apart(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_special_tokens_and_tool_output_are_marked(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = [*tokenizer("ab").input_ids, *tokenizer(f"cd{EOS}").input_ids, *tokenizer("ef").input_ids, VOCAB_SIZE + 3]
     mask = [False, False, True, True, True, False, False, True]
     prompt, response = of_tokens(ids, mask, tokenizer)

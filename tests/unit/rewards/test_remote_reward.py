@@ -1,4 +1,4 @@
-"""Rewards by HTTP, from a real server that fails when told to."""
+"""Rewards by HTTP, from a real server that fails on request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from tests.graded import decode, rollout
 
 
 class Handler(BaseHTTPRequestHandler):
-    """script: what it does with the next requests, one each: None answers; a status; bytes as the body; seconds to sleep."""
+    """A reward server with a script.
+
+    Attributes:
+        script: Behaviour of each of the next requests. None: answer; a status; bytes as the body; or seconds to sleep.
+    """
 
     script: ClassVar[list[Any]] = []
     seen: ClassVar[list[tuple[str | None, Any]]] = []
@@ -81,7 +85,7 @@ def test_one_request_for_a_batch_in_order(url: str, monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_no_rollouts_no_request(url: str) -> None:
+def test_no_rollouts_send_no_request(url: str) -> None:
     assert score(url, []) == [] and Handler.seen == []
 
 
@@ -122,12 +126,12 @@ def test_a_wrong_request_is_not_repeated(url: str, status: int) -> None:
     assert len(Handler.seen) == 1
 
 
-def test_nobody_there() -> None:
+def test_a_server_that_is_not_there_is_an_error() -> None:
     with pytest.raises(RewardError, match=r"broke off \(.*refused.*attempt 2 of 2"):
         score("http://127.0.0.1:9/score", ROLLOUTS, attempts=2)
 
 
-def test_the_key_is_asked_for_before_the_run_and_never_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_required_before_the_run_and_never_printed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
     with pytest.raises(ConfigError, match="key_variable=MY_KEY: this environment variable is not set; export the key in it"):
         score(url, ROLLOUTS, key_variable="MY_KEY")

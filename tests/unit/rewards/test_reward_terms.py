@@ -114,7 +114,7 @@ def test_one_term_of_weight_one() -> None:
     assert [r.score for r in graded] == [1, 1, 0]
 
 
-def test_no_rollouts(functions: str) -> None:
+def test_no_rollouts_give_no_scores(functions: str) -> None:
     assert score(config({"type": "custom", "function": f"{functions}:share"}, {"type": "format", "pattern": "x"}), []) == []
 
 
@@ -138,7 +138,7 @@ def test_no_rollouts(functions: str) -> None:
         ("", None),
     ],
 )
-def test_last_answer(text: str, answer: str | None) -> None:
+def test_the_last_answer_line_is_found(text: str, answer: str | None) -> None:
     assert last_answer(text) == answer
 
 
@@ -150,7 +150,7 @@ def test_last_answer_is_linear(text: str) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "value"), [(0, 0.0), (1, 0.25), (4, 1.0), (7, 1.0), (10, 1.0), (11, 10 / 11), (40, 0.25)])
-def test_length(tokens: int, value: float) -> None:
+def test_the_length_term_is_linear_between_its_bounds(tokens: int, value: float) -> None:
     assert LengthTerm(4, 10).value(tokens) == pytest.approx(value)
 
 
@@ -227,7 +227,7 @@ def test_what_is_no_function_is_refused(functions: str, name: str, message: str)
         ({"terms": [{"type": "math"}], "type": "answer_line"}, "reward.type and its new name reward.terms are both set"),
     ],
 )
-def test_refused(reward: dict[str, Any], message: str) -> None:
+def test_contradictory_terms_are_refused(reward: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate({"name": "run", "model": {"path": "m"}, "data": {"train": "t"}, "reward": reward})
 

@@ -25,7 +25,7 @@ ENDLESS = r"\boxed{9^{9^9}}"
 
 
 def is_running(pid: int) -> bool:
-    """Neither gone nor a zombie."""
+    """Return whether the process is neither gone nor a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -81,7 +81,7 @@ def test_last_boxed(text: str, content: str | None) -> None:
         r"\boxed" + " " * 200_000,
         "{" * 200_000 + "}" * 200_000,
     ],
-    ids=["open boxes", "no braces", "backslashes", "spaces", "nested braces"],
+    ids=["unclosed boxed", "no braces", "backslashes", "spaces", "nested braces"],
 )
 def test_last_boxed_is_linear(text: str) -> None:
     start = time.monotonic()

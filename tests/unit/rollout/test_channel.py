@@ -38,8 +38,8 @@ os.kill(os.getpid(), getattr(signal, sys.argv[2]))
 
 @contextmanager
 def member(meeting: GroupSpec, signal: str) -> Iterator[None]:
-    told = json.dumps(dataclasses.asdict(meeting))
-    process = subprocess.Popen([sys.executable, "-c", MEMBER, told, signal])
+    spec = json.dumps(dataclasses.asdict(meeting))
+    process = subprocess.Popen([sys.executable, "-c", MEMBER, spec, signal])
     try:
         yield
     finally:

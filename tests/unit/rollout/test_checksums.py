@@ -1,4 +1,4 @@
-"""What servers say that they serve: by itself, and asked of a fleet of real processes."""
+"""The checksums that servers report: compared by themselves, and asked of a fleet of real processes."""
 
 from __future__ import annotations
 

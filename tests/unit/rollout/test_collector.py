@@ -65,7 +65,7 @@ def test_groups_all_right_or_all_wrong_are_dropped() -> None:
     rollouts, metrics = collect.collect(1, Clock())
     assert sorted({r.prompt_id for r in rollouts}) == [1, 4] and len(rollouts) == 8
     means = metrics.means()
-    assert means["accuracy/mean"] == 0.5  # of all 24 samples, dropped ones included
+    assert means["accuracy/mean"] == 0.5  # mean over all 24 samples, dropped ones included
     assert means["rollout/kept_groups"] == 2 and means["rollout/sampled_groups"] == 6
     assert means["rollout/response_tokens_mean"] == 2
     assert len(engine.calls) == 1
@@ -144,7 +144,7 @@ def test_sampling_ends_with_the_groups_that_are_wanted_and_the_other_prompts_com
 
 
 class Slow(ScriptedGroups):
-    """Only what is in `there` has arrived; the rest is still under way."""
+    """A stream in which only the groups in `there` have arrived; the rest is still under way."""
 
     def add(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
         made = ScriptedGroups(self._generate)
@@ -184,7 +184,7 @@ def test_groups_under_way_go_on_for_the_next_step_and_count_as_its_own() -> None
     assert [p.id for p in prompts.take(3)] == [6, 7, 10]
 
 
-def test_a_group_that_became_too_old_is_counted_and_sampled_anew() -> None:
+def test_a_group_that_became_too_old_is_counted_and_sampled_again() -> None:
     collect, _, engine = over_slow_groups()
     collect.collect(1, Clock())
     engine.version = 2

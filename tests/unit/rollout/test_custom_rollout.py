@@ -80,7 +80,7 @@ class InProcess:
 
 
 def count_up(prompt: Prompt, sampling: SamplingParams, seed: int) -> tuple[list[int], str]:
-    """As many tokens as it may, each the place that it gets."""
+    """Write as many tokens as allowed, each with the number of its position."""
     start = len(prompt.token_ids)
     return list(range(start, start + sampling.max_tokens)), "length"
 
@@ -122,7 +122,7 @@ def test_what_the_model_wrote_and_what_it_did_not(tmp_path: Path) -> None:
     assert rollout.response_ids == [2, 3, 4, 7, 8, 9, 10] and rollout.status == "ungraded"
 
 
-def test_the_room_is_that_of_the_whole_sample(tmp_path: Path) -> None:
+def test_the_token_limit_is_that_of_the_whole_sample(tmp_path: Path) -> None:
     """However much the function wants, prompt + max_tokens is the most; the model always gets the last token."""
     body = "while True:\n    await conversation.generate(max_tokens=3)\n    conversation.append([9, 9])"
     rollout = run(tmp_path, agent(body), SamplingParams(max_tokens=14))
@@ -132,7 +132,7 @@ def test_the_room_is_that_of_the_whole_sample(tmp_path: Path) -> None:
     assert full.token_ids_L.numel() == 16 and full.stop_reason == "length"
 
 
-def test_a_function_may_look_at_the_room_and_go_another_way(tmp_path: Path) -> None:
+def test_a_function_may_read_the_remaining_tokens_and_branch(tmp_path: Path) -> None:
     body = """
 await conversation.generate(max_tokens=4)
 assert conversation.room == 6 and conversation.turns == 1 and conversation.token_ids == (4, 5, 2, 3, 4, 5)
@@ -153,7 +153,7 @@ assert turn.stop_reason == "stop" and conversation.text == conversation.decode(c
     assert rollout.token_ids_L[6] == encode("7")[0]
 
 
-def test_stop_tokens_of_a_turn_come_beside_those_of_a_response(tmp_path: Path) -> None:
+def test_stop_tokens_of_a_turn_are_added_to_those_of_a_response(tmp_path: Path) -> None:
     seen = []
 
     def write(prompt: Prompt, sampling: SamplingParams, seed: int) -> tuple[list[int], str]:
@@ -224,7 +224,7 @@ except Exception:
             run(tmp_path, agent(body.format(then)), write=lost)
 
 
-def test_a_sample_is_made_anew_when_the_weights_change_between_its_turns(tmp_path: Path) -> None:
+def test_a_sample_is_made_again_when_the_weights_change_between_its_turns(tmp_path: Path) -> None:
     engine = InProcess(count_up)
 
     def write(prompt: Prompt, sampling: SamplingParams, seed: int) -> tuple[list[int], str]:
@@ -406,7 +406,7 @@ def test_the_calculator_is_no_part_of_what_is_trained_on_and_graded(tmp_path: Pa
 
 
 def _results(solution: str) -> list[str]:
-    """What stands after each "=": digits alone."""
+    """Return the text after each "=": digits alone."""
     return ["".join(itertools.takewhile(str.isdigit, part)) for part in solution.split("=")[1:]]
 
 

@@ -116,7 +116,7 @@ def test_servers_are_started_and_asked_for_them_only_where_they_are_replayed(tmp
 
 
 def test_a_response_that_new_weights_interrupt_has_the_experts_of_the_last_ones() -> None:
-    """Those computed its whole context anew, so they chose for every token."""
+    """The last weights computed its whole context again, so they chose for every token."""
     sampling = replace(SAMPLING, max_tokens=4, stop_token_ids=())
     cut = checked_rollout(PROMPT, [8, 9], [-0.5, -0.5], ABORTED, sampling, 1, torch.from_numpy(GIVEN % 300))
     assert cut.experts_LKT is None
@@ -144,7 +144,7 @@ def sampled(lengths: list[int], seed: int = 0) -> list[Rollout]:
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_experts_lie_where_their_tokens_lie(cp: int) -> None:
-    """Told by the tokens, whose ids name them: over the context-parallel ranks each has its own experts."""
+    """The token ids name the experts: over the context-parallel ranks each has its own experts."""
     rollouts, order = sampled([9, 2, 17, 5]), [2, 0, 3]
     ids = [r.token_ids_L + 100 * i + 1 for i, r in enumerate(rollouts)]  # padding is 0
     experts = [e for r in rollouts if (e := r.experts_LKT) is not None]

@@ -1,4 +1,4 @@
-"""A fleet of real processes behind real HTTP, which die, freeze, refuse and forget when told to."""
+"""A fleet of real processes behind real HTTP, which die, freeze, refuse and forget on request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROMPTS = [Prompt(id=i, token_ids=(4, 5), answer="") for i in range(40)]
 def fleet(
     folder: Path, servers: int = 3, min_servers: int = 1, attempts: int = 3, on_weight_update: str = "finish", **server: Any
 ) -> Iterator[Fleet]:
-    """Where nobody freezes it is patient: a busy machine must not look like that."""
+    """Yield a fleet. It is patient where no server freezes, so that a busy machine does not look frozen."""
     (folder / "model").mkdir(exist_ok=True)
     settings = {
         "restarts": 3,
@@ -90,7 +90,7 @@ def until(condition: Any, seconds: float = 60.0) -> None:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """What one healthy server answers."""
+    """The answers of one healthy server."""
     with fleet(tmp_path_factory.mktemp("one"), servers=1) as one:
         rollouts = one.generate(PROMPTS, SAMPLING, seed=7)
     assert [r.prompt_id for r in rollouts] == [p.id for p in PROMPTS for _ in range(3)]
@@ -267,7 +267,7 @@ def test_what_is_under_way_when_new_weights_come(on_weight_update: str, expected
             assert waited < 8 and versions == {(1,) * 5} and ids(made) == expected[:24]
         else:
             assert waited < 8 and versions <= {(0,) * n + (1,) * (5 - n) for n in range(1, 5)}
-            for r, whole in zip(made, expected, strict=False):  # what was there stays, and the rest is drawn anew
+            for r, whole in zip(made, expected, strict=False):  # tokens that were sampled stay, and the rest is sampled again
                 begun = r.later_versions[0][0] - 2
                 assert all(place in (0, r.later_versions[0][0]) for place, _ in r.servers) and r.servers[0][0] == 0
                 assert r.response_ids[:begun] == whole[:begun] and r.response_ids != whole

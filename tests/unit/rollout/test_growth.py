@@ -1,4 +1,4 @@
-"""Servers whose memory grows: real processes that hold more when told to, and are started again between two steps."""
+"""Servers whose memory grows: real processes that hold more on request, and are started again between two steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_one_that_has_grown_is_restarted_before_the_next_weights_and_gets_them(
         two.update_weights([], version=0)
         behave(two, 0, grow=2 * MIB)  # before its first requests are answered: what is set up once is no growth
         assert [step(two, version) for version in (1, 2, 3)] == [expected] * 3 and two.restarts == 0
-        for times in (1, 2):  # the process that came back is measured anew
+        for times in (1, 2):  # the process that came back is measured again
             first, other = process(two, 0), process(two, 1)
             behave(two, 0, grow=2 * MIB)
             assert ids(two.generate(PROMPTS, SAMPLING, seed=7)) == expected
@@ -165,7 +165,7 @@ def _refusal(fleet: Fleet) -> str:
     ],
 )
 def test_a_run_in_which_it_cannot_work_says_so(cfg: RolloutConfig, why: str | None, tmp_path: Path) -> None:
-    *told, _ = beginning(cfg, tmp_path)
+    *lines, _ = beginning(cfg, tmp_path)
     key = "" if isinstance(cfg.server, UrlServerConfig) else " (rollout.server.restart_after_growth_gib=4)"
     line = f"servers are not restarted when they grow{key}: {why}"
-    assert told == ([] if why is None else [line])
+    assert lines == ([] if why is None else [line])

@@ -1,4 +1,4 @@
-"""What a server's process does with weights that are broadcast, over real gloo groups between threads. No server, no model."""
+"""A server's receiver of broadcast weights, over real gloo groups between threads. No server, no model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Trainer:
         return self.meeting
 
     def send(self, inbox: RankReceiver, bucket: Bucket, row: torch.Tensor) -> dict[str, torch.Tensor] | None:
-        """What the inbox has to load then."""
+        """Broadcast a bucket; return what the inbox then has to load."""
         assert self.channel is not None
         with ThreadPoolExecutor() as threads:
             taking = threads.submit(inbox.take, [bucket.to_json()])
@@ -186,7 +186,7 @@ def test_only_who_has_the_version_before_may_keep_tensors_of_it(tmp_path: Path) 
         update(UnchangedTensors(4, 3, some))
 
 
-def test_what_is_told_is_there_for_others_at_once() -> None:
+def test_a_value_in_the_store_is_visible_to_others_at_once() -> None:
     store = open_store("127.0.0.1")
     other = join_store(GroupSpec("127.0.0.1", store.port, "m", 1, 2, SENDER + 1, SECONDS, SECONDS))
     for i in range(5000):  # with `TCPStore.set`, 2 to 35 in 1000 were not

@@ -209,7 +209,7 @@ def test_a_server_that_dies_says_so_though_the_trainer_saw_it_first(serving: Cal
 
 
 @pytest.mark.full
-def test_a_server_that_a_killed_run_left_half_way_starts_anew(serving: Callable[..., Serving], tmp_path: Path) -> None:
+def test_a_server_that_a_killed_run_left_half_way_starts_again(serving: Callable[..., Serving], tmp_path: Path) -> None:
     serve = serving(servers=1)
     settings: dict[str, Any] = {"rendezvous": str(serve.rendezvous.folder)}
     killed_trainer(tmp_path, settings, after="update")
@@ -296,7 +296,7 @@ def test_weights_of_another_run_are_never_taken_for_the_first_ones(
 def test_a_server_is_taken_from_the_rendezvous_and_given_back(
     one: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By one of two that look for it, and by no other run."""
+    """One of two runs that look for a server takes it, and no other run can."""
     folder, url = one
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     rendezvous, record = Rendezvous(tmp_path), record_of(folder, url)
@@ -338,7 +338,7 @@ def test_a_server_of_another_kind_is_refused_by_name(
 
 
 @pytest.mark.slow
-def test_what_a_fleet_of_others_cannot_do_without(
+def test_a_fleet_of_served_engines_needs_the_key_and_healthy_servers(
     one: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder, url = one
@@ -414,7 +414,7 @@ UNSAFE = {
 def test_a_rendezvous_that_others_can_change_is_refused_on_both_sides(
     fault: str, side: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Before a request that holds the key is sent anywhere, even where the key comes by the environment."""
+    """It is refused before a request that holds the key is sent anywhere, even where the key comes from the environment."""
     spoil, complaint = UNSAFE[fault]
     folder = tmp_path / "rendezvous"
     rendezvous = Rendezvous(folder)
@@ -474,7 +474,7 @@ def test_a_start_is_taken_once_and_forgotten_with_its_server(tmp_path: Path) -> 
         rendezvous.records()
 
 
-def test_addresses() -> None:
+def test_a_listening_address_becomes_a_url() -> None:
     assert url_of("0.0.0.0", 80) == "http://127.0.0.1:80" and url_of("::", 80) == "http://[::1]:80"
     assert url_of("10.0.0.1", 80) == "http://10.0.0.1:80" and url_of("fd00::2", 80) == "http://[fd00::2]:80"
 
@@ -507,6 +507,6 @@ def test_weights_must_reach_the_servers(host: str) -> None:
         ({"urls": ["http://localhost:1", "http://localhost:2"]}, r"names 2 servers, not servers=1"),
     ],
 )
-def test_urls_that_are_none(server: dict[str, Any], complaint: str) -> None:
+def test_malformed_urls_are_refused(server: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         config(**server)

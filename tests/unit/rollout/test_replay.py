@@ -42,8 +42,8 @@ def test_a_replay_makes_the_same_records_and_weights_without_an_engine(recorded:
     cfg = replaying(recorded, tmp_path)
     w.attempt(cfg, tmp_path / "journal")
     assert not (tmp_path / "journal").exists(), "an engine was asked"
-    told = (cfg.run_dir / "log.txt").read_text()
-    assert "safety check log-probs of engine and actor (sync.max_logprob_diff): OFF, rollout.replay has no engine" in told
+    log = (cfg.run_dir / "log.txt").read_text()
+    assert "safety check log-probs of engine and actor (sync.max_logprob_diff): OFF, rollout.replay has no engine" in log
     assert w.records(cfg.run_dir) == w.records(recorded.run_dir)
     again, first = w.weights(cfg.run_dir), w.weights(recorded.run_dir)
     assert again.keys() == first.keys() and all(torch.equal(again[name], first[name]) for name in first)

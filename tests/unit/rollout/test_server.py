@@ -204,7 +204,7 @@ def test_a_busy_port_is_named_and_any_other_is_free() -> None:
 
 
 def test_a_port_that_is_held_is_nobody_elses_free_one_and_the_servers_to_listen_on() -> None:
-    """Chosen and let go, one of some 7000 is the next one's free port, too: that of the server beside, which starts as well."""
+    """A port that is chosen and released may be the next caller's free port too: that of a server that starts meanwhile."""
     held = [hold_port(0) for _ in range(500)]
     try:
         ports = [h.getsockname()[1] for h in held]

@@ -28,7 +28,7 @@ from tests.unit.rollout.test_remote import (  # noqa: F401
     serving,
     trainer,
 )
-from tests.unit.rollout.test_sleep import told, wake
+from tests.unit.rollout.test_sleep import released, wake
 
 BOTH_PARTS = ["weights", "kv_cache"]
 
@@ -53,7 +53,7 @@ def test_a_server_that_dies_in_the_trainers_turn_is_started_after_it(
         fleet.update_weights([], version=1)
         expected = ids(fleet.generate(PROMPTS, SAMPLING, seed=7))
         fleet.sleep()
-        assert [told(fleet, i) for i in range(2)] == [BOTH_PARTS] * 2
+        assert [released(fleet, i) for i in range(2)] == [BOTH_PARTS] * 2
         dead = serves[0].records()[0]
         serve = next(s for s in serves if s.process.pid == dead.pid)
         server_process(serve, dead).kill()
@@ -62,11 +62,11 @@ def test_a_server_that_dies_in_the_trainers_turn_is_started_after_it(
         time.sleep(1.0)
         assert servers_of(serve) == 0 and len(serve.records()) == 1
         wake(fleet, version=2)
-        assert versions(fleet) == {2}  # of the other one
+        assert versions(fleet) == {2}  # version of the other server
         until(lambda: fleet.needs_weights)
         fleet.update_weights([], version=2)
         fleet.sleep()
-        assert [told(fleet, i) for i in range(2)] == [BOTH_PARTS] * 2
+        assert [released(fleet, i) for i in range(2)] == [BOTH_PARTS] * 2
         wake(fleet, version=3)
         rollouts = fleet.generate(PROMPTS, SAMPLING, seed=7)
         assert ids(rollouts) == expected and {r.policy_version for r in rollouts} == {3}
@@ -130,7 +130,7 @@ def test_a_killed_trainers_turn_ends_when_its_run_is_resumed(
         resumed.update_weights([], version=1)
         assert versions(resumed) == {1}
         resumed.sleep()
-        assert told(resumed, 0) == BOTH_PARTS
+        assert released(resumed, 0) == BOTH_PARTS
 
 
 @pytest.mark.full
@@ -155,7 +155,7 @@ def test_a_keeper_that_comes_in_a_turn_starts_nothing_and_one_that_goes_is_not_w
 
 
 def test_what_a_killed_keeper_left_behind_is_removed_by_the_next(tmp_path: Path) -> None:
-    """Of this machine; and with the last of them the turn of whatever run it was."""
+    """The next keeper removes the leftovers of this machine; the last one of all also ends the turn of whatever run it was."""
     rendezvous = Rendezvous(tmp_path)
     killed = subprocess.Popen([sys.executable, "-c", ""])
     killed.wait()

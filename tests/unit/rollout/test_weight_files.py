@@ -1,4 +1,4 @@
-"""What a server accepts as the weights of its model. No server."""
+"""Weight files that a server accepts as those of its model, and those that it refuses. No server."""
 
 from __future__ import annotations
 

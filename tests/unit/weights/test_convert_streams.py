@@ -1,4 +1,4 @@
-"""Converting in several threads: what runs beside what, how it ends, and that the output shows nothing of it."""
+"""Converting in several threads: what runs concurrently, how it ends, and that the output shows nothing of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny import tiny_qwen3
 from tests.unit.weights.test_convert import succeed
 
 
-def test_queues_run_beside_each_other_and_each_in_order() -> None:
+def test_queues_run_concurrently_and_each_in_order() -> None:
     meeting, done = threading.Barrier(STREAMS, timeout=10), []
 
     def job(queue: int, i: int) -> CopyJob:
@@ -69,7 +69,10 @@ def test_the_first_exception_ends_all_and_keeps_its_type(error: BaseException) -
         time.sleep(0.05)  # what is begun is ended
         done.append("last")
 
-    queues = [[CopyJob(fail), CopyJob(lambda: done.append("after"))], [CopyJob(last), CopyJob(lambda: done.append("beside"))]]
+    queues = [
+        [CopyJob(fail), CopyJob(lambda: done.append("after"))],
+        [CopyJob(last), CopyJob(lambda: done.append("other"))],
+    ]
     with pytest.raises(type(error)) as caught:
         work([*queues, [CopyJob(lambda: done.append("queued"))]])
     assert caught.value is error and done == ["last"]
@@ -106,7 +109,7 @@ def test_threads_see_the_callers_context_and_compute_alone() -> None:
     ("sizes", "hands"),
     [([], [[], []]), ([5], [[0], []]), ([1, 1, 1, 9, 5, 1], [[3], [0, 1, 2, 4, 5]]), ([2, 2, 2, 2], [[0, 2], [1, 3]])],
 )
-def test_deal(sizes: list[int], hands: list[list[int]]) -> None:
+def test_sizes_are_distributed_evenly_over_two_threads(sizes: list[int], hands: list[list[int]]) -> None:
     assert deal(sizes, 2) == hands
 
 

@@ -45,8 +45,8 @@ def packed(number: int = 0) -> tuple[Bucket, torch.Tensor]:
 
 def test_another_process_reads_the_same_bytes_and_changes_none() -> None:
     bucket, row = packed()
-    told = subprocess.run([sys.executable, "-c", READER], input=bucket.to_json(), capture_output=True, text=True, check=True)
-    assert [int(word) for word in told.stdout.split()] == row.bytes[: bucket.nbytes].tolist()
+    reader = subprocess.run([sys.executable, "-c", READER], input=bucket.to_json(), capture_output=True, text=True, check=True)
+    assert [int(word) for word in reader.stdout.split()] == row.bytes[: bucket.nbytes].tolist()
     assert row.bytes[: bucket.nbytes].any()
     row.close()
 
@@ -63,7 +63,7 @@ def test_tensors_of_any_order_lie_where_their_dtype_allows_it() -> None:
     row.close()
 
 
-def test_memory_that_is_gone_is_an_error_with_a_mend() -> None:
+def test_memory_that_is_gone_is_an_error_with_a_fix() -> None:
     row = export_buffer(16, CPU)
     row.close()
     gone = Handle(16, pid=2**22, file=3)  # above every process

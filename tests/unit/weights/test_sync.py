@@ -1,4 +1,4 @@
-"""How weights are cut into rounds, and that bytes damaged on their way are noticed. No server, no ranks."""
+"""Weights are split into rounds of bounded size, and bytes damaged in transit are noticed. No server, no ranks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_shared_folder_works_without_locks_and_is_named_where_it_cannot_be_mad
 
 @pytest.mark.parametrize("back", [1, 30])
 def test_a_damaged_byte_is_noticed(tmp_path: Path, back: int) -> None:
-    """Wherever it is, the error names the tensor; without checksums nobody sees it."""
+    """The error names the tensor with the damaged byte; without checksums nobody sees it."""
     for with_checksums in (True, False):
         path = sent(tmp_path / str(with_checksums), with_checksums)
         data = bytearray(path.read_bytes())
@@ -120,14 +120,14 @@ def cut(bindings: list[Any], tied: bool = True) -> list[list[str]]:
 
 
 def test_buckets_hold_whole_parameters_up_to_the_limit() -> None:
-    """Of 80 bytes here: 10 numbers of a parameter that is cut over two ranks, 20 of one that both have."""
+    """Buckets of 80 bytes hold 10 numbers of a parameter that is sharded over two ranks, or 20 of one that both have."""
     assert cut([binding(n, 5) for n in "abcde"]) == [["a", "b"], ["c", "d"], ["e"]]
     assert cut([binding("a", 10, replicated=True), binding("b", 10, replicated=True), binding("c", 1)]) == [["a", "b"], ["c"]]
     assert cut([binding("a", 1), binding("large", 50), binding("b", 1), binding("c", 1)]) == [["a"], ["large"], ["b", "c"]]
     assert cut([]) == []
 
 
-def test_a_tied_output_layer_takes_no_room() -> None:
+def test_a_tied_output_layer_takes_no_space() -> None:
     copy = binding("output_layer.weight", 50)
     assert cut([copy]) == [] and cut([binding("a", 1), copy, binding("b", 1)]) == [["a", "b"]]
     assert cut([copy], tied=False) == [["output_layer.weight"]]

@@ -19,7 +19,7 @@ ROUNDS = [[Path("a"), Path("b")], [Path("c")]]
 
 
 def about(fleet: Fleet, server: int) -> Any:
-    """What the server tells of its last update."""
+    """Return the server's own report of its last update."""
     return ask(fleet, server, "GET", "/health")
 
 
@@ -88,7 +88,7 @@ def test_a_refusal_in_any_part_ends_the_fleet(at: str, tmp_path: Path) -> None:
             two.finish_update()
 
 
-def test_servers_of_an_update_that_was_broken_off_start_anew(tmp_path: Path) -> None:
+def test_servers_of_an_aborted_update_start_again(tmp_path: Path) -> None:
     with fleet(tmp_path, servers=1) as one:
         one.begin_update(1)
         one.load(ROUNDS[0]).result()
