@@ -41,7 +41,12 @@ NOT_COMPARED = ("seconds", "memory", "per_second", "time", "gib", "bytes_per")  
 
 
 def extract(revision: str, folder: Path) -> Path:
-    """Write the tree of a commit into a folder and return the folder."""
+    """Write the tree of a commit into a folder and return the folder.
+
+    Args:
+        revision: The commit.
+        folder: A new folder.
+    """
     archive = subprocess.run(["git", "archive", revision], cwd=ROOT, check=True, capture_output=True).stdout
     with tarfile.open(fileobj=BytesIO(archive)) as tar:
         tar.extractall(folder, filter="data")
@@ -83,7 +88,12 @@ def weights(run: Path) -> dict[str, str]:
 
 
 def compare(before: Path, after: Path) -> list[str]:
-    """Return one line for each difference between two runs. No line: metrics and weights are equal bit for bit."""
+    """Return one line for each difference between two runs. No line: metrics and weights are equal bit for bit.
+
+    Args:
+        before: Folder of the other commit's run.
+        after: Folder of this tree's run.
+    """
     found = [] if weights(before) == weights(after) and weights(before) else ["the exported weights differ"]
     old, new = metrics(before), metrics(after)
     if len(old) != len(new) or not old:
