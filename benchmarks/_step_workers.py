@@ -108,7 +108,7 @@ def serve(
 
 
 @dataclass
-class Worker:
+class StepWorker:
     """One of WORKERS.
 
     Attributes:
@@ -153,7 +153,7 @@ def world(port: int, rank: int = 0, size: int = 1) -> dict[str, str]:
 
 
 @contextmanager
-def started(name: str, case: str, model: Path, without: str | None = None, share_prompts: str = "auto") -> Iterator[Worker]:
+def started(name: str, case: str, model: Path, without: str | None = None, share_prompts: str = "auto") -> Iterator[StepWorker]:
     """Yield the worker, running in processes of its own, which end with the block.
 
     Args:
@@ -175,7 +175,7 @@ def started(name: str, case: str, model: Path, without: str | None = None, share
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        yield Worker(pipes, [])
+        yield StepWorker(pipes, [])
     finally:
         for process in processes:
             process.kill()

@@ -12,7 +12,7 @@ from typing import Any
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tepo_megatron.plan.activations import Recompute
-from tepo_megatron.plan.compute import Machine
+from tepo_megatron.plan.compute import MachineModel
 from tepo_megatron.plan.gpus import GPUS
 from tepo_megatron.plan.memory_parts import Model
 from tepo_megatron.plan.models import read_model
@@ -122,7 +122,7 @@ def predictor_of(row: Row) -> Predictor:
     family, arch = read_model(row.model)
     work = Workload(*row.mean, row.sequence - row.mean[0]) if row.rollout else Workload(0, row.sequence, row.sequence)
     model = Model(family, arch, recompute=row.recompute)
-    return Predictor(config_of(row), model, Machine(GPUS["H100"], row.matmul_size), work)
+    return Predictor(config_of(row), model, MachineModel(GPUS["H100"], row.matmul_size), work)
 
 
 def predicted_seconds(row: Row) -> float:

@@ -103,13 +103,13 @@ def computed_tokens(case: Case) -> dict[str, float]:
     lengths = [case.length for _ in sequences]
     prompts = [i // case.samples for i in sequences]
     least_saved = 0 if case.share == "always" else LEAST_SAVED
-    families = PrefixGroups.of(prompts, [case.prompt for _ in sequences], alignment.sequence, least_saved)
+    prefix_groups = PrefixGroups.of(prompts, [case.prompt for _ in sequences], alignment.sequence, least_saved)
 
-    def of(families: PrefixGroups | None) -> float:
-        plan = plan_microbatches(lengths, 1, ROOM, alignment, families=families)
-        return plan_metrics(plan, lengths, alignment, families=families)["packing/computed_tokens"]
+    def of(prefix_groups: PrefixGroups | None) -> float:
+        plan = plan_microbatches(lengths, 1, ROOM, alignment, prefix_groups=prefix_groups)
+        return plan_metrics(plan, lengths, alignment, prefix_groups=prefix_groups)["packing/computed_tokens"]
 
-    return {"plain": of(None), "shared": of(families)}
+    return {"plain": of(None), "shared": of(prefix_groups)}
 
 
 def batch_of(case: Case) -> TrainBatch:

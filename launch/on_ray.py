@@ -71,7 +71,7 @@ class Plan:
 
 
 @dataclass
-class State:
+class RayJobState:
     """State that must outlive this program.
 
     Attributes:
@@ -83,7 +83,7 @@ class State:
     failed_at: list[str] = field(default_factory=list)
 
     @classmethod
-    def read(cls, path: Path) -> State:
+    def read(cls, path: Path) -> RayJobState:
         """Read the state from its file; a new job has the initial state."""
         return cls(**json.loads(path.read_text())) if path.exists() else cls()
 
@@ -94,11 +94,11 @@ class State:
         part.replace(path)
 
 
-class Failure(Exception):
+class RayJobFailure(Exception):
     """A start of the job has ended; the message says why and where."""
 
 
-class Machine:
+class RayMachine:
     """An actor that supervises the scripts of one machine. It is killed with its node; then supervise.py ends the scripts."""
 
     def __init__(self) -> None:
@@ -142,21 +142,21 @@ class Machine:
         return self._ended
 
 
-class Job:
+class RayJobRunner:
     """A job on the Ray cluster, with all its starts."""
 
     def __init__(self, plan: Plan, keeper: Path) -> None:
         self._plan = plan
         self._keeper = keeper
-        self._actor = ray.remote(num_cpus=0, num_gpus=plan.gpus, max_restarts=0)(Machine)
+        self._actor = ray.remote(num_cpus=0, num_gpus=plan.gpus, max_restarts=0)(RayMachine)
 
     def run(self) -> int:
         """Start the job until it is done. Return 0 if the first script succeeded, and 1 if the job is given up."""
-        state = State.read(Path(self._plan.state))
+        state = RayJobState.read(Path(self._plan.state))
         while True:
             try:
                 nodes = self._machines()
-            except Failure as e:
+            except RayJobFailure as e:
                 self._say(f"{e}: this is the end")
                 return 1
             state.starts += 1
@@ -164,7 +164,7 @@ class Job:
             try:
                 self._start(nodes, state.starts - 1)
                 return 0
-            except Failure as e:
+            except RayJobFailure as e:
                 said = str(e)
             newest = self._newest()
             state.failed_at.append(newest)
@@ -189,7 +189,7 @@ class Job:
                 if found is not None:
                     return found
             if time.monotonic() > deadline:
-                raise Failure(f"{len(nodes)} of {self._plan.machines} machines after {self._plan.wait_seconds} s")
+                raise RayJobFailure(f"{len(nodes)} of {self._plan.machines} machines after {self._plan.wait_seconds} s")
             if time.monotonic() > told + 60:
                 told = time.monotonic()
                 self._say(f"{len(nodes)} of {self._plan.machines} machines are there; waiting for the others")
@@ -240,15 +240,15 @@ class Job:
         try:
             return [self._answer(ref, name) for ref, name in asked.items()]
         except RayError as e:
-            raise Failure(f"{type(e).__name__}: {e}") from None
+            raise RayJobFailure(f"{type(e).__name__}: {e}") from None
 
     def _answer(self, ref: Any, name: str) -> Any:
         try:
             return ray.get(ref, timeout=_ANSWER_SECONDS)
         except RayActorError:
-            raise Failure(f"{name} is lost") from None
+            raise RayJobFailure(f"{name} is lost") from None
         except GetTimeoutError:
-            raise Failure(f"{name} did not answer within {_ANSWER_SECONDS:.0f} s") from None
+            raise RayJobFailure(f"{name} did not answer within {_ANSWER_SECONDS:.0f} s") from None
 
     def _done(self, ended: list[dict[str, int]], names: list[str]) -> bool:
         """Return whether the first script succeeded on all its machines. Raise Failure if one failed or another one ended."""
@@ -256,7 +256,7 @@ class Job:
         for name, statuses in zip(names, ended, strict=True):
             for script, status in statuses.items():
                 if status or script != first.name:
-                    raise Failure(f"{script} on {name} ended with status {status}")
+                    raise RayJobFailure(f"{script} on {name} ended with status {status}")
         return sum(first.name in statuses for statuses in ended) == first.nodes
 
     def _newest(self) -> str:
@@ -276,7 +276,7 @@ def main() -> int:
     """Run the plan and return the exit status of the job."""
     plan = Plan.read(sys.argv[1])
     ray.init(address="auto", log_to_driver=False)
-    return Job(plan, Path(__file__).absolute().with_name("supervise.py")).run()
+    return RayJobRunner(plan, Path(__file__).absolute().with_name("supervise.py")).run()
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
         if schedule.ended:
             schedule.load_trainer()
         driver.log_checkpoint(checkpoints.wait())
-        if cfg.export_hf:  # first, so that a later failure cannot cost the model
+        if cfg.export_hf:  # first, so that a later failure does not lose the model
             actor.export_hf(cfg.run_dir / "hf", driver.check_in_place)
         schedule.evaluate(schedule.trained)
     if table := memory.table():
@@ -211,7 +211,7 @@ def _is_due(step: int, every: int) -> bool:
 def _needs_old_pass(batch: TrainBatch, objective: Objective, training: TrainingConfig) -> bool:
     """Return whether old statistics need a forward pass of their own.
 
-    They do not if the only update's own forward pass yields them and nothing asks for them earlier.
+    They need none if the batch takes one update, whose forward pass yields them, and nothing uses them before.
     """
     in_reward = bool(objective.ref_beta) and objective.ref_kl_in == "reward"
     several = batch.updates(training.epochs, training.minibatch_prompts) > 1

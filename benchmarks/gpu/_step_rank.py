@@ -47,7 +47,7 @@ def rollouts(cfg: Config, work: Workload) -> list[Rollout]:
     return out
 
 
-class Steps:
+class MeasuredSteps:
     """Training steps on the same rollouts, as `train.py` makes them.
 
     Attributes:
@@ -117,7 +117,7 @@ def main() -> None:
     die_with_parent(os.getppid(), signal.SIGKILL)  # also if torchrun is killed
     asked = json.loads(sys.argv[1])
     cfg = load_config(asked["config"], asked["overrides"])
-    steps = Steps(cfg, Workload.of(cfg, asked["prompt"], asked["response"]))
+    steps = MeasuredSteps(cfg, Workload.of(cfg, asked["prompt"], asked["response"]))
     batch = steps.begin(1)
     noise = steps.actor.measure_noise(batch)
     logprobs_N = torch.zeros(batch.num_tokens, device=steps.groups.device)

@@ -38,7 +38,7 @@ from torch import Tensor
 from benchmarks.gpu._step_rank import OLD, UPDATES
 from benchmarks.results import ROOT, surroundings
 from tepo_megatron.config.io import load_config
-from tepo_megatron.plan.command import Request, predictor_of
+from tepo_megatron.plan.command import PlanRequest, predictor_of
 from tepo_megatron.utils.processes import die_with_parent
 
 PRECISIONS = ("bf16", "fp8-current", "fp8-blockwise")
@@ -86,7 +86,7 @@ def measured(args: argparse.Namespace, overrides: Sequence[str], precision: str)
         subprocess.run(words, cwd=ROOT, check=True, timeout=args.timeout, preexec_fn=with_us)
         told = json.loads(Path(folder, "found.json").read_text())
         logprobs_N = torch.load(Path(folder, "logprobs.pt"))
-    phases = predictor_of(cfg, Request(gpu=args.gpu, prompt=args.prompt, response=args.response)).step().phases
+    phases = predictor_of(cfg, PlanRequest(gpu=args.gpu, prompt=args.prompt, response=args.response)).step().phases
     return Found(
         {name: statistics.median(taken) for name, taken in told["seconds"].items()},
         {name: sum(phases[phase] for phase in PLANNED[name]) for name in PLANNED},

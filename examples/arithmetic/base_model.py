@@ -88,7 +88,9 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
 
 
 @torch.no_grad()
-def sampled_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: Sequence[task.Problem]) -> float:
+def sampled_accuracy(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: Sequence[task.ArithmeticProblem]
+) -> float:
     """Share of problems whose one sample at temperature 1 boxes the answer."""
     prompts = tokenizer([p.prompt for p in problems], padding=True, padding_side="left", return_tensors="pt")
     tokens = model.generate(**prompts, max_new_tokens=MAX_RESPONSE_TOKENS)
@@ -140,7 +142,7 @@ class SupervisedTraining:
         return batch.input_ids, labels
 
 
-def train(settings: Settings, held_out: frozenset[str], check: Sequence[task.Problem]) -> SupervisedTraining:
+def train(settings: Settings, held_out: frozenset[str], check: Sequence[task.ArithmeticProblem]) -> SupervisedTraining:
     """Phases A and B; prints how far it is. Raises TepoError when phase A does not get there."""
     training = SupervisedTraining(settings, held_out)
     nats, accuracy = 0.0, 0.0
@@ -168,7 +170,7 @@ def train(settings: Settings, held_out: frozenset[str], check: Sequence[task.Pro
     return training
 
 
-def write_problems(path: Path, problems: Sequence[task.Problem]) -> None:
+def write_problems(path: Path, problems: Sequence[task.ArithmeticProblem]) -> None:
     """JSON lines of `prompt` and `answer`, both strings."""
     rows = [json.dumps({"prompt": p.prompt, "answer": str(p.answer)}) + "\n" for p in problems]
     path.write_text("".join(rows))

@@ -29,7 +29,7 @@ LARGEST_GUESS_ERROR = 5
 
 
 @dataclass(frozen=True)
-class Problem:
+class ArithmeticProblem:
     """prompt ends in a newline; solution works every step and boxes `answer`."""
 
     prompt: str
@@ -37,7 +37,7 @@ class Problem:
     answer: int
 
 
-def make_problem(rng: random.Random, operations: int | None = None) -> Problem:
+def make_problem(rng: random.Random, operations: int | None = None) -> ArithmeticProblem:
     """A random chain of `operations` steps (None: 2, 3 or 4, equally likely), all partial results in 0..20."""
     result = rng.randint(0, LARGEST_OPERAND)
     chain = worked = str(result)
@@ -50,12 +50,12 @@ def make_problem(rng: random.Random, operations: int | None = None) -> Problem:
         step = f"{'+' if sign > 0 else '-'}{operand}"
         chain += step
         worked += f"{step}={result}"
-    return Problem(prompt=f"{chain}?\n", solution=f"{worked}.{BOX}{result}}}", answer=result)
+    return ArithmeticProblem(prompt=f"{chain}?\n", solution=f"{worked}.{BOX}{result}}}", answer=result)
 
 
-def distinct_problems(rng: random.Random, count: int, taken: Collection[str] = ()) -> list[Problem]:
+def distinct_problems(rng: random.Random, count: int, taken: Collection[str] = ()) -> list[ArithmeticProblem]:
     """`count` problems with different prompts, none of them in `taken`."""
-    problems: dict[str, Problem] = {}
+    problems: dict[str, ArithmeticProblem] = {}
     while len(problems) < count:
         problem = make_problem(rng)
         if problem.prompt not in taken:
@@ -63,7 +63,7 @@ def distinct_problems(rng: random.Random, count: int, taken: Collection[str] = (
     return list(problems.values())
 
 
-def hasty_demonstration(rng: random.Random, problem: Problem, share: float) -> str:
+def hasty_demonstration(rng: random.Random, problem: ArithmeticProblem, share: float) -> str:
     """The target of an impatient teacher: with probability `share` an unworked guess near the answer, else the solution."""
     if rng.random() >= share:
         return problem.solution

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from launch import checks, jobs, scripts
 from launch.executors.lazy import imported
-from launch.jobs import Job, ends, submitted
+from launch.jobs import SubmittedJob, ends, submitted
 from launch.layout import Layout
 from launch.profile import Cluster
 from launch.ray_plan import STARTS, RayJob
@@ -90,11 +90,11 @@ def start(job: RayJob, folder: Path) -> int:
     return submitted(folder, NAME, _client().submit(job))
 
 
-def state(job: Job) -> str:
+def state(job: SubmittedJob) -> str:
     return _client().state(job.id)
 
 
-def logs(job: Job, folder: Path, lines: int) -> str:
+def logs(job: SubmittedJob, folder: Path, lines: int) -> str:
     """Return the last lines of the job's log files; if there are none yet, the submitter's output.
 
     The names of the files end with the submission's number, like the id.
@@ -109,7 +109,7 @@ def logs(job: Job, folder: Path, lines: int) -> str:
     return printed or ends(folder, paths, lines)
 
 
-def cancel(job: Job) -> str:
+def cancel(job: SubmittedJob) -> str:
     _client().cancel(job.id)
     return f"job {job.id} is cancelled"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch import checks, jobs, nemo_sky, scripts
-from launch.jobs import Job, submitted
+from launch.jobs import SubmittedJob, submitted
 from launch.layout import Layout
 from launch.nemo_sky import ManagedJob
 from launch.profile import Cluster
@@ -96,15 +96,15 @@ def start(job: ManagedJob, folder: Path) -> int:
     return submitted(folder, NAME, nemo_sky.submit(job), "managed job")
 
 
-def state(job: Job) -> str:
+def state(job: SubmittedJob) -> str:
     return nemo_sky.status(job.id)
 
 
-def logs(job: Job, folder: Path, lines: int) -> str:
+def logs(job: SubmittedJob, folder: Path, lines: int) -> str:
     return nemo_sky.logs(job.id, lines)
 
 
-def cancel(job: Job) -> str:
+def cancel(job: SubmittedJob) -> str:
     nemo_sky.cancel(job.id)
     return f"managed job {job.id} is cancelled"
 

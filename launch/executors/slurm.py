@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from launch import checks, jobs, scripts
 from launch.executors.lazy import submission
-from launch.jobs import Job, ends, submitted
+from launch.jobs import SubmittedJob, ends, submitted
 from launch.layout import Layout
 from launch.profile import Cluster
 from launch.sections import SlurmConfig
@@ -63,7 +63,7 @@ def start(job: Submission, folder: Path) -> int:
     return submitted(folder, NAME, job.submit())
 
 
-def state(job: Job) -> str:
+def state(job: SubmittedJob) -> str:
     shown = _call("scontrol", "show", "job", "--oneliner", job.id)  # scontrol forgets jobs minutes after their end
     if shown.returncode == 0:
         words = dict(word.split("=", 1) for word in shown.stdout.split() if "=" in word)
@@ -75,11 +75,11 @@ def state(job: Job) -> str:
     return "unknown to scontrol and sacct"
 
 
-def logs(job: Job, folder: Path, lines: int) -> str:
+def logs(job: SubmittedJob, folder: Path, lines: int) -> str:
     return ends(folder, sorted(jobs.home_of(folder).glob(f"*-{job.id}.log")), lines)
 
 
-def cancel(job: Job) -> str:
+def cancel(job: SubmittedJob) -> str:
     ended = _call("scancel", job.id)
     if ended.returncode:
         raise ConfigError(f"scancel {job.id}: {' '.join(ended.stderr.split())}")

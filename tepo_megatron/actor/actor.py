@@ -97,6 +97,10 @@ class Actor:
     def open(cls, cfg: Config, groups: ParallelDims) -> Actor:
         """Build this rank's part of the model with the weights of `model.path`, and its optimizer.
 
+        Args:
+            cfg: The run's config.
+            groups: The mesh of this run.
+
         Raises:
             ConfigError: The hardware or the installed packages cannot do what the config asks.
             CheckpointError: The weights cannot be read, or are not those of the architecture.
@@ -142,9 +146,13 @@ class Actor:
         self.offloader.restore(parts or PARTS)
 
     def require_loaded(self, what: str, *parts: Part) -> None:
-        """Raise RuntimeError if one of these parts (default: all) is offloaded. `what` names the caller in the message.
+        """Raise RuntimeError if one of these parts is offloaded.
 
         Also gather the parameters that an update left sharded, except for the next UPDATE, whose forward pass gathers them.
+
+        Args:
+            what: The operation that needs the parts, for the message.
+            parts: The parts. None given: all parts.
         """
         self.offloader.require(what, parts or PARTS)
         if what != UPDATE:

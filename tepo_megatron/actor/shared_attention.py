@@ -114,7 +114,7 @@ class _SharedAttention(torch.autograd.Function):
         grad_queries, grad_keys, grad_values = (torch.zeros_like(x) for x in (queries, keys, values))
 
         def add(call: _Call, q: Tensor, grad_q: Tensor, grad: Tensor, output: Tensor, lse: Tensor) -> None:
-            """Add the gradients of one call. Args: its query rows are those of all tensor arguments."""
+            """Add the gradients of one call. All tensor arguments have its query rows."""
             q, grad, output, lse = (call.of_queries(x) for x in (q, grad, output, lse))
             found = flash.backward(grad, q, call.of_keys(keys), call.of_keys(values), output, lse, call.keys, scale)
             for total, part in zip(

@@ -19,7 +19,7 @@ from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import optimizer, restoring, rng_state
 from tepo_megatron.checkpoint.planning import SavePlanner, make_room
 from tepo_megatron.checkpoint.restoring import FoundCheckpoint
-from tepo_megatron.checkpoint.saving import Commit, Content, Save, Saved, SaveOutcome, SavingThread
+from tepo_megatron.checkpoint.saving import Commit, CheckpointContent, Save, Saved, SaveOutcome, SavingThread
 from tepo_megatron.checkpoint.shard_cache import ShardCache
 from tepo_megatron.checkpoint.state import CONTENT
 from tepo_megatron.checkpoint.tensors import HostCopy
@@ -53,7 +53,7 @@ class Checkpoints:
         with own_peers_only():
             self._plans = SavePlanner(dist.new_group(backend=backend, timeout=limit))  # only the saving threads use it
             self._callers = dist.new_group(backend=backend, timeout=2 * limit)  # one rank may still wait for its saving thread
-        self._views, self._memory = ShardCache(), HostCopy()
+        self._shard_cache, self._memory = ShardCache(), HostCopy()
         self._save: Save | None = None
         self._thread = SavingThread()
         self._thread.start()
@@ -83,19 +83,19 @@ class Checkpoints:
         if self._broken is not None:
             raise CheckpointError(f"no more checkpoints can be written in this run: {self._broken}")
         # While this thread copies, without the interpreter lock, the saving thread finds out everything else. That includes
-        # whether the boxes known from the last save are still the state; if not, the new boxes are copied below.
-        before = self._views.boxes
+        # whether the shard slices known from the last save are still the state; if not, the new shard slices are copied below.
+        before = self._shard_cache.shard_slices
         asked = self._thread.ask(
-            lambda: (self._views.of(actor), rng_state.capture(), self._commit(step, actor, run_state, best))
+            lambda: (self._shard_cache.of(actor), rng_state.capture(), self._commit(step, actor, run_state, best))
         )
         copies = self._memory.take(before)
-        (boxes, objects), states, commit = asked.result()
-        if boxes is not before:
-            copies = self._memory.take(boxes)
+        (shard_slices, objects), states, commit = asked.result()
+        if shard_slices is not before:
+            copies = self._memory.take(shard_slices)
         if self._cfg.hf:
             make_room(self._folder, step, commit.refused if commit else None, self._callers)
             actor.export_hf(folders.partial(self._folder, step) / "hf")
-        content = Content(copies, objects, restoring.rng_name(self._groups.rank, self._groups.world_size), states)
+        content = CheckpointContent(copies, objects, restoring.rng_name(self._groups.rank, self._groups.world_size), states)
         self._save = Save(self._folder, step, content, commit, self._plans, self._cfg.hf, start)
         self._thread.begin(self._save)
         self._blocked = time.perf_counter() - start

@@ -140,20 +140,20 @@ def restore(found: FoundCheckpoint, actor: Actor, groups: ParallelDims, group: d
     """
     if (before := found.layout["vocab_size"]) != (here := actor.arch.vocab_size):
         raise CheckpointError(f"{found.path}: the vocabulary had {before} tokens and has {here}; resume with the same model")
-    boxes = list(wanted(actor))
+    shard_slices = list(wanted(actor))
     reader = items = None
     with same_error(group, (CheckpointError,), CheckpointError):
         reader = SliceReader(found.path)
-        items = reader.plan(boxes)
+        items = reader.plan(shard_slices)
     assert reader is not None and items is not None
-    left_over = sorted(reader.names - set().union(*all_gather_object({b.name for b in boxes}, group)))
+    left_over = sorted(reader.names - set().union(*all_gather_object({b.name for b in shard_slices}, group)))
     if left_over:
         raise CheckpointError(
             f"{found.path}: holds {left_over[0]} (and {len(left_over) - 1} more), which this model lacks; resume with the "
             "model that it was saved from"
         )
     with same_error(group, (OSError, RuntimeError), CheckpointError):
-        reader.read(boxes, items)
+        reader.read(shard_slices, items)
         if found.layout == describe_layout(actor):
             rng_state.restore(reader.read_bytes(rng_name(groups.rank, groups.world_size)))
         elif groups.is_main:

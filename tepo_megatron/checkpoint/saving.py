@@ -56,14 +56,14 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Content:
+class CheckpointContent:
     """What one rank writes, as it was when the save was asked for. Training reaches none of it.
 
-    boxes: with their data in host memory; objects: to be pickled, by name; rng_states: of this rank, saved under the name
+    shard_slices: with their data in host memory; objects: to be pickled, by name; rng_states: of this rank, saved under the name
     `rng`.
     """
 
-    boxes: Sequence[ShardSlice]
+    shard_slices: Sequence[ShardSlice]
     objects: Mapping[str, Any]
     rng: str
     rng_states: rng_state.States
@@ -108,7 +108,14 @@ class Save:
     """One checkpoint, written with the fellows on the other ranks, over a group that nobody else uses."""
 
     def __init__(
-        self, folder: Path, step: int, content: Content, commit: Commit | None, plans: SavePlanner, room: bool, started: float
+        self,
+        folder: Path,
+        step: int,
+        content: CheckpointContent,
+        commit: Commit | None,
+        plans: SavePlanner,
+        room: bool,
+        started: float,
     ) -> None:
         """commit: on rank 0 only; room: its folder is there; started: `time.perf_counter()` when the save was asked for."""
         self.step = step
@@ -116,7 +123,7 @@ class Save:
         self.outcome: SaveOutcome | None = None  # None until it is over
         self._folder, self._partial = folder, folders.partial(folder, step)
         self._commit, self._plans, self._room = commit, plans, room
-        self._content: Content | None = content
+        self._content: CheckpointContent | None = content
         self._group = plans.group
         self._over = threading.Event()
 
@@ -156,9 +163,9 @@ class Save:
         finally:
             place.close()
 
-    def _write_all(self, content: Content, commit: Commit | None, place: FolderIdentity) -> SaveOutcome:
+    def _write_all(self, content: CheckpointContent, commit: Commit | None, place: FolderIdentity) -> SaveOutcome:
         """Write this rank's file; on rank 0 complete the checkpoint too. place: the folder that it is written to."""
-        items, metadata = self._plans.agree(content.boxes, (*content.objects, content.rng))
+        items, metadata = self._plans.agree(content.shard_slices, (*content.objects, content.rng))
         everything = gather_object(self._write(items, content), self._group)
         outcome = SaveOutcome()
         if commit is not None:
@@ -166,7 +173,7 @@ class Save:
             outcome = self._conclude(everything, metadata, commit, place)
         return broadcast_object(outcome, self._group)
 
-    def _write(self, items: Sequence[WriteItem], content: Content) -> Written:
+    def _write(self, items: Sequence[WriteItem], content: CheckpointContent) -> Written:
         rank = self._group.rank()
         name = f"__{rank}_0.distcp"
         path = self._partial / name
@@ -174,7 +181,11 @@ class Save:
             if rank == 0:
                 folders.sweep(self._folder, writing=self.step)  # first, since the space may be needed
             objects = [pickled([value]) for value in content.objects.values()]  # in a list, as Megatron expects them
-            values = [*(box.data for box in content.boxes), *objects, rng_state.packed(content.rng_states)]
+            values = [
+                *(shard_slice.data for shard_slice in content.shard_slices),
+                *objects,
+                rng_state.packed(content.rng_states),
+            ]
             return Written(name, *write_items(path, items, values))
         except Exception as e:
             return Written(name, error=f"rank {rank}: {path} cannot be written ({_why(e, self._folder)})")

@@ -1,4 +1,4 @@
-"""Split a range of a flattened array into boxes, which are rectangular parts of the array."""
+"""Split a range of a flattened array into slices, which are rectangular parts of the array."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 Sizes = tuple[int, ...]
 
 
-def boxes(start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
-    """Split the elements [start, stop) of a row-major array into the fewest boxes.
+def split_range(start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
+    """Split the elements [start, stop) of a row-major array into the fewest slices.
 
     Args:
         start: index of the first element in the flattened array.
@@ -57,6 +57,6 @@ def ranges(start: int, stop: int, shape: Sizes, limit: int) -> Iterator[tuple[in
 
 
 def _within(row: int, start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
-    """Yield the boxes of the elements [start, stop) of one row."""
-    for offset, sizes in boxes(start, stop, shape[1:]):
+    """Yield the slices of the elements [start, stop) of one row."""
+    for offset, sizes in split_range(start, stop, shape[1:]):
         yield (row, *offset), (1, *sizes)

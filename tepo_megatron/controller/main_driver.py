@@ -1,4 +1,4 @@
-"""Rank 0's driver: collect and evaluate with the engine, write the log, and keep what a checkpoint needs of this side."""
+"""Rank 0's driver: collect rollouts and evaluate with the engine, write the log, and hold the rollout side's checkpoint state."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class MainDriver(Driver):
         self._clock, self._seconds_before = Clock(), 0.0
         self._restarts = 0  # server restarts that are in the metrics already
         self._positions: dict[int, dict[str, Any]] = {}  # step -> position in the prompt stream after its rollouts
-        # one thread for all work: the graders that it starts are ended when it ends
+        # one thread for all work, because the graders that a thread starts are ended when the thread ends
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
 
     @property

@@ -53,7 +53,7 @@ class Writer:
 
     def __init__(self, directory: Path, streams: int = 1) -> None:
         self._directory = directory
-        self.streams = tuple(Stream(directory, i, streams) for i in range(streams))
+        self.streams = tuple(ArchiveWriter(directory, i, streams) for i in range(streams))
 
     def finish(self, common: Mapping[str, Any]) -> None:
         """Close the streams, then write `common.pt`, `.metadata` and `metadata.json`.
@@ -102,7 +102,7 @@ class _Written:
     shape: torch.Size = torch.Size()  # noqa: RUF009
 
 
-class Stream:
+class ArchiveWriter:
     """Writes archives one after the other, into files of about 4 GiB. Only one thread may use it.
 
     The files are `__0_{first}.distcp`, `__0_{first + step}.distcp` and so on.

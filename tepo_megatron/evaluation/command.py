@@ -38,7 +38,7 @@ EngineFactory = Callable[[Config, LaunchSpec, Path], RolloutEngine]
 
 
 @dataclass(frozen=True)
-class Request:
+class EvaluationRequest:
     """Arguments of `tepo evaluate`.
 
     Attributes:
@@ -58,7 +58,7 @@ class Request:
     published: str
 
 
-def settings(request: Request) -> Config:
+def settings(request: EvaluationRequest) -> Config:
     """Return the config of an evaluation, with all seven benchmarks if it names none. Raises ConfigError."""
     if request.config is None:
         layers = Layers()
@@ -72,7 +72,7 @@ def settings(request: Request) -> Config:
     return replace(cfg, evaluation=replace(cfg.evaluation, benchmarks=list(get_args(Benchmark))))
 
 
-def run(request: Request, tell: Callable[[str], None], make_engine: EngineFactory | None = None) -> Path:
+def run(request: EvaluationRequest, tell: Callable[[str], None], make_engine: EngineFactory | None = None) -> Path:
     """Evaluate, print the tables and write the folder; return the folder.
 
     Args:
@@ -109,7 +109,7 @@ def run(request: Request, tell: Callable[[str], None], make_engine: EngineFactor
 
 
 def _evaluate(
-    cfg: Config, request: Request, out: Path, tell: Callable[[str], None], make_engine: EngineFactory | None
+    cfg: Config, request: EvaluationRequest, out: Path, tell: Callable[[str], None], make_engine: EngineFactory | None
 ) -> EvaluationFolder:
     tokenizer = load_tokenizer(cfg.model.path)
     suite = load_benchmarks(cfg.evaluation, tokenizer, cfg.data.max_prompt_tokens)

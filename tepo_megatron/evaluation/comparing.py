@@ -10,7 +10,7 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.folder import read_record, samples_file
 from tepo_megatron.evaluation.results import compare
-from tepo_megatron.evaluation.samples import Sample, read_samples
+from tepo_megatron.evaluation.samples import BenchmarkSample, read_samples
 from tepo_megatron.evaluation.tables import Grid, comparison
 
 
@@ -53,7 +53,7 @@ def _samples_of(entry: dict[str, Any]) -> int:
     return int(protocol.get("problems", 0)) * int(protocol.get("samples", 0))
 
 
-def _common(pair: Sequence[Sequence[Sample]], name: str) -> list[list[Sample]]:
+def _common(pair: Sequence[Sequence[BenchmarkSample]], name: str) -> list[list[BenchmarkSample]]:
     """Return the samples of the problems that both evaluations have. Raises DataError if there are none."""
     first, second = ({sample.problem for sample in samples} for samples in pair)
     if not first & second:

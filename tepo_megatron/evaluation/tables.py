@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.published import COLUMNS, Published
-from tepo_megatron.evaluation.results import Comparison, Result, over_benchmarks, over_samples
+from tepo_megatron.evaluation.results import BenchmarkComparison, Result, over_benchmarks, over_samples
 from tepo_megatron.evaluation.statistics import Interval
 from tepo_megatron.utils.escaping import escaped
 
@@ -132,7 +132,7 @@ def beside_the_paper(title: str, results: Mapping[str, Result], published: Seque
     )
 
 
-def comparison(ours: str, theirs: str, compared: Mapping[str, Comparison]) -> Grid:
+def comparison(ours: str, theirs: str, compared: Mapping[str, BenchmarkComparison]) -> Grid:
     """Return the table of two runs, paired by problem.
 
     Args:

@@ -260,7 +260,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
     return found.records
 
 
-def read_steps(run_dir: Path) -> records.Steps:
+def read_steps(run_dir: Path) -> records.StepRecords:
     """Return a run's records and the file's faults as text. Raise DataError, naming the file, if there is no record."""
     path = run_dir / METRICS_FILE
     try:

@@ -19,13 +19,13 @@ class Items:
 
     Attributes:
         costs: Cost of each sequence, in any unit.
-        tokens: Padded tokens of each sequence, at most `room`.
-        room: Capacity of a microbatch in tokens.
+        tokens: Padded tokens of each sequence, at most `capacity`.
+        capacity: Capacity of a microbatch in tokens.
     """
 
     costs: list[float]
     tokens: list[int]
-    room: int
+    capacity: int
 
 
 def assign_ranks(costs: Sequence[float], dp: int, count: int, bubble: float, group_longest: bool) -> list[list[int]]:
@@ -108,21 +108,21 @@ def fill(sequences: Sequence[int], items: Items, weights: Sequence[float]) -> li
     share = sum(items.costs[i] for i in sequences) / sum(weights)
     lacking = [(-share * weight, m) for m, weight in enumerate(weights)]
     heapq.heapify(lacking)
-    parked: list[tuple[int, float, int]] = []  # microbatches too full for the current length: (-room, -lack, m)
+    parked: list[tuple[int, float, int]] = []  # microbatches too full for the current length: (-capacity, -lack, m)
     out: list[list[int]] = [[] for _ in weights]
-    room = [items.room] * len(weights)
+    capacity = [items.capacity] * len(weights)
     for i in sequences:
         tokens = items.tokens[i]
         while parked and -parked[0][0] >= tokens:
             heapq.heappush(lacking, heapq.heappop(parked)[1:])
-        while lacking and room[lacking[0][1]] < tokens:
+        while lacking and capacity[lacking[0][1]] < tokens:
             lack, m = heapq.heappop(lacking)
-            heapq.heappush(parked, (-room[m], lack, m))
+            heapq.heappush(parked, (-capacity[m], lack, m))
         if not lacking:
             return None
         lack, m = lacking[0]
         out[m].append(i)
-        room[m] -= tokens
+        capacity[m] -= tokens
         heapq.heapreplace(lacking, (lack + items.costs[i], m))
     return out
 
@@ -138,12 +138,12 @@ def fill_tightly(sequences: Sequence[int], items: Items, count: int) -> list[lis
         count: Number of microbatches.
     """
     out: list[list[int]] = [[] for _ in range(count)]
-    rooms = [(items.room, m) for m in range(count)]  # ascending
+    capacities = [(items.capacity, m) for m in range(count)]  # ascending
     for i in sequences:
-        at = bisect.bisect_left(rooms, (items.tokens[i], -1))
+        at = bisect.bisect_left(capacities, (items.tokens[i], -1))
         if at == count:
             return None
-        room, m = rooms.pop(at)
+        capacity, m = capacities.pop(at)
         out[m].append(i)
-        bisect.insort(rooms, (room - items.tokens[i], m))
+        bisect.insort(capacities, (capacity - items.tokens[i], m))
     return out

@@ -43,7 +43,7 @@ class Keys:
         return torch.zeros(self.mask.shape, dtype=dtype, device=self.mask.device).masked_fill_(~self.mask, -torch.inf)
 
 
-class Flash(Protocol):
+class FlashAttention(Protocol):
     """The flash attention of a platform."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -129,14 +129,15 @@ class _Cuda:
         return bias.expand(q.size(0), q.size(1), -1, -1)
 
 
-_PLATFORMS: dict[str, Flash] = {"cpu": _Cpu(), "cuda": _Cuda()}
+_PLATFORMS: dict[str, FlashAttention] = {"cpu": _Cpu(), "cuda": _Cuda()}
 
 
-def flash_of(device: torch.device) -> Flash:
+def flash_of(device: torch.device) -> FlashAttention:
     """Return the flash attention of a device's platform. Raises ConfigError if the platform has none."""
     if device.type not in _PLATFORMS:
         raise ConfigError(
-            f"training.share_prompts needs attention that tells its log-sum-exp, which {device.type} has not; set it to never"
+            f"training.share_prompts needs attention that returns its log-sum-exp, and {device.type} has none; set "
+            f"training.share_prompts=never"
         )
     return _PLATFORMS[device.type]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from tepo_megatron.config import Config
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.ops.alignment import Alignment
-from tepo_megatron.plan.activations import ON_CPU, Kernels
-from tepo_megatron.plan.compute import Machine
+from tepo_megatron.plan.activations import ON_CPU, PlannedKernels
+from tepo_megatron.plan.compute import MachineModel
 from tepo_megatron.plan.gpus import GIB, GPUS
 from tepo_megatron.plan.memory import host_bytes
 from tepo_megatron.plan.memory_parts import ELEMENT, Model
@@ -36,7 +36,7 @@ _MENDS = {
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """The options of `tepo plan`.
 
     Attributes:
@@ -56,7 +56,7 @@ class Request:
     dropped: float | None = None
 
 
-def predictor_of(cfg: Config, request: Request) -> Predictor:
+def predictor_of(cfg: Config, request: PlanRequest) -> Predictor:
     """Return the predictor of a config.
 
     Args:
@@ -71,16 +71,16 @@ def predictor_of(cfg: Config, request: Request) -> Predictor:
     family, arch = read_model(cfg.model.path)
     work = Workload.of(cfg, request.prompt, request.response, request.dropped)
     samples = cfg.rollout.samples_per_prompt
-    kernels = ON_CPU if cfg.platform == "cpu" else Kernels("sdpa" if cfg.model.attention == "sdpa" else "te")
+    kernels = ON_CPU if cfg.platform == "cpu" else PlannedKernels("sdpa" if cfg.model.attention == "sdpa" else "te")
     if families_of(cfg.training, cfg.platform, samples, work.prompt, samples, Alignment(cfg.parallel.cp)) is not None:
         kernels = replace(kernels, attention="shared")
     element = ELEMENT[cfg.model.dtype]
     model = Model(family, arch, element, recompute=cfg.training.recompute, kernels=kernels)
     matmul_size = 1 if cfg.model.precision.startswith("fp8") else element
-    return Predictor(cfg, model, Machine(GPUS[request.gpu], matmul_size), work)
+    return Predictor(cfg, model, MachineModel(GPUS[request.gpu], matmul_size), work)
 
 
-def plan(predictor: Predictor, request: Request, tell: Callable[[str], None]) -> int:
+def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]) -> int:
     """Report what a config needs and how fast it would be.
 
     Args:

@@ -6,7 +6,7 @@ from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.gpus import ASSUMED, GIB, Assumptions, Gpu
-from tepo_megatron.plan.memory_parts import ELEMENT, Model, State
+from tepo_megatron.plan.memory_parts import ELEMENT, Model, MemoryState
 from tepo_megatron.weights.ops import Architecture
 
 
@@ -48,7 +48,7 @@ def engine_share(cfg: ServerConfig, assumed: Assumptions = ASSUMED) -> float:
     return assumed.engine_share
 
 
-def generating(cfg: ServerConfig, dtype: str, model: Model, gpu: Gpu, assumed: Assumptions = ASSUMED) -> State:
+def generating(cfg: ServerConfig, dtype: str, model: Model, gpu: Gpu, assumed: Assumptions = ASSUMED) -> MemoryState:
     """Return the engine's part of a GPU: weights, working memory, and the rest of its share for the KV cache.
 
     Args:
@@ -63,7 +63,7 @@ def generating(cfg: ServerConfig, dtype: str, model: Model, gpu: Gpu, assumed: A
         cache = cfg.kv_cache_gib * GIB
     else:
         cache = max(0.0, engine_share(cfg, assumed) * gpu.memory - weights - assumed.engine_other)
-    return State("generate", {"engine's weights": weights, "KV cache": cache, "engine's other": assumed.engine_other})
+    return MemoryState("generate", {"engine's weights": weights, "KV cache": cache, "engine's other": assumed.engine_other})
 
 
 def sleeping_bytes(cfg: RolloutConfig, assumed: Assumptions = ASSUMED) -> int:

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tepo_megatron.plan.compute import Machine, attention_operations, layer_operations
+from tepo_megatron.plan.compute import MachineModel, attention_operations, layer_operations
 from tepo_megatron.plan.engine_memory import kv_bytes
 from tepo_megatron.plan.memory_parts import Model
 from tepo_megatron.weights.ops import Architecture
@@ -26,7 +26,7 @@ class Engine:
     """
 
     model: Model
-    machine: Machine
+    machine: MachineModel
     tp: int
     cache: float
     sequences: int

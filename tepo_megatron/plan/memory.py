@@ -21,7 +21,7 @@ from tepo_megatron.plan import activations, parameters
 from tepo_megatron.plan.activations import Recompute, SavedActivations
 from tepo_megatron.plan.engine_memory import generating, sleeping_bytes
 from tepo_megatron.plan.gpus import ASSUMED, GPUS_PER_NODE, Assumptions, Gpu
-from tepo_megatron.plan.memory_parts import ELEMENT, Model, State
+from tepo_megatron.plan.memory_parts import ELEMENT, Model, MemoryState
 from tepo_megatron.plan.parameters import Held
 from tepo_megatron.plan.placement import placement_of
 from tepo_megatron.utils.host_sizes import arena_bytes
@@ -84,7 +84,7 @@ def checkpoint_bytes(held: Held, precision: str) -> int:
 
 
 @dataclass(frozen=True)
-class Trainer:
+class TrainerMemory:
     """What determines the memory of the trainer's ranks.
 
     Attributes:
@@ -104,14 +104,14 @@ class Trainer:
     sequence_tokens: int
 
     @classmethod
-    def of(cls, cfg: Config, model: Model) -> Trainer:
+    def of(cls, cfg: Config, model: Model) -> TrainerMemory:
         """Return the trainer of a config and its model."""
         return cls(model, cfg.parallel, cfg.training, cfg.model, cfg.optimizer, cfg.sequence_tokens)
 
-    def state(self, assumed: Assumptions = ASSUMED) -> State:
+    def state(self, assumed: Assumptions = ASSUMED) -> MemoryState:
         """Return the memory of the fullest pipeline stage in the backward pass of an update with full microbatches."""
         found = [self._stage(rank, assumed) for rank in range(self.parallel.pp)]
-        return State("train", max(found, key=lambda parts: sum(parts.values())))
+        return MemoryState("train", max(found, key=lambda parts: sum(parts.values())))
 
     def held(self, rank: int, dp_cp_rank: int = 0) -> Held:
         """Return the elements that a rank holds, by its pipeline rank and its rank in dp x cp."""
@@ -172,7 +172,7 @@ class Trainer:
             most = max(most, again + 2 * (mine - stays))
         return most
 
-    def _terms(self, sparse: bool, *, again: bool = False) -> list[activations.Term]:
+    def _terms(self, sparse: bool, *, again: bool = False) -> list[activations.ActivationTerm]:
         """Return the terms of a layer. `again`: all of them, including the recomputed ones."""
         model = self.model
         recompute: Recompute = "none" if again else model.recompute
@@ -201,7 +201,9 @@ def _in_passing(model: Model, parallel: ParallelConfig, tokens: int) -> float:
     return model.element * (largest + tokens * (3 * ffn / tp + 2 * arch.hidden_size))
 
 
-def states(trainer: Trainer, rollout: RolloutConfig, sync: SyncConfig, gpu: Gpu, assumed: Assumptions = ASSUMED) -> list[State]:
+def states(
+    trainer: TrainerMemory, rollout: RolloutConfig, sync: SyncConfig, gpu: Gpu, assumed: Assumptions = ASSUMED
+) -> list[MemoryState]:
     """Return all states that must fit, for the mesh and for the placement of trainer and engine.
 
     Args:
@@ -217,13 +219,13 @@ def states(trainer: Trainer, rollout: RolloutConfig, sync: SyncConfig, gpu: Gpu,
     names = ("weights", "gradients", "optimizer", FP8_WORKSPACES, "context, NCCL")
     stays = {name: train.parts[name] for name in names if name in train.parts}
     if placement_of(trainer.parallel.world_size, rollout).kind == "apart":
-        return [train, State("sync", stays | buckets), generate]
+        return [train, MemoryState("sync", stays | buckets), generate]
     engine = {name: generate.parts[name] for name in ("engine's weights", "engine's other")}
     mine = {"weights": stays["weights"], "context, NCCL": stays["context, NCCL"]}
     return [
-        State("train", {**train.parts, "sleeping engine": sleeping_bytes(rollout, assumed)}),
-        State("sync", mine | engine | buckets),
-        State("generate", {**generate.parts, "trainer's context, NCCL": assumed.reserved}),
+        MemoryState("train", {**train.parts, "sleeping engine": sleeping_bytes(rollout, assumed)}),
+        MemoryState("sync", mine | engine | buckets),
+        MemoryState("generate", {**generate.parts, "trainer's context, NCCL": assumed.reserved}),
     ]
 
 
@@ -237,7 +239,7 @@ def host_bytes(cfg: Config, model: Model) -> dict[str, float]:
     """
     tp, whole = cfg.parallel.tp, cfg.parallel.dp * cfg.parallel.cp
     ranks = [(rank // (tp * whole), rank // tp % whole) for rank in range(cfg.parallel.world_size)]
-    trainer, has_reference = Trainer.of(cfg, model), bool(cfg.objective.ref_beta)
+    trainer, has_reference = TrainerMemory.of(cfg, model), bool(cfg.objective.ref_beta)
     of_ranks = {
         rank: _host_bytes_of(trainer, cfg.rollout, cfg.checkpoint, has_reference, *rank) for rank in dict.fromkeys(ranks)
     }
@@ -257,7 +259,12 @@ def host_bytes(cfg: Config, model: Model) -> dict[str, float]:
 
 
 def _host_bytes_of(
-    trainer: Trainer, rollout: RolloutConfig, checkpoint: CheckpointConfig, has_reference: bool, pp_rank: int, dp_cp_rank: int
+    trainer: TrainerMemory,
+    rollout: RolloutConfig,
+    checkpoint: CheckpointConfig,
+    has_reference: bool,
+    pp_rank: int,
+    dp_cp_rank: int,
 ) -> dict[str, float]:
     model, parallel, optimizer, dtype = trainer.model, trainer.parallel, trainer.optimizer, trainer.precision.dtype
     held = trainer.held(pp_rank, dp_cp_rank)

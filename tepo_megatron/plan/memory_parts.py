@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tepo_megatron.plan.activations import Kernels, Recompute
+from tepo_megatron.plan.activations import PlannedKernels, Recompute
 from tepo_megatron.weights.families import Family
 from tepo_megatron.weights.ops import Architecture
 
@@ -20,11 +20,11 @@ class Model:
     arch: Architecture
     element: int = 2  # bytes of a weight and of an activation
     recompute: Recompute = "none"  # `training.recompute`
-    kernels: Kernels = field(default_factory=Kernels)
+    kernels: PlannedKernels = field(default_factory=PlannedKernels)
 
 
 @dataclass(frozen=True)
-class State:
+class MemoryState:
     """Memory of one GPU at the fullest moment of a state."""
 
     name: str  # train, sync or generate

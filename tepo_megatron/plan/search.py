@@ -11,8 +11,8 @@ from tepo_megatron.config import Config, RolloutConfig, SyncConfig, TrainingConf
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan.engine_memory import kv_bytes
 from tepo_megatron.plan.gpus import GIB, GPUS_PER_NODE
-from tepo_megatron.plan.memory import Trainer, states
-from tepo_megatron.plan.memory_parts import State
+from tepo_megatron.plan.memory import TrainerMemory, states
+from tepo_megatron.plan.memory_parts import MemoryState
 from tepo_megatron.plan.placement import placement_of
 from tepo_megatron.plan.step import Predictor, Step
 
@@ -29,12 +29,12 @@ class LayoutCandidate:
     """
 
     cfg: Config
-    states: tuple[State, ...] = ()
+    states: tuple[MemoryState, ...] = ()
     step: Step | None = None
     why: str = ""
 
     @property
-    def fullest(self) -> State:
+    def fullest(self) -> MemoryState:
         """Return the state with the most bytes."""
         return max(self.states, key=lambda state: state.total)
 
@@ -77,7 +77,7 @@ def judge(predictor: Predictor, *, timed: bool = True) -> LayoutCandidate:
         return LayoutCandidate(cfg, why=str(e).partition(";")[0])
     if fault := predictor.placement.fault:
         return LayoutCandidate(cfg, why=fault)
-    found = tuple(states(Trainer.of(cfg, model), cfg.rollout, cfg.sync, gpu, predictor.machine.assumed))
+    found = tuple(states(TrainerMemory.of(cfg, model), cfg.rollout, cfg.sync, gpu, predictor.machine.assumed))
     layout = LayoutCandidate(cfg, found)
     over = layout.fullest.total - gpu.memory
     if over > 0:

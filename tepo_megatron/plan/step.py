@@ -15,11 +15,11 @@ from tepo_megatron.ops.planning import plan_metrics, plan_microbatches
 from tepo_megatron.ops.shared_prompts import pieces_of
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.activations import microbatches_in_flight
-from tepo_megatron.plan.compute import Cost, Machine, stage_seconds
+from tepo_megatron.plan.compute import Cost, MachineModel, stage_seconds
 from tepo_megatron.plan.engine_memory import generating
 from tepo_megatron.plan.generation import Engine
 from tepo_megatron.plan.gpus import GPUS_PER_NODE
-from tepo_megatron.plan.memory import Trainer, state_bytes
+from tepo_megatron.plan.memory import TrainerMemory, state_bytes
 from tepo_megatron.plan.memory_parts import ELEMENT, Model
 from tepo_megatron.plan.placement import Placement, placement_of
 from tepo_megatron.plan.workload import Workload, families_of
@@ -99,7 +99,7 @@ class Predictor:
 
     cfg: Config
     model: Model
-    machine: Machine
+    machine: MachineModel
     workload: Workload
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -155,7 +155,7 @@ class Predictor:
         cfg, parallel = self.cfg, self.cfg.parallel
         if not cfg.training.offload_activations:
             return 0.0
-        trainer = Trainer.of(cfg, self.model)
+        trainer = TrainerMemory.of(cfg, self.model)
         of_a_microbatch = max(trainer.kept(rank).host / microbatches_in_flight(parallel, rank) for rank in range(parallel.pp))
         return 2 * of_a_microbatch * tokens / cfg.training.max_tokens_per_microbatch / self.host_rate
 

@@ -9,7 +9,7 @@ from tepo_megatron.errors import ConfigError
 from tepo_megatron.report.drawing import STYLE, Curves
 from tepo_megatron.report.page import render
 from tepo_megatron.report.picture import draw, save_picture, write_picture
-from tepo_megatron.report.run import Run, Summary, read_run
+from tepo_megatron.report.run import RunRecord, Summary, read_run
 from tepo_megatron.utils.atomic import replace_file
 
 __all__ = [

@@ -17,8 +17,8 @@ from matplotlib.gridspec import SubplotSpec
 from tepo_megatron.errors import DataError
 from tepo_megatron.report.drawing import BLUE, GREEN, MUTED, ORANGE, PERCENT, PURPLE, RED, legend, stacked
 from tepo_megatron.report.figures import NOTHING
-from tepo_megatron.report.run import Run
-from tepo_megatron.report.samples import Group, Sample
+from tepo_megatron.report.run import RunRecord
+from tepo_megatron.report.samples import Group, ReportSample
 from tepo_megatron.report.words import of_text, shortened
 
 SHOWN = 4  # steps in the table
@@ -62,7 +62,7 @@ class BenchmarkPanel:
         return [(name, *(_written(self.scores[step].get(name)) for step in self._shown)) for name in self.names]
 
 
-def read_benchmarks(run: Run) -> BenchmarkPanel:
+def read_benchmarks(run: RunRecord) -> BenchmarkPanel:
     """Read the benchmarks of a run. Missing files are skipped, and unreadable ones become notes."""
     folders = {int(path.name.removeprefix("step-")): path for path in (run.folder / "evaluation").glob("step-[0-9]*[0-9]")}
     scores: dict[int, dict[str, tuple[float, float]]] = {}
@@ -140,9 +140,9 @@ def _changed(name: str, by_step: Mapping[int, Mapping[int, Sequence[dict[str, An
     return groups
 
 
-def _sample(title: str, rows: Sequence[dict[str, Any]], mean: float) -> Sample:
+def _sample(title: str, rows: Sequence[dict[str, Any]], mean: float) -> ReportSample:
     row = min(rows, key=lambda r: abs(r["score"] - mean))
     facts = [f"score {row['score']:.3g}", str(row["status"]), f"{row['tokens']} tokens"]
     if row["stop"] == "length":
         facts.append("cut off at the length limit")
-    return Sample(title, row["score"] > 0.5, facts, str(row["gold"]), (), shortened(of_text(row["text"], "response")))
+    return ReportSample(title, row["score"] > 0.5, facts, str(row["gold"]), (), shortened(of_text(row["text"], "response")))

@@ -12,7 +12,7 @@ from matplotlib.gridspec import SubplotSpec
 
 from tepo_megatron.report import panels
 from tepo_megatron.report.drawing import STYLE, steps_along
-from tepo_megatron.report.run import Run
+from tepo_megatron.report.run import RunRecord
 from tepo_megatron.report.svg import listed, to_svg
 
 _INCHES = (5.3, 3.1)  # text of 10 points stays readable if this is scaled to the width of a phone
@@ -38,7 +38,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Section:
+class ChartSection:
     """Charts under one heading."""
 
     name: str
@@ -68,7 +68,7 @@ def chart(name: str, caption: str, panel: Panel, last_step: float | None) -> Cha
         return Chart(title, caption, to_svg(figure, name), listed(figure))
 
 
-def sections(run: Run, prefix: str) -> list[Section]:
+def sections(run: RunRecord, prefix: str) -> list[ChartSection]:
     """Return the charts of one run.
 
     Args:
@@ -95,7 +95,7 @@ def sections(run: Run, prefix: str) -> list[Section]:
     if curves.named("memory/"):
         time.append(draw(panels.memory, "Of the rank that holds most, and of all servers together."))
     return [
-        Section(
+        ChartSection(
             "Learning",
             [
                 draw(panels.learning, "Of all that was sampled; diamonds: held-out problems, ± standard error.", evaluations),
@@ -104,7 +104,7 @@ def sections(run: Run, prefix: str) -> list[Section]:
                 draw(panels.sampling, "Groups all right or all wrong have no advantage; by default they are not trained on."),
             ],
         ),
-        Section(
+        ChartSection(
             "TEPO",
             [
                 draw(panels.ratio, "Geometric mean of a sequence's token ratios. Clip bounds act outside 1 ± eps."),
@@ -116,5 +116,5 @@ def sections(run: Run, prefix: str) -> list[Section]:
                 draw(panels.constraints, "What holds the policy back: the bounds of the ratio, and the KL under the mask."),
             ],
         ),
-        Section("Mismatch and time", time),
+        ChartSection("Mismatch and time", time),
     ]

@@ -15,7 +15,7 @@ from tepo_megatron.data.schemas import Messages, detect, take
 from tepo_megatron.data.sources import Source
 from tepo_megatron.errors import DataError
 from tepo_megatron.report.drawing import INK, PERCENT, stacked
-from tepo_megatron.report.run import Run
+from tepo_megatron.report.run import RunRecord
 
 EVALUATION_FILE = "evaluation.jsonl"
 MOST = 8  # problems that are listed
@@ -53,7 +53,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Problem:
+class HeldOutProblem:
     """A held-out problem and its scores before and after the run.
 
     Attributes:
@@ -85,7 +85,7 @@ class HeldOut:
 
     accuracies: Sequence[tuple[str, str]]
     change: Change | None
-    changed: Sequence[Problem]
+    changed: Sequence[HeldOutProblem]
     after: Mapping[int, float]
     notes: Sequence[str] = ()
 
@@ -106,7 +106,7 @@ def change(scores: Mapping[int, float], baseline: Mapping[int, float]) -> Change
     return Change(100 * found.mean, interval, found.better, found.worse, len(scores) - found.better - found.worse)
 
 
-def read_held_out(run: Run) -> HeldOut:
+def read_held_out(run: RunRecord) -> HeldOut:
     """Read summary.json and evaluation.jsonl. Missing files give empty results. Raises DataError for a malformed one."""
     found = [] if run.summary is None else run.summary.evaluations
     accuracies = [(f"step {step}", f"{accuracy:.1%} ± {100 * error:.1f}") for step, accuracy, error in found]
@@ -118,7 +118,7 @@ def read_held_out(run: Run) -> HeldOut:
     order = sorted(scores.after, key=lambda p: -abs(scores.after[p] - scores.before[p]))
     most = [p for p in order[:MOST] if scores.after[p] != scores.before[p]]
     rows = _rows(run.cfg.data, most)
-    changed = [Problem(p, scores.before[p], scores.after[p], *rows.get(p, ("", ""))) for p in most]
+    changed = [HeldOutProblem(p, scores.before[p], scores.after[p], *rows.get(p, ("", ""))) for p in most]
     notes = [f"{EVALUATION_FILE}: {fault}." for fault in faults]
     return HeldOut(accuracies, change(scores.after, scores.before), changed, scores.after, notes)
 

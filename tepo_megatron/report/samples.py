@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import CheckpointError, DataError
-from tepo_megatron.report.run import Run
-from tepo_megatron.report.words import Piece, of_tokens, shortened
+from tepo_megatron.report.run import RunRecord
+from tepo_megatron.report.words import TextSpan, of_tokens, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,7 @@ MOST_CHANGED = 3  # prompts shown
 
 
 @dataclass(frozen=True)
-class Sample:
+class ReportSample:
     """One response to show.
 
     Attributes:
@@ -38,8 +38,8 @@ class Sample:
     right: bool
     facts: Sequence[str]
     answer: str
-    prompt: Sequence[Piece]
-    response: Sequence[Piece]
+    prompt: Sequence[TextSpan]
+    response: Sequence[TextSpan]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Group:
     """Samples under one heading."""
 
     title: str
-    samples: Sequence[Sample]
+    samples: Sequence[ReportSample]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Samples:
     notes: Sequence[str]
 
 
-def read_samples(run: Run) -> Samples:
+def read_samples(run: RunRecord) -> Samples:
     """Read samples from the rollouts that a run recorded or replayed. What cannot be read becomes a note."""
     replayed = run.cfg.rollout.replay
     folder = run.folder / "rollouts"
@@ -88,7 +88,7 @@ def read_samples(run: Run) -> Samples:
     return Samples(groups, notes)
 
 
-def _tokenizer(run: Run, notes: list[str]) -> PreTrainedTokenizerBase | None:
+def _tokenizer(run: RunRecord, notes: list[str]) -> PreTrainedTokenizerBase | None:
     """Load the model's tokenizer or, if the model has moved, the exported model's; None with a note if both are missing."""
     from tepo_megatron.data import load_tokenizer
 
@@ -137,7 +137,7 @@ def _of_prompt(prompt: int, pair: Sequence[tuple[int, Sequence[Rollout]]], token
     return Group(f"most changed: prompt {prompt}, {' → '.join(means)}", samples)
 
 
-def _sample(title: str, rollout: Rollout, tokenizer: PreTrainedTokenizerBase | None) -> Sample:
+def _sample(title: str, rollout: Rollout, tokenizer: PreTrainedTokenizerBase | None) -> ReportSample:
     prompt, response = of_tokens(rollout.token_ids_L.tolist(), rollout.response_mask_L.tolist(), tokenizer)
     mean_logprob = rollout.rollout_logprobs_L[rollout.response_mask_L].mean().item() if rollout.response_length else 0.0
     facts = [
@@ -150,4 +150,4 @@ def _sample(title: str, rollout: Rollout, tokenizer: PreTrainedTokenizerBase | N
     ]
     if rollout.score != rollout.reward:
         facts.insert(1, f"score {rollout.score:.3g}")
-    return Sample(title, rollout.score > 0.5, facts, rollout.answer, shortened(prompt), shortened(response))
+    return ReportSample(title, rollout.score > 0.5, facts, rollout.answer, shortened(prompt), shortened(response))

@@ -12,7 +12,7 @@ from tepo_megatron.rewards.gold import gold_fault
 from tepo_megatron.rewards.math import STATUSES, MathTerm
 from tepo_megatron.rewards.pool import PoolLimits
 from tepo_megatron.rewards.simple import CustomTerm, FormatTerm, LengthTerm, check_function
-from tepo_megatron.rewards.terms import Decode, Term, WeightedReward
+from tepo_megatron.rewards.terms import Decode, RewardTerm, WeightedReward
 from tepo_megatron.types import Rollout
 
 __all__ = ["STATUSES", "Decode", "Reward", "build_reward", "check_reward", "gold_fault"]
@@ -69,7 +69,7 @@ def _limits(cfg: RewardConfig) -> PoolLimits:
     return PoolLimits(cfg.workers, cfg.soft_seconds, cfg.hard_seconds, cfg.memory_mib)
 
 
-def _http(cfg: RewardConfig, entry: Any) -> Term:
+def _http(cfg: RewardConfig, entry: Any) -> RewardTerm:
     from tepo_megatron.rewards.remote import HttpTerm  # httpx takes a while, and every rank imports this package
 
     return HttpTerm(
@@ -81,7 +81,7 @@ def _http(cfg: RewardConfig, entry: Any) -> Term:
     )
 
 
-_TERMS: dict[str, Callable[[RewardConfig, Any], Term]] = {
+_TERMS: dict[str, Callable[[RewardConfig, Any], RewardTerm]] = {
     "math": lambda cfg, entry: MathTerm(last_boxed, cfg.max_answer_chars, _limits(cfg)),
     "answer_line": lambda cfg, entry: MathTerm(last_answer, cfg.max_answer_chars, _limits(cfg)),
     "format": lambda cfg, entry: FormatTerm(entry.pattern, _limits(cfg)),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tepo_megatron.errors import RewardError
-from tepo_megatron.rewards.process import START_SECONDS, Worker, WorkerBroken, WorkerOutcome
+from tepo_megatron.rewards.process import START_SECONDS, GradingWorker, WorkerBroken, WorkerOutcome
 from tepo_megatron.utils.memory_kills import MemoryKills
 
 _log = logging.getLogger(__name__)
@@ -101,13 +101,13 @@ class GradingPool:
             worker.kill()
         self._workers = []
 
-    def _start(self) -> Worker:
+    def _start(self) -> GradingWorker:
         try:
-            return Worker(self._command, self._limits.soft_seconds, self._limits.memory_mib)
+            return GradingWorker(self._command, self._limits.soft_seconds, self._limits.memory_mib)
         except OSError as e:
             raise RewardError(f"cannot start a grading worker ({e}); lower reward.workers") from e
 
-    def _replace(self, worker: Worker) -> None:
+    def _replace(self, worker: GradingWorker) -> None:
         worker.kill()
         self._workers[self._workers.index(worker)] = self._start()
 
@@ -154,7 +154,7 @@ class GradingPool:
             except WorkerBroken:
                 self._settle(worker, "died", outcomes)
 
-    def _read(self, worker: Worker, outcomes: dict[int, WorkerOutcome]) -> None:
+    def _read(self, worker: GradingWorker, outcomes: dict[int, WorkerOutcome]) -> None:
         outcome = worker.receive()
         if outcome is not None:
             assert worker.task is not None
@@ -164,7 +164,7 @@ class GradingPool:
         elif time.monotonic() >= worker.deadline:  # a reply that never ends
             self._settle(worker, "timeout", outcomes)
 
-    def _settle(self, worker: Worker, status: Literal["timeout", "died"], outcomes: dict[int, WorkerOutcome]) -> None:
+    def _settle(self, worker: GradingWorker, status: Literal["timeout", "died"], outcomes: dict[int, WorkerOutcome]) -> None:
         """Record the outcome of a worker that will not reply, or schedule its request again, and replace the worker.
 
         Raises RewardError if starting the worker again would be useless.
@@ -186,7 +186,7 @@ class GradingPool:
             self._failed_starts += 1
         self._replace(worker)
 
-    def _report(self, worker: Worker, again: bool) -> None:
+    def _report(self, worker: GradingWorker, again: bool) -> None:
         """Warn about a worker that was lost with a request, for the first ten only: answers may kill workers on purpose."""
         self._deaths += 1
         if self._deaths > _MOST_REPORTED:

@@ -44,7 +44,7 @@ class WorkerBroken(Exception):
     """The process is gone, or sent an invalid reply."""
 
 
-class Worker:
+class GradingWorker:
     """One child process and its current request.
 
     Attributes:

@@ -45,7 +45,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepRecords:
     """The step records of a run, sorted.
 
     Attributes:
@@ -95,7 +95,7 @@ def read_lines(path: Path, first: str) -> list[Line]:
     return parse_lines(path.read_bytes(), first)
 
 
-def steps_of(lines: Iterable[Line], last: int | None = None) -> Steps:
+def steps_of(lines: Iterable[Line], last: int | None = None) -> StepRecords:
     """Sort the step records: each step once, in order.
 
     Of two records of the same step the later one in the file is kept, because it comes from the later attempt.
@@ -104,7 +104,7 @@ def steps_of(lines: Iterable[Line], last: int | None = None) -> Steps:
         lines: Lines of `metrics.jsonl`, from `parse_lines`.
         last: Last step to keep; a missing step up to it is a fault. None: keep all steps up to the greatest.
     """
-    found = Steps([])
+    found = StepRecords([])
     by_step: dict[int, Line] = {}
     doubled: list[int] = []
     unreadable: list[tuple[Line, str]] = []

@@ -54,7 +54,7 @@ class GroupSpec:
 
 
 @dataclass(frozen=True)
-class Content:
+class TensorEntry:
     """One tensor of a bucket."""
 
     name: str
@@ -79,7 +79,7 @@ class Bucket:
 
     number: int  # of the round in its update, from 0
     sender: int  # index of the sender and of its group
-    contents: tuple[Content, ...]
+    contents: tuple[TensorEntry, ...]
     handle: Handle | None = None  # of the shared buffer; None: the bucket is broadcast
 
     @property
@@ -100,7 +100,7 @@ class Bucket:
     def from_json(cls, text: str) -> Bucket:
         """Return the bucket that `to_json` wrote."""
         read = json.loads(text)
-        contents = tuple(Content(c["name"], tuple(c["shape"]), c["dtype"], c["crc32"]) for c in read["contents"])
+        contents = tuple(TensorEntry(c["name"], tuple(c["shape"]), c["dtype"], c["crc32"]) for c in read["contents"])
         handle = None if read["handle"] is None else Handle(**read["handle"])
         return cls(read["number"], read["sender"], contents, handle)
 
@@ -112,7 +112,7 @@ class Bucket:
             yield content.name, tensor
 
 
-def pack(tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: bool) -> tuple[Content, ...]:
+def pack(tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: bool) -> tuple[TensorEntry, ...]:
     """Copy tensors into a buffer in the layout of a `Bucket`; with the widest dtypes first, it has no gaps.
 
     Args:
@@ -120,18 +120,18 @@ def pack(tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: boo
         row: The buffer, uint8, on any device.
         with_checksums: Whether to compute each tensor's CRC-32.
     """
-    contents: list[Content] = []
+    contents: list[TensorEntry] = []
     end = 0
     for name, tensor in tensors:
         start = _aligned(end, tensor.dtype)
         end = start + tensor.nbytes
         row[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         checksum = crc32(tensor) if with_checksums else None
-        contents.append(Content(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum))
+        contents.append(TensorEntry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum))
     return tuple(contents)
 
 
-def _places(contents: Sequence[Content]) -> list[int]:
+def _places(contents: Sequence[TensorEntry]) -> list[int]:
     """Return the offset of each tensor in the buffer, and the end of the last one."""
     places, end = [], 0
     for content in contents:

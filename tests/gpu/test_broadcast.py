@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tepo_megatron.distributed.meeting_store import open_store
-from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, Bucket, Content, GroupSpec, arrived_key
+from tepo_megatron.weight_sync.broadcast_group import SENDER, BroadcastGroup, Bucket, TensorEntry, GroupSpec, arrived_key
 
 if torch.cuda.device_count() < 2:
     pytest.skip("NCCL takes no two ranks on one GPU", allow_module_level=True)
@@ -54,7 +54,7 @@ def test_rounds_arrive_on_the_other_gpu(tmp_path: Path) -> None:
         assert receiver.stdin is not None and receiver.stdout is not None
         channel = BroadcastGroup(meeting, 0, SENDER, device)
         for i, (name, tensor) in enumerate(model.items()):
-            bucket = Bucket(i, 0, (Content(name, tuple(tensor.shape), "bfloat16"),))
+            bucket = Bucket(i, 0, (TensorEntry(name, tuple(tensor.shape), "bfloat16"),))
             receiver.stdin.write(bucket.to_json() + "\n")
             receiver.stdin.flush()
             channel.start(tensor.view(torch.uint8))

@@ -14,7 +14,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
 from tepo_megatron.plan import activations
 from tepo_megatron.plan.activations import ON_CPU, final_norm_terms, kept_terms, output_bytes
-from tepo_megatron.plan.memory import Trainer, checkpoint_bytes, offload_bytes, state_bytes
+from tepo_megatron.plan.memory import TrainerMemory, checkpoint_bytes, offload_bytes, state_bytes
 from tepo_megatron.plan.memory_parts import ELEMENT, Model
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, rank_parameters
@@ -228,7 +228,7 @@ def test_the_plan_of_a_stage_is_made_of_these(tmp_path: Path) -> None:
     tiny_model(tmp_path, wide("qwen3"))
     cfg = config(tmp_path, {}, "bf16")
     family, arch = read_model(tmp_path)
-    trainer = Trainer.of(cfg, Model(family, arch, kernels=ON_CPU))
+    trainer = TrainerMemory.of(cfg, Model(family, arch, kernels=ON_CPU))
     parts = trainer.state().parts
     terms = kept_terms(arch, cfg.parallel, "none", ON_CPU, sequence=cfg.sequence_tokens)
     layer = sum(term.bytes(2) for term in terms)

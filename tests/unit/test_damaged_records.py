@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from launch.jobs import progress
 from tepo_megatron.config import LoggingConfig
 from tepo_megatron.observability.sinks import LOST_FILE, METRICS_FILE, RunLog, read_metrics
-from tepo_megatron.utils.records import Steps, parse_lines, steps_of
+from tepo_megatron.utils.records import StepRecords, parse_lines, steps_of
 
 WRITTEN, CHECKPOINT = 6, 4  # the run had recorded so many steps, and goes on from the checkpoint of that one
 RECORDS = [{"step": s, "reward/mean": s / 8, "loss/kl": None, "actor/grad_norm": 1e-3 * s} for s in range(1, WRITTEN + 1)]
@@ -211,7 +211,7 @@ def test_damage_at_random(operations: list[tuple[str, int, bytes]]) -> None:
     assert _named(found) == ALL - set(kept)
 
 
-def _named(found: Steps) -> set[int]:
+def _named(found: StepRecords) -> set[int]:
     """The steps that the faults call missing."""
     named: set[int] = set()
     for fault in found.faults:
@@ -264,9 +264,9 @@ def _accuracy(scores: dict[int, float]) -> Any:
 
 @pytest.mark.parametrize("what", ["cut", "removed", "doubled", "garbage", "windows"])
 def test_samples_of_a_benchmark(what: str, tmp_path: Path) -> None:
-    from tepo_megatron.evaluation.samples import Sample, load_samples, read_samples, to_lines
+    from tepo_megatron.evaluation.samples import BenchmarkSample, load_samples, read_samples, to_lines
 
-    made = [Sample(p, i, 1.0, "exact", "7", "7", 3, "stop", f"{p} \u2028") for p in range(3) for i in range(2)]
+    made = [BenchmarkSample(p, i, 1.0, "exact", "7", "7", 3, "stop", f"{p} \u2028") for p in range(3) for i in range(2)]
     path = tmp_path / "amc.jsonl"
     path.write_bytes(_damaged(to_lines(made).replace(b"\n", b"\n"), what))
     found, faults = load_samples(path)

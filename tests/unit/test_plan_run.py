@@ -12,10 +12,10 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
 from tepo_megatron.controller.method import resolve
 from tepo_megatron.evaluation import benchmarks
-from tepo_megatron.plan.command import Request, predictor_of
+from tepo_megatron.plan.command import PlanRequest, predictor_of
 from tepo_megatron.plan.gpus import ASSUMED, GPUS
-from tepo_megatron.plan.memory import FP8_WORKSPACES, Trainer, host_bytes, states
-from tepo_megatron.plan.memory_parts import Model, State
+from tepo_megatron.plan.memory import FP8_WORKSPACES, TrainerMemory, host_bytes, states
+from tepo_megatron.plan.memory_parts import Model, MemoryState
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, total_parameters
 from tepo_megatron.plan.step import REFILLS
@@ -36,17 +36,17 @@ def test_fp8_copies_of_weights() -> None:
         (replace(fp8, bf16_end_layers=2), 2 * 36 * layer),
         (replace(fp8, precision="fp8-blockwise"), (2 + 8 / 128**2) * 40 * layer),
     ):
-        predictor = predictor_of(replace(cfg, model=model), Request())
-        assert Trainer.of(predictor.cfg, predictor.model).state().parts.get(FP8_WORKSPACES) == expected
+        predictor = predictor_of(replace(cfg, model=model), PlanRequest())
+        assert TrainerMemory.of(predictor.cfg, predictor.model).state().parts.get(FP8_WORKSPACES) == expected
 
 
-def states_of(cfg: Config, model: Model, gpu: str) -> list[State]:
-    return states(Trainer.of(cfg, model), cfg.rollout, cfg.sync, GPUS[gpu])
+def states_of(cfg: Config, model: Model, gpu: str) -> list[MemoryState]:
+    return states(TrainerMemory.of(cfg, model), cfg.rollout, cfg.sync, GPUS[gpu])
 
 
 def test_fp8_copies_go_with_the_parameters() -> None:
     for recipe, where in (("colocated", ["train"]), ("apart", ["train", "sync"])):
-        predictor = predictor_of(load_config(f"examples/recipes/qwen3-14b-16gpu-fp8-{recipe}.yaml"), Request())
+        predictor = predictor_of(load_config(f"examples/recipes/qwen3-14b-16gpu-fp8-{recipe}.yaml"), PlanRequest())
         found = states_of(predictor.cfg, predictor.model, "H100")
         assert [state.name for state in found if FP8_WORKSPACES in state.parts] == where
 
@@ -70,7 +70,7 @@ def test_a_sleeping_engine(engine: str, tp: int, args: list[str], gives_back: in
 
 def test_page_locked_memory_of_a_machine() -> None:
     """Of Qwen3-14B: all weights, twice over cp, and the optimizer's state, once; and of two machines, the fuller one's."""
-    predictor = predictor_of(load_config("examples/recipes/qwen3-14b-8gpu-colocated.yaml"), Request())
+    predictor = predictor_of(load_config("examples/recipes/qwen3-14b-8gpu-colocated.yaml"), PlanRequest())
     whole = total_parameters(predictor.model.family.rows, predictor.model.arch)
     found = host_bytes(predictor.cfg, predictor.model)["weights and optimizer while the engine has the GPU"]
     assert found == pytest.approx((2 * 2 + 12) * whole, rel=1e-3)
@@ -102,8 +102,8 @@ def test_rounds_of_a_step() -> None:
 
 
 def test_refills_take_time_and_what_is_dropped_is_not_learned_from() -> None:
-    once, again = (predictor_of(config(rollout={"max_refills": n}), Request()) for n in (0, 9))
-    none = predictor_of(config(rollout={"max_refills": 9}), Request(dropped=0.0))
+    once, again = (predictor_of(config(rollout={"max_refills": n}), PlanRequest()) for n in (0, 9))
+    none = predictor_of(config(rollout={"max_refills": 9}), PlanRequest(dropped=0.0))
     steps = [p.step() for p in (once, again, none)]
     assert steps[1].phases["sample"] == steps[0].phases["sample"] == steps[2].phases["sample"]
     assert steps[1].phases[REFILLS] > 0 == steps[0].phases[REFILLS] == steps[2].phases[REFILLS]
@@ -141,7 +141,7 @@ def test_what_an_evaluation_samples() -> None:
     ids=str,
 )
 def test_how_often_a_run_stops(keys: dict[str, Any], evaluations: int, checkpoints: int) -> None:
-    found = whole_run(predictor_of(config(**keys), Request()), 100.0)
+    found = whole_run(predictor_of(config(**keys), PlanRequest()), 100.0)
     assert (found.evaluations, found.checkpoints) == (evaluations, checkpoints)
 
 
@@ -151,7 +151,8 @@ def test_the_whole_run() -> None:
     low, high = time_range(100.0, 0.3)
     assert (low * 1.3, high * 0.7) == (pytest.approx(100), pytest.approx(100))
     waits, writes = (
-        whole_run(predictor_of(config(checkpoint={"every": 5, "asynchronous": on}), Request()), 100.0) for on in (True, False)
+        whole_run(predictor_of(config(checkpoint={"every": 5, "asynchronous": on}), PlanRequest()), 100.0)
+        for on in (True, False)
     )
     assert writes.checkpoint > 10 * waits.checkpoint > 0 and waits.ending > writes.ending
 

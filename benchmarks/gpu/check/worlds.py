@@ -40,7 +40,7 @@ NEAR_BF16, NEAR_FP8 = (0.05, 0.1), (0.1, 0.2)  # limits of 1 - cosine of the gra
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """Two optimizer steps of a config.
 
     Attributes:
@@ -83,7 +83,7 @@ class Job:
         check.report(self.line, "passed" if good else "failed", apart, why=why, norm=norm)
 
 
-def train(check: Check, jobs: Sequence[Job], staged: bool) -> None:
+def train(check: Check, jobs: Sequence[TrainingJob], staged: bool) -> None:
     """Run the jobs and report each when it is done. After a failure the rest runs in a new world.
 
     Args:
@@ -97,7 +97,7 @@ def train(check: Check, jobs: Sequence[Job], staged: bool) -> None:
         remaining = remaining[done:]
 
 
-def _world(check: Check, jobs: Sequence[Job], staged: bool) -> int:
+def _world(check: Check, jobs: Sequence[TrainingJob], staged: bool) -> int:
     """Run jobs in one world; return the number of reported jobs: all, or those up to the first failure."""
     configs = [job.config(check.platform) for job in jobs]
     with tempfile.TemporaryDirectory(dir=check.folder) as name:

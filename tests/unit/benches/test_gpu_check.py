@@ -104,7 +104,9 @@ def test_a_part_that_takes_too_long_is_cut_off_and_keeps_its_lines(tmp_path: Pat
 def test_a_layout_that_fails_leaves_the_others(tmp_path: Path) -> None:
     """Two key-value heads are not split over 3 ranks: that job fails with the rank's reason, and the next one trains."""
     here, case = Check("cpu", tmp_path, tmp_path / "lines", 60.0), cases.make_case(tmp_path, tied=True)
-    worlds.train(here, [worlds.Job(name, case, {"tp": tp}, "fp32", {}) for name, tp in (("a", 3), ("b", 1))], staged=True)
+    worlds.train(
+        here, [worlds.TrainingJob(name, case, {"tp": tp}, "fp32", {}) for name, tp in (("a", 3), ("b", 1))], staged=True
+    )
     a, b = lines.read(here.file)
     assert (a["name"], a["status"]) == ("a", "failed") and "a rank failed" in a["why"] and "3" in a["why"]
     assert (b["name"], b["status"]) == ("b", "passed") and b["value"] < 1e-5

@@ -16,14 +16,14 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.observability.sinks import read_metrics
 from tepo_megatron.report import Curves, Summary, read_run, write_report
 from tepo_megatron.report.picture import write_picture
-from tepo_megatron.report.run import Run, facts
+from tepo_megatron.report.run import RunRecord, facts
 from tests.marks import slow_but
 from tests.report_runs import SUMMARY, measured, records, write_run
 
 
 def drawn(folder: Path, summary: Summary | None = None) -> Figure:
     with matplotlib.rc_context(report.STYLE):
-        return report.draw(Run(folder, load_config(folder / "config.yaml"), Curves(read_metrics(folder)), summary))
+        return report.draw(RunRecord(folder, load_config(folder / "config.yaml"), Curves(read_metrics(folder)), summary))
 
 
 def texts(figure: Figure) -> str:

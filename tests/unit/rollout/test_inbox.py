@@ -21,7 +21,7 @@ from tepo_megatron.weight_sync.broadcast_group import (
     BroadcastGroup,
     BrokenChannel,
     Bucket,
-    Content,
+    TensorEntry,
     GroupSpec,
     UnchangedTensors,
     arrived_key,
@@ -45,7 +45,9 @@ SECONDS = 5.0
 def packed(number: int, *names: str, sender: int = 0) -> tuple[Bucket, torch.Tensor]:
     """The bucket of these tensors, with checksums, and its row."""
     row = torch.cat([MODEL[name].reshape(-1).view(torch.uint8) for name in names])
-    contents = [Content(n, tuple(MODEL[n].shape), str(MODEL[n].dtype).removeprefix("torch."), crc32(MODEL[n])) for n in names]
+    contents = [
+        TensorEntry(n, tuple(MODEL[n].shape), str(MODEL[n].dtype).removeprefix("torch."), crc32(MODEL[n])) for n in names
+    ]
     return Bucket(number, sender, tuple(contents)), row
 
 
@@ -111,9 +113,9 @@ def test_a_round_that_is_here_is_dropped_and_one_that_is_not_due_is_refused(tmp_
 @pytest.mark.parametrize(
     ("bucket", "fault"),
     [
-        (Bucket(1, 0, (Content("c.bias", (2,), "float32"),)), "1 unknown: c.bias"),
-        (Bucket(1, 0, (Content("scale", (2,), "float32"),)), "1 of another shape: scale"),
-        (Bucket(1, 0, (Content("a.weight", (2, 3), "float32"),)), "1 given twice: a.weight"),
+        (Bucket(1, 0, (TensorEntry("c.bias", (2,), "float32"),)), "1 unknown: c.bias"),
+        (Bucket(1, 0, (TensorEntry("scale", (2,), "float32"),)), "1 of another shape: scale"),
+        (Bucket(1, 0, (TensorEntry("a.weight", (2, 3), "float32"),)), "1 given twice: a.weight"),
     ],
 )
 def test_a_round_that_is_not_the_models_is_refused(bucket: Bucket, fault: str, tmp_path: Path) -> None:
