@@ -29,18 +29,18 @@ class Receiver:
         command = [sys.executable, "-m", "benchmarks._receiver", str(model), *([device] if device else [])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._threads = ThreadPoolExecutor(1)
-        self.takers = (Recipient("the receiver", "127.0.0.1", 1, self),)
+        self.recipients = (Recipient("the receiver", "127.0.0.1", 1, self),)
 
     base: int | None = None
 
-    def keep(self, names: Sequence[str]) -> None:
+    def keep_unchanged(self, names: Sequence[str]) -> None:
         raise AssertionError("nothing is kept of an earlier version")
 
     def begin_update(self, version: int) -> None:
         self._ask("begin", None)
 
-    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
-        return self._threads.submit(self._ask, "join", asdict(meetings[self.takers[0]]))
+    def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
+        return self._threads.submit(self._ask, "join", asdict(specs[self.recipients[0]]))
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
         told = [source.to_json() if isinstance(source, Bucket) else str(source) for source in sources]
@@ -78,7 +78,7 @@ def main() -> None:
         if what == "begin":
             inbox.begin(sys.argv[1], tied_embeddings=True, device=device or torch.device("cpu"))
         elif what == "join":
-            inbox.join(GroupSpec(**value), torch.device("cpu"))
+            inbox.join_groups(GroupSpec(**value), torch.device("cpu"))
         elif what == "take":
             taken = inbox.take(value)
             if device is not None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import _step_cases as cases
-from benchmarks._mends import MENDS, Mend
+from benchmarks._optimizations import OPTIMIZATIONS, Undo
 from benchmarks._plain_step import FORMS, PlainStep
 from tepo_megatron.config import Config
 from tepo_megatron.types import Rollout
@@ -82,7 +82,7 @@ def serve(
         parent: Process ID; the worker ends with that process.
         environment: Describes the world of ranks.
         pipe: Connection to the parent.
-        without: Key of MENDS of an optimization to undo; None: undo none.
+        without: Key of OPTIMIZATIONS of an optimization to undo; None: undo none.
         share_prompts: Value of training.share_prompts.
     """
     die_with_parent(parent)
@@ -95,10 +95,10 @@ def serve(
     if name.startswith("plain"):
         step = PlainStep(cfg, rollouts, name.split()[1])
     else:
-        mend = Mend() if without is None else MENDS[without]
-        mend.before()
+        undo = Undo() if without is None else OPTIMIZATIONS[without]
+        undo.before()
         step = OurStep(cfg, rollouts)
-        mend.after(step)
+        undo.after(step)
     pipe.send("ready")
     while (threads := pipe.recv()) is not None:
         torch.set_num_threads(threads)
@@ -160,7 +160,7 @@ def started(name: str, case: str, model: Path, without: str | None = None, share
         name: A key of WORKERS.
         case: One of `_step_cases.CASES`.
         model: Folder of the checkpoint.
-        without: Key of MENDS of an optimization to undo; None: undo none.
+        without: Key of OPTIMIZATIONS of an optimization to undo; None: undo none.
         share_prompts: Value of training.share_prompts.
     """
     context, size, pipes, processes = multiprocessing.get_context("spawn"), WORKERS[name], [], []

@@ -99,7 +99,7 @@ def load(file: str, model: str) -> dict[str, Any]:
         "imports_gib": before,
         "prompts": data.count,
         "tokens": sum(len(p.token_ids) for prompts, _ in data.train for p in prompts),
-        "told": "; ".join(line.removeprefix(f"{file}: ") for line in data.told),
+        "told": "; ".join(line.removeprefix(f"{file}: ") for line in data.log_lines),
     }
 
 

@@ -53,16 +53,16 @@ TARGETS = {"shm": 3.0, "group": 10.0, "ipc": 3.0}  # limits, in copies
 class Nobody:
     """A receiver that accepts everything at once, reads nothing, and never joins a process group."""
 
-    takers: tuple[Recipient, ...] = ()
+    recipients: tuple[Recipient, ...] = ()
 
-    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
+    def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
         raise AssertionError("nobody is invited")
 
     base: int | None = None
 
     def begin_update(self, version: int) -> None: ...
 
-    def keep(self, names: Sequence[str]) -> None: ...
+    def keep_unchanged(self, names: Sequence[str]) -> None: ...
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
         done: Future[None] = Future()
@@ -89,15 +89,15 @@ class Timed:
     def base(self) -> int | None:
         return self.fleet.base
 
-    def keep(self, names: Sequence[str]) -> None:
-        self.fleet.keep(names)
+    def keep_unchanged(self, names: Sequence[str]) -> None:
+        self.fleet.keep_unchanged(names)
 
     @property
-    def takers(self) -> tuple[Recipient, ...]:
-        return self.fleet.takers
+    def recipients(self) -> tuple[Recipient, ...]:
+        return self.fleet.recipients
 
-    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
-        return self.fleet.join(meetings)
+    def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
+        return self.fleet.join_groups(specs)
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
         start = time.perf_counter()
@@ -145,8 +145,8 @@ def measure(actor: Actor, cfg: Config, engine: Fleet | None, nbytes: int, pushes
             return stack.enter_context(make_weight_sync(cfg.sync, actor.bindings, actor.arch, actor.groups, receiver))
 
         syncs = {"gather": sync_to(Nobody() if main else None)} if grouped else {}
-        taker = stack.enter_context(Receiver(Path(cfg.model.path))) if grouped and main else Nobody() if main else None
-        syncs |= {"transport": sync_to(taker), "total": sync_to(receiver)}
+        recipient = stack.enter_context(Receiver(Path(cfg.model.path))) if grouped and main else Nobody() if main else None
+        syncs |= {"transport": sync_to(recipient), "total": sync_to(receiver)}
         for version in range(pushes + 1):
             once = {"copy": copy_seconds(source)} | {name: timed_push(sync, version) for name, sync in syncs.items()}
             once["loading"] = receiver.seconds if receiver is not None else 0.0

@@ -137,8 +137,8 @@ class RayMachine:
         outputs = {kept.stdout: name for name, kept in self._kept.items() if name not in self._ended}
         for output in select.select(list(outputs), [], [], seconds)[0]:
             assert output is not None
-            told = output.readline()  # written at once, so never partial; empty if supervise.py was killed
-            self._ended[outputs[output]] = int(told or 137)
+            line = output.readline()  # written at once, so never partial; empty if supervise.py was killed
+            self._ended[outputs[output]] = int(line or 137)
         return self._ended
 
 
@@ -181,7 +181,7 @@ class RayJobRunner:
     def _machines(self) -> list[Any]:
         """Return a responsive actor on each required machine. Raise Failure if the machines are not available in time."""
         deadline = time.monotonic() + self._plan.wait_seconds
-        told = 0.0
+        last_logged = 0.0
         while True:
             nodes = sorted(filter(self._usable, ray.nodes()), key=lambda node: (node["NodeName"], node["NodeID"]))
             if len(nodes) >= self._plan.machines:
@@ -190,8 +190,8 @@ class RayJobRunner:
                     return found
             if time.monotonic() > deadline:
                 raise RayJobFailure(f"{len(nodes)} of {self._plan.machines} machines after {self._plan.wait_seconds} s")
-            if time.monotonic() > told + 60:
-                told = time.monotonic()
+            if time.monotonic() > last_logged + 60:
+                last_logged = time.monotonic()
                 self._say(f"{len(nodes)} of {self._plan.machines} machines are there; waiting for the others")
             time.sleep(_LOOK_SECONDS)
 

@@ -278,7 +278,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
         overrides: The remaining arguments.
     """
     from tepo_megatron.config.io import load_config
-    from tepo_megatron.plan.command import EvaluationRequest, plan, predictor_of
+    from tepo_megatron.plan.command import PlanRequest, plan, predictor_of
 
     for name in ("gpus", "prompt", "response"):
         value = getattr(args, name)
@@ -286,7 +286,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
             raise ConfigError(f"--{name} {value}: a positive number")
     if args.dropped is not None and not 0 <= args.dropped < 1:
         raise ConfigError(f"--dropped {args.dropped:g}: a share of at least 0 and below 1")
-    request = EvaluationRequest(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped)
+    request = PlanRequest(args.gpus, args.gpu, args.prompt, args.response, args.json, args.dropped)
     predictor = predictor_of(load_config(args.config, overrides), request)
     return plan(predictor, request, lambda text: print(escaped(text), flush=True))
 

@@ -44,7 +44,7 @@ def train(
         make_engine: Makes an engine to use instead of the one that the config names.
         on_hang: Called by the hang watchdog to end this process; see `hang_watchdog.HangWatchdog`.
     """
-    check_one_host(cfg.sync, servers_beside_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous is not None)
+    check_one_host(cfg.sync, servers_with_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous is not None)
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
     with _watched(cfg.parallel, groups, cfg.run_dir, on_hang), open_driver(cfg, groups, make_engine) as driver:
         if cfg.rollout.only:

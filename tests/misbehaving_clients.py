@@ -52,7 +52,7 @@ class Elsewhere:
     def __init__(self, url: str) -> None:
         self.url = url
 
-    async def reached(self) -> Address:
+    async def wait_ready(self) -> Address:
         return Address(self.url, KEY)
 
     async def failure(self, what: str) -> RolloutError:
@@ -82,7 +82,7 @@ def illness(url: str) -> object:
     async def run() -> str:
         client = Client(url, KEY, request_seconds=DEADLINE, silent_seconds=DEADLINE)
         try:
-            return await asyncio.wait_for(client.illness(), 3 * DEADLINE)
+            return await asyncio.wait_for(client.wait_unhealthy(), 3 * DEADLINE)
         finally:
             await client.close()
 

@@ -92,14 +92,14 @@ class MeasuredSteps:
 
     def _timed(self, name: str, call: Callable[[], Any]) -> Any:
         """Time a call from when all ranks are ready until all are done."""
-        self._meet()
+        self._form_groups()
         start = time.perf_counter()
         found = call()
-        self._meet()
+        self._form_groups()
         self.seconds[name].append(time.perf_counter() - start)
         return found
 
-    def _meet(self) -> None:
+    def _form_groups(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize()
         dist.barrier(group=self.groups.host)

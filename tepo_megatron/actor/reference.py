@@ -19,10 +19,10 @@ class HostWeights:
         self.arena = HostArena(parameters[0].device if parameters else torch.device("cpu"))
         pieces = self.arena.pieces([p.nbytes for p in parameters])
         self._kept = [piece.view(p.dtype).view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
-        self.keep()
+        self.capture()
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def capture(self) -> None:
         """Copy the current values of the parameters over the kept ones."""
         for parameter, kept in zip(self._parameters, self._kept, strict=True):
             kept.copy_(parameter.detach())

@@ -29,7 +29,7 @@ class SavePlanner:
         self.group = group
         self._source: tuple[Sequence[ShardSlice], Sequence[str]] = ((), ())  # the arguments from which `_made` was made
         self._made: SavePlan | None = None
-        self._told: SavePlan | None = None  # this rank's plan as rank 0 has it
+        self._sent: SavePlan | None = None  # this rank's plan that rank 0 received last
         self._plans: list[SavePlan | None] = [None] * group.size()
         self._metadata: Metadata | None = None
 
@@ -46,10 +46,11 @@ class SavePlanner:
             The write items of this rank, in that order, and on rank 0 the metadata of what all ranks write (None elsewhere).
 
         Raises:
-            CheckpointError: on every rank, when the shard slices of a tensor do not add up to it. So no checkpoint lacks a weight.
+            CheckpointError: on every rank, when the shard slices of a tensor do not add up to it. So no checkpoint lacks a
+                weight.
         """
         mine = self._plan(shard_slices, objects)
-        changes = gather_object(None if mine is self._told or mine == self._told else mine, self.group)
+        changes = gather_object(None if mine is self._sent or mine == self._sent else mine, self.group)
         error = None
         if any(change is not None for change in changes):
             self._plans = [new or old for new, old in zip(changes, self._plans, strict=True)]
@@ -60,7 +61,7 @@ class SavePlanner:
         error = broadcast_object(error, self.group)
         if error is not None:
             raise CheckpointError(error)
-        self._told = mine
+        self._sent = mine
         return mine.items, self._metadata
 
     def _plan(self, shard_slices: Sequence[ShardSlice], objects: Sequence[str]) -> SavePlan:
@@ -70,7 +71,7 @@ class SavePlanner:
         return self._made
 
 
-def make_room(folder: Path, step: int, refused: str | None, group: dist.ProcessGroup) -> None:
+def create_folder(folder: Path, step: int, refused: str | None, group: dist.ProcessGroup) -> None:
     """Create the empty folder of a checkpoint on rank 0. Collectives: one broadcast of an object.
 
     Args:

@@ -35,7 +35,10 @@ class SliceReader:
         return {n for n, m in self._metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
 
     def plan(self, shard_slices: Sequence[ShardSlice]) -> list[list[ReadItem]]:
-        """Return the read items of each shard slice. Raises CheckpointError for a missing tensor or one of another shape or dtype."""
+        """Return the read items of each shard slice.
+
+        Raises CheckpointError for a missing tensor or one of another shape or dtype.
+        """
         return [self._items(shard_slice, i) for i, shard_slice in enumerate(shard_slices)]
 
     def read(self, shard_slices: Sequence[ShardSlice], items: Sequence[Sequence[ReadItem]]) -> None:
@@ -71,13 +74,13 @@ class SliceReader:
             )
         if stored.properties.dtype != shard_slice.data.dtype:
             raise CheckpointError(
-                f"{self._folder}: {shard_slice.name} is {stored.properties.dtype}, and {shard_slice.data.dtype} here; resume with the "
-                "model.precision that it was saved with"
+                f"{self._folder}: {shard_slice.name} is {stored.properties.dtype}, and {shard_slice.data.dtype} here; "
+                "resume with the model.precision that it was saved with"
             )
         if tuple(stored.size) != shard_slice.shape and not shard_slice.flexible:
             raise CheckpointError(
-                f"{self._folder}: {shard_slice.name} has the shape {tuple(stored.size)}, and {shard_slice.shape} here; resume with the model "
-                "that it was saved from"
+                f"{self._folder}: {shard_slice.name} has the shape {tuple(stored.size)}, and {shard_slice.shape} here; "
+                "resume with the model that it was saved from"
             )
         items = create_read_items_for_chunk_list(shard_slice.name, stored, [chunk(shard_slice)])
         # `_Targets` finds a shard slice by its index in the list, because two shard slices may have the same name and offset

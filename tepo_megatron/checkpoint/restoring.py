@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import optimizer, rng_state
-from tepo_megatron.checkpoint.files import FileSum, check, read_manifest, shares
+from tepo_megatron.checkpoint.files import FileChecksum, check, read_manifest, shares
 from tepo_megatron.checkpoint.reading import SliceReader
 from tepo_megatron.checkpoint.saving import RUN
 from tepo_megatron.checkpoint.state import wanted
@@ -120,7 +120,7 @@ def newest(folder: Path, group: dist.ProcessGroup, held: contextlib.ExitStack) -
     if passed_over:
         raise CheckpointError(
             f"{folder}: no checkpoint is valid: {'; '.join(passed_over)}. Restore one from a copy, or move the folder away to "
-            "start anew"
+            "start again"
         )
     return None
 
@@ -158,7 +158,7 @@ def restore(found: FoundCheckpoint, actor: Actor, groups: ParallelDims, group: d
             rng_state.restore(reader.read_bytes(rng_name(groups.rank, groups.world_size)))
         elif groups.is_main:
             _log.warning(
-                "%s was saved on the layout %s; random generators start anew on %s",
+                "%s was saved on the layout %s; random generators start from the seed on %s",
                 found.path, found.layout, describe_layout(actor),
             )  # fmt: skip
     optimizer.set_count(actor.optimizer, found.numbers["adam_step"])
@@ -168,7 +168,7 @@ def restore(found: FoundCheckpoint, actor: Actor, groups: ParallelDims, group: d
 
 def _offer(
     folder: Path, last: int | None, held: contextlib.ExitStack
-) -> tuple[tuple[int, dict[str, FileSum]] | None, list[str]]:
+) -> tuple[tuple[int, dict[str, FileChecksum]] | None, list[str]]:
     """Return, on rank 0, the newest checkpoint before `last` whose manifest is valid, and the defects of those in between."""
     wrong: list[str] = []
     try:

@@ -1,8 +1,8 @@
 """Cache the shard slices of an actor's state from one save to the next.
 
 To describe the state takes several times as long as to copy the state of a small model, and the description is valid as long as
-the tensors keep their addresses. A shard slice of a tensor that was replaced would save old values without any error, so the addresses
-are compared at every save.
+the tensors keep their addresses. A shard slice of a tensor that was replaced would save old values without any error, so the
+addresses are compared at every save.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class ShardCache:
     """The cached shard slices and objects of an actor's state.
 
     Attributes:
-        shard_slices: the shard slices found last. They keep the memory that they view alive, even if it is no longer part of the state.
+        shard_slices: the shard slices found last. They keep the memory that they view alive, even if it is no longer part of
+            the state.
     """
 
     def __init__(self) -> None:
@@ -38,8 +39,8 @@ class ShardCache:
     def of(self, actor: Actor) -> tuple[Sequence[ShardSlice], dict[str, Any]]:
         """Return what `written` and `objects` return for the actor.
 
-        The shard slices are the same object as before if no tensor was replaced. The objects are deep copies, which later training
-        does not change. Modules are asked for them again if any of them had or has something to give.
+        The shard slices are the same object as before if no tensor was replaced. The objects are deep copies, which later
+        training does not change. Modules are asked for them again if any of them had or has something to give.
         """
         modules = _modules(actor)
         live = _live(actor, modules)
@@ -48,7 +49,8 @@ class ShardCache:
             self.shard_slices, self._objects = (), None  # so that memory of replaced tensors is freed
             self.shard_slices = tuple(written(actor))
             known = {_storage(tensor) for tensor in live}
-            # A shard slice may view other memory: zeros in the place of moments, before the first step, or a copy that a module made.
+            # A shard slice may view other memory: zeros in the place of moments, before the first step, or a copy that a module
+            # made.
             self._places = places if all(_storage(shard_slice.data) in known for shard_slice in self.shard_slices) else None
         if self._objects is None or any(map(_filled, (*self._objects.values(), *_extra_states(modules)))):
             self._objects = copy.deepcopy(objects(actor))

@@ -17,7 +17,7 @@ def split_range(start: int, stop: int, shape: Sizes) -> Iterator[tuple[Sizes, Si
         shape: shape of the array, with at least one dimension.
 
     Yields:
-        (offset, sizes) of each box, in row-major order; at most 2 * len(shape) - 1 of them.
+        (offset, sizes) of each slice, in row-major order; at most 2 * len(shape) - 1 slices.
     """
     if start >= stop:
         return

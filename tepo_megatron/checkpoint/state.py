@@ -3,8 +3,8 @@
 Every tensor has the name, the shape and the offset in the whole model that Megatron-Core gives it (`sharded_state_dict`). The
 optimizer's tensors have the names of Megatron's `fully_reshardable` format. To write that format, Megatron gathers the
 optimizer's shards over dp x cp (`DistributedOptimizer.sharded_param_state_fully_reshardable`, 0.16 to 0.19): every rank then
-holds and moves dp x cp times its share, while training waits. Here each rank writes the range that it owns as shard slices of the
-global tensors, and nothing is moved between ranks.
+holds and moves dp x cp times its share, while training waits. Here each rank writes the range that it owns as shard slices of
+the global tensors, and nothing is moved between ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ CONTENT = {
     "non_homogeneous_layers": True,  # one tensor per layer, because layers may differ
     "singleton_local_shards": False,
 }
-# Most elements of a shard slice that is written; a single row may have more. A larger shard slice would hold up other threads while torch
-# serializes it, and would be read as a whole for any part of it.
+# Most elements of a shard slice that is written; a single row may have more. A larger shard slice would hold up other threads
+# while torch serializes it, and would be read as a whole for any part of it.
 _SLICE_ELEMENTS = 1 << 22
 
 
@@ -91,8 +91,8 @@ def objects(actor: Actor) -> dict[str, Any]:
 def wanted(actor: Actor) -> Iterator[ShardSlice]:
     """Yield the shard slices that this rank reads: all its weights, and its range of the optimizer's state.
 
-    The data of a shard slice are views of the actor's tensors, to be filled in place. Moments that do not exist yet are created. Raises
-    RuntimeError when the actor is offloaded.
+    The data of a shard slice are views of the actor's tensors, to be filled in place. Moments that do not exist yet are
+    created. Raises RuntimeError when the actor is offloaded.
     """
     actor.require_loaded("to resume", "parameters", "optimizer")
     shardings = _shardings(actor)
@@ -156,7 +156,7 @@ def _parts(sharding: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[Sha
     for part in nested_values(built) if isinstance(built, (dict, list)) else [built]:
         same = part.data.untyped_storage().data_ptr() == sharding.data.untyped_storage().data_ptr()
         if not (same and part.data.is_contiguous()):
-            raise NotImplementedError(f"{part.key}: Megatron stores it rearranged, which checkpoints do not know to undo")
+            raise NotImplementedError(f"{part.key}: Megatron stores this tensor rearranged; checkpoints do not support that")
         yield part, part.data.storage_offset() - sharding.data.storage_offset()
 
 

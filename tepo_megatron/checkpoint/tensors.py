@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo  # its name is 
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 
-from tepo_megatron.checkpoint.files import FileSum, SummedFile, write
+from tepo_megatron.checkpoint.files import ChecksummedFile, FileChecksum, write
 from tepo_megatron.checkpoint.state import ShardSlice
 from tepo_megatron.platform.host_memory import HostArena
 
@@ -47,8 +47,8 @@ class HostCopy:
     def take(self, shard_slices: Sequence[ShardSlice]) -> Sequence[ShardSlice]:
         """Copy the data of the shard slices to host memory, and return the same shard slices with these copies as their data.
 
-        The copies are complete when this returns, and the next call overwrites them. If `shard_slices` is the same object as in the
-        call before, so is the result.
+        The copies are complete when this returns, and the next call overwrites them. If `shard_slices` is the same object as in
+        the call before, so is the result.
         """
         if shard_slices is not self._shard_slices:
             self._make_places(shard_slices)
@@ -77,7 +77,7 @@ class HostCopy:
         self._shard_slices = shard_slices
 
 
-def write_items(path: Path, items: Sequence[WriteItem], values: Sequence[Tensor | bytes]) -> tuple[FileSum, Stored]:
+def write_items(path: Path, items: Sequence[WriteItem], values: Sequence[Tensor | bytes]) -> tuple[FileChecksum, Stored]:
     """Write one rank's file and sync it to disk.
 
     Args:
@@ -92,7 +92,7 @@ def write_items(path: Path, items: Sequence[WriteItem], values: Sequence[Tensor 
         OSError: the file cannot be written.
     """
     stored = {}
-    with SummedFile(path) as f:
+    with ChecksummedFile(path) as f:
         for item, value in zip(items, values, strict=True):
             start = f.tell()
             torch.save(value, f) if isinstance(value, Tensor) else f.write(value)
@@ -100,7 +100,7 @@ def write_items(path: Path, items: Sequence[WriteItem], values: Sequence[Tensor 
     return f.sum, stored
 
 
-def write_metadata(folder: Path, metadata: Metadata, stored: Stored, common: Mapping[str, Any]) -> dict[str, FileSum]:
+def write_metadata(folder: Path, metadata: Metadata, stored: Stored, common: Mapping[str, Any]) -> dict[str, FileChecksum]:
     """Write the files that do not belong to one rank: `.metadata`, common.pt and metadata.json.
 
     Args:

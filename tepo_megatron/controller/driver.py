@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tepo_megatron.checkpoint.checkpoints import Saved
+from tepo_megatron.checkpoint.checkpoints import SavedCheckpoint
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.inference.engine import RolloutEngine
 from tepo_megatron.observability.metrics import Metrics
@@ -90,7 +90,7 @@ class Driver:
     def check_in_place(self) -> None:
         """Raise RunReplacedError if another run has taken over the run's folder."""
 
-    def log_checkpoint(self, checkpoint: Saved | None) -> None:
+    def log_checkpoint(self, checkpoint: SavedCheckpoint | None) -> None:
         """Log a checkpoint that became complete. None: none did."""
 
     def finish(self, step: int) -> None:

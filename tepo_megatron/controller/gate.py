@@ -84,7 +84,7 @@ class WeightsGate:
         unused = [self._kept.pop(v) for v in self.versions if v < version - self._keeps]
         if unused:  # reuse the buffer, because allocating page-locked memory is slow
             self._kept[version] = unused[0]
-            unused[0].keep()
+            unused[0].capture()
         else:
             self._kept[version] = self._actor.host_copy()
 

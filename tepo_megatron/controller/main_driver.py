@@ -1,4 +1,4 @@
-"""Rank 0's driver: collect rollouts and evaluate with the engine, write the log, and hold the rollout side's checkpoint state."""
+"""Rank 0's driver: collect and evaluate with the engine, write the log, and hold the rollout side's state for checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tepo_megatron.checkpoint.checkpoints import Saved
+from tepo_megatron.checkpoint.checkpoints import SavedCheckpoint
 from tepo_megatron.checkpoint.folder import complete
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import differences, plain
@@ -94,7 +94,7 @@ class MainDriver(Driver):
         rollouts, metrics = self._source.collect(step, clock)
         if isinstance(self._source, Collector):
             if step == self._cfg.training.steps:
-                self._source.give_up()
+                self._source.cancel()
             recent = {s: p for s, p in self._positions.items() if s >= step - 1 - self._cfg.rollout.max_staleness}
             self._positions = recent | {step: self._source.position()}
         self._log_events()
@@ -181,7 +181,7 @@ class MainDriver(Driver):
     def check_in_place(self) -> None:
         self._log.check_in_place()
 
-    def log_checkpoint(self, checkpoint: Saved | None) -> None:
+    def log_checkpoint(self, checkpoint: SavedCheckpoint | None) -> None:
         if checkpoint is not None:
             self._log.message(
                 f"checkpoint of step {checkpoint.step}: {checkpoint.size / 2**20:.0f} MiB complete after "

@@ -70,7 +70,7 @@ def open_driver(cfg: Config, groups: ParallelDims, make_engine: EngineFactory | 
             f"objective {cfg.objective.name}, {cfg.parallel.world_size} {cfg.platform} ranks; {data.count} prompts "
             f"to train on, {len(data.eval)} to evaluate on"
         )
-        _log_lines(log, *data.told)
+        _log_lines(log, *data.log_lines)
         _log_lines(log, *_method_lines(method, cfg.training, rollout.prompts_per_step))
         _log_lines(log, *checks_that_are_off(safety_checks(cfg)), *beginning(rollout, run_dir / SERVER_LOG))
         engine = stack.enter_context((make_engine or _build_engine)(cfg))

@@ -7,8 +7,8 @@
     repair     parameters                     everything; a restarted server is receiving its weights
 
 Trainer and engine are never both fully on the device, neither in a state nor during a transition: each waits until the other
-has released its memory on every rank. On a CPU the device memory is host memory and the states are the same: gradients and freed
-memory are returned to the system, while parameters and the optimizer's state stay in place.
+has released its memory on every rank. On a CPU the device memory is host memory and the states are the same: gradients and
+freed memory are returned to the system, while parameters and the optimizer's state stay in place.
 """
 
 from __future__ import annotations

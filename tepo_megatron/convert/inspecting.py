@@ -59,7 +59,7 @@ class Contents:
         text.append(f"tensors: {len(self.tensors)}, {total:,} bytes")
         text.append(f"parameters: {sum(parameters.values()):,} ({parts})")
         if self.others[0]:
-            text.append(f"beside the model: {self.others[0]} tensors, {self.others[1]:,} bytes (optimizer state)")
+            text.append(f"in addition to the model: {self.others[0]} tensors, {self.others[1]:,} bytes (optimizer state)")
         if self.iteration is not None:
             text.append(f"iteration: {self.iteration}")
         if list_tensors:

@@ -26,7 +26,7 @@ _CHUNK = 1024  # prompts per tokenizer call
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedPrompts:
     """The prompts of one set.
 
     Attributes:
@@ -48,7 +48,7 @@ def load_prompts(
     *,
     number: int = 0,
     earlier: Mapping[bytes, tuple[str, str]] | None = None,
-) -> Loaded:
+) -> LoadedPrompts:
     """Load the prompts of one set.
 
     `Prompt.id` is `number * FIRST_ID` plus the row's place counted from 0 over all files (blank lines count), so ids do not
@@ -60,7 +60,7 @@ def load_prompts(
         tokenizer: The model's tokenizer.
         try_golds: Tries answers on the grader, used unless `cfg.check_answers` is "off". None: answers are not tried.
         number: Index of the set, from 0.
-        earlier: `Loaded.seen` of the sets before it, whose prompts are left out if `cfg.deduplicate`.
+        earlier: `LoadedPrompts.seen` of the sets before it, whose prompts are left out if `cfg.deduplicate`.
 
     Raises:
         DataError: A row cannot be read or used (the message has file, row counted from 1, and the fix), or no prompt is left.
@@ -83,7 +83,7 @@ def load_prompts(
     report.prompts = len(prompts)
     if not prompts:
         raise DataError(f"no prompt left: {report}; give another slice or file, or change what drops them")
-    return Loaded(prompts, report, {item.key: (item.answer, reader.where(item.place)) for item in kept})
+    return LoadedPrompts(prompts, report, {item.key: (item.answer, reader.where(item.place)) for item in kept})
 
 
 def _schema(reader: RowReader, source: DataSet, faults: Faults) -> Schema:
@@ -151,13 +151,13 @@ def _unique(reader: RowReader, schema: Schema, cfg: DataConfig, report: Report) 
     for item in _items(reader, schema, report.faults, unique):
         unique.items[item.key] = item
     contradicted = unique.take_contradicted()
-    told = [" and ".join(f"{reader.where(place)} ({answer!r})" for place, answer in rows[:3]) for rows in contradicted]
+    descriptions = [" and ".join(f"{reader.where(place)} ({answer!r})" for place, answer in rows[:3]) for rows in contradicted]
     if contradicted and not cfg.skip_bad_rows:
         raise DataError(
-            f"{report.source}: {len(contradicted)} prompts have different answers: {some(told)}; correct them, or set "
+            f"{report.source}: {len(contradicted)} prompts have different answers: {some(descriptions)}; correct them, or set "
             "data.skip_bad_rows=true, which leaves such prompts out (data.deduplicate=false compares nothing)"
         )
-    for rows, text in zip(contradicted, told, strict=True):
+    for rows, text in zip(contradicted, descriptions, strict=True):
         report.faults.add(f"different answers: {text}", rows=len(rows))
     report.duplicates = reader.repeats + unique.duplicates
     return list(unique.items.values())

@@ -24,7 +24,7 @@ _LISTENS, _ESTABLISHED, _CLOSE_WAIT = "0A", "01", "08"
 _MAPPED = "0000000000000000FFFF0000"  # prefix of an IPv4 address in the IPv6 table
 
 
-class Stranger(RuntimeError):
+class ForeignPeer(RuntimeError):
     """A process group may have a member on this machine that is not a process of this user."""
 
 
@@ -69,7 +69,7 @@ def own_peers_only() -> Iterator[None]:
         users, known = _users_of_peers(new)
         if users or not (left or known):
             who = f"user {min(users)}" if users else "a process that has ended"
-            raise Stranger(
+            raise ForeignPeer(
                 f"{who} of this machine connected to a process group of pid {os.getpid()} that was being formed; only this "
                 f"user's processes may, so nothing was exchanged in it"
             )

@@ -176,8 +176,8 @@ def _refuse_other_configs(config: Mapping[str, Any]) -> None:
     own = json.dumps(config, sort_keys=True)
     store.set(f"config/{rank}", json.dumps({"host": socket.gethostname(), "sha256": _sha256(own), "config": own}))
     if rank == 0:
-        told = (json.loads(store.get(f"config/{other}")) for other in range(1, dist.get_world_size()))
-        store.set("config/verdict", _verdict(config, _sha256(own), list(told)))
+        configs = (json.loads(store.get(f"config/{other}")) for other in range(1, dist.get_world_size()))
+        store.set("config/verdict", _verdict(config, _sha256(own), list(configs)))
     if verdict := store.get("config/verdict").decode():
         raise ConfigError(verdict)
 

@@ -41,7 +41,7 @@ class EvaluationFolder:
         self.changes: dict[str, Sequence[str]] = {}
         self.results: dict[str, Result] = {}
 
-    def keep(self, suite: Sequence[Problems]) -> list[Problems]:
+    def take_over(self, suite: Sequence[Problems]) -> list[Problems]:
         """Take over the benchmarks that an earlier process added with the same model, seed and protocol.
 
         Call it before any `add`. Returns the benchmarks still to be evaluated. Damaged ones are among them, and a warning says

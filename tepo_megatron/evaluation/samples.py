@@ -127,7 +127,7 @@ def load_samples(path: Path) -> tuple[list[BenchmarkSample], list[str]]:
         raise DataError(f"{path}: there is no sample in it{what}; make the evaluation again")
     once = {(sample.problem, sample.sample): sample for sample in found}
     if len(once) < len(found):
-        faults.append(f"{len(found) - len(once)} samples stand there twice, of which the later line counts")
+        faults.append(f"{len(found) - len(once)} samples are in the file twice; the later line counts")
     return [once[key] for key in sorted(once)], faults
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
-from tepo_megatron.evaluation.published import COLUMNS, Published
+from tepo_megatron.evaluation.published import COLUMNS, PublishedRow
 from tepo_megatron.evaluation.results import BenchmarkComparison, Result, over_benchmarks, over_samples
 from tepo_megatron.evaluation.statistics import Interval
 from tepo_megatron.utils.escaping import escaped
@@ -83,7 +83,7 @@ def figures(title: str, results: Mapping[str, Result], changes: Mapping[str, Seq
         if r.unreadable:
             notes.append(
                 f"{BENCHMARKS[name].title}: {r.unreadable} gold answers are empty or cannot be read by math-verify; of "
-                "these only the very text is right."
+                "these only the exact text counts as right."
             )
     return Grid(
         title,
@@ -102,7 +102,7 @@ def _row(name: str, r: Result) -> list[str]:
     ]  # fmt: skip
 
 
-def beside_the_paper(title: str, results: Mapping[str, Result], published: Sequence[Published]) -> Grid:
+def paper_table(title: str, results: Mapping[str, Result], published: Sequence[PublishedRow]) -> Grid:
     """Return a table of avg@k in the paper's columns, above rows of the paper.
 
     Args:
@@ -120,7 +120,7 @@ def beside_the_paper(title: str, results: Mapping[str, Result], published: Seque
         cells = [f"{row.accuracy[name]:.2f}" if name in row.accuracy else NOTHING for name in names]
         rows.append([row.title, *cells, mean, f"{row.average:.2f}" if len(names) == len(COLUMNS) else NOTHING])
     return Grid(
-        "avg@k, %, beside the paper",
+        "avg@k, %, next to the paper",
         ["", *(BENCHMARKS[name].title for name in names), "mean", "over samples"],
         rows,
         [

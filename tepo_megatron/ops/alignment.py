@@ -38,7 +38,10 @@ class Alignment:
         return -(-length // self.sequence) * self.sequence
 
     def capacity(self, max_tokens: int) -> int:
-        """Return how many tokens of padded sequences fit into a microbatch of `max_tokens`, whose total is padded too. At least 1."""
+        """Return how many tokens of padded sequences fit into a microbatch of `max_tokens`, whose total is padded too.
+
+        At least 1.
+        """
         return max(1, max_tokens // self.step * self.step)
 
     def padded(self, lengths: Sequence[int]) -> list[int]:

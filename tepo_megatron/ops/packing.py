@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.context_parallel import zigzag_rows
-from tepo_megatron.ops.shared_prompts import SequencePiece, PrefixGroups, pieces_of
+from tepo_megatron.ops.shared_prompts import PrefixGroups, SequencePiece, pieces_of
 from tepo_megatron.types import NO_EXPERT, PackedMicrobatch
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.balance import Items, assign_ranks, fill, fill_tightly
 from tepo_megatron.ops.pipeline_time import ALONE, Costs, Pipeline, small_at_the_ends, tapered
-from tepo_megatron.ops.shared_prompts import PrefixGroups, split_into_parts, pieces_of
+from tepo_megatron.ops.shared_prompts import PrefixGroups, pieces_of, split_into_parts
 
 # [dp rank][microbatch] = indices of the sequences in it
 Plan = list[list[list[int]]]
@@ -61,9 +61,9 @@ def plan_microbatches(
         longest_first: Whether to assign the longest sequences first. False gives a poorer plan, with other neighbours.
         pipeline: Pipeline whose time the plan minimises.
         attention_tokens: See `sequence_costs`.
-        prefix_groups: Prefix groups, whose prompt is counted once in each microbatch. The members of a group are kept together, or
-            split into parts of at most half, a quarter, ... of a microbatch, or planned one by one, whichever takes the least
-            time by the cost model. None: no prompt is shared.
+        prefix_groups: Prefix groups, whose prompt is counted once in each microbatch. The members of a group are kept together,
+            or split into parts of at most half, a quarter, ... of a microbatch, or planned one by one, whichever takes the
+            least time by the cost model. None: no prompt is shared.
 
     Returns:
         plan[dp_rank][microbatch], a list of indices into `lengths`.

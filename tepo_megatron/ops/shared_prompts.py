@@ -100,8 +100,8 @@ def split_into_parts(
 ) -> list[list[list[int]]]:
     """Return several ways to split a batch into parts of prefix groups, each part to be computed in one microbatch.
 
-    The parts of the first way have at most `capacity` tokens, those of the next half as many, and so on. The shared prompt and all
-    padding count; a part of a single sequence may exceed the limit.
+    The parts of the first way have at most `capacity` tokens, those of the next half as many, and so on. The shared prompt and
+    all padding count; a part of a single sequence may exceed the limit.
 
     Args:
         prefix_groups: Prefix groups of the batch.

@@ -20,10 +20,10 @@ from tepo_megatron.plan.search import LayoutCandidate, judge, search
 from tepo_megatron.plan.step import Predictor
 from tepo_megatron.plan.tables import as_json, memory_lines, run_lines, search_lines, time_lines
 from tepo_megatron.plan.whole_run import whole_run
-from tepo_megatron.plan.workload import Workload, families_of
+from tepo_megatron.plan.workload import Workload, prefix_groups_of
 
 # largest component of a state that does not fit -> fix
-_MENDS = {
+_FIXES = {
     "weights": "raise parallel.tp or parallel.pp",
     "gradients": "raise parallel.tp or parallel.pp",
     "optimizer": "raise parallel.dp, over which it is split, or parallel.tp, or set optimizer.moments or optimizer.offload",
@@ -72,7 +72,7 @@ def predictor_of(cfg: Config, request: PlanRequest) -> Predictor:
     work = Workload.of(cfg, request.prompt, request.response, request.dropped)
     samples = cfg.rollout.samples_per_prompt
     kernels = ON_CPU if cfg.platform == "cpu" else PlannedKernels("sdpa" if cfg.model.attention == "sdpa" else "te")
-    if families_of(cfg.training, cfg.platform, samples, work.prompt, samples, Alignment(cfg.parallel.cp)) is not None:
+    if prefix_groups_of(cfg.training, cfg.platform, samples, work.prompt, samples, Alignment(cfg.parallel.cp)) is not None:
         kernels = replace(kernels, attention="shared")
     element = ELEMENT[cfg.model.dtype]
     model = Model(family, arch, element, recompute=cfg.training.recompute, kernels=kernels)
@@ -134,5 +134,5 @@ def _refusal(given: LayoutCandidate, why: str) -> str:
         return f"does not fit: {why}"
     state = given.fullest
     largest = state.largest
-    mend = _MENDS.get(largest, "use more GPUs")
-    return f"does not fit: {why}; the greatest part is {largest}, {state.parts[largest] / GIB:.1f} GiB: {mend}"
+    fix = _FIXES.get(largest, "use more GPUs")
+    return f"does not fit: {why}; the greatest part is {largest}, {state.parts[largest] / GIB:.1f} GiB: {fix}"

@@ -6,7 +6,7 @@ from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.gpus import ASSUMED, GIB, Assumptions, Gpu
-from tepo_megatron.plan.memory_parts import ELEMENT, Model, MemoryState
+from tepo_megatron.plan.memory_parts import ELEMENT, MemoryState, Model
 from tepo_megatron.weights.ops import Architecture
 
 

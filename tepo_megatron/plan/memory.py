@@ -21,7 +21,7 @@ from tepo_megatron.plan import activations, parameters
 from tepo_megatron.plan.activations import Recompute, SavedActivations
 from tepo_megatron.plan.engine_memory import generating, sleeping_bytes
 from tepo_megatron.plan.gpus import ASSUMED, GPUS_PER_NODE, Assumptions, Gpu
-from tepo_megatron.plan.memory_parts import ELEMENT, Model, MemoryState
+from tepo_megatron.plan.memory_parts import ELEMENT, MemoryState, Model
 from tepo_megatron.plan.parameters import Held
 from tepo_megatron.plan.placement import placement_of
 from tepo_megatron.utils.host_sizes import arena_bytes

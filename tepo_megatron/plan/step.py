@@ -22,7 +22,7 @@ from tepo_megatron.plan.gpus import GPUS_PER_NODE
 from tepo_megatron.plan.memory import TrainerMemory, state_bytes
 from tepo_megatron.plan.memory_parts import ELEMENT, Model
 from tepo_megatron.plan.placement import Placement, placement_of
-from tepo_megatron.plan.workload import Workload, families_of
+from tepo_megatron.plan.workload import Workload, prefix_groups_of
 
 _LAUNCHED_AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}  # share of a layer's forward pass
 REFILLS = "sample again, for what was dropped"  # name of a phase
@@ -133,11 +133,13 @@ class Predictor:
         pipeline = Pipeline(parallel.pp, parallel.vpp)
         multiple = parallel.pp if parallel.vpp > 1 else 1
         cfg, samples = self.cfg, self.cfg.rollout.samples_per_prompt
-        families = families_of(cfg.training, cfg.platform, samples, self.workload.prompt, len(sequences), alignment)
-        plan = plan_microbatches(sequences, parallel.dp, max_tokens, alignment, multiple, pipeline=pipeline, families=families)
-        packing = plan_metrics(plan, sequences, alignment, pipeline, families=families)
+        prefix_groups = prefix_groups_of(cfg.training, cfg.platform, samples, self.workload.prompt, len(sequences), alignment)
+        plan = plan_microbatches(
+            sequences, parallel.dp, max_tokens, alignment, multiple, pipeline=pipeline, prefix_groups=prefix_groups
+        )
+        packing = plan_metrics(plan, sequences, alignment, pipeline, prefix_groups=prefix_groups)
         tokens = packing["packing/computed_tokens"] / parallel.dp
-        pieces = [piece for rank in plan for m in rank for piece in pieces_of(m, sequences, families)]
+        pieces = [piece for rank in plan for m in rank for piece in pieces_of(m, sequences, prefix_groups)]
         squares = sum(piece.stop**2 - piece.start**2 for piece in pieces) / parallel.dp
         rows = (sum(sequences) - len(sequences) * self.workload.prompt) / parallel.dp
         fused = self.cfg.training.logits_budget_mib is not None

@@ -93,7 +93,7 @@ def max_refills(rollout: RolloutConfig, objective: ObjectiveConfig) -> int:
     return _DYNAMIC_SAMPLING_REFILLS if (objective.name == "dapo" if dynamic is None else dynamic) else 0
 
 
-def families_of(
+def prefix_groups_of(
     training: TrainingConfig, platform: str, samples: int, prompt: int, count: int, alignment: Alignment
 ) -> PrefixGroups | None:
     """Return the shared prompts of some sequences, group after group; None if the run shares none.

@@ -15,7 +15,7 @@ from tepo_megatron.utils.atomic import replace_file
 __all__ = [
     "STYLE",
     "Curves",
-    "Run",
+    "RunRecord",
     "Summary",
     "draw",
     "read_run",

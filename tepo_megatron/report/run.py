@@ -70,10 +70,10 @@ def facts(run: RunRecord) -> tuple[str, ...]:
     progress = f"step {curves.steps[-1]:.0f} of {cfg.training.steps}"
     if summary is not None:
         progress = f"{summary.steps} steps in {duration(summary.seconds)}"
-    told = [cfg.objective.name, Path(cfg.model.path).name, layout, f"{cfg.platform} {cfg.model.precision}", progress]
+    facts = [cfg.objective.name, Path(cfg.model.path).name, layout, f"{cfg.platform} {cfg.model.precision}", progress]
     if restarts := int(np.nansum(curves["rollout/server_restarts"])):
-        told.append(f"{restarts} server restart{'s' * (restarts > 1)}")
-    return tuple(told)
+        facts.append(f"{restarts} server restart{'s' * (restarts > 1)}")
+    return tuple(facts)
 
 
 def duration(seconds: float) -> str:

@@ -44,18 +44,18 @@ class GradingPool:
     replacements, the thread that grades.
     """
 
-    def __init__(self, limits: PoolLimits, command: Sequence[str], mend: str) -> None:
+    def __init__(self, limits: PoolLimits, command: Sequence[str], check: str) -> None:
         """Start the workers without waiting for them.
 
         Args:
             limits: Limits of the workers.
             command: Grader of `grading/worker.py` and its arguments.
-            mend: What the error message tells the user to check if a worker does not start.
+            check: The thing to check if a worker does not start, for the error message.
 
         Raises:
             RewardError: The system cannot create a process.
         """
-        self._limits, self._command, self._mend = limits, command, mend
+        self._limits, self._command, self._check = limits, command, check
         self._workers = [self._start() for _ in range(limits.workers)]
         self._failed_starts = 0  # consecutive
         self._repeat_next: list[int] = []  # requests whose workers died
@@ -146,7 +146,7 @@ class GradingPool:
         for worker in waiting:
             try:
                 if worker.requests in possible:
-                    worker.send_on()
+                    worker.continue_send()
                 if worker.replies in possible:
                     self._read(worker, outcomes)
                 elif time.monotonic() >= worker.deadline:
@@ -178,9 +178,9 @@ class GradingPool:
         elif status == "timeout" or self._failed_starts == _START_ATTEMPTS - 1:
             fate = "ended" if status == "died" else f"was not ready after {START_SECONDS:.0f} s"
             raise RewardError(
-                f"a grading worker {fate} before its first answer; check {self._mend} and that "
+                f"a grading worker {fate} before its first answer; check {self._check} and that "
                 f"reward.memory_mib={self._limits.memory_mib} is enough ({sys.executable}). Its last words:\n"
-                f"{worker.last_words() or '(none)'}"
+                f"{worker.stderr_tail() or '(none)'}"
             )
         else:
             self._failed_starts += 1
@@ -191,7 +191,7 @@ class GradingPool:
         self._deaths += 1
         if self._deaths > _MOST_REPORTED:
             return
-        fate = worker.fate()
+        fate = worker.exit_description()
         if fate.endswith("SIGKILL"):
             fate += f": {self._kills.explain('give the job more memory, or lower reward.workers')}"
         then = "its answer is graded again" if again else "so did another at the same answer, which counts as 0 (died)"

@@ -57,7 +57,7 @@ class HttpTerm:
             except _Failure as e:
                 if e.final or attempt == self._attempts:
                     raise RewardError(
-                        f"the reward server {self._url} {e} (attempt {attempt} of {self._attempts}); mend the server, or raise "
+                        f"the reward server {self._url} {e} (attempt {attempt} of {self._attempts}); fix the server, or raise "
                         "attempts, backoff_seconds or timeout_seconds of its entry in reward.terms"
                     ) from None
             time.sleep(self._backoff * 2 ** (attempt - 1))

@@ -1,4 +1,4 @@
-"""The two contracts of a push: what carries a round of buckets, and what the engine must offer."""
+"""The two interfaces of a push: `WeightTransport` sends rounds of buckets, and `WeightReceiver` is the engine's side."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class WeightReceiver(Protocol):
     def base(self) -> int | None:
         """The version that all servers in the update had before it; None: they have no version in common."""
 
-    def keep(self, names: Sequence[str]) -> None:
+    def keep_unchanged(self, names: Sequence[str]) -> None:
         """Keep these tensors as they are in version `base`; the update does not send them. Raises SyncError."""
 
     @property
-    def takers(self) -> tuple[Recipient, ...]:
+    def recipients(self) -> tuple[Recipient, ...]:
         """The recipients: the servers in the update in progress."""
 
-    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
+    def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
         """Have each recipient join the process groups of its group spec."""
 
     def load(self, sources: Sequence[Source]) -> Future[None]:

@@ -102,7 +102,7 @@ def test_ranks_that_do_not_get_on_are_told(tmp_path: Path) -> None:
 def test_a_rank_that_never_leaves_the_forming_of_a_group_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_watchdog, "BEAT_SECONDS", 0.05)
     stuck, ended = 20 * hang_watchdog.BEAT_SECONDS, threading.Event()
-    with progress.within(f"{JOINING} meeting-1"):
+    with progress.within(f"{JOINING} spec-1"):
         start = time.monotonic()
         with HangWatchdog(
             dist.HashStore(), 0, 1, tmp_path, silent_seconds=60.0, stuck_seconds=stuck, on_hang=lambda *_: ended.set()
@@ -110,7 +110,7 @@ def test_a_rank_that_never_leaves_the_forming_of_a_group_is_reported(tmp_path: P
             assert ended.wait(60.0)
         assert time.monotonic() - start >= stuck, "it was given its time"
     told = (tmp_path / "hang.txt").read_text()
-    assert told.startswith(f"rank 0 has been in one place for 1 s: step {progress.step}, joining the servers in meeting-1")
+    assert told.startswith(f"rank 0 has been in one place for 1 s: step {progress.step}, joining the servers in spec-1")
 
 
 def leaving(rank: int) -> int:

@@ -295,7 +295,7 @@ def test_recorded_rollouts(tmp_path: Path) -> None:
     (tmp_path / "step-what.safetensors").write_bytes(b"foreign")
     (tmp_path / "step-000004.partial").write_bytes(b"half")
     said = record.set_aside(tmp_path, after=4)
-    assert said == ["2 recorded rollout files of steps that are taken again are now called *.lost"]
+    assert said == ["2 rollout files of steps that are repeated were renamed to *.lost"]
     assert record.steps(tmp_path) == [2, 3, 4] and record.set_aside(tmp_path, after=4) == []
     faults = record.faults(tmp_path, last=4)
     assert [str(files[2]) in faults[1], str(files[3]) in faults[2]] == [True, True] and len(faults) == 3

@@ -15,7 +15,7 @@ from tepo_megatron.evaluation import benchmarks
 from tepo_megatron.plan.command import PlanRequest, predictor_of
 from tepo_megatron.plan.gpus import ASSUMED, GPUS
 from tepo_megatron.plan.memory import FP8_WORKSPACES, TrainerMemory, host_bytes, states
-from tepo_megatron.plan.memory_parts import Model, MemoryState
+from tepo_megatron.plan.memory_parts import MemoryState, Model
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, total_parameters
 from tepo_megatron.plan.step import REFILLS

@@ -1,4 +1,4 @@
-"""Docstrings, comments and messages are plain English: every public function explains its arguments, and no private word occurs."""
+"""Docstrings, comments and messages are plain English: public functions explain their arguments, and no private word occurs."""
 
 import ast
 import io
@@ -13,12 +13,15 @@ FOLDERS = ("tepo_megatron", "launch", "tools", "examples", "benchmarks")
 
 FIRST_WORDS = re.compile(r"(What|Of|Whether|How)\b")
 
-# Words of a private dialect, each as a whole word. "stands" for "is" and "so many" for a number are wrong; the idioms are English.
+# Words of a private dialect, each as a whole word. "x stands for y" is English; "x stands there" is not.
 BANNED = re.compile(
     r"\b(mend|mends|mended|mending|told|beside|anew|bears|rooms?|fellows?"
     r"|stands(?! for\b)|so many(?! [a-z]+ that\b)|boxes(?! drawn| drawing))\b",
     re.IGNORECASE,
 )
+
+# Base classes that declare no method for their subclasses to implement.
+TYPING_BASES = {"Protocol", "Generic", "NamedTuple", "TypedDict", "ABC", "Enum", "StrEnum", "Exception", "object", "BaseModel"}
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 

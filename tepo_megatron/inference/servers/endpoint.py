@@ -68,7 +68,7 @@ class Connected:
 
     async def ready(self) -> None:
         """Return when the server takes requests. Raises RolloutError, or ConfigError if the server does not fit the run."""
-        cfg, address = self._cfg, await self.server.reached()
+        cfg, address = self._cfg, await self.server.wait_ready()
         client = Client(address.url, address.key, request_seconds=cfg.request_seconds, silent_seconds=cfg.silent_seconds)
         self.client, self.address = client, address
         try:
@@ -201,18 +201,18 @@ class Endpoint(Connected):
         self.version, self._coming = UNKNOWN_VERSION, version
         await self._updating(self.api.begin_update)
 
-    async def keep(self, base: int, names: Sequence[str]) -> None:
+    async def keep_unchanged(self, base: int, names: Sequence[str]) -> None:
         """Announce the tensors that the update leaves unchanged.
 
         Args:
             base: Version whose tensors are kept.
             names: Hugging Face names.
         """
-        await self._updating(lambda send: self.api.keep(send, UnchangedTensors(self._coming, base, tuple(names))))
+        await self._updating(lambda send: self.api.keep_unchanged(send, UnchangedTensors(self._coming, base, tuple(names))))
 
-    async def join(self, meeting: GroupSpec) -> None:
+    async def join_groups(self, spec: GroupSpec) -> None:
         """Have the server's ranks join process groups with ranks of the trainer."""
-        await self._updating(lambda send: self.api.join(send, meeting))
+        await self._updating(lambda send: self.api.join_groups(send, spec))
 
     async def load(self, sources: Sequence[Source]) -> None:
         """Load the tensors of these sources."""
@@ -257,7 +257,7 @@ class Endpoint(Connected):
             RolloutError: The answer is not what was asked for.
         """
         client = self._connected()
-        await client.rest()
+        await client.pause()
         self.version = UNKNOWN_VERSION
         await self._asked(self.api.sleep(client.send))
         self.asleep = frozenset(ENGINE_PARTS)
@@ -268,7 +268,7 @@ class Endpoint(Connected):
         await self._asked(self.api.wake(client.send, part))
         self.asleep -= {part}
         if not self.asleep:
-            client.rise()
+            client.resume()
 
     async def _asked(self, asking: Awaitable[Asked]) -> Asked:
         """Await an answer. Raises RolloutError if its shape is not the engine's, and what `asking` raises."""

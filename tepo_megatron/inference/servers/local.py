@@ -36,7 +36,7 @@ class LocalServer:
         address: Where that process listens, or will; None before the first `launch`.
     """
 
-    again = "is started again"
+    restart_note = "is started again"
 
     def __init__(
         self, name: str, api: EngineApi, cfg: ServerConfig, launch: LaunchSpec, log_path: Path, key: str | None = None
@@ -73,7 +73,7 @@ class LocalServer:
         process.start()
         self.process, self.address = process, Address(url, key)
 
-    async def reached(self) -> Address:
+    async def wait_ready(self) -> Address:
         """Wait until the server is healthy, and return its address.
 
         Raises RolloutError if it ends, or is not healthy `rollout.server.ready_seconds` after its start.

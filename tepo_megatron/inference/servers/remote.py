@@ -41,7 +41,7 @@ class NamedServer(_Elsewhere):
         url: Base URL of the server.
     """
 
-    again = "is waited for"
+    restart_note = "is waited for"
     running = True
 
     def __init__(self, name: str, cfg: ServerConfig, launch: LaunchSpec, url: str) -> None:
@@ -55,7 +55,7 @@ class NamedServer(_Elsewhere):
             raise ConfigError(f"rollout.server.urls: {KEY_VARIABLE} is not set; set it to the key of these servers")
         self._deadline = time.monotonic() + self._ready_seconds
 
-    async def reached(self) -> Address:
+    async def wait_ready(self) -> Address:
         """Wait until the server is healthy. Raises RolloutError if it is not `rollout.server.ready_seconds` after `launch`."""
         while not await healthy(self._url):
             if time.monotonic() > self._deadline:
@@ -94,7 +94,7 @@ class FoundServer(_Elsewhere):
         used: Start ids that can no longer be taken, shared by all servers of the fleet.
     """
 
-    again = "is started again"
+    restart_note = "is started again"
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class FoundServer(_Elsewhere):
         """Return whether a server was taken, or is being looked for."""
         return self._looking or self._record is not None
 
-    async def reached(self) -> Address:
+    async def wait_ready(self) -> Address:
         """Take a healthy server and return its address.
 
         Raises:
@@ -156,7 +156,7 @@ class FoundServer(_Elsewhere):
                 seen = ", ".join(record.where for record in records) or "none"
                 lease = await asyncio.to_thread(self._rendezvous.leases.current)
                 fix = "if that run was killed, remove the file `turn`"
-                whose = "" if lease is None else f". None is started in the turn of {lease.run}; {fix}"
+                whose = "" if lease is None else f". None is started while {lease.run} has the devices; {fix}"
                 raise RolloutError(
                     f"{self.name}: no free server in rollout.server.rendezvous={self._rendezvous.folder} within "
                     f"{self._ready_seconds:g} s; start `tepo serve` with this config, lower rollout.servers, or raise "

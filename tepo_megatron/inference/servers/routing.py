@@ -110,7 +110,7 @@ class RoutedSampler:
         """Return the requested samples, all from one server. Retries on other servers."""
         avoid: Endpoint | None = None
         for attempt in range(1, self._cfg.attempts + 1):
-            member, life = await self._free(avoid)
+            member, incarnation = await self._free(avoid)
             with _occupied(member.endpoint):
                 try:
                     rollouts = await member.endpoint.generate(asks)
@@ -119,11 +119,11 @@ class RoutedSampler:
                 except RequestFailed as e:
                     if e.refused:
                         raise RolloutError(f"{member.endpoint.name} {e.what}") from None
-                    error = await member.failed(life, e)
+                    error = await member.failed(incarnation, e)
                 except RolloutError as e:
                     error = e
                     if isinstance(e, StaleWeights):
-                        life.end(e)
+                        incarnation.end(e)
                 finally:
                     await self._pool.notify()
             avoid = member.endpoint

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tepo_megatron.config import RolloutConfig
-from tepo_megatron.distributed.meeting_store import is_loopback
+from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import ENGINES, local_servers
@@ -100,7 +100,7 @@ class _Service:
             if not self._over.is_set():
                 for server in self._servers:
                     server.launch()
-                keepers = [asyncio.create_task(member.keep()) for member in self._members]
+                keepers = [asyncio.create_task(member.supervise()) for member in self._members]
             while not self._over.is_set():
                 await self._follow_lease()
                 records = list(self._records.items())
@@ -136,19 +136,19 @@ class _Service:
             if not self._may_start.is_set():
                 self._may_start.set()
                 for client in clients:
-                    client.rise()
+                    client.resume()
             return
         self._may_start.clear()
-        await asyncio.gather(*(client.rest() for client in clients))
-        settled = not any(member.between for member in self._members)
+        await asyncio.gather(*(client.pause() for client in clients))
+        settled = not any(member.draining for member in self._members)
         for i, (record, _) in self._records.items():
             member = self._members[i]
             if record.start in lease.starts:
                 continue
             settled = False
             member.delivered()  # not a failure of the server
-            if member.life is not None:
-                member.life.end(RolloutError(f"{member.endpoint.name} is not of {lease.run}, which has the devices now"))
+            if member.incarnation is not None:
+                member.incarnation.end(RolloutError(f"{member.endpoint.name} is not of {lease.run}, which has the devices now"))
         if settled and self._acknowledged != lease.token:
             self._rendezvous.leases.acknowledge(self._keeper, lease.token)
             self._acknowledged = lease.token
@@ -158,12 +158,12 @@ class _Service:
         why = self._rendezvous.ended(record)
         if why is not None or time.monotonic() - since > STEADY_SECONDS:
             member.delivered()  # its restarts so far do not count
-        life = member.life
-        if why is not None and life is not None:
+        incarnation = member.incarnation
+        if why is not None and incarnation is not None:
             error = await member.endpoint.failure(f"was given back: {why}")
             if member.endpoint.running:  # the log of a healthy server does not explain the end
                 error = RolloutError(f"{member.endpoint.name} was given back: {why}")
-            life.end(error)
+            incarnation.end(error)
 
     async def _changed(self) -> None:
         """Publish servers that came up, withdraw those that went down, and report those that were lost."""

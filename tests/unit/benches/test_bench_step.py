@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import step
-from benchmarks._mends import MENDS
+from benchmarks._optimizations import OPTIMIZATIONS
 from benchmarks._timers import Timers
 
 ROOT = Path(__file__).parents[3]
@@ -51,10 +51,10 @@ def test_the_parts_add_up_to_the_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_step_without_one_of_the_mends_computes_the_same(tmp_path: Path) -> None:
+def test_a_step_without_one_of_the_optimizations_computes_the_same(tmp_path: Path) -> None:
     run("benchmarks.optimizations", "--quick", "--json", str(tmp_path / "found.json"))
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["ratio"].keys() == MENDS.keys() and all(ratio > 0 for ratio in found["ratio"].values())
+    assert found["ratio"].keys() == OPTIMIZATIONS.keys() and all(ratio > 0 for ratio in found["ratio"].values())
     assert max(found["disagreement"].values()) <= step.AGREE
 
 

@@ -15,7 +15,7 @@ from tepo_megatron.ops.alignment import Alignment
 from tepo_megatron.ops.packing import pack
 from tepo_megatron.ops.pipeline_time import Pipeline
 from tepo_megatron.ops.planning import plan_metrics, plan_microbatches
-from tepo_megatron.ops.shared_prompts import SequencePiece, PrefixGroups, split_into_parts, pieces_of
+from tepo_megatron.ops.shared_prompts import PrefixGroups, SequencePiece, pieces_of, split_into_parts
 from tepo_megatron.types import Rollout, TrainBatch
 
 CHECKED = settings(max_examples=60, deadline=None, derandomize=True)
@@ -68,7 +68,8 @@ def test_pieces_by_hand() -> None:
     batch = batch_of([(0, 5), (2, 3), (0, 2), (3, 6), (2, 0)])
     prefix_groups = prefix_groups_of(batch)
     assert pieces_of([0, 1, 2, 3, 4], batch.lengths, prefix_groups) == [
-        SequencePiece(0, 0, 9), SequencePiece(0, 9, 14), SequencePiece(2, 9, 11), SequencePiece(1, 0, 4), SequencePiece(1, 4, 7), SequencePiece(4, 4, 4), SequencePiece(3, 0, 23),
+        SequencePiece(0, 0, 9), SequencePiece(0, 9, 14), SequencePiece(2, 9, 11),
+        SequencePiece(1, 0, 4), SequencePiece(1, 4, 7), SequencePiece(4, 4, 4), SequencePiece(3, 0, 23),
     ]  # fmt: skip
     assert pieces_of([2, 1], batch.lengths, prefix_groups) == [SequencePiece(2, 0, 11), SequencePiece(1, 0, 7)]
     ids, masks = [r.token_ids_L for r in batch.rollouts], [r.response_mask_L for r in batch.rollouts]

@@ -113,7 +113,8 @@ def test_special_tokens_and_what_others_wrote_are_told_apart(tokenizer: PreTrain
     prompt, response = of_tokens(ids, mask, tokenizer)
     assert prompt == [TextSpan("prompt", "ab")]
     assert response == [
-        TextSpan("response", "cd"), TextSpan("special", EOS), TextSpan("context", "ef"), TextSpan("special", f"token {VOCAB_SIZE + 3}"),
+        TextSpan("response", "cd"), TextSpan("special", EOS), TextSpan("context", "ef"),
+        TextSpan("special", f"token {VOCAB_SIZE + 3}"),
     ]  # fmt: skip
 
 

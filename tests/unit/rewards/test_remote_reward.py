@@ -108,7 +108,7 @@ def test_a_failure_is_tried_again_and_at_last_an_error(url: str, failure: Any, m
     Handler.script = [failure, failure]
     assert [r.reward for r in score(url, ROLLOUTS, **limit)] == [3, 1, 3] and len(Handler.seen) == 3
     Handler.script = [failure] * 2
-    with pytest.raises(RewardError, match=rf"the reward server {url} .*{message}.*\(attempt 2 of 2\); mend the server"):
+    with pytest.raises(RewardError, match=rf"the reward server {url} .*{message}.*\(attempt 2 of 2\); fix the server"):
         score(url, ROLLOUTS, attempts=2, **limit)
 
 

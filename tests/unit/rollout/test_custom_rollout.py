@@ -38,7 +38,7 @@ CALCULATOR = "examples/tools/calculator.py:calculator"
 TOKENIZER = build_tokenizer()
 PROMPTS = [Prompt(id=10 + i, token_ids=(4, 5, 6)[: 1 + i % 3], answer=str(i)) for i in range(12)]
 SAMPLING = SamplingParams(samples=3, max_tokens=20)
-HEADER = "import asyncio\nfrom tepo_megatron.rollout.conversation import Conversation, OutOfRoom\n"
+HEADER = "import asyncio\nfrom tepo_megatron.rollout.conversation import Conversation, OutOfTokens\n"
 TWO_TURNS = """
 async def agent(conversation: Conversation) -> None:
     await conversation.generate(max_tokens=3)
@@ -134,12 +134,12 @@ def test_the_room_is_that_of_the_whole_sample(tmp_path: Path) -> None:
 def test_a_function_may_look_at_the_room_and_go_another_way(tmp_path: Path) -> None:
     body = """
 await conversation.generate(max_tokens=4)
-assert conversation.room == 6 and conversation.turns == 1 and conversation.token_ids == (4, 5, 2, 3, 4, 5)
+assert conversation.tokens_left == 6 and conversation.turns == 1 and conversation.token_ids == (4, 5, 2, 3, 4, 5)
 try:
     conversation.append([9] * 6)
-except OutOfRoom:
+except OutOfTokens:
     conversation.append("7")
-assert conversation.room == 5
+assert conversation.tokens_left == 5
 turn = await conversation.generate()
 assert turn.stop_reason == "stop" and conversation.text == conversation.decode(conversation.token_ids[2:])"""
 
@@ -234,7 +234,7 @@ def test_a_sample_is_made_anew_when_the_weights_change_between_its_turns(tmp_pat
     engine.write, seeds = write, []
     with custom(engine, written(tmp_path, TWO_TURNS)) as made:
         (rollout,) = made.generate(PROMPTS[:1], SamplingParams(1, 1.0, 20), seed=0)
-        again = "prompt 10: version 4 of the weights wrote on after version 3; sample 0 is made anew"
+        again = "prompt 10: version 4 of the weights wrote on after version 3; sample 0 is made again"
         assert made.take_events() == [again] and made.take_events() == []
     assert rollout.policy_version == 4 and rollout.response_length == 7
     assert len(seeds) == 4 and seeds[:2] == seeds[2:] and seeds[0] != seeds[1]

@@ -15,20 +15,20 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tepo_megatron.distributed.meeting_store import open_store
+from tepo_megatron.distributed.rendezvous_store import open_store
 from tepo_megatron.weight_sync.broadcast_group import (
     SENDER,
     BroadcastGroup,
-    BrokenChannel,
+    BrokenGroup,
     Bucket,
-    TensorEntry,
     GroupSpec,
+    TensorEntry,
     UnchangedTensors,
     arrived_key,
-    came_key,
     crc32,
     join_store,
     joined_key,
+    joining_key,
     signal,
 )
 from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
@@ -55,17 +55,17 @@ class Trainer:
     """The side of one sender."""
 
     def __init__(self, store: dist.TCPStore) -> None:
-        self.store, self.meetings = store, 0
+        self.store, self.specs = store, 0
         self.channel: BroadcastGroup | None = None
 
     def meet(self, inbox: RankReceiver, seconds: float = SECONDS) -> GroupSpec:
         """A new group with that inbox."""
-        self.meetings += 1
-        self.meeting = GroupSpec("127.0.0.1", self.store.port, f"m{self.meetings}", 1, 2, SENDER + 1, seconds, SECONDS)
-        inbox.join(self.meeting, CPU)
-        self.channel = BroadcastGroup(self.meeting, 0, SENDER, CPU)
-        self.store.wait([joined_key(self.meeting, SENDER + 1)], datetime.timedelta(seconds=SECONDS))
-        return self.meeting
+        self.specs += 1
+        self.spec = GroupSpec("127.0.0.1", self.store.port, f"m{self.specs}", 1, 2, SENDER + 1, seconds, SECONDS)
+        inbox.join_groups(self.spec, CPU)
+        self.channel = BroadcastGroup(self.spec, 0, SENDER, CPU)
+        self.store.wait([joined_key(self.spec, SENDER + 1)], datetime.timedelta(seconds=SECONDS))
+        return self.spec
 
     def send(self, inbox: RankReceiver, bucket: Bucket, row: torch.Tensor) -> dict[str, torch.Tensor] | None:
         """What the inbox has to load then."""
@@ -78,7 +78,7 @@ class Trainer:
         return None if arrived is None else {name: tensor.clone() for name, tensor in arrived}
 
     def has(self, number: int) -> bool:
-        return self.store.check([arrived_key(self.meeting, number, SENDER + 1)])
+        return self.store.check([arrived_key(self.spec, number, SENDER + 1)])
 
 
 @contextmanager
@@ -154,12 +154,12 @@ def test_nobody_waits_longer_than_the_meeting_says(tmp_path: Path) -> None:
         bucket, _ = packed(0, "a.weight")
         assert inbox.take([bucket.to_json()]) is None  # a sender that lives and says nothing
         alone = GroupSpec("127.0.0.1", trainer.store.port, "alone", 1, 2, SENDER + 1, SECONDS, 0.3)
-        inbox.join(alone, CPU)
+        inbox.join_groups(alone, CPU)
         start = time.monotonic()
-        with pytest.raises(BrokenChannel):
+        with pytest.raises(BrokenGroup):
             BroadcastGroup(replace(alone, name="alone too"), 0, SENDER, CPU)
         assert time.monotonic() - start < 0.3 + SECONDS / 2
-        assert trainer.store.check([came_key(alone, SENDER + 1)])
+        assert trainer.store.check([joining_key(alone, SENDER + 1)])
         assert not trainer.store.check([joined_key(alone, SENDER + 1)])
 
 
@@ -169,7 +169,7 @@ def test_only_who_has_the_version_before_may_keep_tensors_of_it(tmp_path: Path) 
 
     def update(kept: UnchangedTensors, *files: str) -> None:
         inbox.begin(tmp_path, tied_embeddings=False)
-        inbox.keep(kept)
+        inbox.keep_unchanged(kept)
         inbox.take(list(files))
         inbox.finish()
 

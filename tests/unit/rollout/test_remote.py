@@ -238,7 +238,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     folder = tmp_path_factory.mktemp("one")
     server = LocalServer("it", ScriptedApi(), ServerConfig(), launch_of(folder, host="127.0.0.2"), folder / "log", KEY)
     server.launch()
-    yield folder, asyncio.run(server.reached()).url
+    yield folder, asyncio.run(server.wait_ready()).url
     server.stop()
     server.forget()
 
@@ -262,7 +262,7 @@ def test_a_servers_port_is_nobody_elses_until_it_listens_there(tmp_path: Path) -
         with socket.socket() as other, pytest.raises(OSError, match="in use"):  # its process has hardly begun
             other.bind(("127.0.0.1", port))
         assert len(open_sockets() - before) == 1  # holds the port
-        assert asyncio.run(server.reached()) == server.address
+        assert asyncio.run(server.wait_ready()) == server.address
         assert open_sockets() <= before
     finally:
         server.stop()

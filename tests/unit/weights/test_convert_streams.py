@@ -21,10 +21,10 @@ from tests.unit.weights.test_convert import succeed
 
 
 def test_queues_run_beside_each_other_and_each_in_order() -> None:
-    meeting, done = threading.Barrier(STREAMS, timeout=10), []
+    spec, done = threading.Barrier(STREAMS, timeout=10), []
 
     def job(queue: int, i: int) -> CopyJob:
-        return CopyJob(lambda: (i == 0 and meeting.wait(), done.append((queue, i))))
+        return CopyJob(lambda: (i == 0 and spec.wait(), done.append((queue, i))))
 
     work([[job(queue, i) for i in range(3)] for queue in range(STREAMS)])
     assert sorted(done) == [(queue, i) for queue in range(STREAMS) for i in range(3)]
