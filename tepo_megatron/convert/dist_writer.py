@@ -58,7 +58,8 @@ class Writer:
     def finish(self, common: Mapping[str, Any]) -> None:
         """Close the streams, then write `common.pt`, `.metadata` and `metadata.json`.
 
-        common: content of common.pt, the part of a checkpoint that is not sharded (the iteration and the like).
+        Args:
+            common: content of common.pt, the part of a checkpoint that is not sharded (such as the iteration).
         """
         self.close()
         torch.save(dict(common), self._directory / COMMON_STATE_FNAME)

@@ -46,7 +46,11 @@ class Contents:
     iteration: int | None = None
 
     def lines(self, list_tensors: bool) -> list[str]:
-        """Return a description for people, in lines. list_tensors: append one line for each tensor."""
+        """Return a description in lines.
+
+        Args:
+            list_tensors: whether to append one line for each tensor.
+        """
         sizes = {name: math.prod(shape) for name, (shape, _) in self.tensors.items()}
         total = sum(sizes[n] * t.itemsize for n, (_, t) in self.tensors.items())
         dtypes = Counter[str]()

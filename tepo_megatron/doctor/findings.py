@@ -19,7 +19,7 @@ class Finding:
     Attributes:
         check: Subject of the check.
         verdict: Result.
-        said: State that was found, on one line.
+        said: Description of the state, on one line.
         fix: The fix; empty if none is needed.
     """
 

@@ -133,7 +133,7 @@ def _template(own: Mapping[str, Any], found: PreTrainedTokenizerBase, stops: Seq
     asked = text(**own)
     silent = text(prompt=False, **own)
     if not asked.startswith(silent) or asked == silent:
-        said = "it adds no prompt for the answer: the model would go on with the user's words"
+        said = "it adds no generation prompt: the model would continue the user's message"
         yield Finding("chat template", "warn", said, "use a template with add_generation_prompt")
         return
     by_template = list(found.apply_chat_template(list(chat), add_generation_prompt=True, return_dict=False, **own))

@@ -100,7 +100,7 @@ def plan(predictor: Predictor, request: PlanRequest, tell: Callable[[str], None]
     given = judge(predictor)
     why = given.why
     if not why and predictor.placement.gpus > gpus:
-        why = f"{predictor.placement.gpus} GPUs are needed, {gpus} are there"
+        why = f"{predictor.placement.gpus} GPUs are needed, {gpus} are available"
     tell(f"{cfg.model.path}, {cfg.model.precision}, on {gpus} {gpu.name}; trainer and engine {predictor.placement.kind}")
     tell(f"given: {given.name}")
     assumed = "given" if request.prompt and request.response else "assumed"

@@ -1,4 +1,4 @@
-"""Predict the engine's bytes on a GPU: weights, KV cache, and what a sleeping engine keeps."""
+"""Predict the engine's bytes on a GPU: weights, KV cache, and the memory that a sleeping engine keeps."""
 
 from __future__ import annotations
 

@@ -85,12 +85,12 @@ def checkpoint_bytes(held: Held, precision: str) -> int:
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """What determines the memory of the trainer's ranks.
+    """The inputs for the memory of the trainer's ranks.
 
     Attributes:
         model: The model and its way of computing.
         parallel: The mesh.
-        training: Tokens of a microbatch, and what is offloaded.
+        training: Tokens of a microbatch, and offloading.
         precision: Types of the weights (`model.precision`).
         optimizer: Types of the moments, and the offloaded share.
         sequence_tokens: Maximum tokens of a sequence.
@@ -105,7 +105,12 @@ class TrainerMemory:
 
     @classmethod
     def of(cls, cfg: Config, model: Model) -> TrainerMemory:
-        """Return the trainer of a config and its model."""
+        """Return the inputs for a config.
+
+        Args:
+            cfg: The config.
+            model: Its model.
+        """
         return cls(model, cfg.parallel, cfg.training, cfg.model, cfg.optimizer, cfg.sequence_tokens)
 
     def state(self, assumed: Assumptions = ASSUMED) -> MemoryState:
@@ -114,7 +119,12 @@ class TrainerMemory:
         return MemoryState("train", max(found, key=lambda parts: sum(parts.values())))
 
     def held(self, rank: int, dp_cp_rank: int = 0) -> Held:
-        """Return the elements that a rank holds, by its pipeline rank and its rank in dp x cp."""
+        """Return the elements that a rank holds.
+
+        Args:
+            rank: Pipeline rank.
+            dp_cp_rank: Rank in dp x cp.
+        """
         return parameters.held(self.model.family.rows, self.model.arch, self.parallel, rank, dp_cp_rank)
 
     def kept(self, rank: int) -> SavedActivations:
@@ -218,7 +228,7 @@ def states(
     buckets = {"sync buckets": sync.bucket_mib * MIB * (2 if sync.transport == "group" else 1)}
     names = ("weights", "gradients", "optimizer", FP8_WORKSPACES, "context, NCCL")
     stays = {name: train.parts[name] for name in names if name in train.parts}
-    if placement_of(trainer.parallel.world_size, rollout).kind == "apart":
+    if placement_of(trainer.parallel.world_size, rollout).kind == "disaggregated":
         return [train, MemoryState("sync", stays | buckets), generate]
     engine = {name: generate.parts[name] for name in ("engine's weights", "engine's other")}
     mine = {"weights": stays["weights"], "context, NCCL": stays["context, NCCL"]}

@@ -1,4 +1,4 @@
-"""What predictions of memory speak of: a model with its way of computing, and the memory of a GPU in one state."""
+"""Data objects of the memory predictions: a model with its way of computing, and the memory of a GPU in one state."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def search(predictor: Predictor, gpus: int) -> SearchResult:
 def _candidates(predictor: Predictor, gpus: int) -> Iterator[Config]:
     cfg, experts = predictor.cfg, predictor.model.arch.experts is not None
     placement = placement_of(cfg.parallel.world_size, cfg.rollout)
-    if placement.kind == "apart":
+    if placement.kind == "disaggregated":
         splits = [(n, gpus - n) for n in divisors(gpus) if n < gpus] + ([(3 * gpus // 4, gpus // 4)] if gpus % 4 == 0 else [])
     else:
         splits = [(gpus, gpus)]

@@ -72,5 +72,5 @@ def write_page(page: Path, text: str) -> Path:
     try:
         replace_file(page, text.encode())
     except OSError as e:
-        raise ConfigError(f"{page}: the page cannot be written ({e.strerror}); make room, or name another place") from None
+        raise ConfigError(f"{page}: the page cannot be written ({e.strerror}); free some space, or name another file") from None
     return page

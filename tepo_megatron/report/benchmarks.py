@@ -35,7 +35,7 @@ class BenchmarkPanel:
     Attributes:
         scores: Accuracy and standard error by step (ascending) and benchmark.
         groups: Samples of the problems whose scores changed most.
-        notes: Sentences on what could not be read.
+        notes: Sentences about files that could not be read.
     """
 
     scores: Scores

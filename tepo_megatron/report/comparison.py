@@ -131,7 +131,7 @@ def _differences(called: Sequence[str], evaluated: Sequence[HeldOut]) -> list[tu
     said = []
     for name, one in zip(called[1:], evaluated[1:], strict=True):
         change = held_out.change(one.after, evaluated[0].after)
-        words = f"against {called[0]}: no paired difference, for want of scores of the same problems."
+        words = f"against {called[0]}: no paired difference, because there are no scores of the same problems."
         if change is not None:
             words = (
                 f"against {called[0]}, paired by problem: {change} (95 %), {change.verdict}; {change.better} problems better, "

@@ -1,4 +1,4 @@
-"""Samples of a run to read: the best, worst and longest of the first and last recorded step, and what changed most."""
+"""Samples of a run to read: the best, worst and longest of the first and last recorded step, and those that changed most."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ReportSample:
     """One response to show.
 
     Attributes:
-        title: What the response is an example of.
+        title: The reason for which the response is shown.
         right: The answer is right.
         facts: Facts in a few words each.
         answer: Gold answer.
@@ -59,13 +59,13 @@ class Samples:
 
 
 def read_samples(run: RunRecord) -> Samples:
-    """Read samples from the rollouts that a run recorded or replayed. What cannot be read becomes a note."""
+    """Read samples from the rollouts that a run recorded or replayed. A file that cannot be read becomes a note."""
     replayed = run.cfg.rollout.replay
     folder = run.folder / "rollouts"
     if replayed is not None and not folder.is_dir():
         folder = Path(replayed)
     if not folder.is_dir():
-        return Samples((), ["No samples were kept: rollout.record=true keeps what each step learns from."])
+        return Samples((), ["No samples were kept: rollout.record=true keeps the rollouts of each step."])
     from tepo_megatron.rollout import record  # imports torch
 
     steps = record.steps(folder)
@@ -79,7 +79,7 @@ def read_samples(run: RunRecord) -> Samples:
         groups += [_of_step(step, rollouts, tokenizer) for step, rollouts in ends.items() if rollouts]
         changed = _changed(folder, steps)
         if not changed:
-            notes.append("No prompt was recorded at two steps, so there is none whose responses could be compared.")
+            notes.append("No prompt was recorded at two steps, so no responses to the same prompt can be compared.")
         for prompt, first, last in changed:
             pair = [(step, [r for r in record.read(folder, step)[0] if r.prompt_id == prompt]) for step in (first, last)]
             groups.append(_of_prompt(prompt, pair, tokenizer))
@@ -98,7 +98,7 @@ def _tokenizer(run: RunRecord, notes: list[str]) -> PreTrainedTokenizerBase | No
             return load_tokenizer(path)
         except CheckpointError as e:
             missing.append(str(e))
-    notes.append(f"Token ids are shown, for want of a tokenizer: {missing[0]}")
+    notes.append(f"Token ids are shown, because there is no tokenizer: {missing[0]}")
     return None
 
 

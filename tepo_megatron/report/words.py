@@ -1,4 +1,4 @@
-"""Split token ids and untrusted text into pieces that a page can show: no invisible characters, no endless text."""
+"""Split token ids and untrusted text into spans that a page can show: no invisible characters, no endless text."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def shortened(pieces: Sequence[TextSpan], kept: int = KEPT) -> list[TextSpan]:
     return [*head, TextSpan("cut", f"{length - 2 * kept:,} characters left out"), *reversed(tail)]
 
 
-def _first(pieces: Iterable[TextSpan], room: int) -> Iterator[TextSpan]:
+def _first(pieces: Iterable[TextSpan], limit: int) -> Iterator[TextSpan]:
     for piece in pieces:
-        if room <= 0:
+        if limit <= 0:
             return
-        yield TextSpan(piece.kind, piece.text[:room])
-        room -= len(piece.text)
+        yield TextSpan(piece.kind, piece.text[:limit])
+        limit -= len(piece.text)
 
 
 def _is_special(token: int, tokenizer: PreTrainedTokenizerBase | None) -> bool:

@@ -1,4 +1,4 @@
-"""HTTP exchanges with a server that may be faulty or hostile: bounded in time and memory, whatever the server does.
+"""HTTP exchanges with a server that may be faulty or hostile. Every exchange is bounded in time and memory.
 
 Every HTTP client of the package uses this module: rewards, engines, health checks. A deadline covers the whole exchange (name
 look-up, connection, request, headers, body). Redirects are not followed, so a key never reaches another server. Compressed

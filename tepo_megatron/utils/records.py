@@ -129,7 +129,7 @@ def steps_of(lines: Iterable[Line], last: int | None = None) -> StepRecords:
     found.kept.extend(by_step[step] for step in sorted(by_step))
     found.faults.extend(named_faults(unreadable))
     if doubled:
-        found.faults.append(f"recorded more than once, of which the later record counts: {_steps(doubled)}")
+        found.faults.append(f"recorded more than once (the later record counts): {_steps(doubled)}")
     end = (max(by_step) if by_step else 0) if last is None else last
     if missing := _gaps(by_step, end):
         found.faults.append(f"no record of {_ranges(missing)}, and what is lost cannot be made again")
@@ -203,7 +203,7 @@ def _lines_in(number: int, raw: bytes, first: str) -> list[Line]:
     if not begins or (begins == [0] and _ended(raw) is None):
         return [whole]
     ends = [*begins[1:], len(raw)]
-    found = [Line(number, raw[: begins[0]], None, "what stands before a record is none")] if raw[: begins[0]].strip() else []
+    found = [Line(number, raw[: begins[0]], None, "text before a record")] if raw[: begins[0]].strip() else []
     for begin, end in zip(begins, ends, strict=True):
         piece = raw[begin:end].rstrip()
         size = _ended(piece)
@@ -212,7 +212,7 @@ def _lines_in(number: int, raw: bytes, first: str) -> list[Line]:
             continue
         found.append(_object(number, piece[:size]))
         if piece[size:].strip():
-            found.append(Line(number, piece[size:], None, "what stands behind a record is none"))
+            found.append(Line(number, piece[size:], None, "text after a record"))
     return found
 
 

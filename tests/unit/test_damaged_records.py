@@ -69,7 +69,7 @@ DAMAGES: dict[str, tuple[Damage, set[int], str]] = {
     "garbage without an end": (lambda data: data + b"\x00\xff{", ALL, "line 7 cannot be read"),
     "another object": (with_line(1, b'{"loss": 3}\n'), ALL, 'line 2 cannot be read: not an object with an integer "step"'),
     "a list": (with_line(1, b"[1, 2]\n"), ALL, "line 2 cannot be read: not an object"),
-    "NUL bytes before a line": (instead(3, b"\0" * 999 + LINES[2]), ALL, "line 3 cannot be read: what stands before"),
+    "NUL bytes before a line": (instead(3, b"\0" * 999 + LINES[2]), ALL, "line 3 cannot be read: text before"),
     "NUL bytes at the end": (lambda data: data + b"\0" * 4096, ALL, "line 7 cannot be read"),
     "NUL bytes in a line": (instead(3, b'{"step": 3, \0\0"x": 1}\n'), {1, 2, 4}, "line 3 cannot be read"),
     "a hole of NUL bytes": (lambda data: b"\0" * 60 + data[60:], {2, 3, 4} if STEP_2 > 60 else {3, 4}, "cannot be read"),

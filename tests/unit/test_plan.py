@@ -244,11 +244,11 @@ def placed(cfg: Config) -> Placement:
 def test_where_trainer_and_engine_are() -> None:
     server = {"tp": 2}
     apart = config(rollout={"servers": 2, "server": {**server, "rendezvous": "x"}}, sync={"transport": "group"})
-    assert (placed(apart).kind, placed(apart).gpus) == ("apart", 5)
+    assert (placed(apart).kind, placed(apart).gpus) == ("disaggregated", 5)
     turns = config(rollout={"colocate": True, "servers": 2, "server": server}, parallel={"dp": 4})
-    assert (placed(turns).kind, placed(turns).gpus) == ("in turns", 4)
+    assert (placed(turns).kind, placed(turns).gpus) == ("colocated", 4)
     here = placed(config(rollout={"servers": 2, "server": server}))
-    assert (here.kind, here.gpus, here.fault) == ("apart", 5, "")
+    assert (here.kind, here.gpus, here.fault) == ("disaggregated", 5, "")
     assert "9 GPUs of ranks and servers do not fit" in placed(config(rollout={"servers": 4, "server": server})).fault
 
 
