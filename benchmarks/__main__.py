@@ -57,7 +57,7 @@ def run_here(name: str, options: Options) -> list[Object]:
     return [measure.as_object() | at for measure in SUITES[name].run(options) if measure.row in options.rows]
 
 
-def run_apart(name: str, args: argparse.Namespace) -> list[Object] | None:
+def run_in_subprocess(name: str, args: argparse.Namespace) -> list[Object] | None:
     """Run a suite in a process of its own; return its measures, or None if it failed (its errors are on stderr).
 
     Args:
@@ -86,7 +86,7 @@ def main() -> None:
         if not args.only & set(suite.rows):
             continue
         start = time.monotonic()
-        found = run_apart(name, args)
+        found = run_in_subprocess(name, args)
         print(f"{name}: {'failed' if found is None else 'done'} in {time.monotonic() - start:.0f} s", file=sys.stderr)
         if found is None:
             failed.append(name)

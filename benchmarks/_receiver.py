@@ -43,8 +43,8 @@ class Receiver:
         return self._threads.submit(self._ask, "join", asdict(specs[self.recipients[0]]))
 
     def load(self, sources: Sequence[Source]) -> Future[None]:
-        told = [source.to_json() if isinstance(source, Bucket) else str(source) for source in sources]
-        return self._threads.submit(self._ask, "take", told)
+        serialized = [source.to_json() if isinstance(source, Bucket) else str(source) for source in sources]
+        return self._threads.submit(self._ask, "take", serialized)
 
     def finish_update(self) -> None:
         self._ask("finish", None)
@@ -69,22 +69,22 @@ class Receiver:
 
 def main() -> None:
     """Execute the commands on the standard input."""
-    inbox, device = RankReceiver(), torch.device(sys.argv[2]) if len(sys.argv) > 2 else None
+    receiver, device = RankReceiver(), torch.device(sys.argv[2]) if len(sys.argv) > 2 else None
     if device is not None and device.type == "cuda":
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
     for line in sys.stdin:
         what, value = json.loads(line)
         if what == "begin":
-            inbox.begin(sys.argv[1], tied_embeddings=True, device=device or torch.device("cpu"))
+            receiver.begin(sys.argv[1], tied_embeddings=True, device=device or torch.device("cpu"))
         elif what == "join":
-            inbox.join_groups(GroupSpec(**value), torch.device("cpu"))
+            receiver.join_groups(GroupSpec(**value), torch.device("cpu"))
         elif what == "take":
-            taken = inbox.take(value)
+            taken = receiver.take(value)
             if device is not None:
                 _copy(taken, device)
         else:
-            inbox.finish()
+            receiver.finish()
         print("done", flush=True)
 
 

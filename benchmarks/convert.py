@@ -124,10 +124,10 @@ def convert(*words: str) -> MeasuredConversion:
     text = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    told = re.search(r"GB in ([\d.]+) s", text)
-    if process.returncode or told is None:
+    printed = re.search(r"GB in ([\d.]+) s", text)
+    if process.returncode or printed is None:
         raise SystemExit(f"convert.py {' '.join(words)} failed with status {process.returncode}:\n{text}")
-    seconds = float(told[1])
+    seconds = float(printed[1])
     return MeasuredConversion(seconds, time.perf_counter() - start - seconds, usage.ru_maxrss * 1024)
 
 
@@ -222,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="tools/convert.py against copying")
     parser.add_argument("--quick", action="store_true", help="a model of a few megabytes, to see that it runs")
     parser.add_argument("--shapes", choices=["qwen3-14b"], help="the sizes of a published model")
-    parser.add_argument("--layers", type=int, help="with --shapes: its first so many layers")
+    parser.add_argument("--layers", type=int, help="with --shapes: number of layers, the first of the model")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--folder", help="where to work (8 GB, removed afterwards); default: the system's temporary folder")
     parser.add_argument(

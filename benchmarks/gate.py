@@ -99,6 +99,7 @@ def _row(name: str, times: dict[str, Times]) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=9)
     for row in measure(parser.parse_args().repetitions):

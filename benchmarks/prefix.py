@@ -38,7 +38,7 @@ from tepo_megatron.ops.planning import plan_metrics, plan_microbatches
 from tepo_megatron.ops.shared_prompts import LEAST_SAVED, PrefixGroups
 from tepo_megatron.types import Rollout, TrainBatch
 
-VOCABULARY, ROOM, AGREE = 512, 32_768, 1e-5
+VOCABULARY, MICROBATCH_TOKENS, AGREE = 512, 32_768, 1e-5
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,20 @@ def write_model(folder: Path) -> None:
 
 
 def config(model: Path, case: Case, share: str) -> Config:
+    """Return the config of a case.
+
+    Args:
+        model: Folder of the checkpoint.
+        case: The case.
+        share: Value of training.share_prompts.
+    """
     return validate({
         "name": "prefix", "platform": "cpu", "model": {"path": str(model), "precision": "fp32"},
         "data": {"train": "unused", "max_prompt_tokens": case.prompt},
         "rollout": {"prompts_per_step": case.groups, "max_response_tokens": case.response},
         "training": {
-            "minibatch_prompts": case.groups, "epochs": 1, "max_tokens_per_microbatch": ROOM, "share_prompts": share,
+            "minibatch_prompts": case.groups, "epochs": 1, "max_tokens_per_microbatch": MICROBATCH_TOKENS,
+            "share_prompts": share,
         },
         "objective": {"name": "tepo", "beta": 0.01},
         "optimizer": {"lr": 1e-6},
@@ -106,7 +114,7 @@ def computed_tokens(case: Case) -> dict[str, float]:
     prefix_groups = PrefixGroups.of(prompts, [case.prompt for _ in sequences], alignment.sequence, least_saved)
 
     def of(prefix_groups: PrefixGroups | None) -> float:
-        plan = plan_microbatches(lengths, 1, ROOM, alignment, prefix_groups=prefix_groups)
+        plan = plan_microbatches(lengths, 1, MICROBATCH_TOKENS, alignment, prefix_groups=prefix_groups)
         return plan_metrics(plan, lengths, alignment, prefix_groups=prefix_groups)["packing/computed_tokens"]
 
     return {"plain": of(None), "shared": of(prefix_groups)}

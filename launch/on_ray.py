@@ -145,9 +145,9 @@ class RayMachine:
 class RayJobRunner:
     """A job on the Ray cluster, with all its starts."""
 
-    def __init__(self, plan: Plan, keeper: Path) -> None:
+    def __init__(self, plan: Plan, supervisor: Path) -> None:
         self._plan = plan
-        self._keeper = keeper
+        self._supervisor = supervisor
         self._actor = ray.remote(num_cpus=0, num_gpus=plan.gpus, max_restarts=0)(RayMachine)
 
     def run(self) -> int:
@@ -226,7 +226,7 @@ class RayJobRunner:
             started = {}
             for script in self._plan.scripts:
                 for i in filter(script.runs_on, range(len(actors))):
-                    words = [str(self._keeper), script.log.format(machine=i), "bash", script.path]
+                    words = [str(self._supervisor), script.log.format(machine=i), "bash", script.path]
                     started[actors[i].start.remote(script.name, words, shared | own[i])] = names[i]
             self._answers(started)
             while not self._done([self._answers({a.ended.remote(): n})[0] for a, n in zip(actors, names, strict=True)], names):

@@ -25,14 +25,14 @@ class Starts:
     Attributes:
         count: Number of earlier starts of the job.
         id: Unique among all starts of all jobs.
-        meet: torchrun options: the rendezvous address of the ranks' machines, and the index of this machine.
+        rendezvous: torchrun options: the rendezvous address of the ranks' machines, and the index of this machine.
         address: Options of `tepo serve`.
         config: The run's config. None: the config.yaml in its folder.
     """
 
     count: str
     id: str
-    meet: str = f'{ENDPOINT} --node-rank "$SLURM_PROCID"'
+    rendezvous: str = f'{ENDPOINT} --node-rank "$SLURM_PROCID"'
     address: str = "--host 0.0.0.0"
     config: str | None = None
 
@@ -108,7 +108,7 @@ def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -
         # not c10d: its agents unpickle anything that anybody put into their store (torch 2.13)
         *("--rdzv-backend", "static", "--max-restarts", "0"),
     ]
-    return [*lines, f'{env}{joined(start)} {starts.meet} --rdzv-id {starts.id} -m tepo_megatron "${{words[@]}}"']
+    return [*lines, f'{env}{joined(start)} {starts.rendezvous} --rdzv-id {starts.id} -m tepo_megatron "${{words[@]}}"']
 
 
 def serve_line(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -> str:
@@ -184,7 +184,7 @@ def _config(cfg: Config, starts: Starts) -> str:
 
 
 def _rendezvous(cfg: Config, starts: Starts) -> str:
-    """Return a folder of its own for each start, so that the servers of a killed start are never found."""
+    """Return a rendezvous folder that no other start uses, so that the servers of a killed start are never found."""
     return f"{shlex.quote(str(cfg.rollout.server.rendezvous))}/{starts.id}"
 
 

@@ -84,15 +84,15 @@ def measured(args: argparse.Namespace, overrides: Sequence[str], precision: str)
         words = [sys.executable, "-m", "torch.distributed.run", *start, json.dumps(asked | {"folder": folder})]
         with_us = functools.partial(die_with_parent, os.getpid(), signal.SIGKILL)
         subprocess.run(words, cwd=ROOT, check=True, timeout=args.timeout, preexec_fn=with_us)
-        told = json.loads(Path(folder, "found.json").read_text())
+        found_json = json.loads(Path(folder, "found.json").read_text())
         logprobs_N = torch.load(Path(folder, "logprobs.pt"))
     phases = predictor_of(cfg, PlanRequest(gpu=args.gpu, prompt=args.prompt, response=args.response)).step().phases
     return Found(
-        {name: statistics.median(taken) for name, taken in told["seconds"].items()},
+        {name: statistics.median(taken) for name, taken in found_json["seconds"].items()},
         {name: sum(phases[phase] for phase in PLANNED[name]) for name in PLANNED},
-        told["tokens"],
-        told["peak_gib"],
-        told["noise"],
+        found_json["tokens"],
+        found_json["peak_gib"],
+        found_json["noise"],
         logprobs_N,
     )
 

@@ -72,8 +72,8 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
 
 
 def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> RayJob:
-    goes_on = not cfg.rollout.only  # rollout.only keeps no checkpoints
-    return _job(cfg.run_dir, scripts.training(cfg, cluster, layout, Path.cwd(), STARTS), cluster, goes_on)
+    resumes = not cfg.rollout.only  # rollout.only keeps no checkpoints
+    return _job(cfg.run_dir, scripts.training(cfg, cluster, layout, Path.cwd(), STARTS), cluster, resumes)
 
 
 def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> RayJob:
@@ -105,7 +105,7 @@ def logs(job: SubmittedJob, folder: Path, lines: int) -> str:
         lines: Number of lines of each log.
     """
     paths = sorted(jobs.home_of(folder).glob(f"*-{job.id.rpartition('-')[2]}.log"))
-    printed = "" if paths else _client().said(job.id, lines)
+    printed = "" if paths else _client().submitter_output(job.id, lines)
     return printed or ends(folder, paths, lines)
 
 
@@ -114,8 +114,8 @@ def cancel(job: SubmittedJob) -> str:
     return f"job {job.id} is cancelled"
 
 
-def _job(folder: Path, tasks: Sequence[scripts.Task], cluster: Cluster, goes_on: bool = False) -> RayJob:
-    job = RayJob(*jobs.next_submission(folder), tasks, cluster, goes_on)
+def _job(folder: Path, tasks: Sequence[scripts.Task], cluster: Cluster, resumes: bool = False) -> RayJob:
+    job = RayJob(*jobs.next_submission(folder), tasks, cluster, resumes)
     os.environ["NEMORUN_HOME"] = str(job.home)
     return job
 

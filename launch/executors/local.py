@@ -75,7 +75,7 @@ def cancel(job: SubmittedJob) -> str:
     if not _is_launch(int(job.id)):
         return f"process {job.id} has ended already"
     os.kill(int(job.id), signal.SIGTERM)
-    return f"process {job.id} is told to end"
+    return f"sent SIGTERM to process {job.id}"
 
 
 def _script(cfg: Config, cluster: Cluster, layout: Layout) -> str:

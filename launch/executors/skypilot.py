@@ -147,7 +147,7 @@ def check_code(folder: Path) -> list[str]:
     if not found:
         return []
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return [f"{found[0]}{more} would not travel, since NeMo-Run sends the commit HEAD; commit, stash or remove them"]
+    return [f"{found[0]}{more} would not be sent, since NeMo-Run sends the commit HEAD; commit, stash or remove them"]
 
 
 def _git(folder: Path, *words: str) -> str | None:
@@ -192,7 +192,7 @@ def run_script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
     serve = scripts.serve_line(cfg, cluster, layout, starts)
     if layout.shared:
         return scripts.text([*lines, *words, *scripts.side_by_side(serve, train)])
-    return scripts.text([*lines, *_apart(words, train, serve, layout)])
+    return scripts.text([*lines, *_disaggregated(words, train, serve, layout)])
 
 
 def _there(sky: SkypilotConfig) -> list[str]:
@@ -200,7 +200,7 @@ def _there(sky: SkypilotConfig) -> list[str]:
     return [f"mkdir -p {sky.workdir}", f"cd {sky.workdir}", f"export PYTHONPATH={nemo_sky.CODE}"]
 
 
-def _apart(words: list[str], train: str, serve: str, layout: Layout) -> list[str]:
+def _disaggregated(words: list[str], train: str, serve: str, layout: Layout) -> list[str]:
     """Return lines with which the first machines train, and the others serve until a file holds training's status."""
     end = "trap 'kill $! 2>/dev/null || true' TERM INT"
     return [

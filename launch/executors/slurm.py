@@ -43,10 +43,10 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
 
 def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -> Submission:
     assert cluster.slurm is not None, "checked before"
-    goes_on = not cfg.rollout.only  # rollout.only keeps no checkpoints
+    resumes = not cfg.rollout.only  # rollout.only keeps no checkpoints
     tasks = scripts.training(cfg, cluster, layout, Path.cwd(), _STARTS)
-    setup = batch_setup(cfg, cluster.slurm, jobs.home_of(cfg.run_dir)) if goes_on and cluster.slurm.restarts else ""
-    return submission(cfg.run_dir, tasks, cluster, after, setup, requeued=goes_on)
+    setup = batch_setup(cfg, cluster.slurm, jobs.home_of(cfg.run_dir)) if resumes and cluster.slurm.restarts else ""
+    return submission(cfg.run_dir, tasks, cluster, after, setup, requeued=resumes)
 
 
 def command(kind: str, words: Sequence[str], folder: Path, cluster: Cluster, after: str | None) -> Submission:
@@ -114,7 +114,7 @@ def batch_setup(cfg: Config, slurm: SlurmConfig, home: Path) -> str:
 
 
 def _before_the_limit(slurm: SlurmConfig, checkpoints: Path, failures: str, steps: int) -> str:
-    """Return the part that requeues the job before its time limit, with the variables that `_after_a_failure` reads too.
+    """Return the shell code that requeues the job before its time limit, with the variables that `_after_a_failure` also reads.
 
     Args:
         slurm: Section of the profile.
@@ -151,7 +151,7 @@ trap queue_again USR1
 
 
 def _after_a_failure(slurm: SlurmConfig, log: str) -> str:
-    """Return the part that requeues the job after a failed task or the batch script's own death.
+    """Return the shell code that requeues the job after a failed task or the batch script's own death.
 
     Args:
         slurm: Section of the profile.

@@ -91,11 +91,11 @@ def draw(plan: AblationPlan, table: Sequence[MethodRow], outcomes: Mapping[str, 
         axis.set_xlabel("step")
     cells = grid[0, len(groups)].subgridspec(2, 1, hspace=0.26)
     accuracy, difference = figure.add_subplot(cells[0]), figure.add_subplot(cells[1])
-    _dots(accuracy, [(row, row.after, _in_words(row.after)) for row in shown if row.after], looks)
+    _dots(accuracy, [(row, row.after, _formatted(row.after)) for row in shown if row.after], looks)
     accuracy.set_title("Accuracy after the last step, held-out problems", pad=8)
     accuracy.xaxis.set_major_formatter(PERCENT)
     difference.axvline(0, color=MUTED, lw=1, ls=":")
-    _dots(difference, [(row, row.difference, _difference_in_words(plan, row)) for row in shown], looks)
+    _dots(difference, [(row, row.difference, _formatted_difference(plan, row)) for row in shown], looks)
     difference.set_title(f"Percentage points over {plan.baseline}, paired by problem", pad=8)
     difference.xaxis.set_major_formatter(POINTS)
     _heading(figure, plan, shown, looks)
@@ -155,12 +155,12 @@ def _dots(axis: Any, lines: Sequence[tuple[MethodRow, Estimate | None, str]], lo
     axis.margins(x=0.08)
 
 
-def _in_words(estimate: Estimate) -> str:
+def _formatted(estimate: Estimate) -> str:
     error = "" if estimate.standard_error is None else f", SE {100 * estimate.standard_error:.1f}"
     return f"{100 * estimate.mean:.1f} %{error}"
 
 
-def _difference_in_words(plan: AblationPlan, row: MethodRow) -> str:
+def _formatted_difference(plan: AblationPlan, row: MethodRow) -> str:
     value = "" if row.difference is None else f"{100 * row.difference.mean:+z.1f}, "
     return value + verdict(plan, row)
 

@@ -139,7 +139,7 @@ def _evaluate(
         graders = {kind: stack.enter_context(build_reward(replace(cfg.reward, type=kind), decode)) for kind in kinds}
         engine.wait_ready()
         for problems in todo:
-            tell(f"{problems.entry.title}: {_in_words(problems)}")
+            tell(f"{problems.entry.title}: {_description(problems)}")
             samples = sample_benchmark(problems, sampler, graders[problems.entry.grader], decode, stops, cfg.seed)
             accuracy = folder.add(problems, samples).accuracy
             tell(f"{problems.entry.title}: avg@{problems.entry.samples} {100 * accuracy.mean:.2f} %")
@@ -148,7 +148,7 @@ def _evaluate(
     return folder
 
 
-def _in_words(problems: Problems) -> str:
+def _description(problems: Problems) -> str:
     entry = problems.entry
     how = f"temperature {entry.temperature:g}" if entry.temperature else "greedy"
     size = f"{len(problems.prompts)} problems x {entry.samples}"

@@ -69,12 +69,12 @@ class Engine:
             / self.tp
             / self.machine.matmul_rate
         )
-        room = self.cache / kv_bytes(arch, self.tp)
+        cache_tokens = self.cache / kv_bytes(arch, self.tp)
         waiting = list(reversed(responses))
         ends: list[tuple[float, int]] = []  # (step at which a sequence ends, its response tokens)
         now = used = seconds = 0.0
         while waiting or ends:
-            while waiting and len(ends) < self.sequences and (not ends or used + prompt + waiting[-1] <= room):
+            while waiting and len(ends) < self.sequences and (not ends or used + prompt + waiting[-1] <= cache_tokens):
                 tokens = waiting.pop()
                 heapq.heappush(ends, (now + tokens, tokens))
                 used += prompt + tokens

@@ -84,9 +84,9 @@ class SamplingParams:
         """Return the settings for this prompt, limited by `max_tokens` alone. Raise ValueError if that leaves no token."""
         if self.max_sequence_tokens is None:
             return self
-        room = self.max_sequence_tokens - len(prompt.token_ids)
-        if room < 1:
+        left = self.max_sequence_tokens - len(prompt.token_ids)
+        if left < 1:
             raise ValueError(
                 f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, max_sequence_tokens={self.max_sequence_tokens}"
             )
-        return dataclasses.replace(self, max_tokens=min(self.max_tokens, room), max_sequence_tokens=None)
+        return dataclasses.replace(self, max_tokens=min(self.max_tokens, left), max_sequence_tokens=None)

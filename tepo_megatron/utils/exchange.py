@@ -28,7 +28,7 @@ CONTROL_BYTES = 8 * 2**20  # maximum bytes of an answer whose size does not foll
 LEAST_VALUES = 1_000_000  # numbers, strings and containers that any JSON answer may hold; about 72 MB of memory
 _BYTES_PER_VALUE = 16  # minimum average in longer answers
 _SLACK_SECONDS = 5.0  # extra time for a busy event loop to report the time-out itself
-# Numbers with so many digits or such an exponent may exceed the float range; json.loads accepts up to 4300 digits.
+# Numbers with this many digits or this large an exponent may exceed the float range; json.loads accepts up to 4300 digits.
 _EXTREME = re.compile(rb"[0-9]{300}|[eE]\+?[0-9]{3}")
 _JSON = re.compile(r"(application|text)/([\w.-]+\+)?json|text/plain|application/octet-stream")
 

@@ -271,7 +271,12 @@ def join_store(spec: GroupSpec) -> FolderStore | dist.TCPStore:
 
 
 def joining_key(spec: GroupSpec, rank: int) -> str:
-    """Return the key that a server's rank puts into the store when it begins to form the groups."""
+    """Return the key that a server's rank puts into the store when it begins to form the groups.
+
+    Args:
+        spec: Spec of the groups.
+        rank: The server's rank in each group.
+    """
     return f"{spec.name}/came/{rank}"
 
 
@@ -281,19 +286,34 @@ def cancelled_key(spec: GroupSpec) -> str:
 
 
 def joined_key(spec: GroupSpec, rank: int) -> str:
-    """Return the key that a server's rank puts into the store once it is in all groups."""
+    """Return the key that a server's rank puts into the store once it is in all groups.
+
+    Args:
+        spec: Spec of the groups.
+        rank: The server's rank in each group.
+    """
     return f"{spec.name}/joined/{rank}"
 
 
 def arrived_key(spec: GroupSpec, number: int, rank: int) -> str:
-    """Return the key that a server's rank puts into the store once it has received the round `number` of an update."""
+    """Return the key that a server's rank puts into the store once it has received a round.
+
+    Args:
+        spec: Spec of the groups.
+        number: Number of the round in its update.
+        rank: The server's rank in each group.
+    """
     return f"{spec.name}/arrived/{number}/{rank}"
 
 
 def signal(store: KeyValueStore, key: str) -> None:
     """Put a key into a store; once this has returned, all members see the key. Raises BrokenGroup.
 
-    `set` would not do: the store does not answer it, so a message on another path (an HTTP response) may overtake it.
+    `set` does not suffice: the store does not answer it, so a message on another path (an HTTP response) may overtake it.
+
+    Args:
+        store: The store.
+        key: The key.
     """
     try:
         store.add(key, 1)

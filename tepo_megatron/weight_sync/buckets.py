@@ -216,16 +216,16 @@ def split_into_buckets(
         limit: Bytes of a bucket. A larger parameter gets a bucket of its own.
     """
     buckets: list[list[Binding]] = []
-    room = 0
+    free_bytes = 0
     for b in bindings:
         if b.name == "output_layer.weight" and arch.tied_embeddings:  # tied: the tensor is sent as the embedding
             continue
         size = size_of(b)
-        if not buckets or size > room:
+        if not buckets or size > free_bytes:
             buckets.append([])
-            room = limit
+            free_bytes = limit
         buckets[-1].append(b)
-        room -= size
+        free_bytes -= size
     return buckets
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.gpu.check import lines
 from benchmarks.gpu.check.parts import CPU, PARTS, Part, limit, selected
-from benchmarks.gpu.check.report import Result, load, merged, result_of, save, status_of, told
+from benchmarks.gpu.check.report import Result, load, merged, outcome_line, result_of, save, status_of
 from benchmarks.results import ROOT, surroundings
 
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL, in which launchers end their ranks
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = _run(part, platform, refusal, Path(folder), limit(part, args.minutes, end - time.monotonic()), keep)
             keep(result)
             results.append(result | at)
-            print(told(results[-1]), flush=True)
+            print(outcome_line(results[-1]), flush=True)
     print(f"written: {file} and {file.with_suffix('.md').name}")
     return int(any(result["status"] not in ("passed", "skipped") for result in results))
 

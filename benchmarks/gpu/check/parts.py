@@ -64,7 +64,7 @@ PARTS: tuple[Part, ...] = (
     Part("transfer", "Weights to another process", 60, (
         "ipc", "shm", "copy of as many bytes on the device", "copy of as many bytes to /dev/shm",
     )),
-    Part("step", "A training step of a random Qwen3 beside the prediction of `tepo plan`", 200, (
+    Part("step", "A training step of a random Qwen3 next to the prediction of `tepo plan`", 200, (
         "old log-probs, logits kept", "updates, logits kept", "memory, logits kept",
         "old log-probs, logits_budget_mib 512", "updates, logits_budget_mib 512", "memory, logits_budget_mib 512",
     )),

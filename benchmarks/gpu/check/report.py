@@ -77,14 +77,14 @@ def markdown(results: Sequence[Result]) -> str:
     """Return one table per part."""
     text = ["# One GPU, checked by `python tools/gpu_check.py`"]
     for result in results:
-        text += ["", f"## {result['title']}", "", told(result), ""]
+        text += ["", f"## {result['title']}", "", outcome_line(result), ""]
         rows = [("line", "result", "remark"), ("---", "---", "---")]
         rows += [(line["name"], shown(line), _cell(line["why"])) for line in result["lines"]]
         text += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(text)
 
 
-def told(result: Result) -> str:
+def outcome_line(result: Result) -> str:
     """Return a part's outcome in one line."""
     lines = result["lines"]
     counts = {status: sum(line["status"] == status for line in lines) for status in ("passed", "measured", "failed", "skipped")}

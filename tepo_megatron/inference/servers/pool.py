@@ -48,7 +48,7 @@ class ServerPool:
         self.loop, self.changed = LoopThread("fleet"), asyncio.Condition()
         self.growth = GrowthLimit(cfg.server.restart_after_growth_gib)
         self.sleeping = SleepController(self.changed, quiesce, self.growth)
-        self._keepers: list[asyncio.Task[None]] = []
+        self._supervisors: list[asyncio.Task[None]] = []
         self._events: list[str] = []
 
     def start(self) -> None:
@@ -56,7 +56,7 @@ class ServerPool:
 
         Raises RolloutError (busy port, unwritable log), ConfigError (not installed).
         """
-        if self._keepers:
+        if self._supervisors:
             raise RolloutError("the inference servers were already started; close the fleet first")
         self.version, self.refused, self.changed = INITIAL_VERSION, "", asyncio.Condition()
         self.sleeping = SleepController(self.changed, self._quiesce, self.growth)
@@ -80,11 +80,11 @@ class ServerPool:
         for endpoint in self.endpoints:
             endpoint.forget()
         self.sleeping.allow_starts()
-        self._keepers = []
+        self._supervisors = []
 
     def require_start(self) -> None:
         """Raise RolloutError unless the servers were started."""
-        if not self._keepers:
+        if not self._supervisors:
             raise RolloutError("the inference server is not running; call start() and wait_ready() first")
 
     def require_trust(self) -> None:
@@ -119,7 +119,7 @@ class ServerPool:
             self.changed.notify_all()
 
     async def _keep_all(self) -> None:
-        self._keepers = [asyncio.create_task(slot.supervise()) for slot in self.slots]
+        self._supervisors = [asyncio.create_task(slot.supervise()) for slot in self.slots]
 
     async def _until_settled(self) -> None:
         async with self.changed:

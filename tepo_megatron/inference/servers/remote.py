@@ -155,7 +155,7 @@ class FoundServer(_Elsewhere):
             if time.monotonic() > self._deadline:
                 seen = ", ".join(record.where for record in records) or "none"
                 lease = await asyncio.to_thread(self._rendezvous.leases.current)
-                fix = "if that run was killed, remove the file `turn`"
+                fix = "if that run was killed, remove the file `lease`"
                 whose = "" if lease is None else f". None is started while {lease.run} has the devices; {fix}"
                 raise RolloutError(
                     f"{self.name}: no free server in rollout.server.rendezvous={self._rendezvous.folder} within "

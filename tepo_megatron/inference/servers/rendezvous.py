@@ -4,8 +4,8 @@
     HOST-PORT.json            a healthy server, as a `Record`
     HOST-PORT.START.taken     the run that uses this start (incarnation) of the server
     HOST-PORT.START.end       why its user ended this start: the server has to be restarted
-    HOST-PID.keeper           a running `tepo serve`, and the last lease token that it acknowledged
-    turn                      the device lease (`lease.py`): the run that has the servers' devices, the starts that it
+    HOST-PID.service          a running `tepo serve`, and the last lease token that it acknowledged
+    lease                     the device lease (`lease.py`): the run that has the servers' devices, the starts that it
                               keeps, and a token for the acknowledgements
 
 Every file appears under its name only when it is complete. The folder belongs to its owner alone: whoever could write a record
@@ -22,7 +22,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from tepo_megatron.errors import ConfigError, RolloutError
-from tepo_megatron.inference.servers.lease import DeviceLeases, keeper_name
+from tepo_megatron.inference.servers.lease import DeviceLeases, service_name
 from tepo_megatron.inference.servers.server_key import make_key, read_key
 from tepo_megatron.inference.servers.shared_folder import check_owner, read_file, replace_private, write_part
 
@@ -51,9 +51,9 @@ class Record:
         return f"{self.host}-{self.url.rpartition(':')[2]}"
 
     @property
-    def keeper(self) -> str:
+    def service(self) -> str:
         """HOST-PID of the `tepo serve` that runs the server."""
-        return keeper_name(self.host, self.pid)
+        return service_name(self.host, self.pid)
 
     @property
     def where(self) -> str:
@@ -104,11 +104,11 @@ class Rendezvous:
 
     def clear_killed(self) -> None:
         """Remove what killed `tepo serve` processes of this machine left behind."""
-        for keeper in self.leases.killed():
+        for service in self.leases.killed():
             for record in self.records():
-                if record.keeper == keeper:
+                if record.service == service:
                     self.withdraw(record)
-            self.leases.deregister(keeper)
+            self.leases.deregister(service)
 
     def records(self) -> list[Record]:
         """Return the published servers, which are or were healthy, ordered by name.

@@ -21,7 +21,7 @@ from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import ENGINES, local_servers
 from tepo_megatron.inference.servers.endpoint import Connected
-from tepo_megatron.inference.servers.lease import keeper_name, this_host
+from tepo_megatron.inference.servers.lease import service_name, this_host
 from tepo_megatron.inference.servers.local import LocalServer
 from tepo_megatron.inference.servers.rendezvous import Record, Rendezvous, fingerprint
 from tepo_megatron.inference.servers.slot import ServerSlot
@@ -74,7 +74,7 @@ class _Service:
         apis = [ENGINES[cfg.engine]() for _ in range(cfg.servers)]
         self._servers = local_servers(cfg, apis, launch, log, key=rendezvous.make_key())
         self._launch, self._model = launch, fingerprint(launch.model_path)
-        self._keeper, self._acknowledged = keeper_name(this_host(), os.getpid()), ""
+        self._service, self._acknowledged = service_name(this_host(), os.getpid()), ""
         self._look_seconds = TURN_SECONDS if launch.sleeps else LOOK_SECONDS
         self._may_start = asyncio.Event()
         self._may_start.set()
@@ -90,32 +90,32 @@ class _Service:
         """Run the servers until a signal comes or all are lost. See `serve`."""
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, self._over.set)
-        keepers: list[asyncio.Task[None]] = []
+        supervisors: list[asyncio.Task[None]] = []
         try:
             self._rendezvous.clear_killed()
-            self._rendezvous.leases.register(self._keeper)
+            self._rendezvous.leases.register(self._service)
             await self._follow_lease()
             while not self._may_start.is_set() and not await self._over_within(self._look_seconds):
                 await self._follow_lease()
             if not self._over.is_set():
                 for server in self._servers:
                     server.launch()
-                keepers = [asyncio.create_task(member.supervise()) for member in self._members]
+                supervisors = [asyncio.create_task(member.supervise()) for member in self._members]
             while not self._over.is_set():
                 await self._follow_lease()
                 records = list(self._records.items())
                 await asyncio.gather(*(self._attend(self._members[i], record, since) for i, (record, since) in records))
                 await self._over_within(self._look_seconds)
         finally:
-            for keeper in keepers:
-                keeper.cancel()
+            for supervisor in supervisors:
+                supervisor.cancel()
             for i in list(self._records):
                 self._rendezvous.withdraw(self._records.pop(i)[0])
             await asyncio.gather(*(asyncio.to_thread(server.stop) for server in self._servers))
-            await asyncio.gather(*keepers, return_exceptions=True)
+            await asyncio.gather(*supervisors, return_exceptions=True)
             for server in self._servers:
                 server.forget()
-            self._rendezvous.leases.deregister(self._keeper)
+            self._rendezvous.leases.deregister(self._service)
         if len(self._lost) == len(self._members):
             raise RolloutError(str(self._members[0].lost))
 
@@ -150,7 +150,7 @@ class _Service:
             if member.incarnation is not None:
                 member.incarnation.end(RolloutError(f"{member.endpoint.name} is not of {lease.run}, which has the devices now"))
         if settled and self._acknowledged != lease.token:
-            self._rendezvous.leases.acknowledge(self._keeper, lease.token)
+            self._rendezvous.leases.acknowledge(self._service, lease.token)
             self._acknowledged = lease.token
 
     async def _attend(self, member: ServerSlot[Connected], record: Record, since: float) -> None:
