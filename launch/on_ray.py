@@ -30,7 +30,7 @@ _HEAD = "node:__internal_head__"  # a resource that only Ray's head node has
 
 
 @dataclass(frozen=True)
-class Script:
+class PlannedScript:
     """A script in the plan. It runs once on each of `nodes` machines from the `first` on, with one log per machine."""
 
     name: str
@@ -45,7 +45,7 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RayJobPlan:
     """The plan that `launch` wrote.
 
     The job ends when the first script has ended on all its machines. The end of another script is a failure.
@@ -61,13 +61,13 @@ class Plan:
     checkpoints: str | None
     state: str
     log: str
-    scripts: list[Script]
+    scripts: list[PlannedScript]
 
     @classmethod
-    def read(cls, path: str) -> Plan:
+    def read(cls, path: str) -> RayJobPlan:
         """Read the plan from its file."""
         tree = json.loads(Path(path).read_text())
-        return cls(**tree | {"scripts": [Script(**script) for script in tree["scripts"]]})
+        return cls(**tree | {"scripts": [PlannedScript(**script) for script in tree["scripts"]]})
 
 
 @dataclass
@@ -145,7 +145,7 @@ class RayMachine:
 class RayJobRunner:
     """A job on the Ray cluster, with all its starts."""
 
-    def __init__(self, plan: Plan, supervisor: Path) -> None:
+    def __init__(self, plan: RayJobPlan, supervisor: Path) -> None:
         self._plan = plan
         self._supervisor = supervisor
         self._actor = ray.remote(num_cpus=0, num_gpus=plan.gpus, max_restarts=0)(RayMachine)
@@ -274,7 +274,7 @@ class RayJobRunner:
 
 def main() -> int:
     """Run the plan and return the exit status of the job."""
-    plan = Plan.read(sys.argv[1])
+    plan = RayJobPlan.read(sys.argv[1])
     ray.init(address="auto", log_to_driver=False)
     return RayJobRunner(plan, Path(__file__).absolute().with_name("supervise.py")).run()
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.profile import Cluster
-from launch.scripts import ENDPOINT, Starts, Task
+from launch.scripts import ENDPOINT, StartVariables, Task
 from launch.sections import KubeRayConfig
 
 # on_ray.py sets these variables for every start of a job. Addresses are passed, because only a pod itself can resolve its name.
-STARTS = Starts(
+STARTS = StartVariables(
     "$LAUNCH_START", '"${LAUNCH_JOB}-${LAUNCH_START}"',
-    rendezvous=f'{ENDPOINT} --node-rank "$LAUNCH_MACHINE"', address=f'{Starts.address} --address "$LAUNCH_ADDRESS"',
+    rendezvous=f'{ENDPOINT} --node-rank "$LAUNCH_MACHINE"',
+    address=f'{StartVariables.address} --address "$LAUNCH_ADDRESS"',
 )  # fmt: skip
 # By default Ray's workers and their children run at nice 15, are the first that the kernel kills, and are killed by Ray when
 # memory is scarce. Here one worker is a whole machine's work. Usage statistics are off.

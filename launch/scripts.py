@@ -19,7 +19,7 @@ ENDPOINT = '--rdzv-endpoint "${MASTER_ADDR%% *}:$MASTER_PORT"'
 
 
 @dataclass(frozen=True)
-class Starts:
+class StartVariables:
     """Information about a start of a job that the scheduler provides, as shell words.
 
     Attributes:
@@ -56,7 +56,7 @@ class Task:
     shared: bool = False
 
 
-def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts: Starts) -> list[Task]:
+def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts: StartVariables) -> list[Task]:
     """Return the tasks of a run.
 
     Args:
@@ -81,7 +81,7 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, folder: Path, starts
     return tasks
 
 
-def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -> list[str]:
+def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: StartVariables) -> list[str]:
     """Return the lines for a machine with ranks. The last line is the command.
 
     Args:
@@ -111,7 +111,7 @@ def train_lines(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -
     return [*lines, f'{env}{joined(start)} {starts.rendezvous} --rdzv-id {starts.id} -m tepo_megatron "${{words[@]}}"']
 
 
-def serve_line(cfg: Config, cluster: Cluster, layout: Layout, starts: Starts) -> str:
+def serve_line(cfg: Config, cluster: Cluster, layout: Layout, starts: StartVariables) -> str:
     """Return the command for a machine with servers.
 
     Args:
@@ -179,11 +179,11 @@ def head(folder: Path) -> list[str]:
     return ["set -euo pipefail", f"cd {shlex.quote(str(folder))}"]
 
 
-def _config(cfg: Config, starts: Starts) -> str:
+def _config(cfg: Config, starts: StartVariables) -> str:
     return starts.config or str(cfg.run_dir / "config.yaml")
 
 
-def _rendezvous(cfg: Config, starts: Starts) -> str:
+def _rendezvous(cfg: Config, starts: StartVariables) -> str:
     """Return a rendezvous folder that no other start uses, so that the servers of a killed start are never found."""
     return f"{shlex.quote(str(cfg.rollout.server.rendezvous))}/{starts.id}"
 

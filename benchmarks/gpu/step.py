@@ -46,7 +46,7 @@ PLANNED = {OLD: ("old log-probs",), UPDATES: ("forward and backward", "gradients
 
 
 @dataclass(frozen=True)
-class Found:
+class StepResult:
     """The result of one precision.
 
     Attributes:
@@ -66,7 +66,7 @@ class Found:
     logprobs_N: Tensor
 
 
-def measured(args: argparse.Namespace, overrides: Sequence[str], precision: str) -> Found:
+def measured(args: argparse.Namespace, overrides: Sequence[str], precision: str) -> StepResult:
     """Run the ranks. Raises CalledProcessError if they fail; their output has been shown then.
 
     Args:
@@ -87,7 +87,7 @@ def measured(args: argparse.Namespace, overrides: Sequence[str], precision: str)
         found_json = json.loads(Path(folder, "found.json").read_text())
         logprobs_N = torch.load(Path(folder, "logprobs.pt"))
     phases = predictor_of(cfg, PlanRequest(gpu=args.gpu, prompt=args.prompt, response=args.response)).step().phases
-    return Found(
+    return StepResult(
         {name: statistics.median(taken) for name, taken in found_json["seconds"].items()},
         {name: sum(phases[phase] for phase in PLANNED[name]) for name in PLANNED},
         found_json["tokens"],
@@ -97,7 +97,7 @@ def measured(args: argparse.Namespace, overrides: Sequence[str], precision: str)
     )
 
 
-def as_object(found: Found, first: Found) -> dict[str, Any]:
+def as_object(found: StepResult, first: StepResult) -> dict[str, Any]:
     """Return the result as it is written to JSON.
 
     Args:

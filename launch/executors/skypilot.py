@@ -185,7 +185,7 @@ def run_script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
     ]
     meet = f'--rdzv-endpoint "${{machines[0]}}:{cluster.network.port}" --node-rank "$rank"'
     serves = '--host 0.0.0.0 --address "$here"'  # pods cannot resolve each other's names
-    starts = scripts.Starts("$((start - 1))", '"$SKYPILOT_TASK_ID-$start"', meet, serves, nemo_sky.CONFIG)
+    starts = scripts.StartVariables("$((start - 1))", '"$SKYPILOT_TASK_ID-$start"', meet, serves, nemo_sky.CONFIG)
     *words, train = scripts.train_lines(cfg, cluster, layout, starts)
     if not layout.serve_nodes:
         return scripts.text([*lines, *words, f"exec {train}"])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from launch.nemo import Submission
 
 NAME, RUN_IS_HERE = "slurm", True
-_STARTS = scripts.Starts("${SLURM_RESTART_COUNT:-0}", '"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"')
+_STARTS = scripts.StartVariables("${SLURM_RESTART_COUNT:-0}", '"${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"')
 _MARGIN_SECONDS = 60  # part of the warning time reserved for Slurm to end the job before its limit
 
 

@@ -39,7 +39,7 @@ BARS = "Bars: 95 % intervals over problems; what other seeds would change is not
 
 
 @dataclass(frozen=True)
-class Look:
+class LineStyle:
     """Colour and dash pattern of a run in all panels."""
 
     color: str
@@ -102,11 +102,11 @@ def draw(plan: AblationPlan, table: Sequence[MethodRow], outcomes: Mapping[str, 
     return figure
 
 
-def _looks(plan: AblationPlan, shown: Sequence[MethodRow]) -> dict[str, Look]:
+def _looks(plan: AblationPlan, shown: Sequence[MethodRow]) -> dict[str, LineStyle]:
     """Give the baseline the colour of the text, and the others the palette's colours."""
     others = [row.name for row in shown if row.name != plan.baseline]
-    looks = {name: Look(COLORS[i % len(COLORS)], DASHES[i // len(COLORS) % len(DASHES)]) for i, name in enumerate(others)}
-    return looks | {plan.baseline: Look(INK, "-")}
+    looks = {name: LineStyle(COLORS[i % len(COLORS)], DASHES[i // len(COLORS) % len(DASHES)]) for i, name in enumerate(others)}
+    return looks | {plan.baseline: LineStyle(INK, "-")}
 
 
 def _has(keys: Sequence[str], outcomes: Mapping[int, RunOutcome]) -> bool:
@@ -119,7 +119,7 @@ def _total(outcome: RunOutcome, keys: Sequence[str]) -> np.ndarray:
 
 
 def _curves(
-    axis: Any, keys: Sequence[str], outcomes: Mapping[str, Mapping[int, RunOutcome]], looks: Mapping[str, Look]
+    axis: Any, keys: Sequence[str], outcomes: Mapping[str, Mapping[int, RunOutcome]], looks: Mapping[str, LineStyle]
 ) -> None:
     """Draw a line per seed and, with several seeds, their mean. Each run is drawn thinner, so that equal curves all show."""
     widths = np.linspace(1.4 + 0.7 * min(4, len(outcomes) - 1), 1.4, len(outcomes))
@@ -132,7 +132,7 @@ def _curves(
         axis.plot(steps, values.mean(0), color=look.color, ls=look.dash, lw=width)
 
 
-def _dots(axis: Any, lines: Sequence[tuple[MethodRow, Estimate | None, str]], looks: Mapping[str, Look]) -> None:
+def _dots(axis: Any, lines: Sequence[tuple[MethodRow, Estimate | None, str]], looks: Mapping[str, LineStyle]) -> None:
     """Draw a row per run, the first on top: name and remark above its mean with the interval, the means of its seeds below."""
     for place, (row, estimate, remark) in enumerate(lines):
         color = looks[row.name].color
@@ -165,7 +165,7 @@ def _formatted_difference(plan: AblationPlan, row: MethodRow) -> str:
     return value + verdict(plan, row)
 
 
-def _heading(figure: Figure, plan: AblationPlan, shown: Sequence[MethodRow], looks: Mapping[str, Look]) -> None:
+def _heading(figure: Figure, plan: AblationPlan, shown: Sequence[MethodRow], looks: Mapping[str, LineStyle]) -> None:
     """Write name, circumstances and the key of colours at the top, and how to read the figure at the bottom."""
     height = figure.get_figheight()
     cfg = plan.any_config

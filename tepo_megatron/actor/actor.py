@@ -23,7 +23,7 @@ from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.kernels import check_transformer_engine, hardware, installed
 from tepo_megatron.actor.minibatch import MinibatchInputs
 from tepo_megatron.actor.minibatch_stats import MinibatchTokenStats
-from tepo_megatron.actor.offload import PARTS, Offload, Part
+from tepo_megatron.actor.offload import PARTS, Offloader, Part
 from tepo_megatron.actor.output_rows import OutputRows
 from tepo_megatron.actor.packer import Packer
 from tepo_megatron.actor.pipeline import PipelineSchedule
@@ -85,7 +85,7 @@ class Actor:
     scheduler: OptimizerParamScheduler
     packer: Packer
     schedule: PipelineSchedule
-    offloader: Offload
+    offloader: Offloader
     activations: HostActivations | None
     rows: OutputRows | None
     reference: HostWeights | None = None
@@ -129,7 +129,7 @@ class Actor:
         config.grad_scale_func = optimizer.scale_loss
         experts = ExpertReplay(chunks, arch.sparse_layers, groups, cfg.parallel.sequence_parallel) if replays else None
         schedule = PipelineSchedule(chunks, rows, groups, experts)
-        offloader = Offload(chunks, optimizer, device)
+        offloader = Offloader(chunks, optimizer, device)
         activations = HostActivations(chunks, device) if cfg.training.offload_activations else None
         return cls(
             *(cfg, groups, family, arch, config, chunks, bindings, optimizer, scheduler),
@@ -137,7 +137,7 @@ class Actor:
         )
 
     def offload(self, *parts: Part) -> None:
-        """Offload these parts, or all (see `Offload`). Until `load`, methods that need them raise RuntimeError."""
+        """Offload these parts, or all (see `Offloader`). Until `load`, methods that need them raise RuntimeError."""
         self.finish_step()
         self.offloader.release(parts or PARTS)
 

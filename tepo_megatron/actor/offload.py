@@ -38,7 +38,7 @@ class _Offloaded:
     copy: Tensor | None
 
 
-class Offload:
+class Offloader:
     """Offloads parts of an actor from its device and restores them.
 
     Gradients hold no values between two updates and are not copied. On a GPU the copies are in page-locked memory, an arena for

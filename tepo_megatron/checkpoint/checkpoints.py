@@ -19,7 +19,14 @@ from tepo_megatron.checkpoint import folder as folders
 from tepo_megatron.checkpoint import optimizer, restoring, rng_state
 from tepo_megatron.checkpoint.planning import SavePlanner, create_folder
 from tepo_megatron.checkpoint.restoring import FoundCheckpoint
-from tepo_megatron.checkpoint.saving import CheckpointContent, Commit, PendingSave, SavedCheckpoint, SaveOutcome, SavingThread
+from tepo_megatron.checkpoint.saving import (
+    CheckpointContent,
+    CommitPlan,
+    PendingSave,
+    SavedCheckpoint,
+    SaveOutcome,
+    SavingThread,
+)
 from tepo_megatron.checkpoint.shard_cache import ShardCache
 from tepo_megatron.checkpoint.state import CONTENT
 from tepo_megatron.checkpoint.tensors import HostCopy
@@ -166,7 +173,7 @@ class Checkpoints:
         if self._save is not None:
             self._save.wait(min(_ERROR_WAIT_SECONDS, self._cfg.timeout_seconds))
 
-    def _commit(self, step: int, actor: Actor, run_state: Mapping[str, Any], best: int | None) -> Commit | None:
+    def _commit(self, step: int, actor: Actor, run_state: Mapping[str, Any], best: int | None) -> CommitPlan | None:
         """Return what rank 0 adds to the checkpoint; None on other ranks."""
         if not self._groups.is_main:
             return None
@@ -182,7 +189,7 @@ class Checkpoints:
             run = restoring.describe_run(step, actor, run_state)
         except (TypeError, ValueError) as e:
             refused = str(e)
-        return Commit(copy.deepcopy(common), run, refused, self._cfg.keep_last, self._cfg.keep_every, best)
+        return CommitPlan(copy.deepcopy(common), run, refused, self._cfg.keep_last, self._cfg.keep_every, best)
 
     def _settle(self) -> None:
         """Wait for the save in flight, if there is one, and take over its outcome."""

@@ -78,7 +78,7 @@ class CheckpointContent:
 
 
 @dataclass(frozen=True)
-class Commit:
+class CommitPlan:
     """The files that rank 0 adds to those of the ranks, and the rules for deleting older checkpoints.
 
     Attributes:
@@ -144,7 +144,7 @@ class PendingSave:
         folder: Path,
         step: int,
         content: CheckpointContent,
-        commit: Commit | None,
+        commit: CommitPlan | None,
         plans: SavePlanner,
         has_folder: bool,
         started: float,
@@ -205,7 +205,7 @@ class PendingSave:
         finally:
             place.close()
 
-    def _write_all(self, content: CheckpointContent, commit: Commit | None, place: FolderIdentity) -> SaveOutcome:
+    def _write_all(self, content: CheckpointContent, commit: CommitPlan | None, place: FolderIdentity) -> SaveOutcome:
         """Write this rank's file; on rank 0 complete the checkpoint too. `place` identifies the folder of the checkpoint."""
         items, metadata = self._plans.agree(content.shard_slices, (*content.objects, content.rng))
         everything = gather_object(self._write(items, content), self._group)
@@ -233,7 +233,7 @@ class PendingSave:
             return WrittenFile(name, error=f"rank {rank}: {path} cannot be written ({_reason(e, self._folder)})")
 
     def _conclude(
-        self, everything: list[WrittenFile], metadata: Metadata, commit: Commit, place: FolderIdentity
+        self, everything: list[WrittenFile], metadata: Metadata, commit: CommitPlan, place: FolderIdentity
     ) -> SaveOutcome:
         """Complete the checkpoint on rank 0, or delete its files after an error."""
         partial = self._partial
@@ -298,7 +298,7 @@ class SavingThread(threading.Thread):
 
 
 def _complete(
-    partial: Path, sums: Mapping[str, FileChecksum], everything: list[WrittenFile], metadata: Metadata, commit: Commit
+    partial: Path, sums: Mapping[str, FileChecksum], everything: list[WrittenFile], metadata: Metadata, commit: CommitPlan
 ) -> dict[str, FileChecksum]:
     """Write all files that do not belong to one rank, the manifest last. Return the checksums of all files.
 

@@ -37,7 +37,7 @@ _FILE_BYTES = 4 * 2**30
 _ALIGNMENT = 64  # bytes; archives begin at multiples of it, so that mapped tensors are aligned as torch.save aligns them
 
 
-class Writer:
+class DistCheckpointWriter:
     """Writes a checkpoint piece by piece through several streams. It can be read once `finish` has returned.
 
     Each stream has files of its own, so each can be used by a thread of its own. What is written does not depend on the order

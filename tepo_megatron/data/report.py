@@ -10,7 +10,7 @@ _MOST_NAMED = 10  # most rows that one message names
 
 
 @dataclass
-class Faults:
+class RowFaults:
     """Rows that cannot be used. Without `skip` the first one is an error; with it they are counted."""
 
     skip: bool
@@ -35,7 +35,7 @@ class Faults:
 
 
 @dataclass
-class Report:
+class DatasetReport:
     """Counts of one dataset's rows.
 
     Attributes:
@@ -54,7 +54,7 @@ class Report:
 
     source: str
     schema: str
-    faults: Faults
+    faults: RowFaults
     rows: int = 0
     duplicates: int = 0
     elsewhere: int = 0

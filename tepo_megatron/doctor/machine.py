@@ -98,7 +98,8 @@ def memory(model: ModelConfig, sync: SyncConfig, *, replays: bool) -> Iterator[F
         wanted = min(two_rounds, _parameters(model.path) * WEIGHT_BYTES[model.dtype])
         if available < wanted:
             yield Finding(
-                "shared memory", "fail", f"{available / 2**30:.2f} GiB free in /dev/shm, and two rounds take {wanted / 2**30:.2f}",
+                "shared memory", "fail",
+                f"{available / 2**30:.2f} GiB free in /dev/shm, and two rounds take {wanted / 2**30:.2f}",
                 "lower sync.bucket_mib, enlarge /dev/shm, or set sync.folder",
             )  # fmt: skip
         else:

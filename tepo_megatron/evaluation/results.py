@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tepo_megatron.errors import DataError
 from tepo_megatron.evaluation.samples import BenchmarkSample
-from tepo_megatron.evaluation.statistics import PairedDifference, Share, difference, majority, pass_at_k, share
+from tepo_megatron.evaluation.statistics import PairedDifference, ScoreEstimate, difference, majority, pass_at_k, share
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Result:
 
     problems: int
     samples: int
-    accuracy: Share
+    accuracy: ScoreEstimate
     pass_at: Mapping[int, float]
     majority: float
     truncated: float

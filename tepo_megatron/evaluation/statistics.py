@@ -98,7 +98,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Share:
+class ScoreEstimate:
     """A mean of scores in [0, 1]. All but the mean are None for a single problem.
 
     Attributes:
@@ -137,7 +137,7 @@ class PairedDifference:
     sign_test: float
 
 
-def share(means: Sequence[float], samples: int) -> Share:
+def share(means: Sequence[float], samples: int) -> ScoreEstimate:
     """Return the mean over problems with its errors.
 
     Args:
@@ -149,8 +149,8 @@ def share(means: Sequence[float], samples: int) -> Share:
     """
     mean, error = statistics.fmean(means), standard_error(means)
     if error is None:
-        return Share(mean, None, None, None)
-    return Share(mean, error, score_interval(mean, error, len(means), samples), bootstrap_interval(means))
+        return ScoreEstimate(mean, None, None, None)
+    return ScoreEstimate(mean, error, score_interval(mean, error, len(means), samples), bootstrap_interval(means))
 
 
 def difference(means: Sequence[float], baseline: Sequence[float]) -> PairedDifference:

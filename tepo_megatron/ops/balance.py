@@ -1,6 +1,6 @@
 """Greedy assignment of sequences to data-parallel ranks, and of a rank's sequences to microbatches, by cost. O(n log n).
 
-Sequences are named by their index into `Items`. They are assigned in that order, as a rule the longest first.
+Sequences are named by their index into `PlanItems`. They are assigned in that order, as a rule the longest first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _HALVINGS = 24  # bisection steps in the search for the time of the slowest rank
 
 
 @dataclass(frozen=True)
-class Items:
+class PlanItems:
     """The sequences to assign.
 
     Attributes:
@@ -95,7 +95,7 @@ def _grouped(costs: Sequence[float], dp: int, count: int, bubble: float) -> list
     return sizes if len(sizes) <= dp else []
 
 
-def fill(sequences: Sequence[int], items: Items, weights: Sequence[float]) -> list[list[int]] | None:
+def fill(sequences: Sequence[int], items: PlanItems, weights: Sequence[float]) -> list[list[int]] | None:
     """Return the sequences of one rank in microbatches whose costs are proportional to `weights`; None if one does not fit.
 
     Each sequence goes to the microbatch that is furthest below its share of the cost, among those with enough free tokens.
@@ -127,7 +127,7 @@ def fill(sequences: Sequence[int], items: Items, weights: Sequence[float]) -> li
     return out
 
 
-def fill_tightly(sequences: Sequence[int], items: Items, count: int) -> list[list[int]] | None:
+def fill_tightly(sequences: Sequence[int], items: PlanItems, count: int) -> list[list[int]] | None:
     """Return the sequences of one rank in `count` microbatches by best fit; None if one does not fit.
 
     Each sequence goes to the fullest microbatch that can still hold it.

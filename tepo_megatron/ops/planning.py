@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tepo_megatron.ops.alignment import Alignment
-from tepo_megatron.ops.balance import Items, assign_ranks, fill, fill_tightly
+from tepo_megatron.ops.balance import PlanItems, assign_ranks, fill, fill_tightly
 from tepo_megatron.ops.pipeline_time import ALONE, Costs, Pipeline, small_at_the_ends, tapered
 from tepo_megatron.ops.shared_prompts import PrefixGroups, pieces_of, split_into_parts
 
@@ -82,7 +82,7 @@ def plan_microbatches(
         tokens = [
             min(capacity, sum(alignment.padded_one(p.tokens) for p in pieces_of(g, lengths, prefix_groups))) for g in order
         ]
-        items = Items([costs.of(group) for group in order], tokens, capacity)
+        items = PlanItems([costs.of(group) for group in order], tokens, capacity)
         plan = _plan_of_items(items, dp, multiple_of, pipeline, longest_first)
         return [[sorted(i for at in m for i in order[at]) for m in rank] for rank in plan]
 
@@ -93,7 +93,7 @@ def plan_microbatches(
     return min(plans, key=lambda p: float(pipeline.makespans(costs.of_plan(p)).max()) + MICROBATCH_TOKENS * len(p[0]))
 
 
-def _plan_of_items(items: Items, dp: int, multiple_of: int, pipeline: Pipeline, longest_first: bool) -> Plan:
+def _plan_of_items(items: PlanItems, dp: int, multiple_of: int, pipeline: Pipeline, longest_first: bool) -> Plan:
     """Return the plan of items, each a sequence or a part of a prefix group, named by its index into `items`."""
     wanted = max(1, -(-sum(items.tokens) // (dp * items.capacity)), _count_for_bubble(items.costs, dp, pipeline))
     count, plan = -(-wanted // multiple_of) * multiple_of, None
@@ -197,7 +197,7 @@ def _count_for_bubble(costs: Sequence[float], dp: int, pipeline: Pipeline) -> in
     return min(round(least), len(costs) // dp)
 
 
-def _plan_of(items: Items, dp: int, count: int, pipeline: Pipeline, longest_first: bool) -> Plan | None:
+def _plan_of(items: PlanItems, dp: int, count: int, pipeline: Pipeline, longest_first: bool) -> Plan | None:
     """Return a plan of `count` microbatches for each rank; None if the sequences of some rank do not fit into that many.
 
     Each rank takes the faster of equal and tapered microbatches. If its sequences fit into neither, it packs them by best fit.
@@ -219,7 +219,7 @@ def _plan_of(items: Items, dp: int, count: int, pipeline: Pipeline, longest_firs
     return [min((next(times), at, option) for at, option in enumerate(found))[2] for found in choices]
 
 
-def _in_order(microbatches: list[list[int]], items: Items, shape: Sequence[float], pipeline: Pipeline) -> list[list[int]]:
+def _in_order(microbatches: list[list[int]], items: PlanItems, shape: Sequence[float], pipeline: Pipeline) -> list[list[int]]:
     """Return the microbatches in the order in which they run: in a pipeline the cheap ones at both ends, else the largest
     first, so that a lack of memory shows at once."""
     by_cost = sorted(microbatches, key=lambda m: (sum(items.costs[i] for i in m), m))

@@ -14,7 +14,7 @@ from tepo_megatron.plan.activations import ON_CPU, PlannedKernels
 from tepo_megatron.plan.compute import MachineModel
 from tepo_megatron.plan.gpus import GIB, GPUS
 from tepo_megatron.plan.memory import host_bytes
-from tepo_megatron.plan.memory_parts import ELEMENT, Model
+from tepo_megatron.plan.memory_parts import ELEMENT, PlannedModel
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.search import LayoutCandidate, judge, search
 from tepo_megatron.plan.step import Predictor
@@ -75,7 +75,7 @@ def predictor_of(cfg: Config, request: PlanRequest) -> Predictor:
     if prefix_groups_of(cfg.training, cfg.platform, samples, work.prompt, samples, Alignment(cfg.parallel.cp)) is not None:
         kernels = replace(kernels, attention="shared")
     element = ELEMENT[cfg.model.dtype]
-    model = Model(family, arch, element, recompute=cfg.training.recompute, kernels=kernels)
+    model = PlannedModel(family, arch, element, recompute=cfg.training.recompute, kernels=kernels)
     matmul_size = 1 if cfg.model.precision.startswith("fp8") else element
     return Predictor(cfg, model, MachineModel(GPUS[request.gpu], matmul_size), work)
 

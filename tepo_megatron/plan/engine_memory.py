@@ -6,11 +6,11 @@ from tepo_megatron.config import RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.gpus import ASSUMED, GIB, Assumptions, Gpu
-from tepo_megatron.plan.memory_parts import ELEMENT, MemoryState, Model
+from tepo_megatron.plan.memory_parts import ELEMENT, MemoryState, PlannedModel
 from tepo_megatron.weights.ops import Architecture
 
 
-def engine_weights(model: Model, tp: int, element: int) -> float:
+def engine_weights(model: PlannedModel, tp: int, element: int) -> float:
     """Return the bytes of the engine's weights on each GPU. Norms are replicated, but small enough to count as split.
 
     Args:
@@ -48,7 +48,7 @@ def engine_share(cfg: ServerConfig, assumed: Assumptions = ASSUMED) -> float:
     return assumed.engine_share
 
 
-def generating(cfg: ServerConfig, dtype: str, model: Model, gpu: Gpu, assumed: Assumptions = ASSUMED) -> MemoryState:
+def generating(cfg: ServerConfig, dtype: str, model: PlannedModel, gpu: Gpu, assumed: Assumptions = ASSUMED) -> MemoryState:
     """Return the engine's part of a GPU: weights, working memory, and the rest of its share for the KV cache.
 
     Args:

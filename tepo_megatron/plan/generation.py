@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from tepo_megatron.plan.compute import MachineModel, attention_operations, layer_operations
 from tepo_megatron.plan.engine_memory import kv_bytes
-from tepo_megatron.plan.memory_parts import Model
+from tepo_megatron.plan.memory_parts import PlannedModel
 from tepo_megatron.weights.ops import Architecture
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineModel:
     """One inference server.
 
     Attributes:
@@ -25,7 +25,7 @@ class Engine:
         element: Bytes of a weight.
     """
 
-    model: Model
+    model: PlannedModel
     machine: MachineModel
     tp: int
     cache: float

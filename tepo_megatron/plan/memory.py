@@ -21,8 +21,8 @@ from tepo_megatron.plan import activations, parameters
 from tepo_megatron.plan.activations import Recompute, SavedActivations
 from tepo_megatron.plan.engine_memory import generating, sleeping_bytes
 from tepo_megatron.plan.gpus import ASSUMED, GPUS_PER_NODE, Assumptions, Gpu
-from tepo_megatron.plan.memory_parts import ELEMENT, MemoryState, Model
-from tepo_megatron.plan.parameters import Held
+from tepo_megatron.plan.memory_parts import ELEMENT, MemoryState, PlannedModel
+from tepo_megatron.plan.parameters import HeldElements
 from tepo_megatron.plan.placement import placement_of
 from tepo_megatron.utils.host_sizes import arena_bytes
 from tepo_megatron.weights.ops import Architecture
@@ -34,7 +34,7 @@ MIB = 2**20
 _OPTIMIZER = OptimizerConfig()
 
 
-def state_bytes(held: Held, precision: str, optimizer: OptimizerConfig = _OPTIMIZER) -> dict[str, float]:
+def state_bytes(held: HeldElements, precision: str, optimizer: OptimizerConfig = _OPTIMIZER) -> dict[str, float]:
     """Return the bytes of weights, gradients (fp32) and optimizer state of one rank on its device.
 
     bf16: fp32 master and two fp32 moments of the owned elements. fp32: the weights themselves are the masters. With smaller
@@ -60,7 +60,7 @@ def _kept_of_an_element(precision: str, optimizer: OptimizerConfig) -> tuple[int
     return (moment, moment) if precision == "fp32" else (4, moment, moment)
 
 
-def offload_bytes(held: Held, precision: str, optimizer: OptimizerConfig = _OPTIMIZER) -> int:
+def offload_bytes(held: HeldElements, precision: str, optimizer: OptimizerConfig = _OPTIMIZER) -> int:
     """Return the host memory of one rank's weights and optimizer while the engine has its GPU (`actor/offload.py`).
 
     Args:
@@ -72,7 +72,7 @@ def offload_bytes(held: Held, precision: str, optimizer: OptimizerConfig = _OPTI
     return weights + arena_bytes([n * size for n in held.shards for size in each])
 
 
-def checkpoint_bytes(held: Held, precision: str) -> int:
+def checkpoint_bytes(held: HeldElements, precision: str) -> int:
     """Return the maximum bytes that one rank writes of a checkpoint: weight, master and both moments of each owned element.
 
     Weights that several ranks hold, such as norms, are written by only one of them.
@@ -96,7 +96,7 @@ class TrainerMemory:
         sequence_tokens: Maximum tokens of a sequence.
     """
 
-    model: Model
+    model: PlannedModel
     parallel: ParallelConfig
     training: TrainingConfig
     precision: ModelConfig
@@ -104,7 +104,7 @@ class TrainerMemory:
     sequence_tokens: int
 
     @classmethod
-    def of(cls, cfg: Config, model: Model) -> TrainerMemory:
+    def of(cls, cfg: Config, model: PlannedModel) -> TrainerMemory:
         """Return the inputs for a config.
 
         Args:
@@ -118,7 +118,7 @@ class TrainerMemory:
         found = [self._stage(rank, assumed) for rank in range(self.parallel.pp)]
         return MemoryState("train", max(found, key=lambda parts: sum(parts.values())))
 
-    def held(self, rank: int, dp_cp_rank: int = 0) -> Held:
+    def held(self, rank: int, dp_cp_rank: int = 0) -> HeldElements:
         """Return the elements that a rank holds.
 
         Args:
@@ -203,7 +203,7 @@ def _layers(arch: Architecture, parallel: ParallelConfig, rank: int) -> dict[boo
     return {kind: count for kind, count in ((False, len(layers) - sparse), (True, sparse)) if count}
 
 
-def _in_passing(model: Model, parallel: ParallelConfig, tokens: int) -> float:
+def _in_passing(model: PlannedModel, parallel: ParallelConfig, tokens: int) -> float:
     """Return the bytes of backward's temporaries: the largest weight gradient before its fp32 sum, one block's gradients."""
     arch, tp = model.arch, parallel.tp
     largest = max(math.prod(parameters.shape(row, arch, tp)) for row in model.family.rows)
@@ -239,7 +239,7 @@ def states(
     ]
 
 
-def host_bytes(cfg: Config, model: Model) -> dict[str, float]:
+def host_bytes(cfg: Config, model: PlannedModel) -> dict[str, float]:
     """Return the host memory for copies of the ranks' state, by component, on the machine of ranks that needs most.
 
     All but the optimizer's share is page-locked. Its arenas and stacks have the sizes that `host_sizes` computes.

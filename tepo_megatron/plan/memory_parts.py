@@ -13,7 +13,7 @@ ELEMENT: Mapping[str, int] = {"fp32": 4, "bf16": 2}  # bytes
 
 
 @dataclass(frozen=True)
-class Model:
+class PlannedModel:
     """The trained model and its way of computing."""
 
     family: Family

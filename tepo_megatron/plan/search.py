@@ -14,7 +14,7 @@ from tepo_megatron.plan.gpus import GIB, GPUS_PER_NODE
 from tepo_megatron.plan.memory import TrainerMemory, states
 from tepo_megatron.plan.memory_parts import MemoryState
 from tepo_megatron.plan.placement import placement_of
-from tepo_megatron.plan.step import Predictor, Step
+from tepo_megatron.plan.step import Predictor, StepPrediction
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LayoutCandidate:
 
     cfg: Config
     states: tuple[MemoryState, ...] = ()
-    step: Step | None = None
+    step: StepPrediction | None = None
     why: str = ""
 
     @property

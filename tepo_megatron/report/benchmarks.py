@@ -18,7 +18,7 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.report.drawing import BLUE, GREEN, MUTED, ORANGE, PERCENT, PURPLE, RED, legend, stacked
 from tepo_megatron.report.figures import NOTHING
 from tepo_megatron.report.run import RunRecord
-from tepo_megatron.report.samples import Group, ReportSample
+from tepo_megatron.report.samples import ReportSample, SampleGroup
 from tepo_megatron.report.words import of_text, shortened
 
 SHOWN = 4  # steps in the table
@@ -39,7 +39,7 @@ class BenchmarkPanel:
     """
 
     scores: Scores
-    groups: Sequence[Group]
+    groups: Sequence[SampleGroup]
     notes: Sequence[str]
 
     @property
@@ -66,7 +66,7 @@ def read_benchmarks(run: RunRecord) -> BenchmarkPanel:
     """Read the benchmarks of a run. Missing files are skipped, and unreadable ones become notes."""
     folders = {int(path.name.removeprefix("step-")): path for path in (run.folder / "evaluation").glob("step-[0-9]*[0-9]")}
     scores: dict[int, dict[str, tuple[float, float]]] = {}
-    groups: list[Group] = []
+    groups: list[SampleGroup] = []
     notes: list[str] = []
     for step in sorted(folders):
         path = folders[step] / "evaluation.json"
@@ -122,7 +122,7 @@ def _read(path: Path, notes: list[str]) -> dict[int, list[dict[str, Any]]]:
     return found
 
 
-def _changed(name: str, by_step: Mapping[int, Mapping[int, Sequence[dict[str, Any]]]]) -> list[Group]:
+def _changed(name: str, by_step: Mapping[int, Mapping[int, Sequence[dict[str, Any]]]]) -> list[SampleGroup]:
     """Return the problems whose mean score changed most between two steps.
 
     Each group has, for each step, the sample whose score is nearest the problem's mean at that step.
@@ -136,7 +136,7 @@ def _changed(name: str, by_step: Mapping[int, Mapping[int, Sequence[dict[str, An
             _sample(f"step {step}, mean score {mean[problem]:.3g} of {len(found[problem])}", found[problem], mean[problem])
             for (step, found), mean in zip(by_step.items(), means, strict=True)
         ]
-        groups.append(Group(f"{name}, problem {problem}: {before[problem]:.3g} → {after[problem]:.3g}", samples))
+        groups.append(SampleGroup(f"{name}, problem {problem}: {before[problem]:.3g} → {after[problem]:.3g}", samples))
     return groups
 
 

@@ -12,7 +12,7 @@ from matplotlib.gridspec import SubplotSpec
 
 from tepo_megatron.config import DataConfig
 from tepo_megatron.data.schemas import Messages, detect, take
-from tepo_megatron.data.sources import Source
+from tepo_megatron.data.sources import DatasetSource
 from tepo_megatron.errors import DataError
 from tepo_megatron.report.drawing import INK, PERCENT, stacked
 from tepo_megatron.report.run import RunRecord
@@ -23,7 +23,7 @@ _HALF = statistics.NormalDist().inv_cdf(0.975)  # half width of a 95 % interval,
 
 
 @dataclass(frozen=True)
-class Change:
+class ScoreChange:
     """Paired difference of two evaluations of the same problems, in percentage points.
 
     Attributes:
@@ -84,13 +84,13 @@ class HeldOut:
     """
 
     accuracies: Sequence[tuple[str, str]]
-    change: Change | None
+    change: ScoreChange | None
     changed: Sequence[HeldOutProblem]
     after: Mapping[int, float]
     notes: Sequence[str] = ()
 
 
-def change(scores: Mapping[int, float], baseline: Mapping[int, float]) -> Change | None:
+def change(scores: Mapping[int, float], baseline: Mapping[int, float]) -> ScoreChange | None:
     """Return scores - baseline, problem by problem; None if they are not of the same problems, or of none.
 
     Args:
@@ -103,7 +103,7 @@ def change(scores: Mapping[int, float], baseline: Mapping[int, float]) -> Change
 
     found = difference(list(scores.values()), [baseline[problem] for problem in scores])
     interval = None if found.interval is None else (100 * found.interval[0], 100 * found.interval[1])
-    return Change(100 * found.mean, interval, found.better, found.worse, len(scores) - found.better - found.worse)
+    return ScoreChange(100 * found.mean, interval, found.better, found.worse, len(scores) - found.better - found.worse)
 
 
 def read_held_out(run: RunRecord) -> HeldOut:
@@ -151,7 +151,7 @@ def _rows(data: DataConfig, wanted: Collection[int]) -> dict[int, tuple[str, str
     if data.eval is None or not wanted:
         return rows
     try:
-        reader = Source.of(data.eval).reader()
+        reader = DatasetSource.of(data.eval).reader()
         for place, row in reader.rows((), passing_repeats=False):
             if place in wanted and not isinstance(row, DataError):
                 whole = reader.whole(place)

@@ -58,7 +58,7 @@ class RunView:
     evaluation: Chart | None
     benchmarks: benchmarks.BenchmarkPanel
     over_steps: Chart | None
-    samples: samples.Samples
+    samples: samples.ReportSamples
     table: Sequence[Sequence[str]]
     config: str
 

@@ -43,7 +43,7 @@ class ReportSample:
 
 
 @dataclass(frozen=True)
-class Group:
+class SampleGroup:
     """Samples under one heading."""
 
     title: str
@@ -51,29 +51,29 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Samples:
+class ReportSamples:
     """Groups of samples, and one sentence for each thing that is missing and why."""
 
-    groups: Sequence[Group]
+    groups: Sequence[SampleGroup]
     notes: Sequence[str]
 
 
-def read_samples(run: RunRecord) -> Samples:
+def read_samples(run: RunRecord) -> ReportSamples:
     """Read samples from the rollouts that a run recorded or replayed. A file that cannot be read becomes a note."""
     replayed = run.cfg.rollout.replay
     folder = run.folder / "rollouts"
     if replayed is not None and not folder.is_dir():
         folder = Path(replayed)
     if not folder.is_dir():
-        return Samples((), ["No samples were kept: rollout.record=true keeps the rollouts of each step."])
+        return ReportSamples((), ["No samples were kept: rollout.record=true keeps the rollouts of each step."])
     from tepo_megatron.rollout import record  # imports torch
 
     steps = record.steps(folder)
     if not steps:
-        return Samples((), [f"{folder.name}/ holds no recorded step yet."])
+        return ReportSamples((), [f"{folder.name}/ holds no recorded step yet."])
     notes = ["Recorded are the rollouts that steps learned from: groups all right or all wrong may have been left out."]
     tokenizer = _tokenizer(run, notes)
-    groups: list[Group] = []
+    groups: list[SampleGroup] = []
     try:
         ends = {step: record.read(folder, step)[0] for step in dict.fromkeys((steps[0], steps[-1]))}
         groups += [_of_step(step, rollouts, tokenizer) for step, rollouts in ends.items() if rollouts]
@@ -85,7 +85,7 @@ def read_samples(run: RunRecord) -> Samples:
             groups.append(_of_prompt(prompt, pair, tokenizer))
     except DataError as e:
         notes.append(str(e))
-    return Samples(groups, notes)
+    return ReportSamples(groups, notes)
 
 
 def _tokenizer(run: RunRecord, notes: list[str]) -> PreTrainedTokenizerBase | None:
@@ -102,7 +102,7 @@ def _tokenizer(run: RunRecord, notes: list[str]) -> PreTrainedTokenizerBase | No
     return None
 
 
-def _of_step(step: int, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase | None) -> Group:
+def _of_step(step: int, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase | None) -> SampleGroup:
     """Return the best, worst and longest rollouts of a step. Among equal rewards the shorter response is better."""
     order = sorted(rollouts, key=lambda r: (r.reward, -r.response_length))
     chosen = (("best", order[-1]), ("worst", order[0]), ("longest", max(rollouts, key=lambda r: r.response_length)))
@@ -110,7 +110,7 @@ def _of_step(step: int, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokeni
     for title, rollout in chosen:
         titles.setdefault(id(rollout), []).append(title)
     by_id = {id(rollout): rollout for _, rollout in chosen}
-    return Group(f"step {step}", [_sample(", ".join(said), by_id[key], tokenizer) for key, said in titles.items()])
+    return SampleGroup(f"step {step}", [_sample(", ".join(said), by_id[key], tokenizer) for key, said in titles.items()])
 
 
 def _changed(folder: Path, steps: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -126,7 +126,9 @@ def _changed(folder: Path, steps: Sequence[int]) -> list[tuple[int, int, int]]:
     return [(p, seen[p][0][0], seen[p][-1][0]) for p in sorted(changes, key=lambda p: -changes[p])[:MOST_CHANGED]]
 
 
-def _of_prompt(prompt: int, pair: Sequence[tuple[int, Sequence[Rollout]]], tokenizer: PreTrainedTokenizerBase | None) -> Group:
+def _of_prompt(
+    prompt: int, pair: Sequence[tuple[int, Sequence[Rollout]]], tokenizer: PreTrainedTokenizerBase | None
+) -> SampleGroup:
     """Return, for each step, the sample whose score is nearest its group's mean."""
     samples, means = [], []
     for step, rollouts in pair:
@@ -134,7 +136,7 @@ def _of_prompt(prompt: int, pair: Sequence[tuple[int, Sequence[Rollout]]], token
         means.append(f"{mean:.3g}")
         typical = min(rollouts, key=lambda r: abs(r.score - mean))
         samples.append(_sample(f"step {step}, mean score {mean:.3g} of {len(rollouts)}", typical, tokenizer))
-    return Group(f"most changed: prompt {prompt}, {' → '.join(means)}", samples)
+    return SampleGroup(f"most changed: prompt {prompt}, {' → '.join(means)}", samples)
 
 
 def _sample(title: str, rollout: Rollout, tokenizer: PreTrainedTokenizerBase | None) -> ReportSample:

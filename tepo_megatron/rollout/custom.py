@@ -17,7 +17,7 @@ from typing import Self
 
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine import Deliver, GroupStream, Sampler
-from tepo_megatron.inference.loop import Arrivals, LoopThread
+from tepo_megatron.inference.loop import LoopThread, QueuedGroupStream
 from tepo_megatron.rollout.conversation import Conversation, Decode, Encode, OutOfTokens, WeightsChanged
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 from tepo_megatron.utils import user_file
@@ -117,7 +117,7 @@ class CustomRollouts:
 
     def open(self) -> GroupStream:
         """See `Sampler.open`. The groups are those of `generate`."""
-        return Arrivals(self._loop, self._converse)
+        return QueuedGroupStream(self._loop, self._converse)
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `Sampler.sample`. The function is not called.

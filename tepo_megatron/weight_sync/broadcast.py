@@ -44,7 +44,7 @@ from tepo_megatron.weight_sync.broadcast_group import (
 )
 from tepo_megatron.weight_sync.buckets import BucketPlan
 from tepo_megatron.weight_sync.rendezvous import OwnedStore, own_address
-from tepo_megatron.weight_sync.transport import Staged, WeightReceiver
+from tepo_megatron.weight_sync.transport import StagedBucket, WeightReceiver
 
 ATTEMPTS = 3  # at sending a round, while all servers live
 JOIN_POLL_SECONDS = 0.05
@@ -101,7 +101,7 @@ class GroupTransport:
         self._ranks: dict[Recipient, range] = {}  # ranks of each server of the last group spec, the same in every group
         self._absent: list[str] = []  # names of the servers that missed the last group forming or round
 
-    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Staged | None:
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Pack the bucket into one of two buffers that are used in turn. See `WeightTransport.stage`."""
         row, self._staged = self._row(number % 2), None
         contents = pack(tensors, row, checked)
@@ -109,7 +109,7 @@ class GroupTransport:
             return None
         bucket = Bucket(number, self._sender, contents)
         self._staged = row[: bucket.nbytes]
-        return Staged(bucket, bucket.checksums)
+        return StagedBucket(bucket, bucket.checksums)
 
     def _row(self, which: int) -> Tensor:
         while len(self._rows) <= which:

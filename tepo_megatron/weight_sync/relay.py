@@ -27,7 +27,7 @@ from tepo_megatron.utils import scratch
 from tepo_megatron.weight_sync import stores
 from tepo_megatron.weight_sync.broadcast_group import Bucket, Source, pack
 from tepo_megatron.weight_sync.buckets import BucketPlan
-from tepo_megatron.weight_sync.transport import Staged, WeightReceiver
+from tepo_megatron.weight_sync.transport import StagedBucket, WeightReceiver
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # unique to a running kernel
 
@@ -85,7 +85,7 @@ class RelayTransport(stores.StoredTransport):
             raise
         self._routes = _routes(plan.senders, self.machines)
 
-    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Staged | None:
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Write the buckets of all senders on every machine. See `WeightTransport.stage`.
 
         An error on one rank before anything is sent is raised on all ranks.
@@ -118,7 +118,7 @@ class RelayTransport(stores.StoredTransport):
                 fault = fault or e
         if fault is not None:
             raise fault
-        return None if mine is None else Staged(self._shared_folder / name, mine.checksums)
+        return None if mine is None else StagedBucket(self._shared_folder / name, mine.checksums)
 
     def _write(self, name: str, bucket: Bucket, row: Tensor) -> None:
         """Write a bucket to its file. Raises CheckpointError, and SyncError for a tensor that was damaged in transit."""

@@ -31,7 +31,7 @@ from tepo_megatron.weight_sync.broadcast import GroupTransport
 from tepo_megatron.weight_sync.buckets import BucketPlan, Delta, is_check_due
 from tepo_megatron.weight_sync.relay import RelayTransport
 from tepo_megatron.weight_sync.stores import FileTransport, IpcTransport
-from tepo_megatron.weight_sync.transport import Staged, WeightReceiver, WeightTransport
+from tepo_megatron.weight_sync.transport import StagedBucket, WeightReceiver, WeightTransport
 from tepo_megatron.weights.gather import Binding
 from tepo_megatron.weights.ops import Architecture
 
@@ -106,7 +106,7 @@ class WeightSync:
             replies.mine = self.transport.wait()
         self.transport.complete(replies.all)
 
-    def _stage(self, version: int, i: int, number: int, only: Sequence[Binding] | None, checked: bool) -> Staged | None:
+    def _stage(self, version: int, i: int, number: int, only: Sequence[Binding] | None, checked: bool) -> StagedBucket | None:
         """Stage this rank's bucket of round `i`, which is sent as round `number`. See `WeightTransport.stage`."""
         try:
             staged = self.transport.stage(version, number, self._plan.tensors(i, only), checked)

@@ -41,7 +41,7 @@ class WeightReceiver(Protocol):
         """Compare the served tensors with the CRC-32 of the sent ones, by Hugging Face name. Raises SyncError."""
 
 
-class Staged(NamedTuple):
+class StagedBucket(NamedTuple):
     """One rank's bucket of a round, ready to be loaded."""
 
     source: Source  # what the engine is given
@@ -55,7 +55,7 @@ class WeightTransport(Protocol):
     rounds at most. Rounds in which no rank has anything to send are staged but not started, and not counted.
     """
 
-    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Staged | None:
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Put this rank's bucket where it can be loaded from; return None if it is empty.
 
         `RelayTransport` makes collective calls here; it iterates the tensors like all others, which gathers them over tp.

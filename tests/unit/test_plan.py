@@ -27,10 +27,10 @@ from tepo_megatron.plan.compute import (
     stage_seconds,
 )
 from tepo_megatron.plan.engine_memory import engine_share, kv_bytes
-from tepo_megatron.plan.generation import Engine, touched_weights
+from tepo_megatron.plan.generation import EngineModel, touched_weights
 from tepo_megatron.plan.gpus import ASSUMED, GIB, GPUS
 from tepo_megatron.plan.memory import MOMENT, TrainerMemory, host_bytes, state_bytes
-from tepo_megatron.plan.memory_parts import Model
+from tepo_megatron.plan.memory_parts import PlannedModel
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, stages, total_parameters
 from tepo_megatron.plan.placement import Placement, placement_of
@@ -108,7 +108,7 @@ def test_recomputed_blocks_take_time() -> None:
     family, arch = read_model("Qwen3-14B")
     seconds = {
         mode: stage_seconds(
-            Model(family, arch, recompute=mode),
+            PlannedModel(family, arch, recompute=mode),
             ParallelConfig(),
             MachineModel(GPUS["H100"]),
             8192,
@@ -222,7 +222,7 @@ def test_responses_have_the_mean_and_the_limit() -> None:
 def test_the_engine() -> None:
     family, arch = read_model("Qwen2.5-7B")
     machine = MachineModel(GPUS["H100"])
-    engine = Engine(Model(family, arch), machine, 1, 40 * GIB, 256)
+    engine = EngineModel(PlannedModel(family, arch), machine, 1, 40 * GIB, 256)
     alone = engine.step_seconds(1, 100)
     reading = 2 * touched_weights(arch, 1) / (3.35e12 * ASSUMED.elementwise)
     assert alone == pytest.approx(reading + ASSUMED.decode_seconds, rel=0.01)  # all weights once for one token

@@ -15,7 +15,7 @@ from tepo_megatron.evaluation import benchmarks
 from tepo_megatron.plan.command import PlanRequest, predictor_of
 from tepo_megatron.plan.gpus import ASSUMED, GPUS
 from tepo_megatron.plan.memory import FP8_WORKSPACES, TrainerMemory, host_bytes, states
-from tepo_megatron.plan.memory_parts import MemoryState, Model
+from tepo_megatron.plan.memory_parts import MemoryState, PlannedModel
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, total_parameters
 from tepo_megatron.plan.step import REFILLS
@@ -40,7 +40,7 @@ def test_fp8_copies_of_weights() -> None:
         assert TrainerMemory.of(predictor.cfg, predictor.model).state().parts.get(FP8_WORKSPACES) == expected
 
 
-def states_of(cfg: Config, model: Model, gpu: str) -> list[MemoryState]:
+def states_of(cfg: Config, model: PlannedModel, gpu: str) -> list[MemoryState]:
     return states(TrainerMemory.of(cfg, model), cfg.rollout, cfg.sync, GPUS[gpu])
 
 
@@ -64,7 +64,7 @@ def test_a_sleeping_engine(engine: str, tp: int, args: list[str], gives_back: in
     server = {"tp": tp, "extra_args": args}
     cfg = config(rollout={"engine": engine, "colocate": True, "server": server}, parallel={"dp": tp})
     family, arch = read_model(cfg.model.path)
-    train = next(state for state in states_of(cfg, Model(family, arch), "H200") if state.name == "train")
+    train = next(state for state in states_of(cfg, PlannedModel(family, arch), "H200") if state.name == "train")
     assert train.parts["sleeping engine"] == ASSUMED.asleep - gives_back > 0
 
 
@@ -81,7 +81,7 @@ def test_page_locked_memory_of_a_machine() -> None:
     )  # fmt: skip
     stages_ = [held(family.rows, arch, cfg.parallel, rank).parameters for rank in range(2)]
     assert stages_[1] == stages_[0] + arch.hidden_size
-    assert host_bytes(cfg, Model(family, arch)) == {"reference policy": 8 * block_bytes(2 * stages_[1])}
+    assert host_bytes(cfg, PlannedModel(family, arch)) == {"reference policy": 8 * block_bytes(2 * stages_[1])}
 
 
 @pytest.mark.parametrize("path", [*RECIPES, *sorted(Path("examples/paper").glob("table*/*.yaml"))], ids=lambda p: p.stem)

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.check.parts import PARTS, Part
+from benchmarks.gpu.check.parts import PARTS, CheckPart
 
 NOT_MEASURED = "not measured"
 Result = dict[str, Any]  # of one part
 
 
-def result_of(part: Part, status: str, lines: Sequence[Mapping[str, Any]], why: str = "", **more: Any) -> Result:
+def result_of(part: CheckPart, status: str, lines: Sequence[Mapping[str, Any]], why: str = "", **more: Any) -> Result:
     """Return a part's result. Lines that it should have but did not report are added as not measured.
 
     Args:

@@ -115,11 +115,11 @@ def _world(check: Check, jobs: Sequence[TrainingJob], staged: bool) -> int:
                     failure = _wait(process, files, (JOB_SECONDS if number else START_SECONDS)[check.platform])
                     if failure:
                         raised = "".join(sorted(file.read_text() for file in folder.glob("*.error"))[:1])
-                        output = raised or "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-                        print(f"{job.line}: {failure}\n{output}", flush=True)
-                        check.report(job.line, "failed", why=f"{failure}: {_last(output)}")
+                        shown_log = raised or "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+                        print(f"{job.line}: {failure}\n{shown_log}", flush=True)
+                        check.report(job.line, "failed", why=f"{failure}: {_last(shown_log)}")
                         if not raised and number == 0 and process.poll() is not None:
-                            raise RuntimeError(f"the ranks did not start: {_last(output)}")
+                            raise RuntimeError(f"the ranks did not start: {_last(shown_log)}")
                         return number + 1
                     with check.line(job.line):
                         job.report(check, [pickle.loads(file.read_bytes()) for file in files])

@@ -12,10 +12,10 @@ from tepo_megatron.utils.exchange import (
     CONNECT_SECONDS,
     CONTROL_BYTES,
     ERROR_BYTES,
-    Answer,
     BadAnswer,
     ExchangeFailed,
-    Http,
+    HttpAnswer,
+    HttpClient,
     TimedOut,
     to_json,
 )
@@ -50,7 +50,7 @@ class Client:
         self.url = url
         self._request_seconds, self._silent_seconds = request_seconds, silent_seconds
         self._asking, self._paused = asyncio.Lock(), False  # held during a health request
-        self._http = Http(url, key)
+        self._http = HttpClient(url, key)
 
     async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None, most_bytes: int = CONTROL_BYTES) -> Any:
         """Send one request and return the JSON answer. A request is never repeated, because it may have had its effect.
@@ -137,7 +137,7 @@ class Client:
 
 async def healthy(url: str) -> bool:
     """Return whether a server at `url` reports that it takes requests."""
-    http = Http(url)
+    http = HttpClient(url)
     try:
         return (await http.exchange("GET", "/health", seconds=CONNECT_SECONDS, most_bytes=ERROR_BYTES)).status == 200
     except ExchangeFailed:
@@ -146,7 +146,7 @@ async def healthy(url: str) -> bool:
         await http.close()
 
 
-def _message(answer: Answer) -> str:
+def _message(answer: HttpAnswer) -> str:
     """Return an error answer's message on one line, cut at 500 characters: {"error": {"message": ...}} or {"message": ...}."""
     try:
         body = answer.json()

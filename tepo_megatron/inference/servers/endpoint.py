@@ -19,7 +19,7 @@ from tepo_megatron.inference.engine_api import INITIAL_LABEL, EngineApi, Send, S
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import answer_bytes
 from tepo_megatron.inference.servers.client import Client, RequestFailed
-from tepo_megatron.inference.servers.server import Address, Server
+from tepo_megatron.inference.servers.server import Server, ServerAddress
 from tepo_megatron.types import Rollout
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source, UnchangedTensors
@@ -33,7 +33,7 @@ def _odd(error: Exception) -> str:
     return f"answered with something other than was asked for ({excerpt(repr(error))})"
 
 
-class Connected:
+class ServerConnection:
     """A server across its restarts, and the connection to it.
 
     All methods except `stop` and `forget` run in one event loop.
@@ -51,7 +51,7 @@ class Connected:
     def __init__(self, server: Server, api: EngineApi, cfg: ServerConfig) -> None:
         self.server, self.api, self._cfg = server, api, cfg
         self.client: Client | None = None
-        self.address: Address | None = None
+        self.address: ServerAddress | None = None
         self.about: ServerInfo | None = None
 
     @property
@@ -110,11 +110,11 @@ class Connected:
         self.server.forget()
 
 
-class Endpoint(Connected):
+class Endpoint(ServerConnection):
     """A server of a fleet, with the version of its weights.
 
     Args:
-        server, api, cfg: See `Connected`.
+        server, api, cfg: See `ServerConnection`.
         max_model_len: Longest sequence in tokens (prompt and response) that the run may request.
 
     Attributes:
@@ -135,7 +135,7 @@ class Endpoint(Connected):
         self.answered = False
 
     def launch(self) -> None:
-        """See `Connected.launch`. A new server starts awake."""
+        """See `ServerConnection.launch`. A new server starts awake."""
         super().launch()
         self.asleep, self.answered = frozenset(), False
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 from tepo_megatron.inference.servers.endpoint import Endpoint
-from tepo_megatron.inference.servers.slot import Incarnation, Planned, ServerSlot
+from tepo_megatron.inference.servers.slot import Incarnation, PlannedRestart, ServerSlot
 
 _GIB = 2**30
 
@@ -52,7 +52,7 @@ class GrowthLimit:
             now = await asyncio.to_thread(lambda endpoint: endpoint.resident_bytes, member.endpoint)
             first = self._first.setdefault(incarnation, now)
             if now - first > self._gib * _GIB:
-                incarnation.end(Planned(self._why(member.endpoint.name, first, now)))
+                incarnation.end(PlannedRestart(self._why(member.endpoint.name, first, now)))
                 ended.append((member, incarnation))
         return ended
 

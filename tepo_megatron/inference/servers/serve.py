@@ -20,10 +20,10 @@ from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import ENGINES, local_servers
-from tepo_megatron.inference.servers.endpoint import Connected
+from tepo_megatron.inference.servers.endpoint import ServerConnection
 from tepo_megatron.inference.servers.lease import service_name, this_host
 from tepo_megatron.inference.servers.local import LocalServer
-from tepo_megatron.inference.servers.rendezvous import Record, Rendezvous, fingerprint
+from tepo_megatron.inference.servers.rendezvous import Rendezvous, ServerRecord, fingerprint
 from tepo_megatron.inference.servers.slot import ServerSlot
 
 LOOK_SECONDS = 1.0  # poll interval for the requests of trainers
@@ -79,10 +79,12 @@ class _Service:
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._members = [
-            ServerSlot(Connected(server, api, cfg.server), cfg.server, self._changed, tell, self._may_start)
+            ServerSlot(ServerConnection(server, api, cfg.server), cfg.server, self._changed, tell, self._may_start)
             for server, api in zip(self._servers, apis, strict=True)
         ]
-        self._records: dict[int, tuple[Record, float]] = {}  # server index -> (record, `time.monotonic()` of its publication)
+        self._records: dict[
+            int, tuple[ServerRecord, float]
+        ] = {}  # server index -> (record, `time.monotonic()` of its publication)
         self._lost: set[int] = set()
         self._over = asyncio.Event()
 
@@ -153,7 +155,7 @@ class _Service:
             self._rendezvous.leases.acknowledge(self._service, lease.token)
             self._acknowledged = lease.token
 
-    async def _attend(self, member: ServerSlot[Connected], record: Record, since: float) -> None:
+    async def _attend(self, member: ServerSlot[ServerConnection], record: ServerRecord, since: float) -> None:
         """Handle one healthy server: reset its failure counters after STEADY_SECONDS, and end it if its user asked for that."""
         why = self._rendezvous.ended(record)
         if why is not None or time.monotonic() - since > STEADY_SECONDS:
@@ -181,11 +183,11 @@ class _Service:
         if len(self._lost) == len(self._members):
             self._over.set()
 
-    def _record(self, connected: Connected, server: LocalServer) -> Record:
+    def _record(self, connected: ServerConnection, server: LocalServer) -> ServerRecord:
         assert connected.about is not None and connected.address is not None, "it is up"
         port = connected.address.url.rpartition(":")[2]
         name = f"[{self._address}]" if ":" in self._address else self._address
-        return Record(
+        return ServerRecord(
             engine=self._cfg.engine,
             engine_version=connected.about.engine_version,
             url=f"http://{name}:{port}",

@@ -9,7 +9,7 @@ from tepo_megatron.errors import RolloutError
 
 
 @dataclass(frozen=True)
-class Address:
+class ServerAddress:
     """URL of a server, and the key that it requires."""
 
     url: str
@@ -33,7 +33,7 @@ class Server(Protocol):
         """Start the server, the first time and after each `end`. Returns at once. Raises RolloutError, ConfigError."""
         ...
 
-    async def wait_ready(self) -> Address:
+    async def wait_ready(self) -> ServerAddress:
         """Return the address once the server takes requests.
 
         Raises RolloutError if it fails, ConfigError if it does not fit the run.

@@ -9,14 +9,14 @@ from typing import Generic, TypeVar
 from tepo_megatron.config import ServerConfig
 from tepo_megatron.errors import RolloutError, TepoError
 from tepo_megatron.inference.servers.client import RequestFailed
-from tepo_megatron.inference.servers.endpoint import Connected
+from tepo_megatron.inference.servers.endpoint import ServerConnection
 
 LONGEST_PAUSE = 30.0  # seconds; upper limit of the back-off before a restart
-C = TypeVar("C", bound=Connected)
+C = TypeVar("C", bound=ServerConnection)
 MOST_ERRORS = 3  # consecutive error answers after which a server is restarted
 
 
-class Planned(RolloutError):
+class PlannedRestart(RolloutError):
     """Reason for ending a healthy server. The server is restarted at once, and the restart does not count as a failure."""
 
 
@@ -117,7 +117,7 @@ class ServerSlot(Generic[C]):
 
     def _pause(self, error: RolloutError, once_up: bool) -> float | None:
         """Return the seconds until the next start, None for a planned restart. Raise `error` if the server is lost."""
-        if isinstance(error, Planned):
+        if isinstance(error, PlannedRestart):
             return None
         self._restarts += 1
         # A server that fails before it ever served has a wrong setting, which retries would only hide.

@@ -15,7 +15,7 @@ from pathlib import Path
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import UNKNOWN_VERSION
-from tepo_megatron.inference.servers.checksums import Checks
+from tepo_megatron.inference.servers.checksums import ChecksumChecks
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.pool import ServerPool
@@ -42,7 +42,7 @@ class PoolUpdates:
         # servers of the update under way, with their incarnation when it began
         self._updating: list[tuple[ServerSlot[Endpoint], Incarnation]] = []
         self._bases: set[int] = set()  # versions that these servers had before the update
-        self._checks = Checks(same_precision=self._cfg.server.precision is None)
+        self._checks = ChecksumChecks(same_precision=self._cfg.server.precision is None)
 
     def begin_update(self, version: int) -> None:
         """See `RolloutEngine`. Servers that have `version` already take no part in the update.

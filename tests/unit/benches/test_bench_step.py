@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import step
 from benchmarks._optimizations import OPTIMIZATIONS
-from benchmarks._timers import Timers
+from benchmarks._timers import PartTimers
 
 ROOT = Path(__file__).parents[3]
 
@@ -69,7 +69,7 @@ def test_updates_that_differ_are_told() -> None:
 def test_a_part_does_not_count_what_runs_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    timers = Timers("first")
+    timers = PartTimers("first")
 
     def wait(seconds: float) -> None:
         now[0] += seconds

@@ -17,7 +17,7 @@ from benchmarks import results
 from benchmarks._token_stats_peers import FORMS, plain_formula
 from benchmarks.gpu.check import command, lines, report, run_kernels, worlds
 from benchmarks.gpu.check.lines import Check, Skip
-from benchmarks.gpu.check.parts import FP8, LAYOUTS, PARTS, Part, limit, line_names, selected
+from benchmarks.gpu.check.parts import FP8, LAYOUTS, PARTS, CheckPart, limit, line_names, selected
 from benchmarks.gpu.check.pytests import outcomes, run_files
 from tepo_megatron.actor import precision
 from tests.parallel import cases
@@ -154,7 +154,7 @@ def test_what_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     statuses = {line["name"]: line["status"] for line in lines.read(here.file)}
     assert statuses["error: output layer, logits kept"] == "failed" and statuses["statistics: time"] == "measured"
     assert report.status_of(lines.read(here.file)) == "failed"
-    dead = Part("kernel", "No module has this name", 30.0, ("a line",))
+    dead = CheckPart("kernel", "No module has this name", 30.0, ("a line",))
     monkeypatch.setattr(command, "selected", lambda words: ("cpu", (dead,)))
     monkeypatch.setattr(report, "PARTS", (dead,))
     assert command.main(["--out", str(tmp_path / "out")]) == 1

@@ -30,7 +30,7 @@ from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer, url_of
-from tepo_megatron.inference.servers.rendezvous import Record, Rendezvous, fingerprint
+from tepo_megatron.inference.servers.rendezvous import Rendezvous, ServerRecord, fingerprint
 from tepo_megatron.inference.servers.server_key import KEY_FILE, KEY_VARIABLE
 from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids, until
@@ -68,8 +68,8 @@ def trainer(
         yield fleet
 
 
-def record_of(folder: Path, url: str, **change: Any) -> Record:
-    record = Record(
+def record_of(folder: Path, url: str, **change: Any) -> ServerRecord:
+    record = ServerRecord(
         engine="vllm", engine_version="1.0", url=url, run="r", tp=1, model=fingerprint(model_in(folder)), max_model_len=64,
         precision="fp32", host="there", pid=7, start="0", log="there.log",
     )  # fmt: skip
@@ -84,7 +84,7 @@ class Serving:
     rendezvous: Rendezvous
     log: Path
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[ServerRecord]:
         return self.rendezvous.records()
 
     def processes(self) -> list[psutil.Process]:
@@ -153,7 +153,7 @@ def killed_trainer(folder: Path, settings: dict[str, Any], after: str) -> None:
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
-def server_process(serving: Serving, record: Record) -> psutil.Process:
+def server_process(serving: Serving, record: ServerRecord) -> psutil.Process:
     """The first process of the server with this record."""
     port = record.url.rpartition(":")[2]
     return next(psutil.Process(pid) for pid, line in serving.lines().items() if "tests.scripted_server" in line

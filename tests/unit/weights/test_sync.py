@@ -19,7 +19,7 @@ from tepo_megatron.weight_sync.broadcast_group import crc32
 from tepo_megatron.weight_sync.buckets import is_check_due, split_into_buckets, whole_bytes
 from tepo_megatron.weight_sync.receiver.weight_files import tensors
 from tepo_megatron.weight_sync.relay import group_by_memory, memory_identity, recipients
-from tepo_megatron.weight_sync.stores import Staging, make_folder, write_file
+from tepo_megatron.weight_sync.stores import PinnedStaging, make_folder, write_file
 from tepo_megatron.weight_sync.sync import check_one_host
 from tepo_megatron.weights.ops import Replicated
 
@@ -43,7 +43,7 @@ def test_what_is_sent_arrives(tmp_path: Path, with_checksums: bool) -> None:
 
 def test_a_bucket_is_staged_in_one_row_and_the_row_is_used_again(tmp_path: Path) -> None:
     widest_first = dict(sorted(SENT.items(), key=lambda item: -item[1].element_size()))
-    staging = Staging(sum(t.nbytes for t in SENT.values()), torch.device("cpu"))
+    staging = PinnedStaging(sum(t.nbytes for t in SENT.values()), torch.device("cpu"))
     for name, factor in (("first", 1), ("second", 2)):
         sent = {name: tensor * factor for name, tensor in widest_first.items()}
         staged = staging.copy(sent.items())
@@ -51,7 +51,7 @@ def test_a_bucket_is_staged_in_one_row_and_the_row_is_used_again(tmp_path: Path)
         write_file(staged, tmp_path / name, {name: crc32(t) for name, t in sent.items()})
         read = dict(tensors([str(tmp_path / name)]))
         assert read.keys() == sent.keys() and all(torch.equal(read[name], sent[name]) for name in sent)
-    assert Staging(0, torch.device("cpu")).copy([]) == {}  # on ranks that send nothing
+    assert PinnedStaging(0, torch.device("cpu")).copy([]) == {}  # on ranks that send nothing
 
 
 def test_a_file_for_another_machine_has_its_name_once_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
