@@ -61,7 +61,7 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "actor/kernels.py:choose": "Transformer Engine and Apex run on a GPU only",
     "actor/kernels.py:_gradient_accumulation": "Apex's extension runs on a GPU only",
     "actor/kernels.py:hardware": "a CPU has no compute capability",
-    "actor/offload.py:Offload.__init__": "what leaves the device: the gate has a CPU do as a GPU does",
+    "actor/offload.py:Offloader.__init__": "what leaves the device: the gate has a CPU do as a GPU does",
     "weight_sync/broadcast_group.py:BroadcastGroup._form": "a thread that forms a group works on this rank's GPU",
     "weight_sync/broadcast_group.py:BroadcastGroup.close": "work on a GPU is waited for before NCCL's group goes",
     "weight_sync/broadcast_group.py:form_group": "NCCL needs to know its device",
@@ -99,5 +99,5 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "inference/vllm.py:VllmApi.environment": "its environment",
     "config/safety.py:_checksums": "vLLM on a CPU packs linear layers, of which it tells no checksum",
     "weight_sync/stores.py:FileTransport.__init__": "files of weights leave a GPU through page-locked memory",
-    "weight_sync/stores.py:Staging.copy": "copies from a GPU are waited for",
+    "weight_sync/stores.py:PinnedStaging.copy": "copies from a GPU are waited for",
 }

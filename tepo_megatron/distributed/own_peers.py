@@ -57,7 +57,7 @@ def own_peers_only() -> Iterator[None]:
     """Check the gloo process groups formed in this block. Members on other machines are not checked.
 
     Raises:
-        Stranger: A port opened in the block has a connection from this machine whose other end belongs to another user or is
+        ForeignPeer: A port opened in the block has a connection from this machine whose other end belongs to another user or is
             gone. The groups must not be used. Another user's mere attempt to connect raises this too.
     """
     before = _listening()

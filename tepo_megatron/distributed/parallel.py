@@ -125,7 +125,7 @@ def initialize(cfg: ParallelConfig, platform: Platform, seed: int, config: Mappi
 
     Raises:
         ConfigError: The world size is not tp*pp*cp*dp, or (raised on all ranks) a rank has another config than rank 0.
-        Stranger: Another user of this machine took part in forming the groups.
+        ForeignPeer: Another user of this machine took part in forming the groups.
     """
     world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if world_size != cfg.world_size:

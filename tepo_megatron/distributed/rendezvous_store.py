@@ -54,7 +54,7 @@ class FolderStore:
         folder: Folder of mode 0700 that this user owns.
 
     Raises:
-        NotPrivate: The folder belongs to another user, or others may enter it.
+        FolderNotPrivate: The folder belongs to another user, or others may enter it.
         OSError: The folder cannot be read.
     """
 

@@ -29,7 +29,7 @@ def redirect_device_queries() -> None:
 
 def redirect_streams_and_events() -> None:
     """Replace streams and events by a single stream in order, on which nothing has to be waited for."""
-    torch.cuda.HostStream = HostStream
+    torch.cuda.Stream = HostStream
     torch.cuda.Event = Event
     torch.cuda.current_stream = lambda device=None: HostStream()
     torch.cuda.default_stream = lambda device=None: HostStream()

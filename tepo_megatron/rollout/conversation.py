@@ -123,7 +123,7 @@ class Conversation:
             stop_token_ids: Tokens that end this turn, as its last token, in addition to those that end a response.
 
         Raises:
-            OutOfRoom: No tokens are left.
+            OutOfTokens: No tokens are left.
             ValueError: `max_tokens` is below 1.
             RuntimeError: Another turn is still running, or the conversation has ended.
             RolloutError: The engine failed. Catching it does not save the sample.
@@ -166,7 +166,7 @@ class Conversation:
         as such, so remove them from untrusted text.
 
         Raises:
-            OutOfRoom: The model could not write a single token afterwards. Nothing was added.
+            OutOfTokens: The model could not write a single token afterwards. Nothing was added.
             RuntimeError: A turn is still running, or the conversation has ended.
         """
         self._require_free()

@@ -340,7 +340,7 @@ def form_group(spec: GroupSpec, sender: int, rank: int, device: torch.device) ->
         spec, sender, rank, device: As in `BroadcastGroup`.
 
     Raises:
-        BrokenGroup, RuntimeError, OSError: The group cannot be formed, or on one machine another user is in it (`Stranger`).
+        BrokenGroup, RuntimeError, OSError: The group cannot be formed, or on one machine another user is in it (`ForeignPeer`).
     """
     timeout = datetime.timedelta(seconds=spec.join_seconds)
     joined, name = join_store(spec), f"{spec.name}/{sender}"

@@ -199,7 +199,7 @@ TEMPLATE = (
         (TEMPLATE.replace("END", "<eos>"), {}, "pass", "ends with 'answer:'"),
         (TEMPLATE.replace("END", "<eos>"), {"as_chat": True, "template_kwargs": {"thinking": True}}, "pass", "'answer: hmm'"),
         (TEMPLATE.replace("END", "<extra_60>"), {}, "warn", "which does not end a response here"),
-        (TEMPLATE.replace("add_generation_prompt", "false"), {}, "warn", "adds no prompt for the answer"),
+        (TEMPLATE.replace("add_generation_prompt", "false"), {}, "warn", "adds no generation prompt"),
         (
             TEMPLATE.replace("END", "<eos>").replace("if thinking", "if false and thinking"),
             {"as_chat": True, "template_kwargs": {"thinking": True}},

@@ -60,10 +60,10 @@ def test_several_turns_in_one_sequence() -> None:
     spare=st.integers(0, 50),
 )
 def test_what_fits_into_the_room_fits_with_all_its_padding(lengths: list[int], cp: int, total: int, spare: int) -> None:
-    """`capacity` speaks of sequences padded one by one; the padding of the total never leads over max_tokens."""
+    """`capacity` counts sequences padded one by one; the padding of the total never exceeds max_tokens of one step or more."""
     alignment = Alignment(cp=cp, total=total)
     each = sum(alignment.padded_one(n) for n in lengths)
-    max_tokens = each + spare
+    max_tokens = max(each + spare, alignment.step)
     if each <= alignment.capacity(max_tokens):
         assert each <= sum(alignment.padded(lengths)) <= max_tokens
     else:  # the padding of the total does not fit

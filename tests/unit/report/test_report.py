@@ -36,7 +36,7 @@ def test_the_picture_of_a_finished_run(tmp_path: Path) -> None:
     path = write_report(tmp_path)
     assert path == tmp_path / "report.html"
     page = path.read_text()
-    assert page.startswith("<!doctype html>") and "rollout.record=true keeps what each step learns from" in page
+    assert page.startswith("<!doctype html>") and "rollout.record=true keeps the rollouts of each step" in page
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "config.yaml", "metrics.jsonl", "report.html", "report.png", "summary.json",

@@ -191,12 +191,12 @@ def test_a_run_samples_through_its_function_if_it_has_one(tmp_path: Path) -> Non
         ("return await conversation.generate()", r"returned Turn\(.*it must return nothing"),
         ("await conversation.generate(max_tokens=0)", r"ValueError: max_tokens=0 must be at least 1"),
         ("conversation.append([9.5])", "TypeError"),
-        ("await asyncio.gather(conversation.generate(), conversation.generate())", "RuntimeError: a turn is still under way"),
+        ("await asyncio.gather(conversation.generate(), conversation.generate())", "RuntimeError: a turn is still running"),
         ("conversation.generate()\nawait asyncio.sleep(0)", "before the model wrote anything"),
         (
             "await conversation.generate(max_tokens=1)\n"
             "tasks = asyncio.create_task(conversation.generate())\nawait asyncio.sleep(0)",
-            "returned too early: a turn is still under way",
+            "returned too early: a turn is still running",
         ),
     ],
 )
