@@ -19,7 +19,7 @@ _RECORD = "job.json"
 
 
 @dataclass(frozen=True)
-class Job:
+class SubmittedJob:
     """A submitted job.
 
     Attributes:
@@ -47,19 +47,19 @@ def write(folder: Path, executor: str, job_id: str) -> None:
     Args:
         folder: The folder.
         executor: Name of the executor.
-        job_id: `Job.id`.
+        job_id: `SubmittedJob.id`.
     """
     home = home_of(folder)
     home.mkdir(parents=True, exist_ok=True)
-    job = Job(executor, job_id, os.uname().nodename, time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    job = SubmittedJob(executor, job_id, os.uname().nodename, time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     replace_file(home / _RECORD, json.dumps(asdict(job), indent=2).encode() + b"\n", durable=False)
 
 
-def read(folder: Path) -> Job:
+def read(folder: Path) -> SubmittedJob:
     """Return the newest job of a folder. Raise ConfigError if there is none."""
     path = home_of(folder) / _RECORD
     try:
-        return Job(**json.loads(path.read_text()))
+        return SubmittedJob(**json.loads(path.read_text()))
     except FileNotFoundError:
         raise ConfigError(f"{folder}: nothing was launched there; give a run's folder, output/name of its config") from None
     except (OSError, ValueError, TypeError) as e:
@@ -79,7 +79,7 @@ def submitted(folder: Path, executor: str, job_id: str, what: str = "job") -> in
     Args:
         folder: The folder.
         executor: Name of the executor.
-        job_id: `Job.id`.
+        job_id: `SubmittedJob.id`.
         what: The executor's word for a job.
 
     Returns:

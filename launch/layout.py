@@ -68,29 +68,29 @@ def lay_out(cfg: Config, cluster: Cluster) -> Layout:
                 "machines of their own with --rollout.server.rendezvous FOLDER"
             )
         return Layout(train_nodes, ranks)
-    room = None if cluster.slots is None else cluster.slots // server.tp
-    if room == 0:
+    slots = None if cluster.slots is None else cluster.slots // server.tp
+    if slots == 0:
         raise ConfigError(
             f"rollout.server.tp={server.tp} exceeds the {cluster.slots} GPUs of a machine; lower it to that at most"
         )
     if cfg.rollout.colocate:
         servers, left = divmod(cfg.rollout.servers, train_nodes)
-        if left or (room is not None and servers > room):
+        if left or (slots is not None and servers > slots):
             raise ConfigError(
                 f"rollout.servers={cfg.rollout.servers} of {server.tp} GPUs cannot be spread evenly over the {train_nodes} "
-                f"machines of the ranks, at most {room} on each; make it a multiple of {train_nodes}"
+                f"machines of the ranks, at most {slots} on each; make it a multiple of {train_nodes}"
             )
         return Layout(train_nodes, ranks, train_nodes, servers, shared=True)
     serve_nodes, servers = _split(
-        cfg.rollout.servers, room, f"rollout.servers={cfg.rollout.servers} of {server.tp} GPUs", "rollout.servers"
+        cfg.rollout.servers, slots, f"rollout.servers={cfg.rollout.servers} of {server.tp} GPUs", "rollout.servers"
     )
     return Layout(train_nodes, ranks, serve_nodes, servers)
 
 
-def _split(count: int, room: int | None, what: str, keys: str) -> tuple[int, int]:
+def _split(count: int, slots: int | None, what: str, keys: str) -> tuple[int, int]:
     """Return (machines, count on each), all alike. Raise ConfigError if the count does not divide evenly."""
-    if room is None or count <= room:
+    if slots is None or count <= slots:
         return 1, count
-    if count % room:
-        raise ConfigError(f"{what}: on machines with room for {room} some would stay empty; make it a multiple, by {keys}")
-    return count // room, room
+    if count % slots:
+        raise ConfigError(f"{what}: on machines of {slots} some would stay empty; make it a multiple of {slots}, by {keys}")
+    return count // slots, slots

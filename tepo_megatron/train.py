@@ -44,7 +44,7 @@ def train(
         make_engine: Makes an engine to use instead of the one that the config names.
         on_hang: Called by the hang watchdog to end this process; see `hang_watchdog.HangWatchdog`.
     """
-    check_one_host(cfg.sync, servers_beside_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous_folder is not None)
+    check_one_host(cfg.sync, servers_with_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous_folder is not None)
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
     with _watched(cfg.parallel, groups, cfg.run_dir, on_hang), open_driver(cfg, groups, make_engine) as driver:
         if cfg.rollout.only:
@@ -110,7 +110,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
         if schedule.ended:
             schedule.load_trainer()
         driver.log_checkpoint(checkpoints.wait())
-        if cfg.export_hf:  # first, so that a later failure cannot cost the model
+        if cfg.export_hf:  # first, so that a later failure does not lose the model
             actor.export_hf(cfg.run_dir / "hf", driver.check_in_place)
         schedule.evaluate(schedule.trained)
     if table := memory.table():
@@ -211,7 +211,7 @@ def _is_due(step: int, every: int) -> bool:
 def _needs_old_pass(batch: TrainBatch, objective: Objective, training: TrainingConfig) -> bool:
     """Return whether old statistics need a forward pass of their own.
 
-    They do not if the only update's own forward pass yields them and nothing asks for them earlier.
+    They need none if the batch takes one update, whose forward pass yields them, and nothing uses them before.
     """
     in_reward = bool(objective.ref_beta) and objective.ref_kl_in == "reward"
     several = batch.updates(training.epochs, training.minibatch_prompts) > 1

@@ -9,7 +9,7 @@ import torch
 from tepo_megatron.rewards.boxed import last_boxed
 from tepo_megatron.rewards.math import MathTerm
 from tepo_megatron.rewards.pool import GradingPool, PoolLimits
-from tepo_megatron.rewards.terms import Term, WeightedReward
+from tepo_megatron.rewards.terms import RewardTerm, WeightedReward
 from tepo_megatron.types import Rollout
 
 
@@ -45,7 +45,7 @@ def math_reward(workers: int = 1, soft_seconds: float = 1, hard_seconds: float =
     return WeightedReward([(1.0, MathTerm(last_boxed, limits))], decode)
 
 
-def pool_of(term: Term) -> GradingPool:
+def pool_of(term: RewardTerm) -> GradingPool:
     """The pool that a term has."""
     pool = getattr(term, "pool", None)
     assert isinstance(pool, GradingPool)

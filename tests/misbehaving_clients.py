@@ -29,7 +29,7 @@ from tepo_megatron.inference.servers import process as process_module
 from tepo_megatron.inference.servers.client import Client, RequestFailed, healthy
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.process import ServerProcess
-from tepo_megatron.inference.servers.server import Address
+from tepo_megatron.inference.servers.server import ServerAddress
 from tepo_megatron.inference.sglang import SglangApi
 from tepo_megatron.inference.vllm import VllmApi
 from tepo_megatron.rewards.remote import HttpTerm
@@ -51,8 +51,8 @@ class Elsewhere:
     def __init__(self, url: str) -> None:
         self.url = url
 
-    async def reached(self) -> Address:
-        return Address(self.url, KEY)
+    async def wait_ready(self) -> ServerAddress:
+        return ServerAddress(self.url, KEY)
 
     async def failure(self, what: str) -> RolloutError:
         return RolloutError(f"{self.name} {what}")
@@ -88,7 +88,7 @@ def illness(url: str) -> object:
     async def run() -> str:
         client = Client(url, KEY, request_seconds=DEADLINE, heartbeat_timeout=DEADLINE)
         try:
-            return await asyncio.wait_for(client.illness(), 3 * DEADLINE)
+            return await asyncio.wait_for(client.wait_unhealthy(), 3 * DEADLINE)
         finally:
             await client.close()
 

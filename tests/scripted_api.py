@@ -61,11 +61,11 @@ class ScriptedApi:
     async def begin_update(self, send: Send) -> None:
         await send("POST", "/begin", {})
 
-    async def join(self, send: Send, meeting: GroupSpec) -> None:
-        await send("POST", "/join", asdict(meeting))
+    async def join_groups(self, send: Send, spec: GroupSpec) -> None:
+        await send("POST", "/join", asdict(spec))
 
-    async def keep(self, send: Send, kept: UnchangedTensors) -> None:
-        await send("POST", "/keep", asdict(kept))
+    async def keep_unchanged(self, send: Send, unchanged: UnchangedTensors) -> None:
+        await send("POST", "/keep", asdict(unchanged))
 
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
         files = [source.name for source in sources if isinstance(source, Path)]

@@ -81,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/keep":
             Handler.kept = body
             for rank in Handler.ranks:
-                rank.keep(body)
+                rank.keep_unchanged(body)
             return self.fails("cannot keep these") or self.answer(200, {})
         if self.path in ("/begin", "/load", "/update"):
             return self.update(body)
@@ -159,20 +159,20 @@ class Handler(BaseHTTPRequestHandler):
             Handler.version, Handler.loaded, Handler.loading = body["version"], Handler.loading, None
         return self.answer(200, {})
 
-    def join(self, body: dict[str, Any]) -> None:
+    def join_groups(self, body: dict[str, Any]) -> None:
         """Let each rank join its group."""
         from tepo_megatron.weight_sync.broadcast_group import GroupSpec
 
         first = body["first"]
         for i, rank in enumerate(Handler.ranks):
-            rank.meeting = GroupSpec(**body | {"first": first + i})
+            rank.spec = GroupSpec(**body | {"first": first + i})
         fault = Handler.behaviour.get("broadcast")
         if fault in ("late", "leaves"):
             self.on_all_ranks(lambda rank: rank.form_only())
             if fault == "leaves":
                 os._exit(3)
         elif fault != "absent":
-            self.on_all_ranks(lambda rank: rank.join())
+            self.on_all_ranks(lambda rank: rank.join_groups())
         return self.answer(200, {})
 
     def on_all_ranks(self, do: Callable[[Any], None]) -> None:
@@ -206,29 +206,29 @@ class Rank:
         from tepo_megatron.weight_sync.receiver.receiver import RankReceiver
 
         self.model, self.number, self.device = model, number, torch.device("cpu")
-        self.inbox, self.tensors, self.meeting = RankReceiver(), {}, None
+        self.inbox, self.tensors, self.spec = RankReceiver(), {}, None
 
     def begin(self) -> None:
         self.inbox.begin(self.model, tied_embeddings=True)
         self.tensors = {}
 
-    def keep(self, body: dict[str, Any]) -> None:
+    def keep_unchanged(self, body: dict[str, Any]) -> None:
         from tepo_megatron.weight_sync.broadcast_group import UnchangedTensors
 
-        self.inbox.keep(UnchangedTensors(**body))
+        self.inbox.keep_unchanged(UnchangedTensors(**body))
 
-    def join(self) -> None:
-        self.inbox.join(self.meeting, self.device)
+    def join_groups(self) -> None:
+        self.inbox.join_groups(self.spec, self.device)
 
     def form_only(self) -> None:
         """Join, and form the first sender's group without ever broadcasting in it."""
-        from tepo_megatron.weight_sync.broadcast_group import came_key, form_group, join_store, signal
+        from tepo_megatron.weight_sync.broadcast_group import form_group, join_store, joining_key, signal
 
-        store = join_store(self.meeting)
-        rank = self.meeting.first
-        signal(store, came_key(self.meeting, rank))
+        store = join_store(self.spec)
+        rank = self.spec.first
+        signal(store, joining_key(self.spec, rank))
         with contextlib.suppress(RuntimeError):  # too slow for the deadline: it lives all the same
-            self.group = form_group(self.meeting, 0, rank, self.device)
+            self.group = form_group(self.spec, 0, rank, self.device)
 
     def load(self, buckets: list[str]) -> None:
         fault = Handler.behaviour.pop("broadcast", None) if self.number == 0 else None
@@ -249,7 +249,7 @@ class Rank:
 
         bucket = Bucket.from_json(text)
         row = torch.zeros(bucket.nbytes, dtype=torch.uint8)
-        self.inbox.membership.channels[bucket.sender].start(row)
+        self.inbox.membership.groups[bucket.sender].start(row)
         while not row.any():
             time.sleep(0)
         os._exit(3)
@@ -257,7 +257,7 @@ class Rank:
     def finish(self, folder: str | None) -> None:
         from safetensors.torch import save_file
 
-        if self.tensors or self.inbox.kept:
+        if self.tensors or self.inbox.unchanged:
             self.inbox.finish()
         if folder is not None:
             save_file(self.tensors, Path(folder) / f"{os.getpid()}-{self.number}.safetensors")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch import checks, jobs, nemo_sky, scripts
-from launch.jobs import Job, submitted
+from launch.jobs import SubmittedJob, submitted
 from launch.layout import Layout
 from launch.nemo_sky import ManagedJob
 from launch.profile import Cluster
@@ -97,15 +97,15 @@ def start(job: ManagedJob, folder: Path) -> int:
     return submitted(folder, NAME, nemo_sky.submit(job), "managed job")
 
 
-def state(job: Job) -> str:
+def state(job: SubmittedJob) -> str:
     return nemo_sky.status(job.id)
 
 
-def logs(job: Job, folder: Path, lines: int) -> str:
+def logs(job: SubmittedJob, folder: Path, lines: int) -> str:
     return nemo_sky.logs(job.id, lines)
 
 
-def cancel(job: Job) -> str:
+def cancel(job: SubmittedJob) -> str:
     nemo_sky.cancel(job.id)
     return f"managed job {job.id} is cancelled"
 
@@ -148,7 +148,7 @@ def check_code(folder: Path) -> list[str]:
     if not found:
         return []
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return [f"{found[0]}{more} would not travel, since NeMo-Run sends the commit HEAD; commit, stash or remove them"]
+    return [f"{found[0]}{more} would not be sent, since NeMo-Run sends the commit HEAD; commit, stash or remove them"]
 
 
 def _git(folder: Path, *words: str) -> str | None:
@@ -186,14 +186,14 @@ def run_script(cfg: Config, cluster: Cluster, layout: Layout) -> str:
     ]
     meet = f'--rdzv-endpoint "${{machines[0]}}:{cluster.network.port}" --node-rank "$rank"'
     serves = '--host 0.0.0.0 --address "$here"'  # pods cannot resolve each other's names
-    starts = scripts.Starts("$((start - 1))", '"$SKYPILOT_TASK_ID-$start"', meet, serves, nemo_sky.CONFIG)
+    starts = scripts.StartVariables("$((start - 1))", '"$SKYPILOT_TASK_ID-$start"', meet, serves, nemo_sky.CONFIG)
     *words, train = scripts.train_lines(cfg, cluster, layout, starts)
     if not layout.serve_nodes:
         return scripts.text([*lines, *words, f"exec {train}"])
     serve = scripts.serve_line(cfg, cluster, layout, starts)
     if layout.shared:
         return scripts.text([*lines, *words, *scripts.side_by_side(serve, train)])
-    return scripts.text([*lines, *_apart(words, train, serve, layout)])
+    return scripts.text([*lines, *_disaggregated(words, train, serve, layout)])
 
 
 def _there(sky: SkypilotConfig) -> list[str]:
@@ -201,7 +201,7 @@ def _there(sky: SkypilotConfig) -> list[str]:
     return [f"mkdir -p {sky.workdir}", f"cd {sky.workdir}", f"export PYTHONPATH={nemo_sky.CODE}"]
 
 
-def _apart(words: list[str], train: str, serve: str, layout: Layout) -> list[str]:
+def _disaggregated(words: list[str], train: str, serve: str, layout: Layout) -> list[str]:
     """Return lines with which the first machines train, and the others serve until a file holds training's status."""
     end = "trap 'kill $! 2>/dev/null || true' TERM INT"
     return [

@@ -23,7 +23,7 @@ from tepo_megatron.actor.expert_replay import ExpertReplay
 from tepo_megatron.actor.kernels import check_transformer_engine, hardware, installed
 from tepo_megatron.actor.minibatch import MinibatchInputs
 from tepo_megatron.actor.minibatch_stats import MinibatchTokenStats
-from tepo_megatron.actor.offload import PARTS, Offload, Part
+from tepo_megatron.actor.offload import PARTS, Offloader, Part
 from tepo_megatron.actor.output_rows import OutputRows
 from tepo_megatron.actor.packer import Packer
 from tepo_megatron.actor.pipeline import PipelineSchedule
@@ -85,7 +85,7 @@ class Actor:
     scheduler: OptimizerParamScheduler
     packer: Packer
     schedule: PipelineSchedule
-    offloader: Offload
+    offloader: Offloader
     activations: HostActivations | None
     rows: OutputRows | None
     reference: HostWeights | None = None
@@ -96,6 +96,10 @@ class Actor:
     @classmethod
     def open(cls, cfg: Config, groups: ParallelDims) -> Actor:
         """Build this rank's part of the model with the weights of `model.path`, and its optimizer.
+
+        Args:
+            cfg: The run's config.
+            groups: The mesh of this run.
 
         Raises:
             ConfigError: The hardware or the installed packages cannot do what the config asks.
@@ -125,7 +129,7 @@ class Actor:
         config.grad_scale_func = optimizer.scale_loss
         experts = ExpertReplay(chunks, arch.sparse_layers, groups, cfg.parallel.sequence_parallel) if replays else None
         schedule = PipelineSchedule(chunks, rows, groups, experts)
-        offloader = Offload(chunks, optimizer, device)
+        offloader = Offloader(chunks, optimizer, device)
         activations = HostActivations(chunks, device) if cfg.training.offload_activations else None
         return cls(
             *(cfg, groups, family, arch, config, chunks, bindings, optimizer, scheduler),
@@ -133,7 +137,7 @@ class Actor:
         )
 
     def offload(self, *parts: Part) -> None:
-        """Offload these parts, or all (see `Offload`). Until `load`, methods that need them raise RuntimeError."""
+        """Offload these parts, or all (see `Offloader`). Until `load`, methods that need them raise RuntimeError."""
         self.finish_step()
         self.offloader.release(parts or PARTS)
 
@@ -142,9 +146,13 @@ class Actor:
         self.offloader.restore(parts or PARTS)
 
     def require_loaded(self, what: str, *parts: Part) -> None:
-        """Raise RuntimeError if one of these parts (default: all) is offloaded. `what` names the caller in the message.
+        """Raise RuntimeError if one of these parts is offloaded.
 
         Also gather the parameters that an update left sharded, except for the next UPDATE, whose forward pass gathers them.
+
+        Args:
+            what: The operation that needs the parts, for the message.
+            parts: The parts. None given: all parts.
         """
         self.offloader.require(what, parts or PARTS)
         if what != UPDATE:

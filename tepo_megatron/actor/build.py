@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from tepo_megatron.actor import precision, rotary, weight_gradient
 from tepo_megatron.actor.attention import SDPACoreAttention
-from tepo_megatron.actor.kernels import Kernels, choose, installed
+from tepo_megatron.actor.kernels import KernelChoice, choose, installed
 from tepo_megatron.actor.layout import stage_layers
 from tepo_megatron.actor.modules import ApexRMSNorm, RMSNorm
 from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
@@ -59,7 +59,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron's config of this architecture on this mesh.
 
-    It also installs this package's rotary embedding and fused weight gradient in Megatron (see their `lend_to_megatron`).
+    It also installs this package's rotary embedding and fused weight gradient in Megatron (see their `install_in_megatron`).
 
     Args:
         arch: Architecture of the model.
@@ -71,8 +71,8 @@ def transformer_config(
         share_prompts: Whether sequences of a microbatch may share prompts.
     """
     kernels = choose(model, training, device.type, installed(), cp=parallel.cp)
-    rotary.lend_to_megatron(share_prompts)
-    weight_gradient.lend_to_megatron()
+    rotary.install_in_megatron(share_prompts)
+    weight_gradient.install_in_megatron()
     return TransformerConfig(
         **_network(arch),
         **precision.transformer_fields(model),
@@ -272,7 +272,7 @@ def build_optimizer(
     return optimizer, scheduler
 
 
-def _layer_spec(config: TransformerConfig, kernels: Kernels, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _layer_spec(config: TransformerConfig, kernels: KernelChoice, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Return Megatron's layer spec with the norms and the core attention that `kernels` names."""
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=kernels.layers == "te", normalization="RMSNorm", vp_stage=vp_stage

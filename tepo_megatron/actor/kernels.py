@@ -23,7 +23,7 @@ _NAMES = {"te": "Transformer Engine", "apex": "Apex", "torch": "PyTorch", "host"
 
 
 @dataclass(frozen=True)
-class Kernels:
+class KernelChoice:
     """The package that implements each kind of kernel.
 
     Attributes:
@@ -51,7 +51,9 @@ def installed() -> frozenset[str]:
     return frozenset(name for name in _MODULES if importlib.util.find_spec(name) is not None)
 
 
-def choose(model: ModelConfig, training: TrainingConfig, device_type: str, found: frozenset[str], *, cp: int = 1) -> Kernels:
+def choose(
+    model: ModelConfig, training: TrainingConfig, device_type: str, found: frozenset[str], *, cp: int = 1
+) -> KernelChoice:
     """Return the implementations that this config runs with.
 
     Args:
@@ -66,7 +68,7 @@ def choose(model: ModelConfig, training: TrainingConfig, device_type: str, found
         ConfigError: The config needs a package that is not installed, or Apex lacks its CUDA extensions.
     """
     if device_type != "cuda":  # a CPU, or "meta", on which tools/convert.py builds models
-        return Kernels("torch", "torch", "host", _gradient_accumulation(training, "cpu", found))
+        return KernelChoice("torch", "torch", "host", _gradient_accumulation(training, "cpu", found))
     if (model.attention == "te" or model.fp8) and "transformer_engine" not in found:
         key, other = (f"model.precision={model.precision}", "bf16") if model.fp8 else ("model.attention=te", "auto")
         raise ConfigError(f"{key}, but transformer-engine is not installed; install the extra `te` or use {other}")
@@ -83,7 +85,7 @@ def choose(model: ModelConfig, training: TrainingConfig, device_type: str, found
     wanted = model.attention == "te" or (model.attention == "auto" and not (model.precision == "fp32" and cp > 1))
     layers: Literal["te", "torch"] = "te" if "transformer_engine" in found and wanted else "torch"
     plain: Literal["apex", "torch"] = "apex" if {"apex", "fused_layer_norm_cuda"} <= found else "torch"
-    return Kernels(
+    return KernelChoice(
         layers,
         "te" if layers == "te" else plain,
         adam,

@@ -75,7 +75,7 @@ class Hardware:
         name: Name of the device.
         capability: CUDA compute capability. None: a CPU.
         transformer_engine: Version of Transformer Engine. None: not installed.
-        cuda: Version of CUDA. None: not there.
+        cuda: Version of CUDA. None: no CUDA.
     """
 
     name: str

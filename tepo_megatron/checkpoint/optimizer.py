@@ -18,7 +18,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Shard:
+class OptimizerShard:
     """The range of a flattened parameter that this rank's optimizer owns.
 
     All tensors are 1-dim, of the same length, and views of what the optimizer uses.
@@ -37,7 +37,7 @@ class Shard:
     state: dict[str, Tensor]
 
 
-def shards(optimizer: MegatronOptimizer, create: bool = False) -> Iterator[Shard]:
+def shards(optimizer: MegatronOptimizer, create: bool = False) -> Iterator[OptimizerShard]:
     """Yield the shard of every parameter of which this rank owns a range.
 
     Args:
@@ -58,7 +58,7 @@ def shards(optimizer: MegatronOptimizer, create: bool = False) -> Iterator[Shard
             state = {"param": main, **{name: moments[name] for name in _MOMENTS}}
             if main.dtype == weight.dtype:  # then the master is a view of the weight
                 del state["param"]
-            yield Shard(parameter, here.start, weight, {f"optimizer.state.{k}.": v.detach() for k, v in state.items()})
+            yield OptimizerShard(parameter, here.start, weight, {f"optimizer.state.{k}.": v.detach() for k, v in state.items()})
 
 
 def tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:

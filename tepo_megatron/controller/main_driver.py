@@ -1,4 +1,4 @@
-"""Rank 0's driver: collect and evaluate with the engine, write the log, and keep what a checkpoint needs of this side."""
+"""Rank 0's driver: collect and evaluate with the engine, write the log, and hold the rollout side's state for checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tepo_megatron.checkpoint.checkpoints import Saved
+from tepo_megatron.checkpoint.checkpoints import SavedCheckpoint
 from tepo_megatron.checkpoint.folder import complete
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import differences, plain, under_new_names
@@ -59,7 +59,7 @@ class MainDriver(Driver):
         self._clock, self._seconds_before = Clock(), 0.0
         self._restarts = 0  # server restarts that are in the metrics already
         self._positions: dict[int, dict[str, Any]] = {}  # step -> position in the prompt stream after its rollouts
-        # one thread for all work: the graders that it starts are ended when it ends
+        # one thread for all work, because the graders that a thread starts are ended when the thread ends
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
 
     @property
@@ -94,7 +94,7 @@ class MainDriver(Driver):
         rollouts, metrics = self._source.collect(step, clock)
         if isinstance(self._source, Collector):
             if step == self._cfg.training.steps:
-                self._source.give_up()
+                self._source.cancel()
             recent = {s: p for s, p in self._positions.items() if s >= step - 1 - self._cfg.rollout.max_staleness}
             self._positions = recent | {step: self._source.position()}
         self._log_events()
@@ -181,7 +181,7 @@ class MainDriver(Driver):
     def check_in_place(self) -> None:
         self._log.check_in_place()
 
-    def log_checkpoint(self, checkpoint: Saved | None) -> None:
+    def log_checkpoint(self, checkpoint: SavedCheckpoint | None) -> None:
         if checkpoint is not None:
             self._log.message(
                 f"checkpoint of step {checkpoint.step}: {checkpoint.size / 2**20:.0f} MiB complete after "

@@ -1,4 +1,4 @@
-"""Open the driver of a rank: on rank 0 load the prompts, start the engine and the graders, and say in the log what runs."""
+"""Open the driver of a rank: on rank 0 load the prompts, start the engine and the graders, and log the setup of the run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def open_driver(cfg: Config, groups: ParallelDims, make_engine: EngineFactory | 
             f"objective {cfg.objective.name}, {cfg.parallel.world_size} {cfg.platform} ranks; {data.count} prompts "
             f"to train on, {len(data.eval)} to evaluate on"
         )
-        _log_lines(log, *data.told)
+        _log_lines(log, *data.log_lines)
         _log_lines(log, *_method_lines(method, cfg.training, rollout.prompts_per_step))
         _log_lines(log, *checks_that_are_off(safety_checks(cfg)), *beginning(rollout, run_dir / SERVER_LOG))
         engine = stack.enter_context((make_engine or _build_engine)(cfg))
@@ -104,7 +104,7 @@ def _log_lines(log: RunLog, *lines: str) -> None:
 
 
 def _method_lines(method: Method, training: TrainingConfig, prompts_per_step: int) -> list[str]:
-    """Return what the log says of the method: parts that never act with one update per batch, and rounds of prompts."""
+    """Return log lines about the method: parts without effect under one update per batch, and rounds of prompts."""
     lines = []
     if training.epochs == 1 and training.minibatch_prompts == prompts_per_step:
         lines.append("one update per rollout batch: all ratios are 1 and all dH are 0, so clipping and KL mask never act")

@@ -115,8 +115,8 @@ class Schedule:
     def publish_weights(self, step: int, clock: Clock) -> None:
         """Have the engine serve the actor's weights, which are those of `step`.
 
-        That happens at once, or later if something is being sampled that must finish first; with shared devices, when something
-        is to be sampled with them.
+        The weights are sent at once, unless sampling in progress must finish first. With shared devices they are sent when the
+        next sampling starts.
 
         Args:
             step: The step that was trained.
@@ -157,10 +157,9 @@ class Schedule:
         return lambda: self._driver.collect(step, clock)
 
     def _wait(self, task: NoTask) -> Any:
-        """Return the task's result from rank 0 on every rank; meanwhile send the weights if a restarted server lacks them.
+        """Return the task's result from rank 0 on every rank. Meanwhile send the weights to servers that were restarted.
 
-        The actor only has its newest weights. If rollouts are sampled ahead, the rest of them is therefore sampled with the
-        newest.
+        The actor has only its newest weights. Rollouts that are sampled ahead are therefore completed with the newest weights.
         """
         while True:
             weights_wanted, result = broadcast_object(task.wait(), self._groups.host)

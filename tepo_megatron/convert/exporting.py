@@ -18,7 +18,7 @@ from tepo_megatron.convert.dist_reader import DistCheckpointReader, read_common
 from tepo_megatron.convert.importing import check_finite
 from tepo_megatron.convert.output import new_directory
 from tepo_megatron.convert.places import carried_folder
-from tepo_megatron.convert.plan import ConversionPlan, Slot, make_plan
+from tepo_megatron.convert.plan import ConversionPlan, ParameterSlot, make_plan
 from tepo_megatron.convert.progress import Advance, progress_bar
 from tepo_megatron.convert.safetensors_writer import SafetensorsWriter
 from tepo_megatron.convert.streams import CopyJob, work
@@ -34,7 +34,7 @@ _FILES = 8  # number for a model of medium size: enough for the streams to end a
 
 
 @dataclass(frozen=True)
-class Format:
+class ExportFormat:
     """The dtypes of an exported model.
 
     Attributes:
@@ -45,7 +45,7 @@ class Format:
     dtype: torch.dtype | None = None
     fp8_blockwise: bool = False
 
-    def convert(self, slot: Slot, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    def convert(self, slot: ParameterSlot, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """Return what is written for one HF tensor: named tensors, more than one if it is quantized.
 
         Args:
@@ -64,7 +64,7 @@ class Format:
         return [(name, cast)]
 
 
-def export_hf(checkpoint: Path, out: Path, form: Format = Format(), base: Path | None = None) -> int:  # noqa: B008
+def export_hf(checkpoint: Path, out: Path, form: ExportFormat = ExportFormat(), base: Path | None = None) -> int:  # noqa: B008
     """Write the model of a Megatron checkpoint to a HF directory, and return the bytes of tensors written.
 
     The memory that it takes is that of `import_hf`.
@@ -107,7 +107,9 @@ def export_hf(checkpoint: Path, out: Path, form: Format = Format(), base: Path |
     return total
 
 
-def _convert(slot: Slot, reader: DistCheckpointReader, form: Format, writer: SafetensorsWriter, advance: Advance) -> None:
+def _convert(
+    slot: ParameterSlot, reader: DistCheckpointReader, form: ExportFormat, writer: SafetensorsWriter, advance: Advance
+) -> None:
     """Read one parameter, and write its HF tensors."""
     for name, tensor in zip(slot.hf_names, hf_tensors(slot, reader), strict=True):
         for part, data in form.convert(slot, name, tensor):
@@ -172,7 +174,7 @@ def plan_of(
     return plan
 
 
-def hf_tensors(slot: Slot, reader: DistCheckpointReader) -> list[Tensor]:
+def hf_tensors(slot: ParameterSlot, reader: DistCheckpointReader) -> list[Tensor]:
     """Return the HF tensors of a parameter in their stored dtype, contiguous.
 
     Args:
@@ -187,7 +189,7 @@ def hf_tensors(slot: Slot, reader: DistCheckpointReader) -> list[Tensor]:
     return [t.contiguous() for t in slot.to_hf(parameter)]
 
 
-def read_parameter(slot: Slot, reader: DistCheckpointReader) -> Tensor:
+def read_parameter(slot: ParameterSlot, reader: DistCheckpointReader) -> Tensor:
     """Return a whole Megatron parameter.
 
     Args:
@@ -210,7 +212,7 @@ def _read(piece: ShardedTensor, reader: DistCheckpointReader) -> Tensor:
     return reader.region(piece.key, piece.global_offset, shape).view(piece.local_shape)
 
 
-def _announced(slot: Slot, reader: DistCheckpointReader, form: Format) -> dict[str, Tensor]:
+def _announced(slot: ParameterSlot, reader: DistCheckpointReader, form: ExportFormat) -> dict[str, Tensor]:
     """Return the tensors that will be written for a parameter, by name, on the meta device."""
     announced: dict[str, Tensor] = {}
     for name, tensor in zip(slot.hf_names, slot.to_hf(_stored(slot, reader)), strict=True):
@@ -222,7 +224,7 @@ def _merged(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def _stored(slot: Slot, reader: DistCheckpointReader) -> Tensor:
+def _stored(slot: ParameterSlot, reader: DistCheckpointReader) -> Tensor:
     """Return the Megatron parameter in the dtype of the checkpoint, on the meta device."""
     parameter = slot.binding.parameter.detach()
     return parameter.to(reader.tensors[slot.pieces(parameter)[0].key].properties.dtype)

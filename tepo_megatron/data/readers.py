@@ -167,8 +167,8 @@ def _parse(line: bytes, first: bool) -> Row:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:  # malformed JSON, bytes that are not UTF-8, or nesting without end
-        mend = "; `jq -c '.[]' FILE` makes lines of an array" if first and line.lstrip()[:1] == b"[" else ""
-        raise DataError(f"not valid JSON ({e}); each line must hold one JSON object{mend}") from None
+        hint = "; `jq -c '.[]' FILE` makes lines of an array" if first and line.lstrip()[:1] == b"[" else ""
+        raise DataError(f"not valid JSON ({e}); each line must hold one JSON object{hint}") from None
     if not isinstance(row, dict):
         raise DataError(f"each line must hold one JSON object, not {kind(row)}")
     return row

@@ -1,4 +1,4 @@
-"""Counts of what became of a dataset's rows, for the log of the run."""
+"""Counts of a dataset's used and dropped rows, for the log of the run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from tepo_megatron.errors import DataError
 
-_TOLD = 10  # most rows that one message names
+_MOST_NAMED = 10  # most rows that one message names
 
 
 @dataclass
-class Faults:
+class RowFaults:
     """Rows that cannot be used. Without `skip` the first one is an error; with it they are counted."""
 
     skip: bool
@@ -30,12 +30,12 @@ class Faults:
         if not self.skip:
             raise DataError(f"{fault} (data.skip_bad_rows=true leaves such rows out, and counts them)")
         self.count += rows
-        if len(self.first) < _TOLD:
+        if len(self.first) < _MOST_NAMED:
             self.first.append(fault)
 
 
 @dataclass
-class Report:
+class DatasetReport:
     """Counts of one dataset's rows.
 
     Attributes:
@@ -54,7 +54,7 @@ class Report:
 
     source: str
     schema: str
-    faults: Faults
+    faults: RowFaults
     rows: int = 0
     duplicates: int = 0
     elsewhere: int = 0
@@ -99,5 +99,5 @@ class Report:
 
 def some(things: list[str]) -> str:
     """Return the first ten things in one string, and how many more there are."""
-    more = f", and {len(things) - _TOLD} more" if len(things) > _TOLD else ""
-    return ", ".join(things[:_TOLD]) + more
+    more = f", and {len(things) - _MOST_NAMED} more" if len(things) > _MOST_NAMED else ""
+    return ", ".join(things[:_MOST_NAMED]) + more

@@ -13,7 +13,7 @@ from tepo_megatron.data.schemas import Messages
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class DatasetRow:
     """The first row of a prompt.
 
     Attributes:
@@ -51,11 +51,11 @@ def glance_at(values: list[Any]) -> bytes | None:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-class Unique:
+class Deduplicator:
     """Registers rows one after the other and keeps the first of each prompt."""
 
     def __init__(self) -> None:
-        self.items: dict[bytes, Item] = {}
+        self.items: dict[bytes, DatasetRow] = {}
         self.duplicates = 0
         self._glances: set[bytes] = set()  # of rows registered before, so that copies (1.8 million rows) need no parsing
         self._others: dict[bytes, list[tuple[int, str]]] = {}  # rows with another answer than the first, by prompt

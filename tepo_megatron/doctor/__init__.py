@@ -66,7 +66,7 @@ def _why_no_step(rollout: RolloutConfig, enough_devices: bool, failed: bool, qui
     if failed:
         return "not tried: fix the above first"
     if rollout.replay is not None or rollout.only:
-        return "not tried: rollout.replay and rollout.only are no whole runs"
+        return "not tried: rollout.replay and rollout.only do not run a whole step"
     if not enough_devices:
         return "not tried: it needs more GPUs than this machine has"
     return ""

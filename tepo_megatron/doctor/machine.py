@@ -95,15 +95,16 @@ def memory(model: ModelConfig, sync: SyncConfig, *, replays: bool) -> Iterator[F
     )
     yield Finding("memory", "pass" if free > 4 * 2**30 else "warn", f"{free / 2**30:.1f} GiB available on this machine")
     if files and not replays:
-        rounds, room = 2 * sync.bucket_mib * 2**20, shutil.disk_usage("/dev/shm").free
-        wanted = min(rounds, _parameters(model.path) * WEIGHT_BYTES[model.dtype])
-        if room < wanted:
+        two_rounds, available = 2 * sync.bucket_mib * 2**20, shutil.disk_usage("/dev/shm").free
+        wanted = min(two_rounds, _parameters(model.path) * WEIGHT_BYTES[model.dtype])
+        if available < wanted:
             yield Finding(
-                "shared memory", "fail", f"{room / 2**30:.2f} GiB free in /dev/shm, and two rounds take {wanted / 2**30:.2f}",
+                "shared memory", "fail",
+                f"{available / 2**30:.2f} GiB free in /dev/shm, and two rounds take {wanted / 2**30:.2f}",
                 "lower sync.bucket_mib, enlarge /dev/shm, or set sync.transport.folder",
             )  # fmt: skip
         else:
-            yield Finding("shared memory", "pass", f"{room / 2**30:.1f} GiB free in /dev/shm")
+            yield Finding("shared memory", "pass", f"{available / 2**30:.1f} GiB free in /dev/shm")
 
 
 def disk(output: Path, model: ModelConfig, checkpoint: CheckpointConfig, *, exports: bool) -> Iterator[Finding]:

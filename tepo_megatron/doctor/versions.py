@@ -26,7 +26,7 @@ class KnownBad:
         together: The combination is bad if all of these requirements are installed ("python" is the interpreter).
         verdict: Verdict of the finding.
         why: Description of the problem.
-        mend: The fix.
+        fix: The fix.
         source: Source of this knowledge.
         variable: The combination is bad only if this environment variable is set. None: always.
     """
@@ -34,7 +34,7 @@ class KnownBad:
     together: tuple[str, ...]
     verdict: Verdict
     why: str
-    mend: str
+    fix: str
     source: str
     variable: str | None = None
 
@@ -103,7 +103,7 @@ def combinations(there: Mapping[str, str]) -> Iterator[Finding]:
     ]
     for known in bad:
         versions = ", ".join(f"{name} {there[name]}" for name in (Requirement(text).name for text in known.together))
-        yield Finding("versions", known.verdict, f"{versions}: {known.why} ({known.source})", known.mend)
+        yield Finding("versions", known.verdict, f"{versions}: {known.why} ({known.source})", known.fix)
     if not bad:
         yield Finding("versions", "pass", f"none of {len(KNOWN_BAD)} combinations that are known not to work")
 
@@ -125,8 +125,8 @@ def kernels(model: ModelConfig, training: TrainingConfig, platform: str, cp: int
     if platform == "cpu" or chosen.layers == "te":
         yield Finding("kernels", "pass", str(chosen))
     else:
-        mend = "it works, and is slower; install the extra `te` and use model.attention=auto"
-        yield Finding("kernels", "warn", str(chosen), mend)
+        fix = "it works, and is slower; install the extra `te` and use model.attention=auto"
+        yield Finding("kernels", "warn", str(chosen), fix)
 
 
 def cudnn(platform: str, environment: Mapping[str, str], toolkit: Path = Path("/usr/local/cuda")) -> Iterator[Finding]:
@@ -150,7 +150,7 @@ def cudnn(platform: str, environment: Mapping[str, str], toolkit: Path = Path("/
                 "remove it, or use a CUDA image without cuDNN (nvidia/cuda:...-devel, not -cudnn-devel)",
             )
             return
-    yield Finding("cuDNN", "pass", "none beside that of the wheels")
+    yield Finding("cuDNN", "pass", "none besides that of the wheels")
 
 
 def _has(there: Mapping[str, str], wanted: Requirement) -> bool:

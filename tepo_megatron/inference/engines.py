@@ -96,13 +96,13 @@ def beginning(cfg: RolloutConfig, log_path: Path) -> list[str]:
         cfg: Of a run that has an engine.
         log_path: See `build_engine`.
     """
-    told = []
+    lines = []
     limit = cfg.server.growth_limit_gib
     if isinstance(cfg.server, UrlServerConfig) or (limit and (cfg.server.others or cfg.only)):
         why = "no weights are sent, between which that is done" if cfg.only else "their memory is not known here"
         key = f" (rollout.server.restart_after_growth_gib={limit:g})" if limit else ""
-        told = [f"servers are not restarted when they grow{key}: {why}"]
-    return [*told, _where_from(cfg, log_path)]
+        lines = [f"servers are not restarted when they grow{key}: {why}"]
+    return [*lines, _where_from(cfg, log_path)]
 
 
 def build_engine(cfg: RolloutConfig, launch: LaunchSpec, log_path: Path) -> Fleet:

@@ -64,7 +64,7 @@ async def _cancel_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-class Arrivals:
+class QueuedGroupStream:
     """Implementation of `engine.GroupStream` on an event loop.
 
     Args:

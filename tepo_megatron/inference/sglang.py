@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.distributed.meeting_store import is_loopback
+from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.inference.engine import ENGINE_PARTS, EnginePart
 from tepo_megatron.inference.engine_api import (
@@ -147,21 +147,21 @@ class SglangApi:
         await send("POST", "/begin_weight_update", {"selector": "all"})
         await send("POST", "/update_weights_from_tensor", self._payload(BEGIN))
 
-    async def join(self, send: Send, meeting: GroupSpec) -> None:
+    async def join_groups(self, send: Send, spec: GroupSpec) -> None:
         """Send the groups as an update without tensors.
 
         Args:
-            send, meeting: See `EngineApi.join`.
+            send, spec: See `EngineApi.join_groups`.
         """
-        await send("POST", "/update_weights_from_tensor", self._payload(JOIN, json.dumps(asdict(meeting))))
+        await send("POST", "/update_weights_from_tensor", self._payload(JOIN, json.dumps(asdict(spec))))
 
-    async def keep(self, send: Send, kept: UnchangedTensors) -> None:
+    async def keep_unchanged(self, send: Send, unchanged: UnchangedTensors) -> None:
         """Send the names of the unchanged tensors as an update without tensors.
 
         Args:
-            send, kept: See `EngineApi.keep`.
+            send, unchanged: See `EngineApi.keep_unchanged`.
         """
-        await send("POST", "/update_weights_from_tensor", self._payload(KEEP, json.dumps(asdict(kept))))
+        await send("POST", "/update_weights_from_tensor", self._payload(KEEP, json.dumps(asdict(unchanged))))
 
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
         """Send the names of the sources; the tensors themselves go another way.

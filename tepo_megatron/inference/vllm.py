@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import ServerConfig
-from tepo_megatron.distributed.meeting_store import is_loopback
+from tepo_megatron.distributed.rendezvous_store import is_loopback
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import EnginePart
 from tepo_megatron.inference.engine_api import (
@@ -149,21 +149,21 @@ class VllmApi:
         """Call vLLM's own update route; our plugin is behind it."""
         await send("POST", "/start_weight_update", None)
 
-    async def join(self, send: Send, meeting: GroupSpec) -> None:
+    async def join_groups(self, send: Send, spec: GroupSpec) -> None:
         """Send the groups to `/init_weight_transfer_engine`, the route of `prepare`.
 
         Args:
-            send, meeting: See `EngineApi.join`.
+            send, spec: See `EngineApi.join_groups`.
         """
-        await send("POST", "/init_weight_transfer_engine", {"init_info": {"meeting": asdict(meeting)}})
+        await send("POST", "/init_weight_transfer_engine", {"init_info": {"spec": asdict(spec)}})
 
-    async def keep(self, send: Send, kept: UnchangedTensors) -> None:
-        """Use the route of `join`: the route that begins an update takes no arguments.
+    async def keep_unchanged(self, send: Send, unchanged: UnchangedTensors) -> None:
+        """Use the route of `join_groups`: the route that begins an update takes no arguments.
 
         Args:
-            send, kept: See `EngineApi.keep`.
+            send, unchanged: See `EngineApi.keep_unchanged`.
         """
-        await send("POST", "/init_weight_transfer_engine", {"init_info": {"kept": asdict(kept)}})
+        await send("POST", "/init_weight_transfer_engine", {"init_info": {"unchanged": asdict(unchanged)}})
 
     async def load(self, send: Send, sources: Sequence[Source]) -> None:
         """Send the sources as one chunk of vLLM's update.

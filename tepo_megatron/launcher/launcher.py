@@ -54,8 +54,8 @@ def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: 
 
     Raises:
         RanksFailed: A rank failed; the message is that of the first failure.
-        KeyboardInterrupt: A signal ended the launcher. After either error all ranks are gone; their servers and graders end
-            with them, which they have asked the kernel for.
+        KeyboardInterrupt: A signal ended the launcher. After either error all ranks have ended. Their servers and graders end
+            with them (PR_SET_PDEATHSIG).
     """
     kills = MemoryKills()
     with interrupted_by_signals(), make_private_folder("ranks") as private:
@@ -136,7 +136,7 @@ def run_rank(
 
 
 def _end_at_once(message: str, cut_off: bool) -> NoReturn:
-    """End this rank with a message. If it is cut off from the world's store (`cut_off`), have torchrun's agent ended, too.
+    """End this rank with a message. If it is cut off from the world's store (`cut_off`), end torchrun's agent, too.
 
     The agent of this machine asks the same store, and a connection without an answer blocks it until TCP gives up, whatever its
     own time-outs say (torch 2.13).

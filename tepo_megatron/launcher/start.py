@@ -1,4 +1,4 @@
-"""One run from its check to its end: what can be refused before a process is started, and the start itself."""
+"""Run one training job from its checks to its end. The checks are made before any process is started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # heavy imports come later, where an interrupt is reported in
 
 
 def preflight(cfg: Config) -> None:
-    """Check everything that can be refused before a process is started. Raises a TepoError."""
+    """Make every check that is possible before a process is started. Raises a TepoError."""
     from tepo_megatron.actor.layout import check_layout
     from tepo_megatron.actor.precision import check_shapes
     from tepo_megatron.controller.method import resolve

@@ -57,11 +57,11 @@ def _check_correction(o: Objective) -> None:
     low, high = o.correction_bounds
     if correction.low is not None and not low <= 1 <= high:
         raise ConfigError(
-            f"objective.correction={o.correction} keeps ratios in [{low}, {high}], without 1: it would drop what matches; "
-            f"set correction_low <= 1 <= correction_high"
+            f"objective.correction={o.correction} keeps ratios in [{low}, {high}], which excludes 1: it would drop tokens "
+            f"without mismatch; set correction_low <= 1 <= correction_high"
         )
     if high < 1:
-        raise ConfigError(f"objective.correction_high={high} must be at least 1: below, it weighs down what matches")
+        raise ConfigError(f"objective.correction_high={high} must be at least 1: below, it scales down tokens without mismatch")
 
 
 # field -> (whether the objective uses it, what would make it used, for the message)

@@ -24,7 +24,7 @@ from tepo_megatron.losses.entropy import advantage_with_entropy
 from tepo_megatron.losses.inputs import LossInputs
 from tepo_megatron.losses.kl import ESTIMATORS, MASKS
 from tepo_megatron.losses.ratio import RATIOS
-from tepo_megatron.losses.surrogate import SURROGATES, Bounds
+from tepo_megatron.losses.surrogate import SURROGATES, ClipBounds
 from tepo_megatron.losses.weighting import WEIGHTINGS, BatchStatistics, MinibatchTokens, WeightingOptions
 from tepo_megatron.types import LossOutput, TokenStats
 
@@ -174,7 +174,7 @@ class Objective:
         aggregate_R = AGGREGATES[self.aggregate](segments, inputs.whole)
         loss = -(aggregate_R * value_R).sum()
         ratio_R = ratio_R.detach()
-        terms = diagnostics.Terms(
+        terms = diagnostics.LossTerms(
             loss, advantage_R, ratio_R, clipped_R, entropy_change_R, mask_R, aggregate_R, penalty_R,
             ref_penalty_R, affected_R, correction_R,
         )  # fmt: skip
@@ -188,5 +188,5 @@ class Objective:
         return advantage_with_entropy(advantage_R, entropy_R, self.advantage_alpha, self.advantage_kappa)
 
     @property
-    def _bounds(self) -> Bounds:
-        return Bounds(self.clip_low, self.clip_high, self.dual_clip)
+    def _bounds(self) -> ClipBounds:
+        return ClipBounds(self.clip_low, self.clip_high, self.dual_clip)

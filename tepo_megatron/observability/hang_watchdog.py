@@ -33,7 +33,7 @@ _COLLECTIVES = os.path.join("torch", "distributed", "")
 
 
 @dataclass
-class Here:
+class RunPosition:
     """Position of this process in the run; the training loop and the schedule update it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Here:
             self.phase = before
 
 
-progress = Here()
+progress = RunPosition()
 
 
 class BeatStore(Protocol):
@@ -103,7 +103,7 @@ class _Seen:
     Attributes:
         beat: Number of the heartbeat.
         place: Position of the main thread, as text.
-        phase: `Here.phase`.
+        phase: `RunPosition.phase`.
         left: True if the rank has ended normally.
         unheard: Beats of the listening rank since this rank's last heartbeat.
         unmoved: Beats of the listening rank since this rank's position changed.
@@ -149,7 +149,7 @@ class HangWatchdog:
         self._seen = {r: _Seen() for r in listened}
         self._beats = self._unanswered = 0
         self._identity = FolderIdentity(folder)
-        self._main, self._over, self._told = threading.main_thread().ident, threading.Event(), threading.Lock()
+        self._main, self._over, self._report_lock = threading.main_thread().ident, threading.Event(), threading.Lock()
         self._threads = [threading.Thread(target=run, name="watch", daemon=True) for run in (self._beat, self._hold_store)]
 
     def __enter__(self) -> HangWatchdog:
@@ -237,7 +237,7 @@ class HangWatchdog:
             cut_off: True if this rank has lost the store. It then does not overwrite an existing hang.txt, whose text says
                 more.
         """
-        with self._told:
+        with self._report_lock:
             if self._identity.is_in_place():  # else the folder now belongs to another run
                 self._write(explanation, cut_off)
             time.sleep(2 * BEAT_SECONDS)  # so that the others read the verdict and write their stacks

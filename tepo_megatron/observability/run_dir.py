@@ -197,7 +197,7 @@ def _refuse_without_checkpoints(run_dir: Path, only_samples: bool) -> None:
     checkpoints = (run_dir / "checkpoints").glob("step-*")
     if (run_dir / "summary.json").exists() and not any(c.name.removeprefix("step-").isdigit() for c in checkpoints):
         raise ConfigError(
-            f"{run_dir} holds a run that has ended and kept no checkpoints, so resume=true would train it anew; choose "
+            f"{run_dir} holds a run that has ended and kept no checkpoints, so resume=true would train it again; choose "
             f"another `name`, or replace it with --overwrite true"
         )
 

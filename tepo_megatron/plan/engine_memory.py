@@ -1,4 +1,4 @@
-"""Predict the engine's bytes on a GPU: weights, KV cache, and what a sleeping engine keeps."""
+"""Predict the engine's bytes on a GPU: weights, KV cache, and the memory that a sleeping engine keeps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from tepo_megatron.config import AnyServerConfig, RolloutConfig, ServerConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.gpus import ASSUMED, GIB, Assumptions, Gpu
-from tepo_megatron.plan.memory_parts import ELEMENT, Model, State
+from tepo_megatron.plan.memory_parts import ELEMENT, MemoryState, PlannedModel
 from tepo_megatron.weights.ops import Architecture
 
 
-def engine_weights(model: Model, tp: int, element: int) -> float:
+def engine_weights(model: PlannedModel, tp: int, element: int) -> float:
     """Return the bytes of the engine's weights on each GPU. Norms are replicated, but small enough to count as split.
 
     Args:
@@ -53,7 +53,7 @@ def engine_share(cfg: AnyServerConfig, assumed: Assumptions = ASSUMED) -> float:
     return assumed.engine_share
 
 
-def generating(cfg: AnyServerConfig, dtype: str, model: Model, gpu: Gpu, assumed: Assumptions = ASSUMED) -> State:
+def generating(cfg: AnyServerConfig, dtype: str, model: PlannedModel, gpu: Gpu, assumed: Assumptions = ASSUMED) -> MemoryState:
     """Return the engine's part of a GPU: weights, working memory, and the rest of its share for the KV cache.
 
     Args:
@@ -68,7 +68,7 @@ def generating(cfg: AnyServerConfig, dtype: str, model: Model, gpu: Gpu, assumed
         cache = cfg.kv_cache_gib * GIB
     else:
         cache = max(0.0, engine_share(cfg, assumed) * gpu.memory - weights - assumed.engine_other)
-    return State("generate", {"engine's weights": weights, "KV cache": cache, "engine's other": assumed.engine_other})
+    return MemoryState("generate", {"engine's weights": weights, "KV cache": cache, "engine's other": assumed.engine_other})
 
 
 def sleeping_bytes(cfg: RolloutConfig, assumed: Assumptions = ASSUMED) -> int:

@@ -21,8 +21,8 @@ from tepo_megatron.plan import activations, parameters
 from tepo_megatron.plan.activations import Recompute, SavedActivations
 from tepo_megatron.plan.engine_memory import generating, sleeping_bytes
 from tepo_megatron.plan.gpus import ASSUMED, GPUS_PER_NODE, Assumptions, Gpu
-from tepo_megatron.plan.memory_parts import ELEMENT, Model, State
-from tepo_megatron.plan.parameters import Held
+from tepo_megatron.plan.memory_parts import ELEMENT, MemoryState, PlannedModel
+from tepo_megatron.plan.parameters import HeldElements
 from tepo_megatron.plan.placement import placement_of
 from tepo_megatron.utils.host_sizes import arena_bytes
 from tepo_megatron.weights.ops import Architecture
@@ -34,7 +34,7 @@ MIB = 2**20
 _OPTIMIZER = OptimizerConfig()
 
 
-def state_bytes(held: Held, precision: str, optimizer: OptimizerConfig = _OPTIMIZER) -> dict[str, float]:
+def state_bytes(held: HeldElements, precision: str, optimizer: OptimizerConfig = _OPTIMIZER) -> dict[str, float]:
     """Return the bytes of weights, gradients (fp32) and optimizer state of one rank on its device.
 
     bf16: fp32 master and two fp32 moments of the owned elements. fp32: the weights themselves are the masters. With smaller
@@ -60,7 +60,7 @@ def _kept_of_an_element(precision: str, optimizer: OptimizerConfig) -> tuple[int
     return (moment, moment) if precision == "fp32" else (4, moment, moment)
 
 
-def offload_bytes(held: Held, precision: str, optimizer: OptimizerConfig = _OPTIMIZER) -> int:
+def offload_bytes(held: HeldElements, precision: str, optimizer: OptimizerConfig = _OPTIMIZER) -> int:
     """Return the host memory of one rank's weights and optimizer while the engine has its GPU (`actor/offload.py`).
 
     Args:
@@ -72,7 +72,7 @@ def offload_bytes(held: Held, precision: str, optimizer: OptimizerConfig = _OPTI
     return weights + arena_bytes([n * size for n in held.shards for size in each])
 
 
-def checkpoint_bytes(held: Held, precision: str) -> int:
+def checkpoint_bytes(held: HeldElements, precision: str) -> int:
     """Return the maximum bytes that one rank writes of a checkpoint: weight, master and both moments of each owned element.
 
     Weights that several ranks hold, such as norms, are written by only one of them.
@@ -84,19 +84,19 @@ def checkpoint_bytes(held: Held, precision: str) -> int:
 
 
 @dataclass(frozen=True)
-class Trainer:
-    """What determines the memory of the trainer's ranks.
+class TrainerMemory:
+    """The inputs for the memory of the trainer's ranks.
 
     Attributes:
         model: The model and its way of computing.
         parallel: The mesh.
-        training: Tokens of a microbatch, and what is offloaded.
+        training: Tokens of a microbatch, and offloading.
         precision: Types of the weights (`model.precision`).
         optimizer: Types of the moments, and the offloaded share.
         sequence_tokens: Maximum tokens of a sequence.
     """
 
-    model: Model
+    model: PlannedModel
     parallel: ParallelConfig
     training: TrainingConfig
     precision: ModelConfig
@@ -104,17 +104,27 @@ class Trainer:
     sequence_tokens: int
 
     @classmethod
-    def of(cls, cfg: Config, model: Model) -> Trainer:
-        """Return the trainer of a config and its model."""
+    def of(cls, cfg: Config, model: PlannedModel) -> TrainerMemory:
+        """Return the inputs for a config.
+
+        Args:
+            cfg: The config.
+            model: Its model.
+        """
         return cls(model, cfg.parallel, cfg.training, cfg.model, cfg.optimizer, cfg.sequence_tokens)
 
-    def state(self, assumed: Assumptions = ASSUMED) -> State:
+    def state(self, assumed: Assumptions = ASSUMED) -> MemoryState:
         """Return the memory of the fullest pipeline stage in the backward pass of an update with full microbatches."""
         found = [self._stage(rank, assumed) for rank in range(self.parallel.pp)]
-        return State("train", max(found, key=lambda parts: sum(parts.values())))
+        return MemoryState("train", max(found, key=lambda parts: sum(parts.values())))
 
-    def held(self, rank: int, dp_cp_rank: int = 0) -> Held:
-        """Return the elements that a rank holds, by its pipeline rank and its rank in dp x cp."""
+    def held(self, rank: int, dp_cp_rank: int = 0) -> HeldElements:
+        """Return the elements that a rank holds.
+
+        Args:
+            rank: Pipeline rank.
+            dp_cp_rank: Rank in dp x cp.
+        """
         return parameters.held(self.model.family.rows, self.model.arch, self.parallel, rank, dp_cp_rank)
 
     def kept(self, rank: int) -> SavedActivations:
@@ -172,7 +182,7 @@ class Trainer:
             most = max(most, again + 2 * (mine - stays))
         return most
 
-    def _terms(self, sparse: bool, *, again: bool = False) -> list[activations.Term]:
+    def _terms(self, sparse: bool, *, again: bool = False) -> list[activations.ActivationTerm]:
         """Return the terms of a layer. `again`: all of them, including the recomputed ones."""
         model = self.model
         recompute: Recompute = "none" if again else model.recompute
@@ -193,7 +203,7 @@ def _layers(arch: Architecture, parallel: ParallelConfig, rank: int) -> dict[boo
     return {kind: count for kind, count in ((False, len(layers) - sparse), (True, sparse)) if count}
 
 
-def _in_passing(model: Model, parallel: ParallelConfig, tokens: int) -> float:
+def _in_passing(model: PlannedModel, parallel: ParallelConfig, tokens: int) -> float:
     """Return the bytes of backward's temporaries: the largest weight gradient before its fp32 sum, one block's gradients."""
     arch, tp = model.arch, parallel.tp
     largest = max(math.prod(parameters.shape(row, arch, tp)) for row in model.family.rows)
@@ -201,7 +211,9 @@ def _in_passing(model: Model, parallel: ParallelConfig, tokens: int) -> float:
     return model.element * (largest + tokens * (3 * ffn / tp + 2 * arch.hidden_size))
 
 
-def states(trainer: Trainer, rollout: RolloutConfig, sync: SyncConfig, gpu: Gpu, assumed: Assumptions = ASSUMED) -> list[State]:
+def states(
+    trainer: TrainerMemory, rollout: RolloutConfig, sync: SyncConfig, gpu: Gpu, assumed: Assumptions = ASSUMED
+) -> list[MemoryState]:
     """Return all states that must fit, for the mesh and for the placement of trainer and engine.
 
     Args:
@@ -216,18 +228,18 @@ def states(trainer: Trainer, rollout: RolloutConfig, sync: SyncConfig, gpu: Gpu,
     buckets = {"sync buckets": sync.bucket_mib * MIB * (2 if sync.transport.type == "group" else 1)}
     names = ("weights", "gradients", "optimizer", FP8_WORKSPACES, "context, NCCL")
     stays = {name: train.parts[name] for name in names if name in train.parts}
-    if placement_of(trainer.parallel.world_size, rollout).kind == "apart":
-        return [train, State("sync", stays | buckets), generate]
+    if placement_of(trainer.parallel.world_size, rollout).kind == "disaggregated":
+        return [train, MemoryState("sync", stays | buckets), generate]
     engine = {name: generate.parts[name] for name in ("engine's weights", "engine's other")}
     mine = {"weights": stays["weights"], "context, NCCL": stays["context, NCCL"]}
     return [
-        State("train", {**train.parts, "sleeping engine": sleeping_bytes(rollout, assumed)}),
-        State("sync", mine | engine | buckets),
-        State("generate", {**generate.parts, "trainer's context, NCCL": assumed.reserved}),
+        MemoryState("train", {**train.parts, "sleeping engine": sleeping_bytes(rollout, assumed)}),
+        MemoryState("sync", mine | engine | buckets),
+        MemoryState("generate", {**generate.parts, "trainer's context, NCCL": assumed.reserved}),
     ]
 
 
-def host_bytes(cfg: Config, model: Model) -> dict[str, float]:
+def host_bytes(cfg: Config, model: PlannedModel) -> dict[str, float]:
     """Return the host memory for copies of the ranks' state, by component, on the machine of ranks that needs most.
 
     All but the optimizer's share is page-locked. Its arenas and stacks have the sizes that `host_sizes` computes.
@@ -237,7 +249,7 @@ def host_bytes(cfg: Config, model: Model) -> dict[str, float]:
     """
     tp, whole = cfg.parallel.tp, cfg.parallel.dp * cfg.parallel.cp
     ranks = [(rank // (tp * whole), rank // tp % whole) for rank in range(cfg.parallel.world_size)]
-    trainer, has_reference = Trainer.of(cfg, model), bool(cfg.objective.ref_beta)
+    trainer, has_reference = TrainerMemory.of(cfg, model), bool(cfg.objective.ref_beta)
     of_ranks = {
         rank: _host_bytes_of(trainer, cfg.rollout, cfg.checkpoint, has_reference, *rank) for rank in dict.fromkeys(ranks)
     }
@@ -257,7 +269,12 @@ def host_bytes(cfg: Config, model: Model) -> dict[str, float]:
 
 
 def _host_bytes_of(
-    trainer: Trainer, rollout: RolloutConfig, checkpoint: CheckpointConfig, has_reference: bool, pp_rank: int, dp_cp_rank: int
+    trainer: TrainerMemory,
+    rollout: RolloutConfig,
+    checkpoint: CheckpointConfig,
+    has_reference: bool,
+    pp_rank: int,
+    dp_cp_rank: int,
 ) -> dict[str, float]:
     model, parallel, optimizer, dtype = trainer.model, trainer.parallel, trainer.optimizer, trainer.precision.dtype
     held = trainer.held(pp_rank, dp_cp_rank)

@@ -8,7 +8,7 @@ from typing import Literal
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.plan.gpus import GPUS_PER_NODE
 
-Kind = Literal["in turns", "apart"]
+Kind = Literal["colocated", "disaggregated"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Placement:
     """The GPUs of trainer and engine.
 
     Attributes:
-        kind: "in turns": colocated (rollout.colocate); "apart": the engine has GPUs of its own.
+        kind: "colocated" (rollout.colocate), or "disaggregated": the engine has GPUs of its own.
         trainer: GPUs of the trainer.
         engine: GPUs of the engine.
         here: True if the run's first rank starts the servers.
@@ -30,7 +30,7 @@ class Placement:
     @property
     def gpus(self) -> int:
         """Return the GPUs of both together."""
-        return self.trainer + self.engine if self.kind == "apart" else max(self.trainer, self.engine)
+        return self.trainer + self.engine if self.kind == "disaggregated" else max(self.trainer, self.engine)
 
     @property
     def machines(self) -> int:
@@ -63,5 +63,5 @@ def placement_of(ranks: int, rollout: RolloutConfig) -> Placement:
     """
     server = rollout.server
     engine = 0 if rollout.replay is not None else rollout.servers * server.tp
-    kind: Kind = "in turns" if rollout.colocate else "apart"
+    kind: Kind = "colocated" if rollout.colocate else "disaggregated"
     return Placement(kind, ranks, engine, here=engine > 0 and not server.others)

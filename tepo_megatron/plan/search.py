@@ -19,10 +19,10 @@ from tepo_megatron.config import (
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan.engine_memory import kv_bytes
 from tepo_megatron.plan.gpus import GIB, GPUS_PER_NODE
-from tepo_megatron.plan.memory import Trainer, states
-from tepo_megatron.plan.memory_parts import State
+from tepo_megatron.plan.memory import TrainerMemory, states
+from tepo_megatron.plan.memory_parts import MemoryState
 from tepo_megatron.plan.placement import placement_of
-from tepo_megatron.plan.step import Predictor, Step
+from tepo_megatron.plan.step import Predictor, StepPrediction
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class LayoutCandidate:
     """
 
     cfg: Config
-    states: tuple[State, ...] = ()
-    step: Step | None = None
+    states: tuple[MemoryState, ...] = ()
+    step: StepPrediction | None = None
     why: str = ""
 
     @property
-    def fullest(self) -> State:
+    def fullest(self) -> MemoryState:
         """Return the state with the most bytes."""
         return max(self.states, key=lambda state: state.total)
 
@@ -85,7 +85,7 @@ def judge(predictor: Predictor, *, timed: bool = True) -> LayoutCandidate:
         return LayoutCandidate(cfg, why=str(e).partition(";")[0])
     if fault := predictor.placement.fault:
         return LayoutCandidate(cfg, why=fault)
-    found = tuple(states(Trainer.of(cfg, model), cfg.rollout, cfg.sync, gpu, predictor.machine.assumed))
+    found = tuple(states(TrainerMemory.of(cfg, model), cfg.rollout, cfg.sync, gpu, predictor.machine.assumed))
     layout = LayoutCandidate(cfg, found)
     over = layout.fullest.total - gpu.memory
     if over > 0:
@@ -124,7 +124,7 @@ def search(predictor: Predictor, gpus: int) -> SearchResult:
 def _candidates(predictor: Predictor, gpus: int) -> Iterator[Config]:
     cfg, experts = predictor.cfg, predictor.model.arch.experts is not None
     placement = placement_of(cfg.parallel.world_size, cfg.rollout)
-    if placement.kind == "apart":
+    if placement.kind == "disaggregated":
         splits = [(n, gpus - n) for n in divisors(gpus) if n < gpus] + ([(3 * gpus // 4, gpus // 4)] if gpus % 4 == 0 else [])
     else:
         splits = [(gpus, gpus)]

@@ -15,14 +15,14 @@ from tepo_megatron.ops.planning import plan_metrics, plan_microbatches
 from tepo_megatron.ops.shared_prompts import pieces_of
 from tepo_megatron.plan import parameters
 from tepo_megatron.plan.activations import microbatches_in_flight
-from tepo_megatron.plan.compute import Cost, Machine, stage_seconds
+from tepo_megatron.plan.compute import Cost, MachineModel, stage_seconds
 from tepo_megatron.plan.engine_memory import generating
-from tepo_megatron.plan.generation import Engine
+from tepo_megatron.plan.generation import EngineModel
 from tepo_megatron.plan.gpus import GPUS_PER_NODE
-from tepo_megatron.plan.memory import Trainer, state_bytes
-from tepo_megatron.plan.memory_parts import ELEMENT, Model
+from tepo_megatron.plan.memory import TrainerMemory, state_bytes
+from tepo_megatron.plan.memory_parts import ELEMENT, PlannedModel
 from tepo_megatron.plan.placement import Placement, placement_of
-from tepo_megatron.plan.workload import Workload, families_of
+from tepo_megatron.plan.workload import Workload, prefix_groups_of
 
 _LAUNCHED_AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}  # share of a layer's forward pass
 REFILLS = "sample again, for what was dropped"  # name of a phase
@@ -30,7 +30,7 @@ _OPTIMIZER_BYTES = 34  # per owned element: reads gradient, master and two momen
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassPrediction:
     """All microbatches of one pass.
 
     Attributes:
@@ -45,7 +45,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepPrediction:
     """A predicted training step.
 
     Attributes:
@@ -58,7 +58,7 @@ class Step:
     """
 
     phases: Mapping[str, float]
-    update: Pass
+    update: PassPrediction
     tokens: int
     gpus: int
     overlapping: bool
@@ -98,8 +98,8 @@ class Predictor:
     """
 
     cfg: Config
-    model: Model
-    machine: Machine
+    model: PlannedModel
+    machine: MachineModel
     workload: Workload
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -113,7 +113,7 @@ class Predictor:
         """Return the number of layers in a stage. The host launches each of them."""
         return max(stage_layers(self.model.arch.num_layers, self.cfg.parallel.pp))
 
-    def run(self, sequences: Sequence[int], max_tokens: int, *, backward: bool) -> Pass:
+    def run(self, sequences: Sequence[int], max_tokens: int, *, backward: bool) -> PassPrediction:
         """Return one pass. All sequences have the mean prompt, which the sequences of a group share.
 
         Args:
@@ -124,20 +124,22 @@ class Predictor:
         key = (self.cfg.parallel, len(sequences), max_tokens, backward)
         if key not in self.known:
             self.known[key] = self._run(sequences, max_tokens, backward)
-        found: Pass = self.known[key]
+        found: PassPrediction = self.known[key]
         return found
 
-    def _run(self, sequences: Sequence[int], max_tokens: int, backward: bool) -> Pass:
+    def _run(self, sequences: Sequence[int], max_tokens: int, backward: bool) -> PassPrediction:
         parallel = self.cfg.parallel
         alignment = Alignment(parallel.cp, parallel.tp if parallel.sequence_parallel else 1)
         pipeline = Pipeline(parallel.pp, parallel.vpp)
         multiple = parallel.pp if parallel.vpp > 1 else 1
         cfg, samples = self.cfg, self.cfg.rollout.samples_per_prompt
-        families = families_of(cfg.training, cfg.platform, samples, self.workload.prompt, len(sequences), alignment)
-        plan = plan_microbatches(sequences, parallel.dp, max_tokens, alignment, multiple, pipeline=pipeline, families=families)
-        packing = plan_metrics(plan, sequences, alignment, pipeline, families=families)
+        prefix_groups = prefix_groups_of(cfg.training, cfg.platform, samples, self.workload.prompt, len(sequences), alignment)
+        plan = plan_microbatches(
+            sequences, parallel.dp, max_tokens, alignment, multiple, pipeline=pipeline, prefix_groups=prefix_groups
+        )
+        packing = plan_metrics(plan, sequences, alignment, pipeline, prefix_groups=prefix_groups)
         tokens = packing["packing/computed_tokens"] / parallel.dp
-        pieces = [piece for rank in plan for m in rank for piece in pieces_of(m, sequences, families)]
+        pieces = [piece for rank in plan for m in rank for piece in pieces_of(m, sequences, prefix_groups)]
         squares = sum(piece.stop**2 - piece.start**2 for piece in pieces) / parallel.dp
         rows = (sum(sequences) - len(sequences) * self.workload.prompt) / parallel.dp
         fused = self.cfg.training.logits_budget_mib is not None
@@ -148,14 +150,14 @@ class Predictor:
         count = packing["packing/microbatches"] + pipeline.bubble
         launches = 3 + _LAUNCHED_AGAIN[self.model.recompute] if backward else 1
         host = count * self._launches * launches * self.machine.assumed.layer_seconds
-        return Pass(max(cost.total / waiting, host), cost, packing)
+        return PassPrediction(max(cost.total / waiting, host), cost, packing)
 
     def _offload_seconds(self, tokens: float) -> float:
         """Return the seconds to move the activations of `tokens` tokens to the host and back."""
         cfg, parallel = self.cfg, self.cfg.parallel
         if not cfg.training.offload_activations:
             return 0.0
-        trainer = Trainer.of(cfg, self.model)
+        trainer = TrainerMemory.of(cfg, self.model)
         of_a_microbatch = max(trainer.kept(rank).host / microbatches_in_flight(parallel, rank) for rank in range(parallel.pp))
         return 2 * of_a_microbatch * tokens / cfg.training.max_tokens_per_microbatch / self.host_rate
 
@@ -164,7 +166,7 @@ class Predictor:
         """Return the bytes per second between a GPU and its host, in one direction."""
         return self.machine.gpu.host * self.machine.assumed.links
 
-    def step(self) -> Step:
+    def step(self) -> StepPrediction:
         """Return a whole training step."""
         cfg, work = self.cfg, self.workload
         training, rollout = cfg.training, cfg.rollout
@@ -188,7 +190,7 @@ class Predictor:
             "send weights": self.sync_seconds(),
         }
         overlapping = rollout.max_staleness > 0 and not rollout.colocate
-        return Step(phases, update, sum(everything), self.placement.gpus, overlapping, self.machine.assumed.beyond)
+        return StepPrediction(phases, update, sum(everything), self.placement.gpus, overlapping, self.machine.assumed.beyond)
 
     def gate_share(self, updates: int) -> float:
         """Return the share of a step's tokens that the stale-weights gate compares in a separate pass.
@@ -229,7 +231,7 @@ class Predictor:
         engine_state = generating(server, cfg.model.dtype, self.model, self.machine.gpu, self.machine.assumed)
         cache = max(engine_state.parts["KV cache"], 1.0)
         element = ELEMENT[server.precision or cfg.model.dtype]
-        engine = Engine(self.model, self.machine, server.tp, cache, at_once, element)
+        engine = EngineModel(self.model, self.machine, server.tp, cache, at_once, element)
         return engine.seconds(work.prompt, each, work.responses(each * samples))
 
     def optimizer_seconds(self) -> tuple[float, float]:

@@ -92,7 +92,7 @@ def max_generation_rounds(rollout: RolloutConfig, objective: ObjectiveConfig) ->
     return DYNAMIC_SAMPLING_ROUNDS if (objective.name == "dapo" if dynamic is None else dynamic) else 1
 
 
-def families_of(
+def prefix_groups_of(
     training: TrainingConfig, platform: str, samples: int, prompt: int, count: int, alignment: Alignment
 ) -> PrefixGroups | None:
     """Return the shared prompts of some sequences, group after group; None if the run shares none.

@@ -12,7 +12,7 @@ from tepo_megatron.rewards.gold import gold_fault
 from tepo_megatron.rewards.math import STATUSES, MathTerm
 from tepo_megatron.rewards.pool import limits_of
 from tepo_megatron.rewards.simple import CustomTerm, FormatTerm, LengthTerm, check_function
-from tepo_megatron.rewards.terms import Decode, Term, WeightedReward
+from tepo_megatron.rewards.terms import Decode, RewardTerm, WeightedReward
 from tepo_megatron.types import Rollout
 
 __all__ = ["STATUSES", "Decode", "Reward", "build_reward", "check_reward", "gold_fault"]
@@ -65,7 +65,7 @@ def check_reward(cfg: RewardConfig) -> None:
             key_from(entry.key_variable)
 
 
-def _http(cfg: RewardConfig, entry: Any) -> Term:
+def _http(cfg: RewardConfig, entry: Any) -> RewardTerm:
     from tepo_megatron.rewards import remote  # httpx takes a while, and every rank imports this package
 
     return remote.HttpTerm(
@@ -77,7 +77,7 @@ def _http(cfg: RewardConfig, entry: Any) -> Term:
     )
 
 
-_TERMS: dict[str, Callable[[RewardConfig, Any], Term]] = {
+_TERMS: dict[str, Callable[[RewardConfig, Any], RewardTerm]] = {
     "math": lambda cfg, entry: MathTerm(last_boxed, limits_of(cfg)),
     "answer_line": lambda cfg, entry: MathTerm(last_answer, limits_of(cfg)),
     "format": lambda cfg, entry: FormatTerm(entry.pattern, limits_of(cfg)),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tepo_megatron.errors import ConfigError, RewardError
 from tepo_megatron.rewards.terms import Response, Verdict
 from tepo_megatron.utils.escaping import excerpt
-from tepo_megatron.utils.exchange import Answer, BadAnswer, BlockingHttp, ExchangeFailed, TimedOut
+from tepo_megatron.utils.exchange import BadAnswer, BlockingHttpClient, ExchangeFailed, HttpAnswer, TimedOut
 
 ANSWER_BYTES, SAMPLE_BYTES = 2**20, 4096  # the largest answer is the first, plus the second for each sample
 ATTEMPTS = 4  # to send the same batch
@@ -45,7 +45,7 @@ class HttpTerm:
             ConfigError: The environment variable is not set.
         """
         self._url, self._timeout_seconds, self._attempts, self._backoff = url, timeout_seconds, attempts, backoff_seconds
-        self._http = BlockingHttp(url, key_from(key_variable))
+        self._http = BlockingHttpClient(url, key_from(key_variable))
 
     def grade(self, responses: Sequence[Response]) -> list[Verdict]:
         """Return one verdict per response; see `Term.grade`."""
@@ -110,7 +110,7 @@ def key_from(variable: str | None) -> str | None:
     return key
 
 
-def _rewards(answer: Answer, samples: int) -> list[float]:
+def _rewards(answer: HttpAnswer, samples: int) -> list[float]:
     """Return the rewards in an answer. Raises _Failure unless it has one finite number per sample."""
     try:
         found = answer.json()["rewards"]

@@ -53,7 +53,7 @@ class Collector:
             routing=routing,
         )
         self._groups: GroupStream | None = None
-        self._under_way: dict[int, Prompt] = {}  # prompt id -> prompt, in the order in which they were taken
+        self._in_progress: dict[int, Prompt] = {}  # prompt id -> prompt, in the order in which they were taken
 
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
         """Return graded rollouts of at most `prompts_per_step` groups, contiguous by prompt, and metrics of all samples.
@@ -77,7 +77,7 @@ class Collector:
             missing = self.cfg.prompts_per_step - len(kept)
             if missing == 0:
                 break
-            self._ask(missing, {group[0].prompt_id for group in kept}, derive_seed(self.seed, "rollout", step, number))
+            self._request(missing, {group[0].prompt_id for group in kept}, derive_seed(self.seed, "rollout", step, number))
             groups, old = self._graded(step, missing, clock)
             for rollout in (r for group in groups for r in group):
                 metrics.add("reward/mean", rollout.reward)
@@ -97,26 +97,26 @@ class Collector:
 
     def position(self) -> dict[str, Any]:
         """Return the position in the prompt stream as plain JSON. Prompts still being sampled count as not yet taken."""
-        return self.prompts.state_dict(returned=list(self._under_way.values()))
+        return self.prompts.state_dict(returned=list(self._in_progress.values()))
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Cancel what is being sampled, and return its prompts to the front of the stream."""
         if self._groups is not None:
             self._groups.close()
-        self.prompts.give_back(list(self._under_way.values()))
-        self._groups, self._under_way = None, {}
+        self.prompts.give_back(list(self._in_progress.values()))
+        self._groups, self._in_progress = None, {}
 
-    def _ask(self, missing: int, kept: set[int], seed: int) -> None:
+    def _request(self, missing: int, kept: set[int], seed: int) -> None:
         """Start enough groups that `missing` times `oversample` (rounded up) are being sampled."""
-        asked = math.ceil(missing * self.cfg.oversample) - len(self._under_way)
+        asked = math.ceil(missing * self.cfg.oversample) - len(self._in_progress)
         if self._groups is None:
             self._groups = self.sampler.open()
         if asked > 0:
-            self._begin(self.prompts.take(asked, excluding=kept | self._under_way.keys()), seed)
+            self._begin(self.prompts.take(asked, excluding=kept | self._in_progress.keys()), seed)
 
     def _begin(self, prompts: list[Prompt], seed: int) -> None:
         assert self._groups is not None
-        self._under_way |= {prompt.id: prompt for prompt in prompts}
+        self._in_progress |= {prompt.id: prompt for prompt in prompts}
         self._groups.add(prompts, self.sampling, seed)
 
     def _graded(self, step: int, wanted: int, clock: Clock) -> tuple[list[list[Rollout]], int]:
@@ -125,7 +125,7 @@ class Collector:
         Each group is graded while others are still being sampled. Returns early once `wanted` useful groups are there.
         """
         assert self._groups is not None
-        order = {prompt: place for place, prompt in enumerate(self._under_way)}
+        order = {prompt: place for place, prompt in enumerate(self._in_progress)}
         graded: list[list[Rollout]] = []
         useful = stale = 0
         while useful < wanted:
@@ -133,9 +133,9 @@ class Collector:
                 group = self._groups.next()
             if group is None:
                 break
-            prompt = self._under_way.pop(group[0].prompt_id)
+            prompt = self._in_progress.pop(group[0].prompt_id)
             if self._too_old(step, group):
-                self._begin([prompt], derive_seed(self.seed, "anew", step))
+                self._begin([prompt], derive_seed(self.seed, "resample", step))
                 stale += 1
                 continue
             with clock.phase("reward"):
@@ -144,7 +144,7 @@ class Collector:
             graded.append(group)
             useful += len(self._useful([group]))
         if self.cfg.on_weight_update != "continue":
-            self.give_up()
+            self.cancel()
         return sorted(graded, key=lambda group: order[group[0].prompt_id]), stale
 
     def _useful(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:

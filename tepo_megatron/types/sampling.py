@@ -1,4 +1,4 @@
-"""What the engine is asked for: prompts, sampling settings, and the experts of a model."""
+"""Inputs of a generation request: prompts, sampling settings, and the shape of a model's expert routing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that waits for an engine, run in a background thread so that the thread that owns the collectives goes on."""
+"""Run work that waits for an engine in a background thread, so that the thread that makes the collective calls can continue."""
 
 from __future__ import annotations
 

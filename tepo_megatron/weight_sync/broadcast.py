@@ -23,36 +23,36 @@ from torch import Tensor
 
 from tepo_megatron.config import GroupTransportConfig, SyncConfig
 from tepo_megatron.config.platform_defaults import join_seconds
-from tepo_megatron.distributed.meeting_store import KeyValueStore
 from tepo_megatron.distributed.parallel import ParallelDims
+from tepo_megatron.distributed.rendezvous_store import KeyValueStore
 from tepo_megatron.errors import ConfigError, SyncError
 from tepo_megatron.observability.hang_watchdog import JOINING, progress
 from tepo_megatron.weight_sync.broadcast_group import (
     SENDER,
     BroadcastGroup,
-    BrokenChannel,
+    BrokenGroup,
     Bucket,
     GroupSpec,
     Recipient,
     Source,
     arrived_key,
-    came_key,
+    cancelled_key,
     join_store,
     joined_key,
-    off_key,
+    joining_key,
     pack,
     signal,
 )
 from tepo_megatron.weight_sync.buckets import BucketPlan
-from tepo_megatron.weight_sync.meeting import OwnedStore, own_address
-from tepo_megatron.weight_sync.transport import Staged, WeightReceiver
+from tepo_megatron.weight_sync.rendezvous import OwnedStore, own_address
+from tepo_megatron.weight_sync.transport import StagedBucket, WeightReceiver
 
 ATTEMPTS = 3  # at sending a round, while all servers live
 JOIN_POLL_SECONDS = 0.05
 
 
 @dataclass
-class _Flight:
+class _RoundInFlight:
     """One round that was started, seen from this rank."""
 
     sources: Sequence[Source]  # of all ranks
@@ -83,7 +83,7 @@ class GroupTransport:
 
     Attributes:
         sent_bytes: Bytes that this rank has broadcast so far.
-        meetings: How often new groups were formed so far, or tried to be; counted on rank 0 only.
+        formations: How often new groups were formed so far, or tried to be; counted on rank 0 only.
         join_seconds: Seconds in which ranks and servers must form the groups, in one attempt.
     """
 
@@ -91,13 +91,13 @@ class GroupTransport:
         assert isinstance(cfg.transport, GroupTransportConfig)
         self.cfg, self.groups, self.receiver, self._plan = cfg.transport, groups, receiver, plan
         self.join_seconds = join_seconds(groups.device.type)
-        self.sent_bytes = self.meetings = 0
+        self.sent_bytes = self.formations = 0
         self._sender = plan.senders.index(groups.rank) if groups.rank in plan.senders else None  # index of this rank's group
-        self._meeting: GroupSpec | None = None  # the spec of the current groups
+        self._spec: GroupSpec | None = None  # the spec of the current groups
         self._channel: BroadcastGroup | None = None
         self._rows: list[Tensor] = []
         self._staged: Tensor | None = None  # the bytes of this rank's bucket that was staged last
-        self._flight: _Flight | None = None
+        self._flight: _RoundInFlight | None = None
         # the rest is used on rank 0 only
         self._owned: OwnedStore | None = None
         self._store: KeyValueStore | None = None  # `_owned.store`
@@ -105,7 +105,7 @@ class GroupTransport:
         self._ranks: dict[Recipient, range] = {}  # ranks of each server of the last group spec, the same in every group
         self._absent: list[str] = []  # names of the servers that missed the last group forming or round
 
-    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Staged | None:
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Pack the bucket into one of two buffers that are used in turn. See `WeightTransport.stage`."""
         row, self._staged = self._row(number % 2), None
         contents = pack(tensors, row, checked)
@@ -113,7 +113,7 @@ class GroupTransport:
             return None
         bucket = Bucket(number, self._sender, contents)
         self._staged = row[: bucket.nbytes]
-        return Staged(bucket, bucket.checksums)
+        return StagedBucket(bucket, bucket.checksums)
 
     def _row(self, which: int) -> Tensor:
         while len(self._rows) <= which:
@@ -122,16 +122,16 @@ class GroupTransport:
 
     def start(self, sources: Sequence[Source]) -> None:
         """Begin to broadcast the staged round. See `WeightTransport.start`."""
-        self._flight = _Flight(sources, self._staged)
+        self._flight = _RoundInFlight(sources, self._staged)
         self._send(self._flight)
 
-    def _send(self, it: _Flight) -> None:
+    def _send(self, it: _RoundInFlight) -> None:
         """Begin to send a round, in new groups if the recipients are not those of the current groups."""
-        with self._plan.agreed() as said:
-            said.mine = self._invitation()
-        invitation: GroupSpec | None = said.all[0]
+        with self._plan.raise_on_all_ranks() as replies:
+            replies.mine = self._next_spec()
+        invitation: GroupSpec | None = replies.all[0]
         it.loading, it.attempts = None, it.attempts + 1
-        it.sent = invitation is not None and (invitation == self._meeting or self._meet(invitation))
+        it.sent = invitation is not None and (invitation == self._spec or self._form_groups(invitation))
         if not it.sent:
             return
         if self.receiver is not None:
@@ -149,17 +149,17 @@ class GroupTransport:
         try:
             if self._channel is not None:
                 self._channel.wait()
-        except BrokenChannel:
+        except BrokenGroup:
             broken = True
         if self.receiver is not None:
             if it.loading is not None:
                 it.loading.result()
-            takers = self.receiver.takers
-            arrived = not takers or (it.sent and self._is_here(it.number, takers))
-            if set(takers) != set(self._ranks):
+            recipients = self.receiver.recipients
+            arrived = not recipients or (it.sent and self._has_arrived(it.number, recipients))
+            if set(recipients) != set(self._ranks):
                 broken, it.attempts = True, 0
             elif not arrived and it.attempts >= ATTEMPTS:
-                raise SyncError(self._not_taken(it))
+                raise SyncError(self._timeout_message(it))
         return _Report(broken, arrived)
 
     def complete(self, reports: Sequence[_Report]) -> None:
@@ -171,19 +171,19 @@ class GroupTransport:
             if arrived:
                 break
             self._send(self._flight)
-            with self._plan.agreed() as said:
-                said.mine = self.wait()
-            reports = said.all
+            with self._plan.raise_on_all_ranks() as replies:
+                replies.mine = self.wait()
+            reports = replies.all
         self._flight = None
 
-    def _is_here(self, number: int, takers: Sequence[Recipient]) -> bool:
+    def _has_arrived(self, number: int, recipients: Sequence[Recipient]) -> bool:
         """Return whether every rank of these servers has reported that it has the round."""
-        assert self._meeting is not None
-        keys = {t: [arrived_key(self._meeting, number, rank) for rank in self._ranks[t]] for t in takers}
-        self._absent = [taker.name for taker, its in keys.items() if not self._said(its)]
+        assert self._spec is not None
+        keys = {t: [arrived_key(self._spec, number, rank) for rank in self._ranks[t]] for t in recipients}
+        self._absent = [recipient.name for recipient, its in keys.items() if not self._take_keys(its)]
         return not self._absent
 
-    def _said(self, keys: Sequence[str]) -> bool:
+    def _take_keys(self, keys: Sequence[str]) -> bool:
         """Return whether all of these keys are in the store, and remove those that are."""
         assert self._store is not None
         there = [key for key in keys if self._store.check([key])]
@@ -191,16 +191,16 @@ class GroupTransport:
             self._store.delete_key(key)
         return len(there) == len(keys)
 
-    def _invitation(self) -> GroupSpec | None:
+    def _next_spec(self) -> GroupSpec | None:
         """Return the spec of the current groups if they fit the recipients, or of new groups; None without recipients."""
-        takers = self.receiver.takers if self.receiver is not None else ()
-        if not takers:
+        recipients = self.receiver.recipients if self.receiver is not None else ()
+        if not recipients:
             return None
-        if self._meeting is not None and takers == tuple(self._ranks):
-            return self._meeting
+        if self._spec is not None and recipients == tuple(self._ranks):
+            return self._spec
         if self._owned is None:
             try:
-                self._address = self.cfg.address or own_address([taker.host for taker in takers])
+                self._address = self.cfg.address or own_address([recipient.host for recipient in recipients])
                 self._owned = OwnedStore(self._address)
                 self._store = self._owned.store
             except OSError as e:
@@ -211,62 +211,62 @@ class GroupTransport:
                 ) from None
         end = SENDER + 1
         self._ranks = {}
-        for taker in takers:
-            self._ranks[taker] = range(end, end + taker.ranks)
-            end += taker.ranks
-        self.meetings += 1
-        name, senders = f"meeting-{self.meetings}", len(self._plan.senders)
+        for recipient in recipients:
+            self._ranks[recipient] = range(end, end + recipient.ranks)
+            end += recipient.ranks
+        self.formations += 1
+        name, senders = f"groups-{self.formations}", len(self._plan.senders)
         seconds, owned = self.cfg.timeout_seconds, self._owned
         return GroupSpec(self._address, owned.port, name, senders, end, SENDER, seconds, self.join_seconds, owned.folder)
 
-    def _meet(self, meeting: GroupSpec) -> bool:
+    def _form_groups(self, spec: GroupSpec) -> bool:
         """Form the groups; return whether all members joined. The watchdog reports a rank that never leaves this phase."""
         self._leave()
-        joining = self.receiver.join({t: meeting.at(r.start) for t, r in self._ranks.items()}) if self.receiver else None
-        until = time.monotonic() + meeting.join_seconds
-        with progress.within(f"{JOINING} {meeting.name}"):
+        joining = self.receiver.join_groups({t: spec.at(r.start) for t, r in self._ranks.items()}) if self.receiver else None
+        until = time.monotonic() + spec.join_seconds
+        with progress.within(f"{JOINING} {spec.name}"):
             if self._sender is not None:
-                with contextlib.suppress(BrokenChannel):
-                    store = self._store or join_store(meeting)
+                with contextlib.suppress(BrokenGroup):
+                    store = self._store or join_store(spec)
                     device = self.groups.device
                     self._channel = BroadcastGroup(
-                        meeting, self._sender, SENDER, device, until, lambda: self._is_wanted(meeting, store)
+                        spec, self._sender, SENDER, device, until, lambda: self._is_wanted(spec, store)
                     )
             came = self._sender is None or self._channel is not None
-            with self._plan.agreed():
+            with self._plan.raise_on_all_ranks():
                 if joining is not None:
                     joining.result()
-                    came = self._all_joined(meeting, until) and came
+                    came = self._all_joined(spec, until) and came
             if not all(self._plan.from_all(came)):
                 self._leave()
                 return False
-        self._meeting = meeting
+        self._spec = spec
         return True
 
-    def _is_wanted(self, meeting: GroupSpec, store: KeyValueStore) -> bool:
+    def _is_wanted(self, spec: GroupSpec, store: KeyValueStore) -> bool:
         """Return whether the invited servers all live; if one does not, rank 0 signals the other ranks through the store."""
-        if self.receiver is not None and self.receiver.takers != tuple(self._ranks):
-            signal(store, off_key(meeting))
+        if self.receiver is not None and self.receiver.recipients != tuple(self._ranks):
+            signal(store, cancelled_key(spec))
             return False
-        return self.receiver is not None or not store.check([off_key(meeting)])
+        return self.receiver is not None or not store.check([cancelled_key(spec)])
 
-    def _all_joined(self, meeting: GroupSpec, until: float) -> bool:
+    def _all_joined(self, spec: GroupSpec, until: float) -> bool:
         """Wait on rank 0, while the invited servers all live, until their ranks are in all groups; return whether they are."""
         assert self._store is not None
-        joined = [joined_key(meeting, rank) for ranks in self._ranks.values() for rank in ranks]
+        joined = [joined_key(spec, rank) for ranks in self._ranks.values() for rank in ranks]
         while not self._store.check(joined):
-            if time.monotonic() > until or not self._is_wanted(meeting, self._store):
-                signal(self._store, off_key(meeting))
-                self._absent = self._without(meeting, came_key) or self._without(meeting, joined_key)
+            if time.monotonic() > until or not self._is_wanted(spec, self._store):
+                signal(self._store, cancelled_key(spec))
+                self._absent = self._without(spec, joining_key) or self._without(spec, joined_key)
                 return False
             time.sleep(JOIN_POLL_SECONDS)
-        return self._said(joined)
+        return self._take_keys(joined)
 
-    def _without(self, meeting: GroupSpec, key: Callable[[GroupSpec, int], str]) -> list[str]:
+    def _without(self, spec: GroupSpec, key: Callable[[GroupSpec, int], str]) -> list[str]:
         """Return the names of the invited servers with a rank that has not put its key into the store."""
         assert self._store is not None
-        lacking = {t for t, ranks in self._ranks.items() for rank in ranks if not self._store.check([key(meeting, rank)])}
-        return [taker.name for taker in self._ranks if taker in lacking]
+        lacking = {t for t, ranks in self._ranks.items() for rank in ranks if not self._store.check([key(spec, rank)])}
+        return [recipient.name for recipient in self._ranks if recipient in lacking]
 
     def finish(self) -> None:
         """Free the buffers. The groups last until the next update."""
@@ -281,9 +281,9 @@ class GroupTransport:
         """Leave this rank's group; members that still wait in it fail at once."""
         if self._channel is not None:
             self._channel.close()
-        self._channel = self._meeting = None
+        self._channel = self._spec = None
 
-    def _not_taken(self, it: _Flight) -> str:
+    def _timeout_message(self, it: _RoundInFlight) -> str:
         assert self._owned is not None
         who = ", ".join(self._absent) or "inference servers"
         what, seconds, fix = "meet the trainer's ranks", self.join_seconds, ""

@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.distributed.meeting_store import FolderStore, KeyValueStore, address_towards, connect
 from tepo_megatron.distributed.own_peers import own_peers_only
-from tepo_megatron.weight_sync.ipc import Handle
+from tepo_megatron.distributed.rendezvous_store import FolderStore, KeyValueStore, address_towards, connect
+from tepo_megatron.weight_sync.ipc import BufferHandle
 
 SENDER = 0  # rank of the sender in its group; the servers' ranks follow
 POLL_SECONDS, FORMING_POLL_SECONDS = 0.0005, 0.05
 
 
-class BrokenChannel(Exception):
+class BrokenGroup(Exception):
     """A member did not join, left, or was too slow. The group cannot be used any more."""
 
 
@@ -54,7 +54,7 @@ class GroupSpec:
 
 
 @dataclass(frozen=True)
-class Content:
+class TensorEntry:
     """One tensor of a bucket."""
 
     name: str
@@ -79,8 +79,8 @@ class Bucket:
 
     number: int  # of the round in its update, from 0
     sender: int  # index of the sender and of its group
-    contents: tuple[Content, ...]
-    handle: Handle | None = None  # of the shared buffer; None: the bucket is broadcast
+    contents: tuple[TensorEntry, ...]
+    handle: BufferHandle | None = None  # of the shared buffer; None: the bucket is broadcast
 
     @property
     def nbytes(self) -> int:
@@ -100,8 +100,8 @@ class Bucket:
     def from_json(cls, text: str) -> Bucket:
         """Return the bucket that `to_json` wrote."""
         read = json.loads(text)
-        contents = tuple(Content(c["name"], tuple(c["shape"]), c["dtype"], c["crc32"]) for c in read["contents"])
-        handle = None if read["handle"] is None else Handle(**read["handle"])
+        contents = tuple(TensorEntry(c["name"], tuple(c["shape"]), c["dtype"], c["crc32"]) for c in read["contents"])
+        handle = None if read["handle"] is None else BufferHandle(**read["handle"])
         return cls(read["number"], read["sender"], contents, handle)
 
     def tensors(self, row: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -112,7 +112,7 @@ class Bucket:
             yield content.name, tensor
 
 
-def pack(tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: bool) -> tuple[Content, ...]:
+def pack(tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: bool) -> tuple[TensorEntry, ...]:
     """Copy tensors into a buffer in the layout of a `Bucket`; with the widest dtypes first, it has no gaps.
 
     Args:
@@ -120,18 +120,18 @@ def pack(tensors: Iterable[tuple[str, Tensor]], row: Tensor, with_checksums: boo
         row: The buffer, uint8, on any device.
         with_checksums: Whether to compute each tensor's CRC-32.
     """
-    contents: list[Content] = []
+    contents: list[TensorEntry] = []
     end = 0
     for name, tensor in tensors:
         start = _aligned(end, tensor.dtype)
         end = start + tensor.nbytes
         row[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         checksum = crc32(tensor) if with_checksums else None
-        contents.append(Content(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum))
+        contents.append(TensorEntry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum))
     return tuple(contents)
 
 
-def _places(contents: Sequence[Content]) -> list[int]:
+def _places(contents: Sequence[TensorEntry]) -> list[int]:
     """Return the offset of each tensor in the buffer, and the end of the last one."""
     places, end = [], 0
     for content in contents:
@@ -163,7 +163,7 @@ class Recipient:
     name: str
     host: str
     ranks: int  # number of its ranks
-    life: object  # differs from its value before a restart of the server
+    incarnation: object  # differs from its value before a restart of the server
 
 
 class BroadcastGroup:
@@ -171,7 +171,7 @@ class BroadcastGroup:
 
     def __init__(
         self,
-        meeting: GroupSpec,
+        spec: GroupSpec,
         sender: int,
         rank: int,
         device: torch.device,
@@ -184,20 +184,20 @@ class BroadcastGroup:
         makes the call. If it is late, the thread is abandoned and the group is never used.
 
         Args:
-            meeting, sender, rank, device: Spec of the groups, index of this group, this rank in it, its device.
-            until: Deadline by `time.monotonic()`; None: `meeting.join_seconds` from now.
+            spec, sender, rank, device: Spec of the groups, index of this group, this rank in it, its device.
+            until: Deadline by `time.monotonic()`; None: `spec.join_seconds` from now.
             wanted: Polled while the group is formed; False cancels it.
 
         Raises:
-            BrokenChannel: A member left, the group was late, or it was cancelled.
+            BrokenGroup: A member left, the group was late, or it was cancelled.
         """
-        self._seconds, self._device = meeting.seconds, device
+        self._seconds, self._device = spec.seconds, device
         self._group: Any = None
         self._work: Any = None
         self._failed, self._until = "", 0.0
         self._given_up = threading.Event()
-        until = time.monotonic() + meeting.join_seconds if until is None else until
-        forming = threading.Thread(target=self._form, args=(meeting, sender, rank), name="form group", daemon=True)
+        until = time.monotonic() + spec.join_seconds if until is None else until
+        forming = threading.Thread(target=self._form, args=(spec, sender, rank), name="form group", daemon=True)
         forming.start()
         try:
             while forming.is_alive() and time.monotonic() < until and wanted():
@@ -206,24 +206,24 @@ class BroadcastGroup:
             if forming.is_alive():
                 self._given_up.set()
         if self._given_up.is_set():
-            raise BrokenChannel(f"group {sender} was called off, or not formed within {meeting.join_seconds:g} s")
+            raise BrokenGroup(f"group {sender} was called off, or not formed within {spec.join_seconds:g} s")
         if self._failed:
-            raise BrokenChannel(self._failed)
+            raise BrokenGroup(self._failed)
 
-    def _form(self, meeting: GroupSpec, sender: int, rank: int) -> None:
+    def _form(self, spec: GroupSpec, sender: int, rank: int) -> None:
         """Form the group and broadcast one byte in it, over a connection to the store that only this thread uses."""
         group: Any = None
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # the current device is set per thread
         try:
-            group = form_group(meeting, sender, rank, self._device)
-            work = group.broadcast([torch.zeros(1, dtype=torch.uint8, device=self._device)], _from_sender(meeting.join_seconds))
+            group = form_group(spec, sender, rank, self._device)
+            work = group.broadcast([torch.zeros(1, dtype=torch.uint8, device=self._device)], _from_sender(spec.join_seconds))
             while not work.is_completed() and not self._given_up.is_set():
                 time.sleep(POLL_SECONDS)
             if not self._given_up.is_set():
                 work.wait()
                 self._group = group
-        except (RuntimeError, OSError, BrokenChannel) as e:
+        except (RuntimeError, OSError, BrokenGroup) as e:
             self._failed = _first_line(e)
         if group is not None and self._device.type == "cuda" and (self._failed or self._given_up.is_set()):
             group.abort()
@@ -237,21 +237,21 @@ class BroadcastGroup:
             self._failed = _first_line(e)
 
     def wait(self) -> None:
-        """Return when the started broadcast is over. Raises BrokenChannel. It polls, because waiting for an NCCL collective
+        """Return when the started broadcast is over. Raises BrokenGroup. It polls, because waiting for an NCCL collective
         returns once the stream has the work, or never.
         """
         work, self._work = self._work, None
         if self._failed:
-            raise BrokenChannel(self._failed)
+            raise BrokenGroup(self._failed)
         try:
             while work is not None and not work.is_completed():
                 if time.monotonic() > self._until + self._seconds:  # gloo itself fails after `seconds`
-                    raise BrokenChannel(f"not over after {2 * self._seconds:g} s")
+                    raise BrokenGroup(f"not over after {2 * self._seconds:g} s")
                 time.sleep(POLL_SECONDS)
             if work is not None:
                 work.wait()
         except RuntimeError as e:
-            raise BrokenChannel(_first_line(e)) from None
+            raise BrokenGroup(_first_line(e)) from None
 
     def close(self) -> None:
         """Leave the group; members that wait for this one fail at once."""
@@ -260,45 +260,65 @@ class BroadcastGroup:
         self._group = self._work = None
 
 
-def join_store(meeting: GroupSpec) -> FolderStore | dist.TCPStore:
-    """Open the spec's store. Raises BrokenChannel if it cannot be reached, or if other users could write in it."""
+def join_store(spec: GroupSpec) -> FolderStore | dist.TCPStore:
+    """Open the spec's store. Raises BrokenGroup if it cannot be reached, or if other users could write in it."""
     try:
-        if meeting.folder:
-            return FolderStore(Path(meeting.folder))
-        return connect(meeting.address, meeting.port, meeting.join_seconds)
+        if spec.folder:
+            return FolderStore(Path(spec.folder))
+        return connect(spec.address, spec.port, spec.join_seconds)
     except (RuntimeError, OSError) as e:
-        raise BrokenChannel(_first_line(e)) from None
+        raise BrokenGroup(_first_line(e)) from None
 
 
-def came_key(meeting: GroupSpec, rank: int) -> str:
-    """Return the key that a server's rank puts into the store when it begins to form the groups."""
-    return f"{meeting.name}/came/{rank}"
+def joining_key(spec: GroupSpec, rank: int) -> str:
+    """Return the key that a server's rank puts into the store when it begins to form the groups.
+
+    Args:
+        spec: Spec of the groups.
+        rank: The server's rank in each group.
+    """
+    return f"{spec.name}/came/{rank}"
 
 
-def off_key(meeting: GroupSpec) -> str:
+def cancelled_key(spec: GroupSpec) -> str:
     """Return the key that rank 0 puts into the store when the groups are cancelled."""
-    return f"{meeting.name}/off"
+    return f"{spec.name}/off"
 
 
-def joined_key(meeting: GroupSpec, rank: int) -> str:
-    """Return the key that a server's rank puts into the store once it is in all groups."""
-    return f"{meeting.name}/joined/{rank}"
+def joined_key(spec: GroupSpec, rank: int) -> str:
+    """Return the key that a server's rank puts into the store once it is in all groups.
+
+    Args:
+        spec: Spec of the groups.
+        rank: The server's rank in each group.
+    """
+    return f"{spec.name}/joined/{rank}"
 
 
-def arrived_key(meeting: GroupSpec, number: int, rank: int) -> str:
-    """Return the key that a server's rank puts into the store once it has received the round `number` of an update."""
-    return f"{meeting.name}/arrived/{number}/{rank}"
+def arrived_key(spec: GroupSpec, number: int, rank: int) -> str:
+    """Return the key that a server's rank puts into the store once it has received a round.
+
+    Args:
+        spec: Spec of the groups.
+        number: Number of the round in its update.
+        rank: The server's rank in each group.
+    """
+    return f"{spec.name}/arrived/{number}/{rank}"
 
 
 def signal(store: KeyValueStore, key: str) -> None:
-    """Put a key into a store; once this has returned, all members see the key. Raises BrokenChannel.
+    """Put a key into a store; once this has returned, all members see the key. Raises BrokenGroup.
 
-    `set` would not do: the store does not answer it, so a message on another path (an HTTP response) may overtake it.
+    `set` does not suffice: the store does not answer it, so a message on another path (an HTTP response) may overtake it.
+
+    Args:
+        store: The store.
+        key: The key.
     """
     try:
         store.add(key, 1)
     except (RuntimeError, OSError) as e:
-        raise BrokenChannel(_first_line(e)) from None
+        raise BrokenGroup(_first_line(e)) from None
 
 
 def crc32(tensor: Tensor) -> int:
@@ -313,17 +333,17 @@ def _from_sender(seconds: float) -> Any:
     return options
 
 
-def form_group(meeting: GroupSpec, sender: int, rank: int, device: torch.device) -> Any:
+def form_group(spec: GroupSpec, sender: int, rank: int, device: torch.device) -> Any:
     """Form a process group over the interface that leads to the trainer: NCCL for GPUs, else gloo, which connects all members.
 
     Args:
-        meeting, sender, rank, device: As in `BroadcastGroup`.
+        spec, sender, rank, device: As in `BroadcastGroup`.
 
     Raises:
-        BrokenChannel, RuntimeError, OSError: The group cannot be formed, or on one machine another user is in it (`Stranger`).
+        BrokenGroup, RuntimeError, OSError: The group cannot be formed, or on one machine another user is in it (`ForeignPeer`).
     """
-    timeout = datetime.timedelta(seconds=meeting.join_seconds)
-    joined, name = join_store(meeting), f"{meeting.name}/{sender}"
+    timeout = datetime.timedelta(seconds=spec.join_seconds)
+    joined, name = join_store(spec), f"{spec.name}/{sender}"
     store = joined.of_group(name) if isinstance(joined, FolderStore) else dist.PrefixStore(name, joined)
     store.set_timeout(timeout)
     if device.type == "cuda":
@@ -331,14 +351,14 @@ def form_group(meeting: GroupSpec, sender: int, rank: int, device: torch.device)
 
         nccl = ProcessGroupNCCL.Options()
         nccl._timeout = datetime.timedelta(days=1)  # NCCL's watchdog would end the process; `wait` and `close` act before
-        return ProcessGroupNCCL(store, rank, meeting.ranks, nccl)
+        return ProcessGroupNCCL(store, rank, spec.ranks, nccl)
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
     gloo = ProcessGroupGloo._Options()
-    gloo._devices = [ProcessGroupGloo.create_device(hostname=address_towards(meeting.address))]
+    gloo._devices = [ProcessGroupGloo.create_device(hostname=address_towards(spec.address))]
     gloo._timeout, gloo._threads = timeout, 1
-    with own_peers_only() if meeting.folder else contextlib.nullcontext():
-        return ProcessGroupGloo(store, rank, meeting.ranks, gloo)
+    with own_peers_only() if spec.folder else contextlib.nullcontext():
+        return ProcessGroupGloo(store, rank, spec.ranks, gloo)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -30,7 +30,7 @@ from tepo_megatron.utils.atomic import replacing
 from tepo_megatron.weight_sync.broadcast_group import Bucket, Source, crc32, pack
 from tepo_megatron.weight_sync.buckets import BucketPlan
 from tepo_megatron.weight_sync.ipc import IpcBuffer, export_buffer
-from tepo_megatron.weight_sync.transport import Staged, WeightReceiver
+from tepo_megatron.weight_sync.transport import StagedBucket, WeightReceiver
 
 SHARED_MEMORY = scratch.SHARED_MEMORY
 PURPOSE = "sync"  # in the names of the folders, see `scratch.claim`
@@ -86,9 +86,9 @@ class FileTransport(StoredTransport):
         if groups.is_main:
             folder, self._in_use = make_folder(cfg.shared_folder)
         self.folder = broadcast_object(folder, groups.host)
-        self._staging = Staging(plan.largest, groups.device) if groups.device.type == "cuda" else None
+        self._staging = PinnedStaging(plan.largest, groups.device) if groups.device.type == "cuda" else None
 
-    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Staged | None:
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Write the bucket to a file. See `WeightTransport.stage`."""
         there = {name: on_host(t) for name, t in tensors} if self._staging is None else self._staging.copy(tensors)
         if not there:
@@ -96,7 +96,7 @@ class FileTransport(StoredTransport):
         path = self.folder / f"v{version}-{number:05d}-{self._owner}.safetensors"
         checksums = {name: crc32(t) for name, t in there.items()} if checked else {}
         write_file(there, path, checksums, for_others=self._for_others)
-        return Staged(path, checksums)
+        return StagedBucket(path, checksums)
 
     def _release(self, sources: Sequence[Source]) -> None:
         """Delete files that the engine has read, so that two rounds lie in the folder at most."""
@@ -131,7 +131,7 @@ class IpcTransport(StoredTransport):
         self._sender = plan.senders.index(groups.rank) if groups.rank in plan.senders else -1
         self._buffers: dict[int, IpcBuffer] = {}
 
-    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> Staged | None:
+    def stage(self, version: int, number: int, tensors: Iterable[tuple[str, Tensor]], checked: bool) -> StagedBucket | None:
         """Copy the bucket into one of the two buffers. See `WeightTransport.stage`."""
         if not self._nbytes:  # this rank does not send, but its tensor-parallel group gathers together with it
             collections.deque(tensors, maxlen=0)
@@ -142,7 +142,7 @@ class IpcTransport(StoredTransport):
             return None
         buffer.written()
         bucket = Bucket(number, self._sender, contents, buffer.handle)
-        return Staged(bucket, bucket.checksums)
+        return StagedBucket(bucket, bucket.checksums)
 
     def _buffer(self, which: int) -> IpcBuffer:
         if which not in self._buffers:
@@ -165,7 +165,7 @@ class IpcTransport(StoredTransport):
         self.abort()
 
 
-class Staging:
+class PinnedStaging:
     """Pinned host memory through which a sender's bucket leaves its GPU. It is kept from one update to the next.
 
     A copy to pageable memory would go through a small buffer of the driver, one tensor after the other, and wait for each.

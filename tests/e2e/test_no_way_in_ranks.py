@@ -171,7 +171,7 @@ def test_another_user_in_the_place_of_a_rank_is_noticed_before_anything_is_sent(
             process.kill()
             process.communicate()
     if attacked:
-        assert said.startswith((f"Stranger user {NOBODY} of this machine connected to a process group", "RuntimeError"))
+        assert said.startswith((f"ForeignPeer user {NOBODY} of this machine connected to a process group", "RuntimeError"))
         assert "formed" not in said.splitlines()
     else:
         assert said == "formed\n"

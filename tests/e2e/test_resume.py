@@ -107,8 +107,8 @@ def test_resume_accepts_other_settings_and_refuses_other_data(tepo, arguments, m
         "resume: 2 recorded steps are taken again",
     ):
         assert message in output
-    assert output.count(str(newest / "run.json")) == output.count("random generators start anew") == 1
-    assert (run / "log.txt").read_text().count("random generators start anew") == 1
+    assert output.count(str(newest / "run.json")) == output.count("random generators start from the seed") == 1
+    assert (run / "log.txt").read_text().count("random generators start from the seed") == 1
     assert f"resume: from the checkpoint of step {STEPS - 2}" in (run / "log.txt").read_text()
     assert [r["step"] for r in records(run)] == list(range(1, STEPS + 2))
     for here, there in zip(records(run), before, strict=False):

@@ -158,18 +158,18 @@ class FaultyEngine(ScriptedEngine):
         """See `WeightReceiver.base`: all servers are always of one version."""
         return self.version
 
-    def keep(self, names: Sequence[str]) -> None:
+    def keep_unchanged(self, names: Sequence[str]) -> None:
         for inbox in self._inboxes:
-            inbox.keep(UnchangedTensors(self._coming, self.base, tuple(names)))
+            inbox.keep_unchanged(UnchangedTensors(self._coming, self.base, tuple(names)))
 
     @property
-    def takers(self) -> tuple[Recipient, ...]:
-        """See `WeightReceiver.takers`."""
+    def recipients(self) -> tuple[Recipient, ...]:
+        """See `WeightReceiver.recipients`."""
         return tuple(Recipient(SERVER.format(i), "127.0.0.1", 1, i) for i in range(len(self._inboxes)))
 
-    def join(self, meetings: Mapping[Recipient, GroupSpec]) -> Future[None]:
-        for taker, meeting in meetings.items():
-            self._inboxes[int(str(taker.life))].join(meeting, torch.device("cpu"))
+    def join_groups(self, specs: Mapping[Recipient, GroupSpec]) -> Future[None]:
+        for recipient, spec in specs.items():
+            self._inboxes[int(str(recipient.incarnation))].join_groups(spec, torch.device("cpu"))
         done: Future[None] = Future()
         done.set_result(None)
         return done

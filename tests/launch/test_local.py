@@ -85,7 +85,7 @@ def test_cancel_ends_the_run_and_all_that_it_started(project: Path) -> None:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         assert json.loads((project / "runs" / "a" / "launch" / "job.json").read_text())["id"] == str(process.pid)
-        assert "is told to end" in ended(launch(project, "cancel", "runs/a"))[1]
+        assert "sent SIGTERM to process" in ended(launch(project, "cancel", "runs/a"))[1]
         status, _ = ended(process)
     finally:
         process.send_signal(signal.SIGTERM)

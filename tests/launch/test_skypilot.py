@@ -128,7 +128,7 @@ def on_a_bucket(mode: str = "MOUNT_CACHED", **keys: Any) -> Cluster:
             {"volumes": {"/shared": "a"}, "storage": {"/shared": {"name": "b"}}},
             r"/shared is given twice, by volumes and storage",
         ),
-        ({"volumes": {"/shared": "lab"}, "gpu": None}, r"skypilot\.gpu=None and gpus_per_node=8 say different things"),
+        ({"volumes": {"/shared": "lab"}, "gpu": None}, r"skypilot\.gpu=None and gpus_per_node=8 contradict each other"),
         ({"volumes": {"/shared": "lab"}, "memry": "8"}, r"skypilot\.memry: unknown key"),
     ],
 )
@@ -205,7 +205,7 @@ def test_what_is_not_committed_would_not_travel(tmp_path: Path) -> None:
     (tmp_path / "launch" / "new.py").write_text("")
     (tmp_path / "launch" / "bootstrap.py").write_text("changed")
     (said,) = skypilot.check_code(tmp_path)
-    assert said.startswith("launch/bootstrap.py and 1 more would not travel, since NeMo-Run sends the commit HEAD; commit")
+    assert said.startswith("launch/bootstrap.py and 1 more would not be sent, since NeMo-Run sends the commit HEAD; commit")
 
 
 def test_starts_are_counted_and_the_first_makes_the_run(tmp_path: Path) -> None:
@@ -214,8 +214,8 @@ def test_starts_are_counted_and_the_first_makes_the_run(tmp_path: Path) -> None:
     config.write_text(json.dumps(tree))
     checkpoint = run / "checkpoints" / "step-00000005"
     checkpoint.mkdir(parents=True)
-    assert bootstrap.begin(str(config), "job_7-0") == 1
+    assert bootstrap.count_start(str(config), "job_7-0") == 1
     assert not checkpoint.exists() and (run / "config.yaml").exists()  # as overwrite says
     checkpoint.mkdir(parents=True)
-    assert bootstrap.begin(str(config), "job_7-0") == 2 and checkpoint.exists()
-    assert bootstrap.begin(str(config), "job_8-0") == 1 and not checkpoint.exists()
+    assert bootstrap.count_start(str(config), "job_7-0") == 2 and checkpoint.exists()
+    assert bootstrap.count_start(str(config), "job_8-0") == 1 and not checkpoint.exists()

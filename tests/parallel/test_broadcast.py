@@ -109,7 +109,7 @@ def push_twice(rank: int, cfg: Any, folder: Path) -> dict[str, Any]:
         return {
             "sent": sync.transport.sent_bytes,
             "rounds": sync.rounds,
-            "meetings": sync.transport.meetings,
+            "formations": sync.transport.formations,
             "received": received,
         }
 
@@ -129,7 +129,7 @@ def test_every_rank_of_every_server_gets_the_model_and_every_byte_is_broadcast_o
     assert sum(r["sent"] for r in ranks) == 2 * sum(t.nbytes for t in expected.values())
     senders = [r for r in ranks if r["sent"]]
     assert len(senders) == cfg.parallel.pp * cfg.parallel.ep
-    assert ranks[0]["rounds"] > 2 and ranks[0]["meetings"] == 1
+    assert ranks[0]["rounds"] > 2 and ranks[0]["formations"] == 1
 
 
 def push_and_lose(rank: int, cfg: Any, folder: Path, fault: str) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def push_and_lose(rank: int, cfg: Any, folder: Path, fault: str) -> dict[str, An
         sync.push(2)
         assert not servers.needs_weights
         events = "\n".join(servers.take_events())
-        return {"survivors": survivors, "again": got(folder), "events": events, "meetings": sync.transport.meetings}
+        return {"survivors": survivors, "again": got(folder), "events": events, "formations": sync.transport.formations}
 
 
 @pytest.mark.full
@@ -167,7 +167,7 @@ def test_the_servers_that_live_get_everything_and_go_on_when_one_is_lost(tmp_pat
     assert len(rank0["again"]) == 1 and is_model(rank0["again"][0], expected)
     assert "server 1 is started again (restart 1)" in rank0["events"] and "server 0" not in rank0["events"]
     assert ("it has ended with exit status 3" in rank0["events"]) == (fault != "freeze"), "it was lost in another way"
-    assert rank0["meetings"] == 3  # of all, without the lost one, with that one alone
+    assert rank0["formations"] == 3  # of all, without the lost one, with that one alone
 
 
 # per push: version, part of the names of the parameters that change before it, fault of server 1 during it
@@ -193,7 +193,7 @@ def push_changes(rank: int, cfg: Any, folder: Path) -> dict[str, Any]:
             sync.push(version)
             if servers is not None:
                 received.append([sorted(tensors) for tensors in got(folder)])
-        return {"received": received, "meetings": sync.transport.meetings}
+        return {"received": received, "formations": sync.transport.formations}
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_only_layers_that_changed_are_broadcast_and_a_server_that_comes_back_get
     names = sorted(tensors(model))
     layers = [[name for name in names if f"layers.{i}." in name] for i in range(4)]
     assert rank0["received"] == [[names] * 2, [[]] * 2, [layers[1]] * 2, [layers[2]], [names], [layers[1]] * 2]
-    assert rank0["meetings"] == 4  # of both, without the lost one, with that one alone, of both
+    assert rank0["formations"] == 4  # of both, without the lost one, with that one alone, of both
 
 
 def push_to_nobody(rank: int, cfg: Any, folder: Path, fault: str, join_seconds: float | None = None) -> str:

@@ -110,7 +110,7 @@ class Laid:
         self.batch = batch
         self.masks = [torch.arange(3 + (5 * i) % 6 + n) >= 3 + (5 * i) % 6 for i, n in enumerate(RESPONSES)]
         prompts = [int(m.int().argmax()) if n else m.numel() for m, n in zip(self.masks, RESPONSES, strict=True)]
-        self.families = PrefixGroups.of(prompts, prompts, 1, 0)
+        self.prefix_groups = PrefixGroups.of(prompts, prompts, 1, 0)
         self.masks[3] = torch.cat([self.masks[3][:9], torch.zeros(4, dtype=torch.bool), self.masks[3][9:]])
         assert int(self.masks[3].int().diff().abs().sum()) == 3
         self.ids = [torch.arange(m.numel()) + 1 for m in self.masks]
@@ -129,9 +129,9 @@ class Laid:
         plan = plan_microbatches(lengths, layout.dp, layout.max_tokens, alignment, layout.multiple)
         assert len(plan[0]) == layout.microbatches, f"{layout} gives {len(plan[0])} microbatches"
         dp_rank, cp_rank = divmod(rank, layout.cp)
-        families = self.families if layout.shared else None
+        prefix_groups = self.prefix_groups if layout.shared else None
         packed = [
-            pack(self.ids, self.masks, self.first, [order[i] for i in indices], alignment, cp_rank, families=families)
+            pack(self.ids, self.masks, self.first, [order[i] for i in indices], alignment, cp_rank, prefix_groups=prefix_groups)
             for indices in plan[dp_rank]
         ]
         assert any(m.starts is not None for m in packed) == layout.shared

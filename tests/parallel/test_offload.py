@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.actor.offload import ON_CPU, ON_CUDA, PARTS, Offload, Part
+from tepo_megatron.actor.offload import ON_CPU, ON_CUDA, PARTS, Offloader, Part
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
 from tepo_megatron.platform import memory
@@ -37,7 +37,7 @@ def config(model: Path, layout: str, precision: str) -> Config:
 
 def offloads(actor: Any, targets: str) -> None:
     """Have the actor offload as on that platform; on "cuda", to a second copy in host memory, whose first is really freed."""
-    actor.offloader = Offload(actor.chunks, actor.optimizer, CPU, {"cpu": ON_CPU, "cuda": ON_CUDA}[targets])
+    actor.offloader = Offloader(actor.chunks, actor.optimizer, CPU, {"cpu": ON_CPU, "cuda": ON_CUDA}[targets])
 
 
 def sizes(actor: Any, part: Part) -> list[int]:

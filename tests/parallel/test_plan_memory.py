@@ -14,8 +14,8 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
 from tepo_megatron.plan import activations
 from tepo_megatron.plan.activations import ON_CPU, final_norm_terms, kept_terms, output_bytes
-from tepo_megatron.plan.memory import Trainer, checkpoint_bytes, offload_bytes, state_bytes
-from tepo_megatron.plan.memory_parts import ELEMENT, Model
+from tepo_megatron.plan.memory import TrainerMemory, checkpoint_bytes, offload_bytes, state_bytes
+from tepo_megatron.plan.memory_parts import ELEMENT, PlannedModel
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, rank_parameters
 from tepo_megatron.types import Rollout, TrainBatch
@@ -51,7 +51,7 @@ def config(folder: Path, layout: dict[str, Any], precision: str, **training: Any
 def built(rank: int, cfg: Config) -> dict[str, int]:
     """Return the bytes of buffers, optimizer tensors and host memory after one step with zero gradients, in a forked rank."""
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.actor.offload import ON_CUDA, Offload, optimizer_tensors
+    from tepo_megatron.actor.offload import ON_CUDA, Offloader, optimizer_tensors
     from tepo_megatron.checkpoint.state import written
     from tepo_megatron.checkpoint.tensors import HostCopy
     from tepo_megatron.distributed import parallel
@@ -60,7 +60,7 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
     groups = parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed)
     actor = Actor.open(cfg, groups)
     actor.optimizer.step()
-    actor.offloader = Offload(actor.chunks, actor.optimizer, groups.device, ON_CUDA)
+    actor.offloader = Offloader(actor.chunks, actor.optimizer, groups.device, ON_CUDA)
     actor.offload()
     actor.load()
     actor.keep_reference()
@@ -227,7 +227,7 @@ def test_the_plan_of_a_stage_is_made_of_these(tmp_path: Path) -> None:
     tiny_model(tmp_path, wide("qwen3"))
     cfg = config(tmp_path, {}, "bf16")
     family, arch = read_model(tmp_path)
-    trainer = Trainer.of(cfg, Model(family, arch, kernels=ON_CPU))
+    trainer = TrainerMemory.of(cfg, PlannedModel(family, arch, kernels=ON_CPU))
     parts = trainer.state().parts
     terms = kept_terms(arch, cfg.parallel, "none", ON_CPU, sequence=cfg.sequence_tokens)
     layer = sum(term.bytes(2) for term in terms)

@@ -14,7 +14,7 @@ import torch
 from tepo_megatron.config import SyncConfig
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.inference.servers.served_model import ServedModel
-from tepo_megatron.weight_sync.receiver.weight_files import Update, tensor_shapes
+from tepo_megatron.weight_sync.receiver.weight_files import UpdateTracker, tensor_shapes
 from tests.marks import full_but
 from tests.parallel import cases
 from tests.parallel.test_broadcast import fleet, got
@@ -146,7 +146,7 @@ def test_a_server_gets_the_config_that_the_export_writes(exported: Path) -> None
         )
         assert sorted(servers.pop("modules_to_not_convert")) == sorted(exports.pop("modules_to_not_convert"))
         assert servers == exports
-        update = Update(served.path, tied_embeddings=True)
+        update = UpdateTracker(served.path, tied_embeddings=True)
         update.add([(name, list(t.shape)) for name, t in tensors(folder / "fp8").items()])
         update.finish()
     finally:
@@ -195,7 +195,7 @@ def push_nan(rank: int, cfg: Any, sync: SyncConfig) -> str:
 class Nobody(Recorder):
     """A receiver without servers."""
 
-    takers = ()
+    recipients = ()
 
 
 @pytest.mark.parametrize("transport", ["ipc", "group"])

@@ -295,7 +295,7 @@ def test_damaged_records_are_reported_and_the_run_completes(
     log = log_of(cfg)
     for words in (
         "resume: metrics.jsonl: line 2 cannot be read", "resume: metrics.jsonl: line 3 cannot be read",
-        "resume: metrics.jsonl: recorded more than once, of which the later record counts: steps 1, 3",
+        "resume: metrics.jsonl: recorded more than once (the later record counts): steps 1, 3",
         "resume: metrics.jsonl: no record of step 2, and what is lost cannot be made again",
         "resume: metrics.jsonl: its records were not in the order of their steps",
         "resume: 4 other lines of metrics.jsonl moved to metrics.lost.jsonl", f"resume: {record}: not the recorded rollouts",

@@ -106,7 +106,7 @@ def test_ranks_without_progress_are_named(tmp_path: Path) -> None:
 def test_a_rank_that_never_leaves_the_forming_of_a_group_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_watchdog, "BEAT_SECONDS", 0.05)
     stuck, ended = 20 * hang_watchdog.BEAT_SECONDS, threading.Event()
-    with progress.within(f"{JOINING} meeting-1"):
+    with progress.within(f"{JOINING} groups-1"):
         start = time.monotonic()
         with HangWatchdog(
             dist.HashStore(), 0, 1, tmp_path, heartbeat_timeout=60.0, stuck_seconds=stuck, on_hang=lambda *_: ended.set()
@@ -114,7 +114,7 @@ def test_a_rank_that_never_leaves_the_forming_of_a_group_is_reported(tmp_path: P
             assert ended.wait(60.0)
         assert time.monotonic() - start >= stuck, "it was given its time"
     report = (tmp_path / "hang.txt").read_text()
-    assert report.startswith(f"rank 0 has been in one place for 1 s: step {progress.step}, joining the servers in meeting-1")
+    assert report.startswith(f"rank 0 has been in one place for 1 s: step {progress.step}, joining the servers in groups-1")
 
 
 def leaving(rank: int) -> int:

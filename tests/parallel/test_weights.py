@@ -245,7 +245,7 @@ class Keeper(Recorder):
         Recorder.__init__(self)
         self.version, self.kept = -version, []
 
-    def keep(self, names: list[str]) -> None:
+    def keep_unchanged(self, names: list[str]) -> None:
         self.kept = names
 
 

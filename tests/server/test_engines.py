@@ -21,7 +21,7 @@ from transformers import Qwen3ForCausalLM
 
 from tepo_megatron.errors import RolloutError, SyncError
 from tepo_megatron.inference.engine import INITIAL_VERSION
-from tepo_megatron.inference.servers.checksums import Checks
+from tepo_megatron.inference.servers.checksums import ChecksumChecks
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.sglang import generate_request
 from tepo_megatron.inference.vllm import completion_request
@@ -269,7 +269,7 @@ def test_checksums_tell_other_weights_as_far_as_they_reach(served: Served, tmp_p
         answers.append(connected(engine, 0, lambda client: engine.endpoints[0].api.checksums(client.send)))
         sent.append({name: crc32(weight) for name, weight in model.named_parameters()})
     served.model = new
-    checks = Checks(same_precision=True)
+    checks = ChecksumChecks(same_precision=True)
     checks.compare(version - 1, {"server 0": answers[0]}, sent[0])
     assert checks.stale(answers[1], sent[1]) == []
     stale = set(checks.stale(answers[0], sent[1]))
@@ -288,7 +288,7 @@ def test_layers_that_are_left_out_stay(served: Served, tmp_path: Path) -> None:
         weights = dict(model.named_parameters())
         sent = {name: weight.detach().clone() for name, weight in weights.items() if part in name}
         engine.begin_update(engine.version + 1)
-        engine.keep([name for name in weights if name not in sent])
+        engine.keep_unchanged([name for name in weights if name not in sent])
         if sent:
             save_file(sent, tmp_path / "sent.safetensors")
             engine.load([tmp_path / "sent.safetensors"]).result()

@@ -108,7 +108,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             stack.callback(server.stop)
             with mock.patch.dict(os.environ, more):
                 server.launch()
-        made.urls = [asyncio.run(server.reached()).url for server in started]
+        made.urls = [asyncio.run(server.wait_ready()).url for server in started]
         yield made
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from tepo_megatron.actor.actor import Actor
-from tepo_megatron.actor.offload import ON_CUDA, Offload
+from tepo_megatron.actor.offload import ON_CUDA, Offloader
 from tepo_megatron.actor.precision import check_shapes
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import plain, validate
@@ -93,7 +93,7 @@ def actor(cfg: Config, groups: ParallelDims) -> Actor:
 
 def frees_memory(made: Actor) -> None:
     """Have an actor really free what it offloads, to a copy in host memory, as on GPUs."""
-    made.offloader = Offload(made.chunks, made.optimizer, torch.device("cpu"), ON_CUDA)
+    made.offloader = Offloader(made.chunks, made.optimizer, torch.device("cpu"), ON_CUDA)
 
 
 def linear_modules(chunks: Iterable[torch.nn.Module]) -> list[Any]:

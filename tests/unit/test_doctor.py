@@ -136,7 +136,7 @@ def test_a_full_disk_and_another_package(made: Make, monkeypatch: pytest.MonkeyP
     )
     found = findings(made(checkpoint={"every": 1}))
     assert [found[name].verdict for name in ("disk", "shared memory", "packages")] == ["fail"] * 3
-    assert "checkpoint.keep_last" in found["disk"].mend and "sync.bucket_mib" in found["shared memory"].mend
+    assert "checkpoint.keep_last" in found["disk"].fix and "sync.bucket_mib" in found["shared memory"].fix
     assert "is not >=99; no-such-package is not installed" in found["packages"].said and "vllm" not in found["packages"].said
 
 
@@ -149,7 +149,7 @@ def test_a_slow_disk_is_a_warning(made: Make, monkeypatch: pytest.MonkeyPatch, s
         finding.check: finding for finding in machine.disk(Path(cfg.output), cfg.model, cfg.checkpoint, exports=cfg.export_hf)
     }["disk speed"]
     assert found.verdict == verdict and f"{speed / 1e6:.0f} MB/s" in found.said and "a checkpoint takes" in found.said
-    assert ("checkpoint.every" in found.mend) == (verdict == "warn")
+    assert ("checkpoint.every" in found.fix) == (verdict == "warn")
 
 
 def copied(model: Path, folder: Path, **config: Any) -> Path:
@@ -177,7 +177,7 @@ def test_weights_that_are_not_those_of_the_config(made: Make, model: Path, tmp_p
         folder = copied(model, tmp_path / str(len(list(tmp_path.iterdir()))))
         save_file(weights | wrong, folder / "model.safetensors", metadata={"format": "pt"})
         found = conversion(folder)
-        assert found.verdict == "fail" and said in found.said and found.mend, found
+        assert found.verdict == "fail" and said in found.said and found.fix, found
     folder = copied(model, tmp_path / "surplus")
     save_file({**weights, "visual.patch.weight": torch.ones(2)}, folder / "model.safetensors", metadata={"format": "pt"})
     assert "visual.patch.weight" in conversion(folder).said
@@ -197,7 +197,7 @@ TEMPLATE = (
         (TEMPLATE.replace("END", "<eos>"), {}, "pass", "ends with 'answer:'"),
         (TEMPLATE.replace("END", "<eos>"), {"as_chat": True, "template_kwargs": {"thinking": True}}, "pass", "'answer: hmm'"),
         (TEMPLATE.replace("END", "<extra_60>"), {}, "warn", "which does not end a response here"),
-        (TEMPLATE.replace("add_generation_prompt", "false"), {}, "warn", "adds no prompt for the answer"),
+        (TEMPLATE.replace("add_generation_prompt", "false"), {}, "warn", "adds no generation prompt"),
         (
             TEMPLATE.replace("END", "<eos>").replace("if thinking", "if false and thinking"),
             {"as_chat": True, "template_kwargs": {"thinking": True}},
@@ -218,7 +218,7 @@ def test_a_chat_template_that_does_not_fit_the_data_is_found(
     cfg = made(model={"path": str(folder)}, **tree)
     found = [f for f in examine(cfg, preflight, nothing, nothing, quick=True) if f.check == "chat template"]
     assert found[0].verdict == verdict and said in found[0].said, found
-    assert (found[0].mend == "") == (verdict == "pass")
+    assert (found[0].fix == "") == (verdict == "pass")
 
 
 def test_missing_stop_tokens_are_found(made: Make, model: Path, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_missing_stop_tokens_are_found(made: Make, model: Path, tmp_path: Path) 
     tokenizer.eos_token = None
     tokenizer.save_pretrained(folder)
     found = findings(made(model={"path": str(folder)}))["stop tokens"]
-    assert found.verdict == "fail" and "rollout.stop_token_ids" in found.mend, found
+    assert found.verdict == "fail" and "rollout.stop_token_ids" in found.fix, found
     found = findings(made(model={"path": str(folder)}, rollout={"stop_token_ids": [0]}))["stop tokens"]
     assert found.verdict == "warn" and "'<pad>' (0), the pad token" in found.said, found
     found = findings(made(model={"path": str(copied(model, tmp_path / "large", vocab_size=32))}))

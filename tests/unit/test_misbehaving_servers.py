@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from tepo_megatron.utils.escaping import escaped
-from tepo_megatron.utils.exchange import ERROR_BYTES, BadAnswer, BlockingHttp, TimedOut
+from tepo_megatron.utils.exchange import ERROR_BYTES, BadAnswer, BlockingHttpClient, TimedOut
 from tests import misbehaving
 from tests.misbehaving_clients import ASKS_FOR_HEALTH, CLIENTS, DEADLINE, KEY
 
@@ -67,7 +67,7 @@ def test_every_client_ends_in_time_with_an_error_that_is_safe(chosen: Callable[[
 
 def test_each_limit_holds_by_itself() -> None:
     """With a deadline that no busy machine meets, so that it cannot hide a size that is not limited."""
-    with misbehaving.serving() as url, contextlib.closing(BlockingHttp(url)) as http:
+    with misbehaving.serving() as url, contextlib.closing(BlockingHttpClient(url)) as http:
         for kind in ("endless_body", "chunks_never_end", "length_absurd"):
             with pytest.raises(BadAnswer, match=r"^more than 1048576 bytes"):
                 http.exchange("GET", f"/{kind}", seconds=50.0, most_bytes=misbehaving.MIB)

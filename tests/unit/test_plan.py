@@ -18,13 +18,19 @@ from tepo_megatron.config import Config, ModelConfig, OptimizerConfig, ParallelC
 from tepo_megatron.config.io import load_config, validate
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan import activations
-from tepo_megatron.plan.command import Request, plan, predictor_of
-from tepo_megatron.plan.compute import Machine, attention_operations, feed_forward_operations, layer_operations, stage_seconds
+from tepo_megatron.plan.command import PlanRequest, plan, predictor_of
+from tepo_megatron.plan.compute import (
+    MachineModel,
+    attention_operations,
+    feed_forward_operations,
+    layer_operations,
+    stage_seconds,
+)
 from tepo_megatron.plan.engine_memory import engine_share, kv_bytes
-from tepo_megatron.plan.generation import Engine, touched_weights
+from tepo_megatron.plan.generation import EngineModel, touched_weights
 from tepo_megatron.plan.gpus import ASSUMED, GIB, GPUS
-from tepo_megatron.plan.memory import MOMENT, Trainer, host_bytes, state_bytes
-from tepo_megatron.plan.memory_parts import Model
+from tepo_megatron.plan.memory import MOMENT, TrainerMemory, host_bytes, state_bytes
+from tepo_megatron.plan.memory_parts import PlannedModel
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, stages, total_parameters
 from tepo_megatron.plan.placement import Placement, placement_of
@@ -57,7 +63,7 @@ def config(model: str = "models/Qwen2.5-7B", **sections: Any) -> Config:
 
 def run(cfg: Config, **request: Any) -> tuple[int, str]:
     lines: list[str] = []
-    asked = Request(**request)
+    asked = PlanRequest(**request)
     return plan(predictor_of(cfg, asked), asked, lines.append), "\n".join(lines)
 
 
@@ -102,7 +108,13 @@ def test_recomputed_blocks_take_time() -> None:
     family, arch = read_model("Qwen3-14B")
     seconds = {
         mode: stage_seconds(
-            Model(family, arch, recompute=mode), ParallelConfig(), Machine(GPUS["H100"]), 8192, 8192**2, 8192, backward=True
+            PlannedModel(family, arch, recompute=mode),
+            ParallelConfig(),
+            MachineModel(GPUS["H100"]),
+            8192,
+            8192**2,
+            8192,
+            backward=True,
         ).products
         for mode in activations.RECOMPUTED
     }
@@ -137,7 +149,7 @@ def test_the_optimizers_bytes_of_an_element(precision: str, keys: dict[str, Any]
 def test_an_offloaded_optimizer_takes_host_memory_and_time() -> None:
     """State that leaves the GPU is in host memory, with gradients, for each rank of a machine; the update waits for it."""
     here, there = (
-        predictor_of(config(optimizer={"offload": share}, checkpoint={"every": 0}, parallel={"dp": 4}), Request())
+        predictor_of(config(optimizer={"offload": share}, checkpoint={"every": 0}, parallel={"dp": 4}), PlanRequest())
         for share in (0.0, 1.0)
     )
     whole = total_parameters(here.model.family.rows, here.model.arch)
@@ -149,8 +161,8 @@ def test_an_offloaded_optimizer_takes_host_memory_and_time() -> None:
 
 def test_activations_on_the_host() -> None:
     """Nearly all of them leave the GPU, wait on the host, and take their time on the way."""
-    here, there = (predictor_of(config(training={"offload_activations": on}), Request()) for on in (False, True))
-    before, after = (Trainer.of(p.cfg, p.model).state().parts["activations"] for p in (here, there))
+    here, there = (predictor_of(config(training={"offload_activations": on}), PlanRequest()) for on in (False, True))
+    before, after = (TrainerMemory.of(p.cfg, p.model).state().parts["activations"] for p in (here, there))
     layers = here.model.arch.num_layers
     assert after == pytest.approx(before * 2 / layers, rel=0.05)  # two layers, whose copies are under way
     waiting = host_bytes(there.cfg, there.model)["activations that wait for backward"]
@@ -163,7 +175,7 @@ def test_activations_on_the_host() -> None:
 
 
 def test_small_activations_stay() -> None:
-    terms = [activations.Term("small", "rest", 1), activations.Term("large", "rest", 4, saved=8)]
+    terms = [activations.ActivationTerm("small", "rest", 1), activations.ActivationTerm("large", "rest", 4, saved=8)]
     found = activations.kept(terms, 2, 2**17, offloaded=True)
     assert found == activations.SavedActivations(device=2 * 2**17, host=16 * 2**17)
 
@@ -173,7 +185,7 @@ def test_shared_prompts_are_computed_once() -> None:
     groups = config(data={"max_prompt_tokens": 1024}, rollout={"samples_per_prompt": 8})
     groups = replace(groups, model=replace(groups.model, attention="sdpa"))
     never, auto, always = (
-        predictor_of(replace(groups, training=TrainingConfig(share_prompts=share)), Request(prompt=1024, response=256))
+        predictor_of(replace(groups, training=TrainingConfig(share_prompts=share)), PlanRequest(prompt=1024, response=256))
         for share in ("never", "auto", "always")
     )
     lengths = never.workload.sequences(8 * 16)
@@ -185,7 +197,7 @@ def test_shared_prompts_are_computed_once() -> None:
     squares = sum(n * n for n in lengths)
     assert shared.cost.attention / plain.cost.attention == pytest.approx((squares - 7 * 16 * 1024**2) / squares)
     assert [p.model.kernels.attention for p in (never, auto, always)] == ["sdpa", "sdpa", "shared"]
-    before, after = (Trainer.of(p.cfg, p.model).state().parts["activations"] for p in (never, always))
+    before, after = (TrainerMemory.of(p.cfg, p.model).state().parts["activations"] for p in (never, always))
     assert after < before, "no copies of queries and keys in buckets"
 
 
@@ -209,8 +221,8 @@ def test_planned_responses_have_the_given_mean_and_limit() -> None:
 
 def test_decoding_time_follows_weights_cache_and_batch() -> None:
     family, arch = read_model("Qwen2.5-7B")
-    machine = Machine(GPUS["H100"])
-    engine = Engine(Model(family, arch), machine, 1, 40 * GIB, 256)
+    machine = MachineModel(GPUS["H100"])
+    engine = EngineModel(PlannedModel(family, arch), machine, 1, 40 * GIB, 256)
     alone = engine.step_seconds(1, 100)
     reading = 2 * touched_weights(arch, 1) / (3.35e12 * ASSUMED.elementwise)
     assert alone == pytest.approx(reading + ASSUMED.decode_seconds, rel=0.01)  # all weights once for one token
@@ -232,11 +244,11 @@ def placed(cfg: Config) -> Placement:
 def test_trainer_and_engine_are_placed_on_the_gpus_of_the_config() -> None:
     server = {"tp": 2}
     apart = config(rollout={"servers": 2, "server": {**server, "rendezvous": "x"}}, sync={"transport": "group"})
-    assert (placed(apart).kind, placed(apart).gpus) == ("apart", 5)
+    assert (placed(apart).kind, placed(apart).gpus) == ("disaggregated", 5)
     turns = config(rollout={"colocate": True, "servers": 2, "server": server}, parallel={"dp": 4})
-    assert (placed(turns).kind, placed(turns).gpus) == ("in turns", 4)
+    assert (placed(turns).kind, placed(turns).gpus) == ("colocated", 4)
     here = placed(config(rollout={"servers": 2, "server": server}))
-    assert (here.kind, here.gpus, here.fault) == ("apart", 5, "")
+    assert (here.kind, here.gpus, here.fault) == ("disaggregated", 5, "")
     assert "9 GPUs of ranks and servers do not fit" in placed(config(rollout={"servers": 4, "server": server})).fault
 
 
@@ -274,7 +286,7 @@ def test_what_does_not_fit_says_why(sections: dict[str, Any], why: str) -> None:
 
 def test_the_search_ranks_the_layouts_that_fit() -> None:
     cfg = load_config("examples/recipes/qwen2.5-7b-8gpu-colocated.yaml")
-    predictor = predictor_of(cfg, Request())
+    predictor = predictor_of(cfg, PlanRequest())
     found = search(predictor, 8)
     assert found.seen == len(found.best) + sum(map(len, found.refused.values()))
     speeds = [layout.step.tokens_per_second for layout in found.best if layout.step]
@@ -282,23 +294,26 @@ def test_the_search_ranks_the_layouts_that_fit() -> None:
     assert any("does not divide num_query_groups=4" in why for why in found.refused)
     for layout in found.best:  # what the search says of a layout is what it says of the config alone
         assert layout.cfg.parallel.world_size == 8 and layout.fullest.total <= GPUS["H100"].memory
-    alone = judge(predictor_of(found.best[-1].cfg, Request()))
+    alone = judge(predictor_of(found.best[-1].cfg, PlanRequest()))
     assert alone.step is not None and alone.step.seconds == found.best[-1].step.seconds
-    more = search(replace(predictor, machine=Machine(GPUS["H200"])), 8)
+    more = search(replace(predictor, machine=MachineModel(GPUS["H200"])), 8)
     assert len(more.best) > len(found.best)
 
 
 def test_the_search_around_servers_of_others() -> None:
     named = {"servers": 2, "server": {"tp": 2, "urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}}
-    found = search(predictor_of(config(rollout=named, parallel={"tp": 4, "sequence_parallel": True}), Request()), 8)
+    found = search(predictor_of(config(rollout=named, parallel={"tp": 4, "sequence_parallel": True}), PlanRequest()), 8)
     assert found.best and {placed(layout.cfg).gpus for layout in found.best} == {8}
 
 
 def test_a_larger_gpu_is_faster_and_longer_responses_are_slower() -> None:
     cfg = load_config("examples/recipes/qwen3-14b-16gpu-apart.yaml")
-    seconds = [predictor_of(cfg, Request(gpu=gpu)).step().seconds for gpu in ("H100", "H200", "B200")]
+    seconds = [predictor_of(cfg, PlanRequest(gpu=gpu)).step().seconds for gpu in ("H100", "H200", "B200")]
     assert seconds == sorted(seconds, reverse=True)
-    assert predictor_of(cfg, Request(response=4096)).step().seconds > predictor_of(cfg, Request(response=1024)).step().seconds
+    assert (
+        predictor_of(cfg, PlanRequest(response=4096)).step().seconds
+        > predictor_of(cfg, PlanRequest(response=1024)).step().seconds
+    )
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
@@ -317,7 +332,7 @@ def test_recipes_fit_an_h100(path: Path) -> None:
     cfg = load_config(path)
     gpus = int(re.search(r"(\d+)gpu", path.stem)[1])
     assert cfg.name == path.stem and placed(cfg).gpus == gpus
-    layout = judge(predictor_of(cfg, Request()))
+    layout = judge(predictor_of(cfg, PlanRequest()))
     assert layout.why == "" and layout.fullest.total < 0.95 * GPUS["H100"].memory  # with a margin for what is not modelled
     assert cfg.rollout.colocate == path.stem.endswith("colocated")
 

@@ -12,10 +12,10 @@ from tepo_megatron.config import Config
 from tepo_megatron.config.io import load_config
 from tepo_megatron.controller.method import resolve
 from tepo_megatron.evaluation import benchmarks
-from tepo_megatron.plan.command import Request, predictor_of
+from tepo_megatron.plan.command import PlanRequest, predictor_of
 from tepo_megatron.plan.gpus import ASSUMED, GPUS
-from tepo_megatron.plan.memory import FP8_WORKSPACES, Trainer, host_bytes, states
-from tepo_megatron.plan.memory_parts import Model, State
+from tepo_megatron.plan.memory import FP8_WORKSPACES, TrainerMemory, host_bytes, states
+from tepo_megatron.plan.memory_parts import MemoryState, PlannedModel
 from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, total_parameters
 from tepo_megatron.plan.step import REFILLS
@@ -36,17 +36,17 @@ def test_fp8_copies_of_weights() -> None:
         (replace(fp8, bf16_end_layers=2), 2 * 36 * layer),
         (replace(fp8, precision="fp8-blockwise"), (2 + 8 / 128**2) * 40 * layer),
     ):
-        predictor = predictor_of(replace(cfg, model=model), Request())
-        assert Trainer.of(predictor.cfg, predictor.model).state().parts.get(FP8_WORKSPACES) == expected
+        predictor = predictor_of(replace(cfg, model=model), PlanRequest())
+        assert TrainerMemory.of(predictor.cfg, predictor.model).state().parts.get(FP8_WORKSPACES) == expected
 
 
-def states_of(cfg: Config, model: Model, gpu: str) -> list[State]:
-    return states(Trainer.of(cfg, model), cfg.rollout, cfg.sync, GPUS[gpu])
+def states_of(cfg: Config, model: PlannedModel, gpu: str) -> list[MemoryState]:
+    return states(TrainerMemory.of(cfg, model), cfg.rollout, cfg.sync, GPUS[gpu])
 
 
 def test_fp8_copies_go_with_the_parameters() -> None:
     for recipe, where in (("colocated", ["train"]), ("apart", ["train", "sync"])):
-        predictor = predictor_of(load_config(f"examples/recipes/qwen3-14b-16gpu-fp8-{recipe}.yaml"), Request())
+        predictor = predictor_of(load_config(f"examples/recipes/qwen3-14b-16gpu-fp8-{recipe}.yaml"), PlanRequest())
         found = states_of(predictor.cfg, predictor.model, "H100")
         assert [state.name for state in found if FP8_WORKSPACES in state.parts] == where
 
@@ -64,13 +64,13 @@ def test_a_sleeping_engine_keeps_its_assumed_memory(engine: str, tp: int, args: 
     server = {"tp": tp, "extra_args": args}
     cfg = config(rollout={"engine": engine, "colocate": True, "server": server}, parallel={"dp": tp})
     family, arch = read_model(cfg.model.path)
-    train = next(state for state in states_of(cfg, Model(family, arch), "H200") if state.name == "train")
+    train = next(state for state in states_of(cfg, PlannedModel(family, arch), "H200") if state.name == "train")
     assert train.parts["sleeping engine"] == ASSUMED.asleep - gives_back > 0
 
 
 def test_page_locked_memory_of_a_machine() -> None:
     """Qwen3-14B locks all weights twice over cp, and the optimizer's state once; of two machines the fuller one counts."""
-    predictor = predictor_of(load_config("examples/recipes/qwen3-14b-8gpu-colocated.yaml"), Request())
+    predictor = predictor_of(load_config("examples/recipes/qwen3-14b-8gpu-colocated.yaml"), PlanRequest())
     whole = total_parameters(predictor.model.family.rows, predictor.model.arch)
     found = host_bytes(predictor.cfg, predictor.model)["weights and optimizer while the engine has the GPU"]
     assert found == pytest.approx((2 * 2 + 12) * whole, rel=1e-3)
@@ -81,7 +81,7 @@ def test_page_locked_memory_of_a_machine() -> None:
     )  # fmt: skip
     stages_ = [held(family.rows, arch, cfg.parallel, rank).parameters for rank in range(2)]
     assert stages_[1] == stages_[0] + arch.hidden_size
-    assert host_bytes(cfg, Model(family, arch)) == {"reference policy": 8 * block_bytes(2 * stages_[1])}
+    assert host_bytes(cfg, PlannedModel(family, arch)) == {"reference policy": 8 * block_bytes(2 * stages_[1])}
 
 
 @pytest.mark.parametrize("path", [*RECIPES, *sorted(Path("examples/paper").glob("table*/*.yaml"))], ids=lambda p: p.stem)
@@ -102,8 +102,8 @@ def test_rounds_of_a_step() -> None:
 
 
 def test_refills_take_time_and_what_is_dropped_is_not_learned_from() -> None:
-    once, again = (predictor_of(config(rollout={"max_generation_rounds": n}), Request()) for n in (1, 10))
-    none = predictor_of(config(rollout={"max_generation_rounds": 10}), Request(dropped=0.0))
+    once, again = (predictor_of(config(rollout={"max_generation_rounds": n}), PlanRequest()) for n in (1, 10))
+    none = predictor_of(config(rollout={"max_generation_rounds": 10}), PlanRequest(dropped=0.0))
     steps = [p.step() for p in (once, again, none)]
     assert steps[1].phases["sample"] == steps[0].phases["sample"] == steps[2].phases["sample"]
     assert steps[1].phases[REFILLS] > 0 == steps[0].phases[REFILLS] == steps[2].phases[REFILLS]
@@ -141,7 +141,7 @@ def test_evaluation_samples_are_counted_by_set() -> None:
     ids=str,
 )
 def test_how_often_a_run_stops(keys: dict[str, Any], evaluations: int, checkpoints: int) -> None:
-    found = whole_run(predictor_of(config(**keys), Request()), 100.0)
+    found = whole_run(predictor_of(config(**keys), PlanRequest()), 100.0)
     assert (found.evaluations, found.checkpoints) == (evaluations, checkpoints)
 
 
@@ -151,7 +151,8 @@ def test_the_time_of_a_run_adds_up_steps_evaluations_and_checkpoints() -> None:
     low, high = time_range(100.0, 0.3)
     assert (low * 1.3, high * 0.7) == (pytest.approx(100), pytest.approx(100))
     waits, writes = (
-        whole_run(predictor_of(config(checkpoint={"every": 5, "asynchronous": on}), Request()), 100.0) for on in (True, False)
+        whole_run(predictor_of(config(checkpoint={"every": 5, "asynchronous": on}), PlanRequest()), 100.0)
+        for on in (True, False)
     )
     assert writes.checkpoint > 10 * waits.checkpoint > 0 and waits.ending > writes.ending
 

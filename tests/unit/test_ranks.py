@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.errors import ConfigError
-from tepo_megatron.launcher.ranks import ERROR_FILE, Failure, RankProcesses, first_failure, interrupted_by_signals
+from tepo_megatron.launcher.ranks import ERROR_FILE, RankFailure, RankProcesses, first_failure, interrupted_by_signals
 from tepo_megatron.utils.heartbeats import HeartbeatFolder
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.private import check_private, make_private_folder
@@ -25,10 +25,14 @@ def message(text: str, expected: bool, when: float) -> dict[str, object]:
 
 
 def test_the_failure_that_caused_the_others_is_reported(tmp_path: Path) -> None:
-    killed, ended, silent = Failure(7, -signal.SIGKILL, None), Failure(8, -signal.SIGTERM, None), Failure(9, 3, None)
-    late, early = Failure(1, 1, message("late", False, 2.0)), Failure(2, 1, message("early", False, 1.0))
-    ours = Failure(3, 1, message("ours", True, 3.0))
-    by_us = Failure(4, -signal.SIGKILL, None, ended_by_us=True)
+    killed, ended, silent = (
+        RankFailure(7, -signal.SIGKILL, None),
+        RankFailure(8, -signal.SIGTERM, None),
+        RankFailure(9, 3, None),
+    )
+    late, early = RankFailure(1, 1, message("late", False, 2.0)), RankFailure(2, 1, message("early", False, 1.0))
+    ours = RankFailure(3, 1, message("ours", True, 3.0))
+    by_us = RankFailure(4, -signal.SIGKILL, None, ended_by_us=True)
     (tmp_path / "vmstat").write_text("oom_kill 0\n")
     kills = MemoryKills(proc=tmp_path)
     assert first_failure({0: late, 1: early, 2: killed, 3: ours, 4: ended}, kills) == "rank 3: ours"

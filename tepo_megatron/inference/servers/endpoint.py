@@ -19,7 +19,7 @@ from tepo_megatron.inference.engine_api import INITIAL_LABEL, EngineApi, Send, S
 from tepo_megatron.inference.partial import GenerationRequest
 from tepo_megatron.inference.samples import answer_bytes
 from tepo_megatron.inference.servers.client import Client, RequestFailed
-from tepo_megatron.inference.servers.server import Address, Server
+from tepo_megatron.inference.servers.server import Server, ServerAddress
 from tepo_megatron.types import Rollout
 from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.weight_sync.broadcast_group import GroupSpec, Source, UnchangedTensors
@@ -33,7 +33,7 @@ def _odd(error: Exception) -> str:
     return f"answered with something other than was asked for ({excerpt(repr(error))})"
 
 
-class Connected:
+class ServerConnection:
     """A server across its restarts, and the connection to it.
 
     All methods except `stop` and `forget` run in one event loop.
@@ -51,7 +51,7 @@ class Connected:
     def __init__(self, server: Server, api: EngineApi, cfg: AnyServerConfig) -> None:
         self.server, self.api, self._cfg = server, api, cfg
         self.client: Client | None = None
-        self.address: Address | None = None
+        self.address: ServerAddress | None = None
         self.about: ServerInfo | None = None
 
     @property
@@ -68,7 +68,7 @@ class Connected:
 
     async def ready(self) -> None:
         """Return when the server takes requests. Raises RolloutError, or ConfigError if the server does not fit the run."""
-        cfg, address = self._cfg, await self.server.reached()
+        cfg, address = self._cfg, await self.server.wait_ready()
         client = Client(address.url, address.key, request_seconds=cfg.request_seconds, heartbeat_timeout=cfg.heartbeat_timeout)
         self.client, self.address = client, address
         try:
@@ -110,11 +110,11 @@ class Connected:
         self.server.forget()
 
 
-class Endpoint(Connected):
+class Endpoint(ServerConnection):
     """A server of a fleet, with the version of its weights.
 
     Args:
-        server, api, cfg: See `Connected`.
+        server, api, cfg: See `ServerConnection`.
         max_model_len: Longest sequence in tokens (prompt and response) that the run may request.
 
     Attributes:
@@ -135,7 +135,7 @@ class Endpoint(Connected):
         self.answered = False
 
     def launch(self) -> None:
-        """See `Connected.launch`. A new server starts awake."""
+        """See `ServerConnection.launch`. A new server starts awake."""
         super().launch()
         self.asleep, self.answered = frozenset(), False
 
@@ -201,18 +201,18 @@ class Endpoint(Connected):
         self.version, self._coming = UNKNOWN_VERSION, version
         await self._updating(self.api.begin_update)
 
-    async def keep(self, base: int, names: Sequence[str]) -> None:
+    async def keep_unchanged(self, base: int, names: Sequence[str]) -> None:
         """Announce the tensors that the update leaves unchanged.
 
         Args:
             base: Version whose tensors are kept.
             names: Hugging Face names.
         """
-        await self._updating(lambda send: self.api.keep(send, UnchangedTensors(self._coming, base, tuple(names))))
+        await self._updating(lambda send: self.api.keep_unchanged(send, UnchangedTensors(self._coming, base, tuple(names))))
 
-    async def join(self, meeting: GroupSpec) -> None:
+    async def join_groups(self, spec: GroupSpec) -> None:
         """Have the server's ranks join process groups with ranks of the trainer."""
-        await self._updating(lambda send: self.api.join(send, meeting))
+        await self._updating(lambda send: self.api.join_groups(send, spec))
 
     async def load(self, sources: Sequence[Source]) -> None:
         """Load the tensors of these sources."""
@@ -257,7 +257,7 @@ class Endpoint(Connected):
             RolloutError: The answer is not what was asked for.
         """
         client = self._connected()
-        await client.rest()
+        await client.pause()
         self.version = UNKNOWN_VERSION
         await self._asked(self.api.sleep(client.send))
         self.asleep = frozenset(ENGINE_PARTS)
@@ -268,7 +268,7 @@ class Endpoint(Connected):
         await self._asked(self.api.wake(client.send, part))
         self.asleep -= {part}
         if not self.asleep:
-            client.rise()
+            client.resume()
 
     async def _asked(self, asking: Awaitable[Asked]) -> Asked:
         """Await an answer. Raises RolloutError if its shape is not the engine's, and what `asking` raises."""

@@ -21,7 +21,7 @@ from tepo_megatron.inference.servers.updates import PoolUpdates
 
 
 class Fleet(RoutedSampler, PoolUpdates):
-    """Implementation of `engine.RolloutEngine` on several servers: what its bases share is the pool of these servers.
+    """Implementation of `engine.RolloutEngine` on several servers. Its base classes share the pool of these servers.
 
     Args:
         endpoints: The servers, not yet launched.
@@ -78,7 +78,7 @@ class Fleet(RoutedSampler, PoolUpdates):
         return tuple(status_of(slot) for slot in self._pool.slots)
 
     def take_events(self) -> list[str]:
-        """Return what happened to servers since the last call, one message each, and forget it."""
+        """Return the events of the servers since the last call, one message each."""
         return self._pool.take_events()
 
     def resident_bytes(self) -> int:
@@ -88,7 +88,7 @@ class Fleet(RoutedSampler, PoolUpdates):
     @property
     def restarts(self) -> int:
         """See `Lifecycle.restarts`."""
-        return sum(slot.again for slot in self._pool.slots)
+        return sum(slot.restart_count for slot in self._pool.slots)
 
     def close(self) -> None:
         """End all servers; bounded in time. May be called again, and before `start`."""

@@ -43,7 +43,7 @@ AT_ONCE = signal.SIGUSR1  # to the guard: the server is ill, skip the grace peri
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, AT_ONCE, signal.SIGCHLD}
 
 
-class Segments:
+class SharedMemorySegments:
     """Shared-memory segments that processes of the server map, or mapped at an earlier check.
 
     Args:
@@ -106,7 +106,7 @@ def main(owner: int, grace_seconds: float, folder: Path | None, command: list[st
         process_group=0,  # in the guard's session: the owner knows the session id
         preexec_fn=functools.partial(_before_exec, me.pid),
     )
-    segments = Segments(folder)
+    segments = SharedMemorySegments(folder)
     while server.poll() is None and os.getppid() == owner:
         segments.note_if_due()
         received = signal.sigtimedwait(_SIGNALS, OWNER_CHECK_SECONDS)
@@ -126,7 +126,7 @@ def _before_exec(guard: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
-def _end(server: subprocess.Popen[bytes], grace_seconds: float, segments: Segments) -> int:
+def _end(server: subprocess.Popen[bytes], grace_seconds: float, segments: SharedMemorySegments) -> int:
     """End what is left of the server. Returns its exit status when none of its processes exists any more."""
     segments.note()
     if server.poll() is None and grace_seconds:

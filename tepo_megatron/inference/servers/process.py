@@ -20,7 +20,7 @@ import psutil
 
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers import guard
-from tepo_megatron.utils.exchange import ERROR_BYTES, BlockingHttp, ExchangeFailed
+from tepo_megatron.utils.exchange import ERROR_BYTES, BlockingHttpClient, ExchangeFailed
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.processes import end_family, has_ended
 
@@ -193,7 +193,7 @@ class ServerProcess:
 
         Raises RolloutError if the server ends, or is not ready `ready_seconds` after `start`.
         """
-        with contextlib.closing(BlockingHttp(self._health_url)) as http:
+        with contextlib.closing(BlockingHttpClient(self._health_url)) as http:
             while self.running:
                 with contextlib.suppress(ExchangeFailed):
                     answer = http.exchange("GET", self._health_url, seconds=HEALTH_SECONDS, most_bytes=ERROR_BYTES)

@@ -43,7 +43,7 @@ class Quiesce:
         deadline = time.monotonic() + self._seconds
         while missing := [k for k, token in (await self._acknowledgements()).items() if token != lease.token]:
             if time.monotonic() > deadline:
-                files = ", ".join(f"{keeper}.keeper" for keeper in missing)
+                files = ", ".join(f"{service}.service" for service in missing)
                 raise RolloutError(
                     f"rollout.colocate: {', '.join(missing)} (host and pid of `tepo serve`) did not say within "
                     f"{self._seconds:g} s that the devices are free; look at its log in {self._leases.folder}, and if it "

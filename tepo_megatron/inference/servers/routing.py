@@ -14,7 +14,7 @@ from tepo_megatron.config import RolloutConfig
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.engine import Deliver, GroupStream
 from tepo_megatron.inference.engine_api import StaleWeights
-from tepo_megatron.inference.loop import Arrivals
+from tepo_megatron.inference.loop import QueuedGroupStream
 from tepo_megatron.inference.partial import GenerationRequest, continuations, merge
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Endpoint
@@ -57,7 +57,7 @@ class RoutedSampler:
     def open(self) -> GroupStream:
         """See `Sampler.open`. Requests are routed and retried as in `generate`."""
         self._require_service()
-        return Arrivals(self._pool.loop, self._generate)
+        return QueuedGroupStream(self._pool.loop, self._generate)
 
     async def sample(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `Sampler.sample`: one request, routed and retried like those of `generate`, with the same errors.
@@ -111,7 +111,7 @@ class RoutedSampler:
         """Return the requested samples, all from one server. Retries on other servers."""
         avoid: Endpoint | None = None
         for attempt in range(1, ATTEMPTS + 1):
-            member, life = await self._free(avoid)
+            member, incarnation = await self._free(avoid)
             with _occupied(member.endpoint):
                 try:
                     rollouts = await member.endpoint.generate(asks)
@@ -120,11 +120,11 @@ class RoutedSampler:
                 except RequestFailed as e:
                     if e.refused:
                         raise RolloutError(f"{member.endpoint.name} {e.what}") from None
-                    error = await member.failed(life, e)
+                    error = await member.failed(incarnation, e)
                 except RolloutError as e:
                     error = e
                     if isinstance(e, StaleWeights):
-                        life.end(e)
+                        incarnation.end(e)
                 finally:
                     await self._pool.notify()
             avoid = member.endpoint

@@ -42,7 +42,7 @@ def status_of(member: ServerSlot[Endpoint]) -> ServerStatus:
         up=member.up,
         running=endpoint.running,
         lost=member.lost,
-        restarts=member.again,
+        restarts=member.restart_count,
         version=endpoint.version,
         in_flight=endpoint.in_flight,
     )

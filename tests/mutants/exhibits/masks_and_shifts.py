@@ -99,7 +99,7 @@ EXHIBITS = (
             "right, and the gate compares the rest only."
         ),
         symbol="merge",
-        old="response_mask_L=torch.cat([cut.response_mask_L, end.response_mask_L[begun:]]),",
+        old="response_mask_L=torch.cat([aborted.response_mask_L, end.response_mask_L[begun:]]),",
         new="response_mask_L=end.response_mask_L,",
         tests=("tests/unit/rollout/test_fleet.py::test_what_is_under_way_when_new_weights_come",),
     ),

@@ -17,7 +17,7 @@ from benchmarks import results
 from benchmarks._token_stats_peers import FORMS, plain_formula
 from benchmarks.gpu.check import command, lines, report, run_kernels, worlds
 from benchmarks.gpu.check.lines import Check, Skip
-from benchmarks.gpu.check.parts import FP8, LAYOUTS, PARTS, Part, limit, line_names, selected
+from benchmarks.gpu.check.parts import FP8, LAYOUTS, PARTS, CheckPart, limit, line_names, selected
 from benchmarks.gpu.check.pytests import outcomes, run_files
 from tepo_megatron.actor import precision
 from tests.parallel import cases
@@ -104,7 +104,9 @@ def test_a_part_that_takes_too_long_is_cut_off_and_keeps_its_lines(tmp_path: Pat
 def test_a_layout_that_fails_leaves_the_others(tmp_path: Path) -> None:
     """Two key-value heads are not split over 3 ranks: that job fails with the rank's reason, and the next one trains."""
     here, case = Check("cpu", tmp_path, tmp_path / "lines", 60.0), cases.make_case(tmp_path, tied=True)
-    worlds.train(here, [worlds.Job(name, case, {"tp": tp}, "fp32", {}) for name, tp in (("a", 3), ("b", 1))], staged=True)
+    worlds.train(
+        here, [worlds.TrainingJob(name, case, {"tp": tp}, "fp32", {}) for name, tp in (("a", 3), ("b", 1))], staged=True
+    )
     a, b = lines.read(here.file)
     assert (a["name"], a["status"]) == ("a", "failed") and "a rank failed" in a["why"] and "3" in a["why"]
     assert (b["name"], b["status"]) == ("b", "passed") and b["value"] < 1e-5
@@ -152,7 +154,7 @@ def test_what_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     statuses = {line["name"]: line["status"] for line in lines.read(here.file)}
     assert statuses["error: output layer, logits kept"] == "failed" and statuses["statistics: time"] == "measured"
     assert report.status_of(lines.read(here.file)) == "failed"
-    dead = Part("kernel", "No module has this name", 30.0, ("a line",))
+    dead = CheckPart("kernel", "No module has this name", 30.0, ("a line",))
     monkeypatch.setattr(command, "selected", lambda words: ("cpu", (dead,)))
     monkeypatch.setattr(report, "PARTS", (dead,))
     assert command.main(["--out", str(tmp_path / "out")]) == 1

@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron.config import DataConfig
-from tepo_megatron.data import Loaded, load_prompts, load_tokenizer
+from tepo_megatron.data import LoadedPrompts, load_prompts, load_tokenizer
 from tepo_megatron.errors import CheckpointError, DataError
 from tests.datasets import character_tokenizer, write
 
@@ -21,7 +21,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return character_tokenizer()
 
 
-def load(path: Path | str, tokenizer: PreTrainedTokenizerFast, **data: Any) -> Loaded:
+def load(path: Path | str, tokenizer: PreTrainedTokenizerFast, **data: Any) -> LoadedPrompts:
     """One set, read as the config says."""
     cfg = DataConfig(train=str(path), **{"max_prompt_tokens": 64, **data})
     return load_prompts(cfg.sets[0], cfg, tokenizer)
@@ -241,7 +241,7 @@ def test_answers_that_the_grader_cannot_read_are_named(tmp_path: Path, tokenizer
         asked.extend(golds)
         return {r"\frac{1": "bad_gold", "8": "timeout"}, 1
 
-    def load_with(what: str) -> Loaded:
+    def load_with(what: str) -> LoadedPrompts:
         cfg = DataConfig(train=str(path), check_answers=what)  # type: ignore[arg-type]
         return load_prompts(cfg.sets[0], cfg, tokenizer, try_golds)
 

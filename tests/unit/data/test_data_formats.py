@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tepo_megatron.config import DataConfig
-from tepo_megatron.data import Loaded, load_prompts
+from tepo_megatron.data import LoadedPrompts, load_prompts
 from tepo_megatron.errors import DataError
 from tests.datasets import character_tokenizer, write
 
@@ -32,7 +32,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return character_tokenizer()
 
 
-def load(path: Path | str, tokenizer: PreTrainedTokenizerFast, **data: Any) -> Loaded:
+def load(path: Path | str, tokenizer: PreTrainedTokenizerFast, **data: Any) -> LoadedPrompts:
     cfg = DataConfig(train=str(path), **data)
     return load_prompts(cfg.sets[0], cfg, tokenizer)
 

@@ -20,7 +20,7 @@ from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.problems import load_benchmarks
 from tepo_megatron.evaluation.published import COLUMNS, MODELS, PUBLISHED, rows_of
 from tepo_megatron.evaluation.results import compare, over_benchmarks, over_samples, result
-from tepo_megatron.evaluation.samples import Sample, read_samples, to_lines
+from tepo_megatron.evaluation.samples import BenchmarkSample, read_samples, to_lines
 from tests.tiny import char_tokenizer
 
 STAND_INS = Path("tests/problems")
@@ -31,8 +31,10 @@ def settings(**fields: Any) -> EvaluationConfig:
     return EvaluationConfig(**{"benchmarks": list(BENCHMARKS), "benchmark_folder": str(STAND_INS)} | fields)
 
 
-def sample(problem: int, k: int, right: bool, **fields: Any) -> Sample:
-    made = Sample(problem, k, float(right), "exact" if right else "wrong", "1" if right else "2", "1", 10, "stop", "...")
+def sample(problem: int, k: int, right: bool, **fields: Any) -> BenchmarkSample:
+    made = BenchmarkSample(
+        problem, k, float(right), "exact" if right else "wrong", "1" if right else "2", "1", 10, "stop", "..."
+    )
     return dataclasses.replace(made, **fields)
 
 

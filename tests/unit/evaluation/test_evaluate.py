@@ -15,7 +15,7 @@ from tepo_megatron.config import Config
 from tepo_megatron.errors import CheckpointError, ConfigError, DataError
 from tepo_megatron.evaluation.benchmarks import BENCHMARKS
 from tepo_megatron.evaluation.checkpoint import hf_model
-from tepo_megatron.evaluation.command import Request, run, settings
+from tepo_megatron.evaluation.command import EvaluationRequest, run, settings
 from tepo_megatron.evaluation.folder import read_record
 from tepo_megatron.evaluation.results import result
 from tepo_megatron.evaluation.samples import read_samples
@@ -41,9 +41,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def request(model: Path, out: Path, *, against: Path | None = None, config: str | None = None, **words: Any) -> Request:
+def request(
+    model: Path, out: Path, *, against: Path | None = None, config: str | None = None, **words: Any
+) -> EvaluationRequest:
     pairs = WORDS | {key.replace("__", "."): str(value) for key, value in words.items()}
-    return Request(model, config, [w for k, v in pairs.items() for w in (f"--{k}", v)], out, against, "auto")
+    return EvaluationRequest(model, config, [w for k, v in pairs.items() for w in (f"--{k}", v)], out, against, "auto")
 
 
 class Engines:

@@ -8,7 +8,7 @@ import torch
 
 from tepo_megatron.losses import OBJECTIVES, Objective
 from tepo_megatron.losses.ratio import sequence_ratio
-from tepo_megatron.losses.surrogate import SURROGATES, Bounds
+from tepo_megatron.losses.surrogate import SURROGATES, ClipBounds
 from tests.objective_cases import Batch, draw, inputs_of, ours
 from tests.reference.parts import Response
 
@@ -37,7 +37,7 @@ def test_both_forms_of_the_sequence_ratio_have_one_gradient(surrogate: str) -> N
     for constant_factors in (True, False):
         x = batch.logprob.clone().requires_grad_()
         ratio = sequence_ratio(x - inputs.old_logprob_R, inputs.segments, constant_factors)
-        bounds = Bounds(objective.clip_low, objective.clip_high)
+        bounds = ClipBounds(objective.clip_low, objective.clip_high)
         value, _ = SURROGATES[surrogate](ratio, x, inputs.advantage_R, bounds)
         value.sum().backward()
         grads.append(x.grad)

@@ -60,11 +60,11 @@ def test_several_turns_in_one_sequence() -> None:
     spare=st.integers(0, 50),
 )
 def test_sequences_within_the_token_capacity_fit_with_all_padding(lengths: list[int], cp: int, total: int, spare: int) -> None:
-    """`Alignment.room` counts sequences padded one by one; the padding of the total never exceeds max_tokens."""
+    """`Alignment.capacity` counts sequences padded one by one; the padding of the total never exceeds max_tokens."""
     alignment = Alignment(cp=cp, total=total)
     each = sum(alignment.padded_one(n) for n in lengths)
-    max_tokens = each + spare
-    if each <= alignment.room(max_tokens):
+    max_tokens = max(each + spare, alignment.step)
+    if each <= alignment.capacity(max_tokens):
         assert each <= sum(alignment.padded(lengths)) <= max_tokens
     else:  # the padding of the total does not fit
         assert sum(alignment.padded(lengths)) > max_tokens

@@ -16,14 +16,14 @@ from tepo_megatron.errors import DataError
 from tepo_megatron.observability.sinks import read_metrics
 from tepo_megatron.report import Curves, Summary, read_run, write_report
 from tepo_megatron.report.picture import write_picture
-from tepo_megatron.report.run import Run, facts
+from tepo_megatron.report.run import RunRecord, facts
 from tests.marks import slow_but
 from tests.report_runs import SUMMARY, measured, records, write_run
 
 
 def drawn(folder: Path, summary: Summary | None = None) -> Figure:
     with matplotlib.rc_context(report.STYLE):
-        return report.draw(Run(folder, load_config(folder / "config.yaml"), Curves(read_metrics(folder)), summary))
+        return report.draw(RunRecord(folder, load_config(folder / "config.yaml"), Curves(read_metrics(folder)), summary))
 
 
 def texts(figure: Figure) -> str:
@@ -36,7 +36,7 @@ def test_the_picture_of_a_finished_run(tmp_path: Path) -> None:
     path = write_report(tmp_path)
     assert path == tmp_path / "report.html"
     page = path.read_text()
-    assert page.startswith("<!doctype html>") and "rollout.record=true keeps what each step learns from" in page
+    assert page.startswith("<!doctype html>") and "rollout.record=true keeps the rollouts of each step" in page
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "config.yaml", "metrics.jsonl", "report.html", "report.png", "summary.json",

@@ -180,7 +180,7 @@ def test_a_function_that_hangs_or_dies_costs_its_sample_only(functions: str) -> 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fails", r"functions\.py:fails failed: ZeroDivisionError: .* at .*functions\.py:11; mend it"),
+        ("fails", r"functions\.py:fails failed: ZeroDivisionError: .* at .*functions\.py:11; fix it"),
         ("leaves", r"failed: SystemExit: 3"),
         ("text", r"failed: ValueError: could not convert"),
         ("infinite", r"failed: it returned inf, which is not finite"),

@@ -180,7 +180,7 @@ def test_groups_under_way_go_on_for_the_next_step_and_count_as_its_own() -> None
     assert [r.policy_version for r in second[::2]] == [0, 0, 1, 1]
     assert metrics.means()["rollout/staleness"] == 0.5 and metrics.means()["rollout/stale_groups"] == 0
 
-    collect.give_up()
+    collect.cancel()
     assert [p.id for p in prompts.take(3)] == [6, 7, 10]
 
 

@@ -39,7 +39,7 @@ CALCULATOR = "examples/tools/calculator.py:calculator"
 TOKENIZER = build_tokenizer()
 PROMPTS = [Prompt(id=10 + i, token_ids=(4, 5, 6)[: 1 + i % 3], answer=str(i)) for i in range(12)]
 SAMPLING = SamplingParams(samples=3, max_tokens=20)
-HEADER = "import asyncio\nfrom tepo_megatron.rollout.conversation import Conversation, OutOfRoom\n"
+HEADER = "import asyncio\nfrom tepo_megatron.rollout.conversation import Conversation, OutOfTokens\n"
 TWO_TURNS = """
 async def agent(conversation: Conversation) -> None:
     await conversation.generate(max_tokens=3)
@@ -135,12 +135,12 @@ def test_the_token_limit_is_that_of_the_whole_sample(tmp_path: Path) -> None:
 def test_a_function_may_read_the_remaining_tokens_and_branch(tmp_path: Path) -> None:
     body = """
 await conversation.generate(max_tokens=4)
-assert conversation.room == 6 and conversation.turns == 1 and conversation.token_ids == (4, 5, 2, 3, 4, 5)
+assert conversation.tokens_left == 6 and conversation.turns == 1 and conversation.token_ids == (4, 5, 2, 3, 4, 5)
 try:
     conversation.append([9] * 6)
-except OutOfRoom:
+except OutOfTokens:
     conversation.append("7")
-assert conversation.room == 5
+assert conversation.tokens_left == 5
 turn = await conversation.generate()
 assert turn.stop_reason == "stop" and conversation.text == conversation.decode(conversation.token_ids[2:])"""
 
@@ -192,12 +192,12 @@ def test_a_run_samples_through_its_function_if_it_has_one(tmp_path: Path) -> Non
         ("return await conversation.generate()", r"returned Turn\(.*it must return nothing"),
         ("await conversation.generate(max_tokens=0)", r"ValueError: max_tokens=0 must be at least 1"),
         ("conversation.append([9.5])", "TypeError"),
-        ("await asyncio.gather(conversation.generate(), conversation.generate())", "RuntimeError: a turn is still under way"),
+        ("await asyncio.gather(conversation.generate(), conversation.generate())", "RuntimeError: a turn is still running"),
         ("conversation.generate()\nawait asyncio.sleep(0)", "before the model wrote anything"),
         (
             "await conversation.generate(max_tokens=1)\n"
             "tasks = asyncio.create_task(conversation.generate())\nawait asyncio.sleep(0)",
-            "returned too early: a turn is still under way",
+            "returned too early: a turn is still running",
         ),
     ],
 )
@@ -235,7 +235,7 @@ def test_a_sample_is_made_again_when_the_weights_change_between_its_turns(tmp_pa
     engine.write, seeds = write, []
     with custom(engine, written(tmp_path, TWO_TURNS)) as made:
         (rollout,) = made.generate(PROMPTS[:1], SamplingParams(1, 1.0, 20), seed=0)
-        again = "prompt 10: version 4 of the weights wrote on after version 3; sample 0 is made anew"
+        again = "prompt 10: version 4 of the weights wrote on after version 3; sample 0 is made again"
         assert made.take_events() == [again] and made.take_events() == []
     assert rollout.policy_version == 4 and rollout.response_length == 7
     assert len(seeds) == 4 and seeds[:2] == seeds[2:] and seeds[0] != seeds[1]

@@ -19,7 +19,7 @@ from tepo_megatron.config import Config, ServerConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError, DataError, RolloutError
 from tepo_megatron.inference.engine_api import LaunchSpec
-from tepo_megatron.inference.partial import ABORTED, merge, rest
+from tepo_megatron.inference.partial import ABORTED, continuation, merge
 from tepo_megatron.inference.samples import checked_rollout
 from tepo_megatron.inference.sglang import SglangApi, generate_request, parse_generated
 from tepo_megatron.inference.vllm import VllmApi, parse_completion
@@ -120,7 +120,7 @@ def test_a_response_that_new_weights_interrupt_has_the_experts_of_the_last_ones(
     sampling = replace(SAMPLING, max_tokens=4, stop_token_ids=())
     cut = checked_rollout(PROMPT, [8, 9], [-0.5, -0.5], ABORTED, sampling, 1, torch.from_numpy(GIVEN % 300))
     assert cut.experts_LKT is None
-    ask = rest(cut, PROMPT, sampling, 0)
+    ask = continuation(cut, PROMPT, sampling, 0)
     given = torch.arange(6 * 3 * 2).view(6, 3, 2)
     end = checked_rollout(ask.prompt, [10, 11], [-0.5, -0.5], "length", ask.sampling, 2, given)
     cut, end = (replace(r, servers=((0, name),)) for r, name in ((cut, "a"), (end, "b")))

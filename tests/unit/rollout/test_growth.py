@@ -71,12 +71,12 @@ def test_what_did_not_change_is_not_left_out_for_one_that_was_restarted(tmp_path
         step(two, 0)
         two.begin_update(1)
         assert two.base == 0
-        two.keep(["a"])
+        two.keep_unchanged(["a"])
         two.finish_update()
         two.generate(PROMPTS, SAMPLING, seed=7)
         behave(two, 1, grow=2 * MIB)
         two.begin_update(2)
-        assert two.base is None and len(two.takers) == 2
+        assert two.base is None and len(two.recipients) == 2
         two.finish_update()
         assert served(two) == [2, 2] and two.restarts == 1
 

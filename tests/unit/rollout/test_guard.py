@@ -152,7 +152,7 @@ LOOKING = """
 import os, subprocess, sys, time
 from pathlib import Path
 from tepo_megatron.inference.servers import guard
-segments = guard.Segments(Path(sys.argv[1]))
+segments = guard.SharedMemorySegments(Path(sys.argv[1]))
 server = subprocess.Popen([sys.executable, "-S", "-c", sys.argv[2]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 deadline = time.monotonic() + guard.SETTLE_SECONDS + 0.5
 while time.monotonic() < deadline:

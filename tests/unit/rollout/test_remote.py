@@ -31,7 +31,7 @@ from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.servers import slot
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer, url_of
-from tepo_megatron.inference.servers.rendezvous import Record, Rendezvous, fingerprint
+from tepo_megatron.inference.servers.rendezvous import Rendezvous, ServerRecord, fingerprint
 from tepo_megatron.inference.servers.server_key import KEY_FILE, KEY_VARIABLE
 from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids, until
@@ -70,8 +70,8 @@ def trainer(
         yield fleet
 
 
-def record_of(folder: Path, url: str, **change: Any) -> Record:
-    record = Record(
+def record_of(folder: Path, url: str, **change: Any) -> ServerRecord:
+    record = ServerRecord(
         engine="vllm", engine_version="1.0", url=url, run="r", tp=1, model=fingerprint(model_in(folder)), max_model_len=64,
         precision="fp32", host="there", pid=7, start="0", log="there.log",
     )  # fmt: skip
@@ -86,7 +86,7 @@ class Serving:
     rendezvous: Rendezvous
     log: Path
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[ServerRecord]:
         return self.rendezvous.records()
 
     def processes(self) -> list[psutil.Process]:
@@ -155,7 +155,7 @@ def killed_trainer(folder: Path, settings: dict[str, Any], after: str) -> None:
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
-def server_process(serving: Serving, record: Record) -> psutil.Process:
+def server_process(serving: Serving, record: ServerRecord) -> psutil.Process:
     """The first process of the server with this record."""
     port = record.url.rpartition(":")[2]
     return next(psutil.Process(pid) for pid, line in serving.lines().items() if "tests.scripted_server" in line
@@ -240,7 +240,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     folder = tmp_path_factory.mktemp("one")
     server = LocalServer("it", ScriptedApi(), ServerConfig(), launch_of(folder, host="127.0.0.2"), folder / "log", KEY)
     server.launch()
-    yield folder, asyncio.run(server.reached()).url
+    yield folder, asyncio.run(server.wait_ready()).url
     server.stop()
     server.forget()
 
@@ -264,7 +264,7 @@ def test_a_servers_port_is_nobody_elses_until_it_listens_there(tmp_path: Path) -
         with socket.socket() as other, pytest.raises(OSError, match="in use"):  # its process has hardly begun
             other.bind(("127.0.0.1", port))
         assert len(open_sockets() - before) == 1  # holds the port
-        assert asyncio.run(server.reached()) == server.address
+        assert asyncio.run(server.wait_ready()) == server.address
         assert open_sockets() <= before
     finally:
         server.stop()

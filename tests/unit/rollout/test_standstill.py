@@ -15,7 +15,7 @@ import pytest
 
 from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers.fleet import Fleet
-from tepo_megatron.inference.servers.lease import keeper_name, this_host
+from tepo_megatron.inference.servers.lease import service_name, this_host
 from tepo_megatron.inference.servers.quiesce import Quiesce
 from tepo_megatron.inference.servers.rendezvous import Rendezvous
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, behave, ids, until
@@ -160,10 +160,10 @@ def test_what_a_killed_keeper_left_behind_is_removed_by_the_next(tmp_path: Path)
     killed = subprocess.Popen([sys.executable, "-c", ""])
     killed.wait()
     gone = record_of(tmp_path, "http://here:1", host=this_host(), pid=killed.pid)
-    rendezvous.leases.register(gone.keeper)
+    rendezvous.leases.register(gone.service)
     rendezvous.publish(gone)
     rendezvous.leases.take("runs/a", [gone.start])
-    me = keeper_name(this_host(), os.getpid())
+    me = service_name(this_host(), os.getpid())
     rendezvous.clear_killed()
     rendezvous.leases.register(me)
     assert (
@@ -174,7 +174,7 @@ def test_what_a_killed_keeper_left_behind_is_removed_by_the_next(tmp_path: Path)
     assert rendezvous.leases.current() is not None
     for keeper in (me, "elsewhere-1"):
         rendezvous.leases.deregister(keeper)
-    assert list(tmp_path.glob("*.keeper")) == [] and not (tmp_path / "turn").exists()
+    assert list(tmp_path.glob("*.service")) == [] and not (tmp_path / "lease").exists()
 
 
 def test_who_does_not_answer_is_named(tmp_path: Path) -> None:
@@ -182,7 +182,9 @@ def test_who_does_not_answer_is_named(tmp_path: Path) -> None:
     for keeper in ("there-7", "elsewhere-8"):
         rendezvous.leases.register(keeper)
     standstill = Quiesce(rendezvous.leases, "runs/a", list, seconds=0.3)
-    with pytest.raises(RolloutError, match=r"elsewhere-8, there-7 \(host .* remove elsewhere-8\.keeper, there-7\.keeper there"):
+    with pytest.raises(
+        RolloutError, match=r"elsewhere-8, there-7 \(host .* remove elsewhere-8\.service, there-7\.service there"
+    ):
         asyncio.run(standstill.reach())
     rendezvous.leases.deregister("elsewhere-8")
 

@@ -104,7 +104,7 @@ def test_tensors_stay_only_where_all_servers_have_the_same_version(tmp_path: Pat
         for version, base, names in ((1, INITIAL_VERSION, []), (2, 1, ["kept"])):
             two.begin_update(version)
             assert two.base == base
-            two.keep(names)
+            two.keep_unchanged(names)
             two.finish_update()
             said = {"version": version, "base": base, "names": names}
             assert [about(two, i)["kept"] for i in range(2)] == [said, said]
@@ -112,7 +112,7 @@ def test_tensors_stay_only_where_all_servers_have_the_same_version(tmp_path: Pat
         until(lambda: two.needs_weights)
         two.begin_update(3)
         assert two.base is None  # one of them has what it was started with
-        two.keep([])
+        two.keep_unchanged([])
         behave(two, 0, refuse=True, at="/keep")
         with pytest.raises(SyncError, match="server 0 answered /keep with 500"):
-            two.keep([])
+            two.keep_unchanged([])
