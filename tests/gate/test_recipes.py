@@ -94,7 +94,7 @@ def _is_first_of_its_kind(plans: list[recipes.JobPlan], number: int) -> bool:
     """Return whether no earlier job delivers weights in the same way: jobs of several objectives differ in nothing else."""
 
     def kind(job: recipes.JobPlan) -> tuple[object, ...]:
-        return job.family, job.cfg.rollout.colocate, job.cfg.sync.transport
+        return job.family, job.cfg.rollout.colocate, job.cfg.sync.transport.type
 
     return all(kind(other) != kind(plans[number]) for other in plans[:number])
 

@@ -107,7 +107,8 @@ def test_what_is_sent_is_what_the_export_writes(exported: Path, tmp_path: Path, 
     folder = exported
     cfg = cases.run_config(folder / "hf", ROUNDS[layout])
     way = "shm" if transport == "relay" else transport
-    sync = replace(cfg.sync, bucket_mib=1, transport=way, quantize="fp8", verify_every=1, timeout_seconds=20)
+    settings = {"type": way} | ({"timeout_seconds": 20} if way == "group" else {})
+    sync = replace(cfg.sync, bucket_mib=1, transport=settings, quantize="fp8", verify_every=1)
     if transport == "group":
         (folder / "got").mkdir(exist_ok=True)
         ranks = run_world(2, broadcast, cfg, sync, folder, timeout=120)

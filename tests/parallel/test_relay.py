@@ -176,7 +176,7 @@ FAULTS = {
     "full": rf"CheckpointError: (rank 1: )?{HERE}: .*cannot be written .*No space left on device.*sync\.bucket_mib",
     "damaged": rf"SyncError: (rank 1: )?{HERE}: tensor .* was damaged on its way",
     "refused": r"SyncError: (rank 0: )?the server does not like them",
-    "no memory": rf"ConfigError: (rank 1: )?.*/none {HERE}: No such file.*set sync\.folder",
+    "no memory": rf"ConfigError: (rank 1: )?.*/none {HERE}: No such file.*set sync\.transport\.folder",
     "read-only": rf"CheckpointError: (rank 1: )?/proc/tepo-sync-\w+ {HERE}: cannot be made",
 }
 

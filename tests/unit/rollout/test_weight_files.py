@@ -55,7 +55,7 @@ def test_files_that_are_not_the_model_are_refused(fault: str, apart: bool, tmp_p
 
 def test_a_file_of_another_machine_is_named_with_this_one(tmp_path: Path) -> None:
     saved(tmp_path / "model", MODEL)
-    with pytest.raises(ValueError, match=rf"/none is not seen on {socket.gethostname()}: .* set sync\.folder"):
+    with pytest.raises(ValueError, match=rf"/none is not seen on {socket.gethostname()}: .* set sync\.transport\.folder"):
         received(tmp_path / "model", [str(tmp_path / "none")])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.config import SyncConfig
+from tepo_megatron.config import ShmTransportConfig, SyncConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.weight_sync import rendezvous
 from tepo_megatron.weight_sync.broadcast_group import crc32
@@ -70,9 +70,9 @@ def test_a_file_for_another_machine_has_its_name_once_it_is_complete(tmp_path: P
 def test_ranks_of_several_machines_need_a_folder_that_all_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"only 2 of 4 are here; set sync\.folder"):
+    with pytest.raises(ConfigError, match=r"only 2 of 4 are here; set sync\.transport\.folder"):
         check_one_host(SyncConfig(), servers_with_ranks=False)
-    check_one_host(SyncConfig(folder="/shared"), servers_with_ranks=False)
+    check_one_host(SyncConfig(transport=ShmTransportConfig(folder="/shared")), servers_with_ranks=False)
 
 
 def test_a_shared_folder_works_without_locks_and_is_named_where_it_cannot_be_made(
@@ -88,7 +88,7 @@ def test_a_shared_folder_works_without_locks_and_is_named_where_it_cannot_be_mad
     os.close(file)
     os.close(other)
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"sync\.folder=.*: cannot be made"):
+    with pytest.raises(ConfigError, match=r"sync\.transport\.folder=.*: cannot be made"):
         make_folder(str(tmp_path / "file" / "folder"))
 
 
@@ -135,9 +135,12 @@ def test_a_tied_output_layer_takes_no_space() -> None:
 def test_only_files_need_all_ranks_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setenv("WORLD_SIZE", "16")
-    for reaching in (SyncConfig(transport="group"), SyncConfig(folder="shared")):
+    for reaching in (SyncConfig(transport="group"), SyncConfig(transport=ShmTransportConfig(folder="shared"))):
         check_one_host(reaching, servers_with_ranks=False)
-    with pytest.raises(ConfigError, match=r"without sync\.folder needs .* only 8 of 16 are here; set sync\.folder .*=group"):
+    with pytest.raises(
+        ConfigError,
+        match=r"without sync\.transport\.folder needs .* only 8 of 16 are here; set sync\.transport\.folder .*=group",
+    ):
         check_one_host(SyncConfig(), servers_with_ranks=False)
     check_one_host(SyncConfig(), servers_with_ranks=True)
     with pytest.raises(ConfigError, match=r"sync\.transport=ipc needs all ranks on one machine, .*use sync\.transport=group"):
@@ -158,7 +161,7 @@ def test_a_machine_is_who_sees_the_same_shared_memory(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("a")
     a, b, link = (memory_identity(tmp_path / name) for name in ("a", "b", "link"))
     assert a == link and a != b
-    with pytest.raises(ConfigError, match=r"/none on .*: No such file or directory; .*set sync\.folder"):
+    with pytest.raises(ConfigError, match=r"/none on .*: No such file or directory; .*set sync\.transport\.folder"):
         memory_identity(tmp_path / "none")
 
 
