@@ -54,7 +54,7 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
     """
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.actor.offload import ON_CUDA, Offloader, optimizer_tensors
-    from tepo_megatron.checkpoint.state import written
+    from tepo_megatron.checkpoint.state import saved_slices
     from tepo_megatron.checkpoint.tensors import HostCopy
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
@@ -67,7 +67,7 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
     actor.load()
     actor.keep_reference()
     assert actor.reference is not None
-    copied, boxes = HostCopy(), list(written(actor))
+    copied, boxes = HostCopy(), list(saved_slices(actor))
     copied.take(boxes)
     buffers = [b for chunk in actor.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weights = {b.param_data.untyped_storage()._cdata: b.param_data.untyped_storage() for b in buffers}
