@@ -36,7 +36,7 @@ class ScriptedApi:
     def environment(self, cfg: ServerConfig, launch: LaunchSpec, inherited: Mapping[str, str], key: str) -> dict[str, str]:
         return {**inherited, KEY: key, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
 
-    async def about(self, send: Send) -> ServerInfo:
+    async def server_info(self, send: Send) -> ServerInfo:
         return ServerInfo("1.0", served_label((await send("GET", "/about", None))["version"]), max_model_len=64)
 
     async def prepare(self, send: Send) -> None: ...

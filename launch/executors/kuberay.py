@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from launch import checks, jobs, scripts
 from launch.executors.lazy import imported
-from launch.jobs import SubmittedJob, ends, submitted
+from launch.jobs import SubmittedJob, log_tails, submitted
 from launch.layout import Layout
 from launch.profile import Cluster
 from launch.ray_plan import STARTS, RayJob
@@ -104,9 +104,9 @@ def logs(job: SubmittedJob, folder: Path, lines: int) -> str:
         folder: Its folder.
         lines: Number of lines of each log.
     """
-    paths = sorted(jobs.home_of(folder).glob(f"*-{job.id.rpartition('-')[2]}.log"))
+    paths = sorted(jobs.launch_folder(folder).glob(f"*-{job.id.rpartition('-')[2]}.log"))
     printed = "" if paths else _client().submitter_output(job.id, lines)
-    return printed or ends(folder, paths, lines)
+    return printed or log_tails(folder, paths, lines)
 
 
 def cancel(job: SubmittedJob) -> str:

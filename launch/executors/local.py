@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launch import checks, jobs, scripts
 from launch.executors.lazy import submission
-from launch.jobs import SubmittedJob, ends
+from launch.jobs import SubmittedJob, log_tails
 from launch.layout import Layout
 from launch.profile import Cluster
 from tepo_megatron.config import Config
@@ -65,8 +65,8 @@ def state(job: SubmittedJob) -> str:
 
 def logs(job: SubmittedJob, folder: Path, lines: int) -> str:
     # If the clock was set back, this may be an earlier launch. That is harmless, because the result is only displayed.
-    newest = max(jobs.home_of(folder).glob("experiments/*/*"), key=lambda path: path.stat().st_mtime)
-    return ends(folder, sorted(newest.rglob("combined.log")), lines)
+    newest = max(jobs.launch_folder(folder).glob("experiments/*/*"), key=lambda path: path.stat().st_mtime)
+    return log_tails(folder, sorted(newest.rglob("combined.log")), lines)
 
 
 def cancel(job: SubmittedJob) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from launch import checks, jobs, scripts
 from launch.executors.lazy import submission
-from launch.jobs import SubmittedJob, ends, submitted
+from launch.jobs import SubmittedJob, log_tails, submitted
 from launch.layout import Layout
 from launch.profile import Cluster
 from launch.sections import SlurmConfig
@@ -45,7 +45,7 @@ def training(cfg: Config, cluster: Cluster, layout: Layout, after: str | None) -
     assert cluster.slurm is not None, "checked before"
     resumes = not cfg.rollout.only  # rollout.only keeps no checkpoints
     tasks = scripts.training(cfg, cluster, layout, Path.cwd(), _STARTS)
-    setup = batch_setup(cfg, cluster.slurm, jobs.home_of(cfg.run_dir)) if resumes and cluster.slurm.restarts else ""
+    setup = batch_setup(cfg, cluster.slurm, jobs.launch_folder(cfg.run_dir)) if resumes and cluster.slurm.restarts else ""
     return submission(cfg.run_dir, tasks, cluster, after, setup, requeued=resumes)
 
 
@@ -76,7 +76,7 @@ def state(job: SubmittedJob) -> str:
 
 
 def logs(job: SubmittedJob, folder: Path, lines: int) -> str:
-    return ends(folder, sorted(jobs.home_of(folder).glob(f"*-{job.id}.log")), lines)
+    return log_tails(folder, sorted(jobs.launch_folder(folder).glob(f"*-{job.id}.log")), lines)
 
 
 def cancel(job: SubmittedJob) -> str:

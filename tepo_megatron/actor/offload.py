@@ -90,7 +90,7 @@ class Offloader:
         for part in parts:
             for away in self._away[part]:
                 away.storage.resize_(0)
-        memory.give_back(self._device)
+        memory.release_cached_memory(self._device)
 
     @torch.no_grad()
     def restore(self, parts: Iterable[Part]) -> None:

@@ -70,7 +70,7 @@ def tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
             yield from (state[name] for name in _MOMENTS if name in state)
 
 
-def count(optimizer: MegatronOptimizer) -> int:
+def adam_steps(optimizer: MegatronOptimizer) -> int:
     """Return the number of Adam steps so far."""
     counts = [0]
     for part in _parts(optimizer):
@@ -79,7 +79,7 @@ def count(optimizer: MegatronOptimizer) -> int:
     return max(counts)
 
 
-def set_count(optimizer: MegatronOptimizer, step: int) -> None:
+def set_adam_steps(optimizer: MegatronOptimizer, step: int) -> None:
     """Set the number of Adam steps so far. The moments must exist.
 
     Args:
@@ -100,7 +100,7 @@ def common_state(optimizer: MegatronOptimizer) -> dict[str, Any]:
 
     The result is empty before the first step.
     """
-    if count(optimizer) == 0:  # with torch's Adam inside, `state_dict` reads its step, which is missing then
+    if adam_steps(optimizer) == 0:  # with torch's Adam inside, `state_dict` reads its step, which is missing then
         return {}
     state = optimizer.state_dict()
     for part in state if isinstance(state, list) else [state]:

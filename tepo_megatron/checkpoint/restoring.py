@@ -18,7 +18,7 @@ from tepo_megatron.checkpoint import optimizer, rng_state
 from tepo_megatron.checkpoint.files import FileChecksum, check, read_manifest, shares
 from tepo_megatron.checkpoint.reading import SliceReader
 from tepo_megatron.checkpoint.saving import RUN
-from tepo_megatron.checkpoint.state import wanted
+from tepo_megatron.checkpoint.state import loaded_slices
 from tepo_megatron.distributed.objects import all_gather_object, broadcast_object, same_error
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError
@@ -71,7 +71,7 @@ def describe_run(step: int, actor: Actor, run_state: Mapping[str, Any]) -> bytes
         TypeError or ValueError: the run state is not JSON.
     """
     numbers = {
-        "adam_step": optimizer.count(actor.optimizer),
+        "adam_step": optimizer.adam_steps(actor.optimizer),
         "scheduler_steps": actor.scheduler.num_steps,
     }
     content = {"format": FORMAT, "step": step, "layout": describe_layout(actor), "numbers": numbers, "run": dict(run_state)}
@@ -140,7 +140,7 @@ def restore(found: FoundCheckpoint, actor: Actor, groups: ParallelDims, group: d
     """
     if (before := found.layout["vocab_size"]) != (here := actor.arch.vocab_size):
         raise CheckpointError(f"{found.path}: the vocabulary had {before} tokens and has {here}; resume with the same model")
-    shard_slices = list(wanted(actor))
+    shard_slices = list(loaded_slices(actor))
     reader = items = None
     with same_error(group, (CheckpointError,), CheckpointError):
         reader = SliceReader(found.path)
@@ -161,7 +161,7 @@ def restore(found: FoundCheckpoint, actor: Actor, groups: ParallelDims, group: d
                 "%s was saved on the layout %s; random generators start from the seed on %s",
                 found.path, found.layout, describe_layout(actor),
             )  # fmt: skip
-    optimizer.set_count(actor.optimizer, found.numbers["adam_step"])
+    optimizer.set_adam_steps(actor.optimizer, found.numbers["adam_step"])
     actor.scheduler.num_steps = 0
     actor.scheduler.step(increment=found.numbers["scheduler_steps"])  # the rates come from the current config
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tepo_megatron.actor.actor import Actor
 from tepo_megatron.checkpoint import optimizer
-from tepo_megatron.checkpoint.state import ShardSlice, objects, written
+from tepo_megatron.checkpoint.state import ShardSlice, objects, saved_slices
 
 _Places = tuple[tuple[int, int, torch.dtype], ...]
 
@@ -37,7 +37,7 @@ class ShardCache:
         self._objects: dict[str, Any] | None = None
 
     def of(self, actor: Actor) -> tuple[Sequence[ShardSlice], dict[str, Any]]:
-        """Return what `written` and `objects` return for the actor.
+        """Return what `saved_slices` and `objects` return for the actor.
 
         The shard slices are the same object as before if no tensor was replaced. The objects are deep copies, which later
         training does not change. Modules are asked for them again if any of them had or has something to give.
@@ -47,7 +47,7 @@ class ShardCache:
         places = tuple((tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in live)
         if places != self._places:
             self.shard_slices, self._objects = (), None  # so that memory of replaced tensors is freed
-            self.shard_slices = tuple(written(actor))
+            self.shard_slices = tuple(saved_slices(actor))
             known = {_storage(tensor) for tensor in live}
             # A shard slice may view other memory: zeros in the place of moments, before the first step, or a copy that a module
             # made.

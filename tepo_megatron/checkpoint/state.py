@@ -60,7 +60,7 @@ class ShardSlice:
     flexible: bool
 
 
-def written(actor: Actor) -> Iterator[ShardSlice]:
+def saved_slices(actor: Actor) -> Iterator[ShardSlice]:
     """Yield the shard slices that this rank writes; over all ranks, they hold every element of the state once.
 
     They are its range of each parameter and of the optimizer's state, and the tensors that are not trained if this rank has
@@ -81,14 +81,14 @@ def written(actor: Actor) -> Iterator[ShardSlice]:
 def objects(actor: Actor) -> dict[str, Any]:
     """Return what Megatron expects in addition to tensors, by name: the "extra state" of modules, which holds scales of fp8.
 
-    With fp32 and bf16 the extra state is empty, and `wanted` reads none of it. Megatron's own loader refuses a checkpoint
-    without it.
+    With fp32 and bf16 the extra state is empty, and `loaded_slices` reads none of it. Megatron's own loader refuses a
+    checkpoint without it.
     """
     found = (v for v in _values(actor) if isinstance(v, ShardedObject) and is_main_replica(v.replica_id))
     return {value.unique_key: value.data for value in found}
 
 
-def wanted(actor: Actor) -> Iterator[ShardSlice]:
+def loaded_slices(actor: Actor) -> Iterator[ShardSlice]:
     """Yield the shard slices that this rank reads: all its weights, and its range of the optimizer's state.
 
     The data of a shard slice are views of the actor's tensors, to be filled in place. Moments that do not exist yet are

@@ -21,7 +21,7 @@ from tepo_megatron.convert.places import carried_folder
 from tepo_megatron.convert.plan import ConversionPlan, ParameterSlot, make_plan
 from tepo_megatron.convert.progress import Advance, progress_bar
 from tepo_megatron.convert.safetensors_writer import SafetensorsWriter
-from tepo_megatron.convert.streams import CopyJob, work
+from tepo_megatron.convert.streams import CopyJob, run_queues
 from tepo_megatron.convert.world import world_of_one
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConversionError
@@ -98,7 +98,7 @@ def export_hf(checkpoint: Path, out: Path, form: ExportFormat = ExportFormat(), 
                 )
 
             try:
-                work([[job(i) for i in file] for file in files])
+                run_queues([[job(i) for i in file] for file in files])
                 writer.finish()
             finally:
                 writer.close()

@@ -14,7 +14,7 @@ from tepo_megatron.convert.dist_writer import ArchiveWriter, DistCheckpointWrite
 from tepo_megatron.convert.output import new_directory
 from tepo_megatron.convert.plan import ConversionPlan, ParameterSlot, make_plan
 from tepo_megatron.convert.progress import progress_bar
-from tepo_megatron.convert.streams import STREAMS, CopyJob, deal, work
+from tepo_megatron.convert.streams import STREAMS, CopyJob, balance, run_queues
 from tepo_megatron.convert.world import world_of_one
 from tepo_megatron.errors import ConversionError
 from tepo_megatron.weights.families import check_tokenizer, read_config
@@ -59,8 +59,8 @@ def import_hf(source: Path, out: Path) -> int:
                 for kept in plan.objects:
                     writer.streams[0].add_object(kept)
                 with without_checksums():
-                    hands = zip(deal(sizes, STREAMS), writer.streams, strict=True)
-                    work([[*(job(i, stream) for i in hand), CopyJob(stream.close)] for hand, stream in hands])
+                    shares = zip(balance(sizes, STREAMS), writer.streams, strict=True)
+                    run_queues([[*(job(i, stream) for i in share), CopyJob(stream.close)] for share, stream in shares])
                 writer.finish({})
             finally:
                 writer.close(sync=False)

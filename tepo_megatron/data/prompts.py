@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from tepo_megatron.config import DataConfig, DataSet
 from tepo_megatron.data.chat import Encoder
 from tepo_megatron.data.readers import Row, RowReader
-from tepo_megatron.data.report import DatasetReport, RowFaults, some
-from tepo_megatron.data.schemas import Messages, MissingKeyError, Schema, detect, take
+from tepo_megatron.data.report import DatasetReport, RowFaults, shorten
+from tepo_megatron.data.schemas import Messages, MissingKeyError, Schema, detect, prompt_and_answer
 from tepo_megatron.data.sources import DatasetSource
-from tepo_megatron.data.unique import DatasetRow, Deduplicator, glance_at, key_of
+from tepo_megatron.data.unique import DatasetRow, Deduplicator, key_of, raw_digest
 from tepo_megatron.errors import DataError
 from tepo_megatron.types import Prompt
 
@@ -119,11 +119,11 @@ def _items(reader: RowReader, schema: Schema, faults: RowFaults, unique: Dedupli
         if isinstance(row, DataError):
             faults.add(str(row))
             continue
-        glance = glance_at([row.get(column) for column in columns])
+        glance = raw_digest([row.get(column) for column in columns])
         if unique.is_copy(glance):
             continue
         try:
-            prompt, answer = take(row, schema)
+            prompt, answer = prompt_and_answer(row, schema)
         except DataError as e:
             fault = _missing(reader.whole(place), e, schema, first) if isinstance(e, MissingKeyError) else str(e)
             faults.add(f"{reader.where(place)}: {fault}")
@@ -154,7 +154,7 @@ def _unique(reader: RowReader, schema: Schema, cfg: DataConfig, report: DatasetR
     descriptions = [" and ".join(f"{reader.where(place)} ({answer!r})" for place, answer in rows[:3]) for rows in contradicted]
     if contradicted and not cfg.skip_bad_rows:
         raise DataError(
-            f"{report.source}: {len(contradicted)} prompts have different answers: {some(descriptions)}; correct them, or set "
+            f"{report.source}: {len(contradicted)} prompts have different answers: {shorten(descriptions)}; correct them, or set "
             "data.skip_bad_rows=true, which leaves such prompts out"
         )
     for rows, text in zip(contradicted, descriptions, strict=True):
@@ -199,7 +199,7 @@ def _tried(
     report.unsettled, report.unreadable = named(unsettled), named(unreadable)
     if unreadable and cfg.check_answers == "error":
         raise DataError(
-            f"{report.source}: {len(report.unreadable)} answers that the grader cannot read: {some(report.unreadable)}; "
+            f"{report.source}: {len(report.unreadable)} answers that the grader cannot read: {shorten(report.unreadable)}; "
             "correct them, or set data.check_answers to drop or tell"
         )
     report.dropped_unreadable = cfg.check_answers == "drop"

@@ -84,9 +84,13 @@ class DatasetReport:
         """Return further lines: dropped rows and what to fix."""
         lines = [f"{self.source}: left out: {fault}" for fault in self.faults.first]
         if self.unreadable:
-            lines.append(f"{self.source}: {len(self.unreadable)} answers that the grader cannot read: {some(self.unreadable)}")
+            lines.append(
+                f"{self.source}: {len(self.unreadable)} answers that the grader cannot read: {shorten(self.unreadable)}"
+            )
         if self.unsettled:
-            lines.append(f"{self.source}: {len(self.unsettled)} answers that the grader did not settle: {some(self.unsettled)}")
+            lines.append(
+                f"{self.source}: {len(self.unsettled)} answers that the grader did not settle: {shorten(self.unsettled)}"
+            )
         if self.untried:
             lines.append(f"{self.source}: {self.untried} answers were not tried on the grader: there was no time for more")
         if self.unboxed:
@@ -97,7 +101,7 @@ class DatasetReport:
         return lines
 
 
-def some(things: list[str]) -> str:
+def shorten(things: list[str]) -> str:
     """Return the first ten things in one string, and how many more there are."""
     more = f", and {len(things) - _MOST_NAMED} more" if len(things) > _MOST_NAMED else ""
     return ", ".join(things[:_MOST_NAMED]) + more

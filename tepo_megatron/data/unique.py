@@ -42,7 +42,7 @@ def key_of(prompt: str | Messages) -> bytes:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def glance_at(values: list[Any]) -> bytes | None:
+def raw_digest(values: list[Any]) -> bytes | None:
     """Return a digest of a row's raw values, equal for copies; None if the values cannot be serialized."""
     try:
         data = marshal.dumps(values, 2)  # version 2 has no references, which would depend on who else holds a string
@@ -61,7 +61,7 @@ class Deduplicator:
         self._others: dict[bytes, list[tuple[int, str]]] = {}  # rows with another answer than the first, by prompt
 
     def is_copy(self, glance: bytes | None) -> bool:
-        """Return whether a row with this `glance_at` digest was registered before; count the row if so."""
+        """Return whether a row with this `raw_digest` was registered before; count the row if so."""
         if glance not in self._glances:
             return False
         self.duplicates += 1
@@ -74,7 +74,7 @@ class Deduplicator:
             key: `key_of` the prompt.
             place: Place of the row.
             answer: Gold answer of the row.
-            glance: `glance_at` of the row, or None.
+            glance: `raw_digest` of the row, or None.
         """
         if glance is not None:
             self._glances.add(glance)

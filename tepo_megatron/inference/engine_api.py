@@ -105,7 +105,7 @@ class EngineApi(Protocol):
         """
         ...
 
-    async def about(self, send: Send) -> ServerInfo:
+    async def server_info(self, send: Send) -> ServerInfo:
         """Ask a healthy server to describe itself."""
         ...
 

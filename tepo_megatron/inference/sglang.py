@@ -38,7 +38,7 @@ from tepo_megatron.inference.engine_api import (
     serialize,
     served_label,
 )
-from tepo_megatron.inference.samples import RETURN_EXPERTS, checked_rollout, neutral, parsed, prompt_seed
+from tepo_megatron.inference.samples import RETURN_EXPERTS, checked_rollout, engine_sampling_params, parsed, prompt_seed
 from tepo_megatron.inference.servers.environment import devices, new_file, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -118,7 +118,7 @@ class SglangApi:
             env["TORCH_COMPILE_DISABLE"] = "1"  # else a helper is compiled at the first request
         return env
 
-    async def about(self, send: Send) -> ServerInfo:
+    async def server_info(self, send: Send) -> ServerInfo:
         """Ask for SGLang's version, the label of its weights, and the longest sequence of its model."""
         server = await send("GET", "/server_info", None)
         served = await send("GET", "/model_info", None)
@@ -230,7 +230,7 @@ def generate_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> dic
     first = prompt_seed(seed, prompt.id, sampling.samples)
     params = {
         "max_new_tokens": sampling.max_tokens,
-        **neutral(sampling),
+        **engine_sampling_params(sampling),
     }
     return {
         "input_ids": [list(prompt.token_ids)] * sampling.samples,

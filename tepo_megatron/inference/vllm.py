@@ -31,7 +31,7 @@ from tepo_megatron.inference.engine_api import (
     serialize,
     served_label,
 )
-from tepo_megatron.inference.samples import RETURN_EXPERTS, checked_rollout, neutral, parsed, prompt_seed
+from tepo_megatron.inference.samples import RETURN_EXPERTS, checked_rollout, engine_sampling_params, parsed, prompt_seed
 from tepo_megatron.inference.servers.environment import devices, on_this_machine, without_torchrun
 from tepo_megatron.inference.servers.process import LOOPBACK
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
@@ -118,7 +118,7 @@ class VllmApi:
             env["TORCH_COMPILE_DISABLE"] = "1"
         return env
 
-    async def about(self, send: Send) -> ServerInfo:
+    async def server_info(self, send: Send) -> ServerInfo:
         """Ask for vLLM's version, the label of its weights, and the longest sequence of its model."""
         version = await send("GET", "/version", None)
         served = await send("GET", "/weight_info", None)
@@ -231,7 +231,7 @@ def completion_request(prompt: Prompt, sampling: SamplingParams, seed: int) -> d
         "prompt": list(prompt.token_ids),
         "n": sampling.samples,
         "max_tokens": sampling.max_tokens,
-        **neutral(sampling),
+        **engine_sampling_params(sampling),
         "seed": prompt_seed(seed, prompt.id, sampling.samples),
         "logprobs": 0,  # only the log-prob of the sampled token
         "return_token_ids": True,

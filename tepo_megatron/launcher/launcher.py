@@ -18,7 +18,7 @@ from tepo_megatron.errors import TepoError
 from tepo_megatron.launcher.ranks import RankProcesses, first_failure, interrupted_by_signals, leave_message
 from tepo_megatron.utils.memory_kills import MemoryKills
 from tepo_megatron.utils.private import WORLD_FOLDER, make_private_folder
-from tepo_megatron.utils.processes import die_with_parent, end_later
+from tepo_megatron.utils.processes import die_with_parent, kill_later
 from tepo_megatron.utils.quiet import quiet_upstream
 from tepo_megatron.utils.storage import disk_fault, writing
 
@@ -143,5 +143,5 @@ def _end_at_once(message: str, cut_off: bool) -> NoReturn:
     """
     leave_message(message, expected=True)
     if cut_off and _AGENT in os.environ and _LAUNCHER not in os.environ:
-        end_later(os.getppid(), _AGENT_SECONDS)
+        kill_later(os.getppid(), _AGENT_SECONDS)
     os._exit(1)

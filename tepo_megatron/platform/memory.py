@@ -25,7 +25,7 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)  # the heap does not shrink
 
 
-def give_back(device: torch.device) -> None:
+def release_cached_memory(device: torch.device) -> None:
     """Return freed memory, which is kept for the next tensors, to the device.
 
     On the CPU the memory goes back to the system, for other processes.

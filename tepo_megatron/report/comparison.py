@@ -109,8 +109,8 @@ def _figures(quantity: Quantity, runs: Sequence[RunRecord]) -> tuple[str, ...]:
     if not any(quantity.key in run.curves for run in runs):
         return ()
     values = [at_end(run.curves[quantity.key]) for run in runs]
-    others = [f"{quantity.written(v)} ({quantity.written(v - values[0], sign='+')})" for v in values[1:]]
-    return (quantity.label, quantity.written(values[0]), *others)
+    others = [f"{quantity.format(v)} ({quantity.format(v - values[0], sign='+')})" for v in values[1:]]
+    return (quantity.label, quantity.format(values[0]), *others)
 
 
 def _accuracies(runs: Mapping[str, RunRecord]) -> Chart | None:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 
 from tepo_megatron.config import DataConfig
-from tepo_megatron.data.schemas import Messages, detect, take
+from tepo_megatron.data.schemas import Messages, detect, prompt_and_answer
 from tepo_megatron.data.sources import DatasetSource
 from tepo_megatron.errors import DataError
 from tepo_megatron.report.drawing import INK, PERCENT, stacked
@@ -157,7 +157,7 @@ def _rows(data: DataConfig, wanted: Collection[int]) -> dict[int, tuple[str, str
                 whole = reader.whole(place)
                 schema = detect(whole, data.prompt_key, data.answer_key)
                 if schema is not None:
-                    prompt, answer = take(whole, schema)
+                    prompt, answer = prompt_and_answer(whole, schema)
                     rows[place] = _words(prompt), answer
     except DataError:  # the dataset was moved or changed since the run
         return rows

@@ -53,7 +53,7 @@ class IpcBuffer(Protocol):
     handle: BufferHandle
     bytes: Tensor
 
-    def written(self) -> None:
+    def flush(self) -> None:
         """Return when other processes may read what was written."""
         ...
 
@@ -71,7 +71,7 @@ class HostBuffer:
         self.bytes = torch.frombuffer(mmap.mmap(self._file, nbytes), dtype=torch.uint8)
         self.handle = BufferHandle(nbytes, pid=os.getpid(), file=self._file)
 
-    def written(self) -> None:
+    def flush(self) -> None:
         """Do nothing: the readers map the same memory."""
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class DeviceBuffer:
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         self.handle = BufferHandle(nbytes, 0, 0, uuid, memory.hex(), offset)
 
-    def written(self) -> None:
+    def flush(self) -> None:
         """Wait for all kernels of this device, because readers wait for no event."""
         torch.cuda.synchronize(self._device)
 

@@ -140,7 +140,7 @@ class IpcTransport(StoredTransport):
         contents = pack(tensors, buffer.bytes, checked)
         if not contents:
             return None
-        buffer.written()
+        buffer.flush()
         bucket = Bucket(number, self._sender, contents, buffer.handle)
         return StagedBucket(bucket, bucket.checksums)
 

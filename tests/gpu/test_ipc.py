@@ -48,7 +48,7 @@ def test_buckets_are_read_where_they_lie_and_their_memory_is_free_afterwards(tmp
         for i, (name, tensor) in enumerate(model.items()):
             row = rows[i % 2]
             contents = pack([(name, tensor)], row.bytes, with_checksums=True)
-            row.written()
+            row.flush()
             receiver.stdin.write(Bucket(i, 0, contents, row.handle).to_json() + "\n")
             receiver.stdin.flush()
             there, *printed = receiver.stdout.readline().split()

@@ -110,9 +110,9 @@ def same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 def parts(actor: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
     """Return this rank's part of each whole tensor: name, whole shape, offset, values."""
-    from tepo_megatron.checkpoint.state import wanted
+    from tepo_megatron.checkpoint.state import loaded_slices
 
-    return [(b.name, b.shape, b.offset, b.data.clone()) for b in wanted(actor)]
+    return [(b.name, b.shape, b.offset, b.data.clone()) for b in loaded_slices(actor)]
 
 
 def whole(ranks: Sequence[list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]], vocab: int) -> dict[str, Tensor]:

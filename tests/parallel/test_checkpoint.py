@@ -221,7 +221,7 @@ def test_a_checkpoint_can_hold_the_model_for_transformers(case: cases.Case, tmp_
 
 
 def timed_saves(rank: int, cfg: Any, batch: Any, folder: Path) -> list[tuple[float, float]]:
-    from tepo_megatron.checkpoint.state import written
+    from tepo_megatron.checkpoint.state import saved_slices
 
     actor = w.start(cfg)
     w.update(actor, 1, batch)
@@ -229,7 +229,7 @@ def timed_saves(rank: int, cfg: Any, batch: Any, folder: Path) -> list[tuple[flo
     with w.checkpoints(folder, actor, keep_last=1) as checkpoints:
         for step in range(1, 5):
             start = time.perf_counter()
-            copies = [box.data.to("cpu", copy=True) for box in written(actor)]
+            copies = [box.data.to("cpu", copy=True) for box in saved_slices(actor)]
             copying = time.perf_counter() - start
             del copies
             start = time.perf_counter()

@@ -130,7 +130,7 @@ def test_training_goes_on_as_if_nothing_had_left(case: cases.Case, layout: str, 
 
 def _refused(rank: int, cfg: Config, batch: TrainBatch) -> list[str]:
     from tepo_megatron.actor.actor import Actor
-    from tepo_megatron.checkpoint.state import wanted, written
+    from tepo_megatron.checkpoint.state import loaded_slices, saved_slices
     from tepo_megatron.distributed import parallel
     from tepo_megatron.losses import build_objective
     from tepo_megatron.platform import activate
@@ -140,7 +140,7 @@ def _refused(rank: int, cfg: Config, batch: TrainBatch) -> list[str]:
     actor.offload()
     uses = (
         lambda: actor.update(batch, objective), lambda: actor.attach_old_stats(batch), lambda: actor.export_hf(Path("no")),
-        actor.keep_reference, lambda: list(written(actor)), lambda: list(wanted(actor)),
+        actor.keep_reference, lambda: list(saved_slices(actor)), lambda: list(loaded_slices(actor)),
     )  # fmt: skip
     refusals = []
     for use in uses:
@@ -171,7 +171,7 @@ def _resident(rank: int) -> tuple[int, int, int, int]:
     there = memory.usage(CPU).held
     buffer.untyped_storage().resize_(0)
     freed = memory.usage(CPU).held
-    memory.give_back(CPU)
+    memory.release_cached_memory(CPU)
     memory.reset_peak(CPU)
     gone = memory.usage(CPU)
     buffer.untyped_storage().resize_(64 * 2**20)

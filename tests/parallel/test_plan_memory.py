@@ -52,7 +52,7 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
     """Return the bytes of buffers, optimizer tensors and host memory after one step with zero gradients, in a forked rank."""
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.actor.offload import ON_CUDA, Offloader, optimizer_tensors
-    from tepo_megatron.checkpoint.state import written
+    from tepo_megatron.checkpoint.state import saved_slices
     from tepo_megatron.checkpoint.tensors import HostCopy
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
@@ -65,7 +65,7 @@ def built(rank: int, cfg: Config) -> dict[str, int]:
     actor.load()
     actor.keep_reference()
     assert actor.reference is not None
-    copied, shard_slices = HostCopy(), list(written(actor))
+    copied, shard_slices = HostCopy(), list(saved_slices(actor))
     copied.take(shard_slices)
     buffers = [b for chunk in actor.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weights = {b.param_data.untyped_storage()._cdata: b.param_data.untyped_storage() for b in buffers}

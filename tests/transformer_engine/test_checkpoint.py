@@ -33,14 +33,14 @@ def _content(rank: int, cfg: Config, batches: tuple[Any, ...] = ()) -> Content:
     if batches:
         cases.steps_of(actor, batches[:1])
     found: Content = {
-        "shard slices": [(b.name, b.shape, b.offset, b.data.clone()) for b in state.written(actor)],
+        "shard slices": [(b.name, b.shape, b.offset, b.data.clone()) for b in state.saved_slices(actor)],
         "objects": {name: type(value) for name, value in state.objects(actor).items()},
         "common": optimizer.common_state(actor.optimizer),
-        "count": (optimizer.count(actor.optimizer), actor.scheduler.num_steps),
+        "count": (optimizer.adam_steps(actor.optimizer), actor.scheduler.num_steps),
     }
     if batches:
         found["next"] = _next(actor, batches)
-    found["wanted"] = [(b.name, b.shape) for b in state.wanted(actor)]
+    found["wanted"] = [(b.name, b.shape) for b in state.loaded_slices(actor)]
     parallel.shutdown()
     return found
 
@@ -55,16 +55,18 @@ def _next(actor: Any, batches: tuple[Any, ...]) -> tuple[float, dict[str, torch.
     return result.metrics["actor/grad_norm"][0], weights
 
 
-def _resumed(rank: int, cfg: Config, batches: tuple[Any, ...], whole: dict[str, torch.Tensor], count: tuple[int, int]) -> Any:
+def _resumed(
+    rank: int, cfg: Config, batches: tuple[Any, ...], whole: dict[str, torch.Tensor], adam_steps: tuple[int, int]
+) -> Any:
     """The second update of a fresh actor that was given the whole tensors of a checkpoint."""
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
 
     actor = models.actor(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
-    for box in state.wanted(actor):
+    for box in state.loaded_slices(actor):
         box.data.copy_(_part(whole[box.name], box.offset, box.data.shape))
-    optimizer.set_count(actor.optimizer, count[0])
-    actor.scheduler.step(increment=count[1])
+    optimizer.set_adam_steps(actor.optimizer, adam_steps[0])
+    actor.scheduler.step(increment=adam_steps[1])
     found = _next(actor, batches)
     parallel.shutdown()
     return found

@@ -45,14 +45,14 @@ class ServerConnection:
 
     Attributes:
         client: Connection to the current start of the server; None while there is none.
-        address, about: Address and self-description since the last `ready`; None before the first.
+        address, info: Address and self-description since the last `ready`; None before the first.
     """
 
     def __init__(self, server: Server, api: EngineApi, cfg: AnyServerConfig) -> None:
         self.server, self.api, self._cfg = server, api, cfg
         self.client: Client | None = None
         self.address: ServerAddress | None = None
-        self.about: ServerInfo | None = None
+        self.info: ServerInfo | None = None
 
     @property
     def name(self) -> str:
@@ -72,9 +72,9 @@ class ServerConnection:
         client = Client(address.url, address.key, request_seconds=cfg.request_seconds, heartbeat_timeout=cfg.heartbeat_timeout)
         self.client, self.address = client, address
         try:
-            about = await self.api.about(client.send)
-            self.about = replace(about, engine_version=excerpt(about.engine_version, 60))
-            await self._greet(client, self.about)
+            info = await self.api.server_info(client.send)
+            self.info = replace(info, engine_version=excerpt(info.engine_version, 60))
+            await self._greet(client, self.info)
         except RequestFailed as e:
             raise await self.failure(e.what) from None
         except _ODD_ANSWER as e:

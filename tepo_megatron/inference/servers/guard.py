@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 
 from tepo_megatron.utils import scratch
-from tepo_megatron.utils.processes import die_with_parent, end_family, family, read_stat
+from tepo_megatron.utils.processes import die_with_parent, kill_process_tree, process_tree, read_stat
 from tepo_megatron.weight_sync.receiver.lifeline import GUARD_VARIABLE
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -71,7 +71,7 @@ class SharedMemorySegments:
     def note(self) -> None:
         """Check for segments now, and record new ones in the folder."""
         before = dict(self._found)
-        self._found |= scratch.mapped_segments(process.pid for process in family(os.getpid()))
+        self._found |= scratch.mapped_segments(process.pid for process in process_tree(os.getpid()))
         if self._folder is not None and self._found != before:
             with contextlib.suppress(OSError):  # a full disk is no reason to end a server
                 scratch.record_segments(self._folder, self._found)
@@ -134,7 +134,7 @@ def _end(server: subprocess.Popen[bytes], grace_seconds: float, segments: Shared
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(grace_seconds)
     deadline = time.monotonic() + KILLED_SECONDS
-    end_family(os.getpid(), KILLED_SECONDS)
+    kill_process_tree(os.getpid(), KILLED_SECONDS)
     code = server.wait()
     with contextlib.suppress(ChildProcessError):  # no child is left
         while time.monotonic() < deadline:

@@ -22,7 +22,7 @@ from tepo_megatron.errors import RolloutError
 from tepo_megatron.inference.servers import guard
 from tepo_megatron.utils.exchange import ERROR_BYTES, BlockingHttpClient, ExchangeFailed
 from tepo_megatron.utils.memory_kills import MemoryKills
-from tepo_megatron.utils.processes import end_family, has_ended
+from tepo_megatron.utils.processes import has_ended, kill_process_tree
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
@@ -169,7 +169,7 @@ class ServerProcess:
         with self._ending:  # several threads call this
             while self._guard.returncode is None:
                 if has_ended(self._guard.pid):
-                    end_family(self._guard.pid, guard.KILLED_SECONDS)
+                    kill_process_tree(self._guard.pid, guard.KILLED_SECONDS)
                     self._guard.wait()
                 elif time.monotonic() >= deadline:
                     return False

@@ -144,7 +144,7 @@ class FoundServer(_RemoteServer):
             key = await asyncio.to_thread(self._rendezvous.key)
             records = await asyncio.to_thread(self._rendezvous.records)
             for record in records if key else ():
-                over = record.start in self._used or self._rendezvous.ended(record) is not None
+                over = record.start in self._used or self._rendezvous.end_reason(record) is not None
                 if over or not await healthy(record.url) or record.start in self._used:  # another slot may have been faster
                     continue
                 self._used.add(record.start)
@@ -180,11 +180,11 @@ class FoundServer(_RemoteServer):
         record, self._record = self._record, None
         if record is not None:
             with contextlib.suppress(OSError, RolloutError):  # the folder may be gone with `tepo serve`
-                self._rendezvous.end(record, f"{why} ({self._run})")
+                self._rendezvous.request_end(record, f"{why} ({self._run})")
 
     def _take(self, record: ServerRecord) -> bool:
         """Return whether this start is now reserved for this run. Raises ConfigError if another run uses it."""
-        taken = self._rendezvous.take(record, self._run)
+        taken = self._rendezvous.claim(record, self._run)
         if not taken:
             return taken is None
         if taken != self._run:
@@ -192,7 +192,7 @@ class FoundServer(_RemoteServer):
                 f"{record.where} is used by the run {taken}; wait for its end, use another rollout.server.rendezvous, or, if "
                 f"that run was killed, end its servers and start them again"
             )
-        self._rendezvous.end(record, f"a process of the run that was killed used it ({self._run})")
+        self._rendezvous.request_end(record, f"a process of the run that was killed used it ({self._run})")
         return False
 
     def _check(self, record: ServerRecord) -> None:

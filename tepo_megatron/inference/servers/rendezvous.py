@@ -142,7 +142,7 @@ class Rendezvous:
         (self.folder / f"{record.stem}.json").unlink(missing_ok=True)
         self._clear(record)
 
-    def take(self, record: ServerRecord, run: str) -> str | None:
+    def claim(self, record: ServerRecord, run: str) -> str | None:
         """Reserve a start for one run.
 
         Args:
@@ -160,28 +160,28 @@ class Rendezvous:
             return (read_file(path) or "").strip()
         finally:
             part.unlink()
-        return None if self._is_published(record, path) else ""
+        return None if self._check_published(record, path) else ""
 
-    def end(self, record: ServerRecord, why: str) -> None:
+    def request_end(self, record: ServerRecord, why: str) -> None:
         """Ask `tepo serve` to restart a server. Does nothing if the start is over already.
 
         Args:
             record: The start that has to end.
-            why: Reason, which `ended` returns.
+            why: Reason, which `end_reason` returns.
         """
         path = self._path(record, "end")
         if record in self.records():
             replace_private(path, why)
-            self._is_published(record, path)
+            self._check_published(record, path)
 
-    def ended(self, record: ServerRecord) -> str | None:
+    def end_reason(self, record: ServerRecord) -> str | None:
         """Return why a restart of this server was requested; None if it was not."""
         return read_file(self._path(record, "end"))
 
     def _path(self, record: ServerRecord, what: str) -> Path:
         return self.folder / f"{record.stem}.{record.start}.{what}"
 
-    def _is_published(self, record: ServerRecord, path: Path) -> bool:
+    def _check_published(self, record: ServerRecord, path: Path) -> bool:
         """Return whether the start is still published.
 
         If not, remove `path`: whoever withdrew the record may not have seen that file.

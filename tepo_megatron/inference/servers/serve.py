@@ -157,7 +157,7 @@ class _Service:
 
     async def _attend(self, member: ServerSlot[ServerConnection], record: ServerRecord, since: float) -> None:
         """Handle one healthy server: reset its failure counters after STEADY_SECONDS, and end it if its user asked for that."""
-        why = self._rendezvous.ended(record)
+        why = self._rendezvous.end_reason(record)
         if why is not None or time.monotonic() - since > STEADY_SECONDS:
             member.delivered()  # its restarts so far do not count
         incarnation = member.incarnation
@@ -184,17 +184,17 @@ class _Service:
             self._over.set()
 
     def _record(self, connected: ServerConnection, server: LocalServer) -> ServerRecord:
-        assert connected.about is not None and connected.address is not None, "it is up"
+        assert connected.info is not None and connected.address is not None, "it is up"
         port = connected.address.url.rpartition(":")[2]
         name = f"[{self._address}]" if ":" in self._address else self._address
         return ServerRecord(
             engine=self._cfg.engine,
-            engine_version=connected.about.engine_version,
+            engine_version=connected.info.engine_version,
             url=f"http://{name}:{port}",
             run=self._name,
             tp=self._cfg.server.tp,
             model=self._model,
-            max_model_len=connected.about.max_model_len,
+            max_model_len=connected.info.max_model_len,
             precision=self._launch.serves,
             host=this_host(),
             pid=os.getpid(),

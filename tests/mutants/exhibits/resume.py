@@ -117,7 +117,7 @@ EXHIBITS = (
         ),
         cost="The update after a resume uses old moments with the correction of a first step.",
         symbol="restore",
-        old=('    optimizer.set_count(actor.optimizer, found.numbers["adam_step"])\n'),
+        old=('    optimizer.set_adam_steps(actor.optimizer, found.numbers["adam_step"])\n'),
         new="",
         tests=("tests/gate/test_recipes.py",),
     ),

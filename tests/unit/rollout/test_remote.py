@@ -202,7 +202,7 @@ def test_a_server_that_dies_says_so_though_the_trainer_saw_it_first(serving: Cal
     serve = serving(servers=1)
     until(lambda: len(serve.records()) == 1)
     (record,) = serve.records()
-    serve.rendezvous.end(record, "a trainer found it ill (run)")
+    serve.rendezvous.request_end(record, "a trainer found it ill (run)")
     server_process(serve, record).kill()
     until(lambda: "is started again" in serve.log.read_text())
     assert "it has ended by SIGKILL" in serve.log.read_text()
@@ -310,8 +310,8 @@ def test_a_server_is_taken_from_the_rendezvous_and_given_back(
             trainer(folder, run="another", rendezvous=str(tmp_path)),
         ):
             pass
-        assert rendezvous.ended(record) is None
-    assert "its run is over" in str(rendezvous.ended(record))
+        assert rendezvous.end_reason(record) is None
+    assert "its run is over" in str(rendezvous.end_reason(record))
 
 
 @pytest.mark.slow
@@ -458,16 +458,16 @@ def test_a_start_is_taken_once_and_forgotten_with_its_server(tmp_path: Path) -> 
     rendezvous, record = Rendezvous(tmp_path), record_of(tmp_path, "http://127.0.0.2:9")
     rendezvous.publish(record)
     assert rendezvous.records() == [record]
-    assert rendezvous.take(record, "a") is None and rendezvous.take(record, "b") == "a"
-    assert rendezvous.ended(record) is None
-    rendezvous.end(record, "why")
-    assert rendezvous.ended(record) == "why"
+    assert rendezvous.claim(record, "a") is None and rendezvous.claim(record, "b") == "a"
+    assert rendezvous.end_reason(record) is None
+    rendezvous.request_end(record, "why")
+    assert rendezvous.end_reason(record) == "why"
     again = dataclasses.replace(record, start="1")
     rendezvous.publish(again)
-    assert rendezvous.records() == [again] and rendezvous.take(again, "b") is None and rendezvous.ended(again) is None
+    assert rendezvous.records() == [again] and rendezvous.claim(again, "b") is None and rendezvous.end_reason(again) is None
     rendezvous.withdraw(again)
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
-    assert rendezvous.take(again, "c") == ""  # by one who has read its record before
+    assert rendezvous.claim(again, "c") == ""  # by one who has read its record before
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
     (tmp_path / "x.json").write_text('{"engine": 1}')
     with pytest.raises(RolloutError, match=r"x\.json: not the record of a server"):
