@@ -1,6 +1,7 @@
 """Read config keys under the names that they had before version 0.1, for one release.
 
-A layer of a config (a file, the command line) is translated before it is merged. Each old key gives a message with the new name.
+A layer of a config (a file, the command line) is translated before it is merged. Each old key gives a message that names the new
+one.
 """
 
 from __future__ import annotations
