@@ -5,7 +5,9 @@ checked in `actor/layout.py`, what depends on the table of objectives in `losses
 """
 
 from tepo_megatron.config.data import SLICE, DataConfig, DataSet
+from tepo_megatron.config.megatron import MegatronConfig
 from tepo_megatron.config.model import ModelConfig, ParallelConfig, Precision
+from tepo_megatron.config.objective import ObjectiveConfig
 from tepo_megatron.config.reward import (
     AnswerTermConfig,
     AnyTermConfig,
@@ -18,7 +20,7 @@ from tepo_megatron.config.reward import (
 )
 from tepo_megatron.config.rollout import RolloutConfig, ServerConfig
 from tepo_megatron.config.run import Config
-from tepo_megatron.config.training import ObjectiveConfig, OptimizerConfig, SyncConfig, TrainingConfig
+from tepo_megatron.config.training import OptimizerConfig, SyncConfig, TrainingConfig
 from tepo_megatron.config.upkeep import PAPER_TOKENS, Benchmark, CheckpointConfig, EvaluationConfig, LoggingConfig
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "HttpTermConfig",
     "LengthTermConfig",
     "LoggingConfig",
+    "MegatronConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",

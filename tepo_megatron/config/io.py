@@ -15,6 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from tepo_megatron.config import Config
 from tepo_megatron.config.layers import Layers
+from tepo_megatron.config.renamed import translate, written_out
+from tepo_megatron.config.renamed_keys import RENAMED, SHORTHANDS
 from tepo_megatron.errors import ConfigError
 
 T = typing.TypeVar("T")
@@ -109,7 +111,8 @@ def validate(tree: dict[str, Any], source: str = "config") -> Config:
         tree: The keys and values.
         source: Name of the mapping in errors.
     """
-    return validate_as(Config, tree, source)
+    layer, _ = translate(written_out(tree, SHORTHANDS), source, RENAMED)
+    return validate_as(Config, layer, source)
 
 
 def validate_as(cls: type[T], tree: dict[str, Any], source: str, layers: Layers | None = None) -> T:
@@ -199,6 +202,18 @@ def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
             raise ConfigError(f"--{dotted}: {name} is a value, not a section")
         tree = child
     tree[leaf] = value
+
+
+def faults(error: ValueError, key: str) -> list[str]:
+    """Return one line for each fault of a section that was read by itself.
+
+    Args:
+        error: A pydantic ValidationError, or a ValueError about the whole section.
+        key: The section's key.
+    """
+    if not isinstance(error, ValidationError):
+        return [f"{key}: {error}"]
+    return [_explain(object, (key, *err["loc"]), err) for err in error.errors()]
 
 
 def _explain(root: type, loc: tuple[Any, ...], error: Any) -> str:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tepo_megatron.config.renamed import translate
-from tepo_megatron.config.renamed_keys import RENAMED
+from tepo_megatron.config.renamed import translate, written_out
+from tepo_megatron.config.renamed_keys import RENAMED, SHORTHANDS
 from tepo_megatron.errors import ConfigError
 
 Key = tuple[Any, ...]
@@ -16,8 +16,9 @@ Key = tuple[Any, ...]
 class Layers:
     """A tree of keys that is built from layers: a base file, the file on top of it, the command line.
 
-    A section is merged key by key. Any other value replaces the one below it, a list as a whole. `null` removes what the layers
-    below set for a key or a section, which then has its default; if they set nothing, `null` is a value like any other.
+    A section is merged key by key, but one of another `type` replaces the section below it. Any other value replaces the one
+    below it, a list as a whole. `null` removes what the layers below set for a key or a section, which then has its default; if
+    they set nothing, `null` is a value like any other.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,7 @@ class Layers:
             values: The layer.
             source: The layer's name in errors.
         """
-        values, messages = translate(values, source, RENAMED)
+        values, messages = translate(written_out(values, SHORTHANDS), source, RENAMED)
         self.messages += messages
         self._merge(self.tree, values, source, ())
 
@@ -43,8 +44,11 @@ class Layers:
             if isinstance(value, Mapping) and below is not None:
                 if not isinstance(below, dict):
                     raise ConfigError(f"{source}: {_dotted(key)} is a value, not a section")
-                self._merge(below, value, source, key)
-                continue
+                if not (
+                    _dotted(key) in SHORTHANDS and {"type"} <= below.keys() & value.keys() and below["type"] != value["type"]
+                ):
+                    self._merge(below, value, source, key)
+                    continue
             self._setters = {k: s for k, s in self._setters.items() if k[: len(key)] != key}
             if isinstance(value, Mapping) and value:
                 tree[name] = {}
@@ -71,6 +75,17 @@ class Layers:
         below = {k[len(key) :]: source for k, source in self._setters.items() if k[: len(key)] == key}
         named = [source for k, source in below.items() if re.search(rf"(?<![\w.]){re.escape(_dotted(k))}(?![\w.])", message)]
         return list(dict.fromkeys(named or (below.values() if key else ())))
+
+
+def _is_another_type(key: str, below: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+    """Return whether both sections have a `type`, and not the same one, where the key is of a section with a type.
+
+    Args:
+        key: The section's key with dots.
+        below: The section of the layers below.
+        value: The section of the layer that is added.
+    """
+    return key in SHORTHANDS and "type" in below and "type" in value and below["type"] != value["type"]
 
 
 def _dotted(key: Key) -> str:

@@ -1,7 +1,7 @@
 """Read config keys under the names that they had before version 0.1, for one release.
 
-A layer of a config (a file, the command line) is translated before it is merged. Each old key gives a message that names the new
-one.
+A layer of a config (a file, the command line) is translated before it is merged. Each old key gives a message with the
+new name.
 """
 
 from __future__ import annotations
@@ -35,6 +35,19 @@ class Renamed:
     applies: Callable[[Any], bool] = lambda value: True
     constant: Any = _MISSING
     why: str = ""
+
+
+def written_out(values: Mapping[str, Any], shorthands: Iterable[str]) -> dict[str, Any]:
+    """Return a layer in which each of these sections is a mapping, `{type: tis}` where it was the text `tis`."""
+    tree = copy.deepcopy(dict(values))
+    for key in shorthands:
+        *above, leaf = key.split(".")
+        section: Any = tree
+        for name in above:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and isinstance(section.get(leaf), str):
+            section[leaf] = {"type": section[leaf]}
+    return tree
 
 
 def translate(values: Mapping[str, Any], source: str, table: Iterable[Renamed]) -> tuple[dict[str, Any], list[str]]:

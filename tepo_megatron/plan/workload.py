@@ -89,8 +89,7 @@ def max_refills(rollout: RolloutConfig, objective: ObjectiveConfig) -> int:
     """
     if rollout.max_refills is not None:
         return rollout.max_refills
-    dynamic = objective.dynamic_sampling
-    return _DYNAMIC_SAMPLING_REFILLS if (objective.name == "dapo" if dynamic is None else dynamic) else 0
+    return _DYNAMIC_SAMPLING_REFILLS if objective.name == "dapo" else 0
 
 
 def families_of(

@@ -152,9 +152,19 @@ def run_config(
     parallel: dict[str, Any],
     max_tokens: int = 4096,
     objective: dict[str, Any] | None = None,
+    ddp: dict[str, Any] | None = None,
     **training: Any,
 ) -> Config:
-    """The run's config for a layout; objective: instead of the reference's tepo; training: more keys of that section."""
+    """The run's config for a layout.
+
+    Args:
+        model: Directory of the model.
+        parallel: The section `parallel`.
+        max_tokens: Tokens of a microbatch.
+        objective: The section `objective`, instead of the reference's tepo.
+        ddp: Fields of megatron.ddp.
+        training: More keys of the section `training`.
+    """
     return validate({
         "name": "layout",
         "platform": "cpu",
@@ -165,8 +175,13 @@ def run_config(
         "parallel": parallel,
         "objective": objective or {"name": "tepo", "beta": BETA, "clip_low": EPS, "clip_high": EPS},
         "optimizer": {
-            "lr": ADAM["lr"], "eps": ADAM["eps"], "beta1": ADAM["betas"][0], "beta2": ADAM["betas"][1],
-            "weight_decay": ADAM["weight_decay"], "clip_grad": ADAM["clip"],
+            "lr": ADAM["lr"], "weight_decay": ADAM["weight_decay"], "clip_grad": ADAM["clip"],
+        },
+        "megatron": {
+            "ddp": ddp or {},
+            "optimizer": {
+                "adam_eps": ADAM["eps"], "adam_beta1": ADAM["betas"][0], "adam_beta2": ADAM["betas"][1],
+            },
         },
     })  # fmt: skip
 

@@ -287,7 +287,7 @@ def test_what_computes_is_told(made: Make, monkeypatch: pytest.MonkeyPatch) -> N
     def told(*installed: str, **model: str) -> tuple[str, str]:
         monkeypatch.setattr(versions, "computing", lambda: frozenset(installed))
         cfg = made(platform="cuda", model=model)
-        (found,) = versions.kernels(cfg.model, cfg.training, cfg.platform, cfg.parallel.cp)
+        (found,) = versions.kernels(cfg.model, cfg.megatron, cfg.platform, cfg.parallel.cp)
         return found.verdict, found.said
 
     verdict, said = told("transformer_engine", "apex", "amp_C")

@@ -15,7 +15,7 @@ def run(check: Check) -> None:
     case = cases.make_case(folder, tied=True)
     jobs = [Job(f"fp32, {name}", case, cases.LAYOUTS[name], "fp32", {}) for name in LAYOUTS]
     jobs += [Job(f"fp32, DP2, {WITHOUT_LOGITS}", case, cases.LAYOUTS["DP2"], "fp32", {"logits_budget_mib": 0})]
-    overlapped = cases.LAYOUTS["DP2"] | {"overlap_grad_reduce": True, "overlap_param_gather": True}  # as on `cuda`
-    jobs += [Job("fp32, DP2, overlapped", case, overlapped, "fp32", {})]
+    overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": True}  # as on `cuda`
+    jobs += [Job("fp32, DP2, overlapped", case, cases.LAYOUTS["DP2"], "fp32", {}, overlaps)]
     jobs += [Job(f"bf16, {name}", case, cases.LAYOUTS[name], "bf16", {}) for name in LAYOUTS]
     train(check, jobs, staged=True)
