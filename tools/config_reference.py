@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the types of the config: `python -m tools.config_reference`.
+"""Write docs/configuration.md and the table of docs/objectives.md from the config's types: `python -m tools.config_reference`.
 
 The meaning of a key comes from the docstring of its section ("key: meaning; ..."), the comment above the key and the comment on
 its line. What is refused comes from the errors that the section raises.
@@ -13,6 +13,7 @@ import inspect
 import itertools
 import json
 import re
+import sys
 import textwrap
 import types
 import typing
@@ -24,8 +25,9 @@ from typing import Any
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from tepo_megatron.config import AnyTermConfig, Config, ObjectiveConfig
-from tepo_megatron.losses.objective import _TABLES, Objective
+from tepo_megatron.config import AnyTermConfig, Config, MegatronConfig, ObjectiveConfig
+from tepo_megatron.config.megatron import CHECKED
+from tepo_megatron.config.objective import PARTS, variants
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration reference
@@ -81,8 +83,17 @@ def sections(cls: type = Config, name: str = "") -> Iterator[Section]:
 def all_keys() -> Iterator[str]:
     """Yield every key with dots, sections included: `rollout.server.tp`, `reward.terms[].weight`."""
     for section in sections():
-        for name in _fields(section.cls):
+        for name in fields_of(section.cls):
             yield section.prefix + name
+
+
+def nested_keys() -> Iterator[str]:
+    """Yield the keys below mappings: parts of an objective and their fields, and checked fields of `megatron`."""
+    for part, hint in PARTS.items():
+        yield f"objective.{part}"
+        yield from (f"objective.{part}.{f.name}" for cls in variants(hint).values() for f in dataclasses.fields(cls))
+    for name, cls in CHECKED.items():
+        yield from (f"megatron.{name}.{f.name}" for f in dataclasses.fields(cls))
 
 
 def page() -> str:
@@ -96,22 +107,25 @@ def page() -> str:
 def meanings(cls: type) -> tuple[str, dict[str, str]]:
     """Return the description of a section, and the meaning of each of its keys."""
     intro, of_key = _from_docstring(cls)
-    for name, comment in _comments(cls).items():
+    for name, comment in comments(cls).items():
         of_key[name] = "; ".join(x for x in (of_key.get(name, ""), comment) if x)
     if cls in typing.get_args(AnyTermConfig):
         of_key = OF_A_TERM | of_key
-    if cls is ObjectiveConfig:
-        for name, comment in _comments(Objective).items():
-            of_key.setdefault(name, comment)
-        for name, table in _TABLES.items():
-            of_key[name] = "; ".join(filter(None, ["one of " + ", ".join(f"`{x}`" for x in table), of_key.get(name, "")]))
     return intro, of_key
 
 
 def refusals(cls: type) -> list[str]:
-    """Return the messages of the errors that a section's checks raise, with `…` for what they fill in."""
+    """Return the messages of the errors that a section's checks raise, with `…` for what they fill in.
+
+    Its checks are its methods, and the functions of its module whose first parameter is a section of this type.
+    """
     found = []
-    for node in ast.walk(_tree(cls)):
+    module = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
+    checks = [f for f in module.body if isinstance(f, ast.FunctionDef) and f.name.startswith("check_") and f.args.args]
+    own = [
+        f for f in checks if isinstance(f.args.args[0].annotation, ast.Name) and f.args.args[0].annotation.id == cls.__name__
+    ]
+    for node in (node for tree in (_tree(cls), *own) for node in ast.walk(tree)):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             message = node.exc.args[0]
             parts = message.values if isinstance(message, ast.JoinedStr) else [message]
@@ -122,34 +136,56 @@ def refusals(cls: type) -> list[str]:
 def _section(section: Section) -> str:
     """Return the part of the page for one section."""
     cls = section.cls
-    intro, of_key = meanings(cls)
+    intro, _ = meanings(cls)
     hints = typing.get_type_hints(cls, include_extras=True)
     title = f"`{section.name}`" if section.name else "The top"
     if section.name.endswith("[]") and "type" in hints:
-        title += f": {_type(hints['type'])}"
+        title += f": {type_of(hints['type'])}"
     lines = [f"## {title}", ""]
     if intro:
-        lines += [_prose(intro), ""]
-    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for name, field in _fields(cls).items():
-        key = f"`{section.prefix}{name}`"
-        if dataclasses.is_dataclass(hints[name]):
-            lines.append(f"| {key} | [section](#{(section.prefix + name).replace('.', '')}) | | |")
-            continue
-        cells = [key, _type(hints[name]), _default(field), _prose(of_key.get(name, ""))]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines += [prose(intro), ""]
+    lines += _table(section)
+    if cls is MegatronConfig:
+        lines += ["", "Fields that this project checks, or for which it has a default of its own:", ""]
+        lines += _megatron_fields()
     if messages := refusals(cls):
         lines += ["", "Refused:", "", *(f"* {_code(message)}" for message in messages)]
     return "\n".join(lines) + "\n"
 
 
+def _megatron_fields() -> list[str]:
+    """Return the table of the fields of Megatron-Core's configs that this project checks."""
+    lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
+    for name, cls in CHECKED.items():
+        lines += _table(Section(f"megatron.{name}", cls))[2:]
+    return lines
+
+
+def _table(section: Section) -> list[str]:
+    """Return the table of a section's keys."""
+    cls = section.cls
+    _, of_key = meanings(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in fields_of(cls).items():
+        key = f"`{section.prefix}{name}`"
+        if dataclasses.is_dataclass(hints[name]):
+            lines.append(f"| {key} | [section](#{(section.prefix + name).replace('.', '')}) | | |")
+            continue
+        cells = [key, type_of(hints[name]), default_of(field), prose(of_key.get(name, ""))]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
+
+
 @functools.cache
 def _dotted() -> re.Pattern[str]:
     """Return a pattern of all keys with a dot."""
-    return re.compile(rf"(?<![\w.])(?:{'|'.join(re.escape(key) for key in all_keys() if '.' in key)})(?![\w.]\w)")
+    return re.compile(
+        rf"(?<![\w.])(?:{'|'.join(re.escape(key) for key in (*all_keys(), *nested_keys()) if '.' in key)})(?![\w.]\w)"
+    )
 
 
-def _prose(text: str) -> str:
+def prose(text: str) -> str:
     """Return text with keys as code, and with the special characters of Markdown escaped outside of code."""
     parts = re.split(r"(`[^`]+`)", text)
     for i in range(0, len(parts), 2):
@@ -161,11 +197,13 @@ def _code(text: str) -> str:
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
-def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
-    return {f.name: f for f in dataclasses.fields(cls)}
+def fields_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    """Return the keys of a section. The parts of an objective are in a table of their own."""
+    hidden = PARTS.keys() if cls is ObjectiveConfig else ()
+    return {f.name: f for f in dataclasses.fields(cls) if f.name not in hidden}
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
+def default_of(field: dataclasses.Field[Any]) -> str:
     """Return the default of a key as code."""
     value = field.default
     if isinstance(value, FieldInfo):
@@ -177,22 +215,22 @@ def _default(field: dataclasses.Field[Any]) -> str:
     return f"`{json.dumps(value)}`"
 
 
-def _type(hint: Any, bounds: tuple[Any, ...] = ()) -> str:
+def type_of(hint: Any, bounds: tuple[Any, ...] = ()) -> str:
     """Return the type of a key in words, with its bounds."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         metadata = [x for extra in args[1:] for x in (extra.metadata if isinstance(extra, FieldInfo) else (extra,))]
-        return _type(args[0], tuple(x for x in metadata if type(x) in SIGNS))
+        return type_of(args[0], tuple(x for x in metadata if type(x) in SIGNS))
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" for value in args)
     if origin in (typing.Union, types.UnionType):
         plain = [a for a in args if a is not type(None)]
         if all(dataclasses.is_dataclass(_bare(a)) for a in plain):
             plain = plain[:1]  # each of them has a section of its own
-        words = [_type(a) for a in plain] + ["`null`"] * (type(None) in args)
+        words = [type_of(a) for a in plain] + ["`null`"] * (type(None) in args)
         return " or ".join(words)
     if origin is list:
-        return "list of " + _type(args[0])
+        return "list of " + type_of(args[0])
     if origin is dict:
         return "mapping"
     if dataclasses.is_dataclass(hint):
@@ -224,7 +262,7 @@ def _from_docstring(cls: type) -> tuple[str, dict[str, str]]:
     A meaning is a clause that begins with names of keys and a colon, after a full stop, a semicolon or at the start of a line.
     """
     text = re.sub(r"\s*\n\s*", " ", inspect.cleandoc(cls.__doc__ or "").replace("\n\n", "\n"))
-    names = "|".join(_fields(cls))
+    names = "|".join(fields_of(cls))
     heads = list(re.finditer(rf"(?:(?<=[.;:] )|^)((?:(?:{names}), )*(?:{names})): ", text))
     intro = text[: heads[0].start()] if heads else text
     found: dict[str, str] = {}
@@ -235,7 +273,7 @@ def _from_docstring(cls: type) -> tuple[str, dict[str, str]]:
     return intro.strip().rstrip(";"), found
 
 
-def _comments(cls: type) -> dict[str, str]:
+def comments(cls: type) -> dict[str, str]:
     """Return the comment lines above each field, joined with the comment on the field's line."""
     source = textwrap.dedent(inspect.getsource(cls))
     lines, found = source.splitlines(), {}
@@ -253,5 +291,8 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    from tools import objective_parts
+
     PAGE.write_text(page())
-    print("written:", PAGE)
+    objective_parts.PAGE.write_text(objective_parts.with_section(objective_parts.PAGE.read_text()))
+    print("written:", PAGE, objective_parts.PAGE)
