@@ -72,6 +72,10 @@ def test_the_first_updates_ratio_is_one_in_bf16_too(case: cases.Case, layout: di
 class Count(w.Kill):
     """Kills nobody: tells the journal of each call of any of `where`, separated by spaces."""
 
+    def __post_init__(self) -> None:
+        for where in self.where.split():
+            w.Kill(where)  # checks that there is such a function
+
     def arm(self, journal: Path) -> None:
         import importlib
 
