@@ -113,7 +113,7 @@ def config_of(row: Row) -> Config:
             "epochs": 1, "minibatch_prompts": row.batch // samples, "max_tokens_per_microbatch": row.tokens,
         },
         "objective": {"ref_kl": {"beta": 0.01} if row.rollout else None},  # NeMo-RL's default
-        "sync": {"folder": "weights"},
+        "sync": {"transport": {"folder": "weights"}},
     })  # fmt: skip
 
 

@@ -137,7 +137,7 @@ def measure(actor: Actor, cfg: Config, engine: Fleet | None, nbytes: int, pushes
     from tepo_megatron.weight_sync.sync import make_weight_sync
 
     receiver = Timed(engine) if engine is not None else None
-    main, grouped = actor.groups.is_main, cfg.sync.transport == "group"
+    main, grouped = actor.groups.is_main, cfg.sync.transport.type == "group"
     times: dict[str, list[float]] = collections.defaultdict(list)
     with contextlib.ExitStack() as stack:
 

@@ -52,14 +52,14 @@ def lay_out(cfg: Config, cluster: Cluster) -> Layout:
     world = cfg.parallel.world_size
     train_nodes, ranks = _split(world, cluster.slots, f"parallel has {world} ranks", "dp, tp, pp or cp")
     server = cfg.rollout.server
-    if server.rendezvous is None:
-        if train_nodes > 1 and server.urls is None and cfg.rollout.replay is None:
+    if server.rendezvous_folder is None:
+        if train_nodes > 1 and not server.others and cfg.rollout.replay is None:
             raise ConfigError(
                 f"parallel has {world} ranks, on {train_nodes} machines of {cluster.slots}, and all servers would be on one of "
                 "them; with --rollout.server.rendezvous FOLDER they are on each of these machines (--rollout.colocate true), "
-                "or with --sync.folder FOLDER on machines of their own (--rollout.colocate false)"
+                "or with --sync.transport.folder FOLDER on machines of their own (--rollout.colocate false)"
             )
-        starts = server.urls is None and cfg.rollout.replay is None
+        starts = not server.others and cfg.rollout.replay is None
         taken = world + cfg.rollout.servers * server.tp
         if starts and not cfg.rollout.colocate and cfg.platform == "cuda" and taken > cluster.gpus_per_node:
             raise ConfigError(

@@ -185,7 +185,7 @@ def _config(cfg: Config, starts: Starts) -> str:
 
 def _rendezvous(cfg: Config, starts: Starts) -> str:
     """Return a folder of its own for each start, so that the servers of a killed start are never found."""
-    return f"{shlex.quote(str(cfg.rollout.server.rendezvous))}/{starts.id}"
+    return f"{shlex.quote(str(cfg.rollout.server.rendezvous_folder))}/{starts.id}"
 
 
 def joined(words: Sequence[str]) -> str:

@@ -44,7 +44,7 @@ def train(
         make_engine: Makes an engine to use instead of the one that the config names.
         on_hang: Called by the hang watchdog to end this process; see `hang_watchdog.HangWatchdog`.
     """
-    check_one_host(cfg.sync, servers_beside_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous is not None)
+    check_one_host(cfg.sync, servers_beside_ranks=cfg.rollout.colocate and cfg.rollout.server.rendezvous_folder is not None)
     groups = parallel.initialize(cfg.parallel, platform, cfg.seed, config=plain(cfg))
     with _watched(cfg.parallel, groups, cfg.run_dir, on_hang), open_driver(cfg, groups, make_engine) as driver:
         if cfg.rollout.only:
@@ -57,7 +57,7 @@ def train(
 def _watched(
     cfg: ParallelConfig, groups: parallel.ParallelDims, folder: Path, on_hang: Callable[[str, bool], object]
 ) -> hang_watchdog.HangWatchdog:
-    seconds = {"silent_seconds": cfg.silent_seconds, "stuck_seconds": cfg.stuck_seconds}
+    seconds = {"heartbeat_timeout": cfg.heartbeat_timeout, "stuck_seconds": cfg.stuck_seconds}
     return hang_watchdog.HangWatchdog(
         parallel.world_store(), groups.rank, groups.world_size, folder, **seconds, on_hang=on_hang
     )

@@ -19,7 +19,7 @@ def connected(fleet: Fleet, server: int, use: Callable[[Client], Awaitable[Answe
     assert address is not None, "it has never been ready"
 
     async def run() -> Answer:
-        client = Client(address.url, address.key, request_seconds=SECONDS, silent_seconds=SECONDS)
+        client = Client(address.url, address.key, request_seconds=SECONDS, heartbeat_timeout=SECONDS)
         try:
             return await use(client)
         finally:

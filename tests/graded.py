@@ -29,7 +29,7 @@ def rollout(response: str, answer: str = "7", prompt_id: int = 0, prompt: str = 
 def math_reward(workers: int = 1, soft_seconds: float = 1, hard_seconds: float = 2) -> WeightedReward:
     """Of boxes alone."""
     limits = PoolLimits(workers, soft_seconds, hard_seconds, memory_mib=1024)
-    return WeightedReward([(1.0, MathTerm(last_boxed, 512, limits))], decode)
+    return WeightedReward([(1.0, MathTerm(last_boxed, limits))], decode)
 
 
 def pool_of(term: Term) -> GradingPool:

@@ -67,9 +67,9 @@ def reward(url: str) -> object:
 
 def engine(api: Callable[[], EngineApi], act: Callable[[Endpoint], Any]) -> Callable[[str], object]:
     async def run(url: str) -> object:
-        cfg = ServerConfig(request_seconds=DEADLINE, silent_seconds=DEADLINE)
+        cfg = ServerConfig(request_seconds=DEADLINE, heartbeat_timeout=DEADLINE)
         endpoint = Endpoint(Elsewhere(url), api(), cfg, max_model_len=64)  # type: ignore[arg-type]
-        endpoint.client = Client(url, KEY, request_seconds=DEADLINE, silent_seconds=DEADLINE)
+        endpoint.client = Client(url, KEY, request_seconds=DEADLINE, heartbeat_timeout=DEADLINE)
         try:
             return await act(endpoint)
         finally:
@@ -80,7 +80,7 @@ def engine(api: Callable[[], EngineApi], act: Callable[[Endpoint], Any]) -> Call
 
 def illness(url: str) -> object:
     async def run() -> str:
-        client = Client(url, KEY, request_seconds=DEADLINE, silent_seconds=DEADLINE)
+        client = Client(url, KEY, request_seconds=DEADLINE, heartbeat_timeout=DEADLINE)
         try:
             return await asyncio.wait_for(client.illness(), 3 * DEADLINE)
         finally:

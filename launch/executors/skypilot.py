@@ -64,7 +64,8 @@ def check_run(cfg: Config, cluster: Cluster, layout: Layout) -> None:
             "is on a bucket, of which each machine has a copy of its own; put it below a path of skypilot.volumes, or make the "
             "run fit one machine"
         )
-    for key, folder in (("rollout.server.rendezvous", cfg.rollout.server.rendezvous), ("sync.folder", cfg.sync.folder)):
+    server, weights = cfg.rollout.server.rendezvous_folder, cfg.sync.shared_folder
+    for key, folder in (("rollout.server.rendezvous", server), ("sync.transport.folder", weights)):
         if folder is not None:
             _check_shared(key, folder, sky, layout)
     for key, path in _read(cfg):

@@ -29,6 +29,7 @@ from tepo_megatron.distributed.own_peers import own_peers_only
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import CheckpointError
 
+TIMEOUT_SECONDS = 1800.0  # a checkpoint that takes longer to write, on any rank, has failed
 _FAREWELL_SECONDS = 60.0  # how long an error that ends the run waits for the save in flight
 
 
@@ -45,11 +46,14 @@ class Checkpoints:
         folder: folder of all checkpoints, on a file system that all ranks share.
         cfg: the section `checkpoint` of the config.
         groups: the mesh of the run.
+        timeout_seconds: seconds in which a checkpoint must be written.
     """
 
-    def __init__(self, folder: Path, cfg: CheckpointConfig, groups: ParallelDims) -> None:
-        self._folder, self._cfg, self._groups = folder, cfg, groups
-        backend, limit = dist.get_backend(groups.host), datetime.timedelta(seconds=cfg.timeout_seconds)
+    def __init__(
+        self, folder: Path, cfg: CheckpointConfig, groups: ParallelDims, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
+        self._folder, self._cfg, self._groups, self._timeout_seconds = folder, cfg, groups, timeout_seconds
+        backend, limit = dist.get_backend(groups.host), datetime.timedelta(seconds=timeout_seconds)
         with own_peers_only():
             self._plans = SavePlanner(dist.new_group(backend=backend, timeout=limit))  # only the saving threads use it
             self._callers = dist.new_group(backend=backend, timeout=2 * limit)  # one rank may still wait for its saving thread
@@ -115,7 +119,7 @@ class Checkpoints:
     def wait(self) -> Saved | None:
         """Wait for the save in flight, then return like `poll`.
 
-        Raises CheckpointError, on every rank, when the save failed or takes longer than `checkpoint.timeout_seconds`.
+        Raises CheckpointError, on every rank, when the save failed or takes longer than `timeout_seconds`.
         """
         self._settle()
         return self._complete.popleft() if self._complete else None
@@ -164,7 +168,7 @@ class Checkpoints:
         self._held.close()
         self._thread.end()
         if self._save is not None:
-            self._save.wait(min(_FAREWELL_SECONDS, self._cfg.timeout_seconds))
+            self._save.wait(min(_FAREWELL_SECONDS, self._timeout_seconds))
 
     def _commit(self, step: int, actor: Actor, run_state: Mapping[str, Any], best: int | None) -> Commit | None:
         """Return what rank 0 adds to the checkpoint; None on other ranks."""
@@ -187,13 +191,13 @@ class Checkpoints:
     def _settle(self) -> None:
         """Wait for the save in flight, if there is one, and take over its outcome."""
         if self._save is not None:
-            self._save.wait(max(0.0, self._save.begun + self._cfg.timeout_seconds - time.perf_counter()))
+            self._save.wait(max(0.0, self._save.begun + self._timeout_seconds - time.perf_counter()))
             self._finish(self._save)
 
     def _finish(self, save: Save) -> None:
         """Exchange the outcomes of a save between ranks. Record the checkpoint, or raise CheckpointError on every rank."""
         self._save = None
-        limit = self._cfg.timeout_seconds
+        limit = self._timeout_seconds
         late = SaveOutcome(error=f"rank {self._groups.rank}: still writing after {limit:g} s", broken=True)
         outcomes = all_gather_object(save.outcome or late, self._callers)
         errors = [o.error for o in outcomes if o.error is not None]

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from tepo_megatron.config.renamed import translate, written_out
-from tepo_megatron.config.renamed_keys import RENAMED, SHORTHANDS
+from tepo_megatron.config.renamed import translate
+from tepo_megatron.config.renamed_keys import RENAMED
+from tepo_megatron.config.server import variant_named_by
+from tepo_megatron.config.sync import TRANSPORTS
 from tepo_megatron.errors import ConfigError
 
 Key = tuple[Any, ...]
+# sections for which a plain string is short for {type: string}
+SHORTHANDS: tuple[Key, ...] = (("sync", "transport"), ("objective", "weighting"), ("objective", "correction"))
 
 
 class Layers:
     """A tree of keys that is built from layers: a base file, the file on top of it, the command line.
 
-    A section is merged key by key, but one of another `type` replaces the section below it. Any other value replaces the one
-    below it, a list as a whole. `null` removes what the layers below set for a key or a section, which then has its default; if
-    they set nothing, `null` is a value like any other.
+    A section is merged key by key. Any other value replaces the one below it, a list as a whole. `null` removes what the layers
+    below set for a key or a section, which then has its default; if they set nothing, `null` is a value like any other.
+
+    A section with variants is merged as long as the variant stays the same. A layer that sets another `type` than the layers
+    below replaces the section. A layer that sets `urls` or `rendezvous` of rollout.server removes the keys below which servers
+    of that kind do not have.
     """
 
     def __init__(self) -> None:
@@ -33,8 +41,8 @@ class Layers:
             values: The layer.
             source: The layer's name in errors.
         """
-        values, messages = translate(written_out(values, SHORTHANDS), source, RENAMED)
-        self.messages += messages
+        values, messages = translate(_written_out(values), source, RENAMED)
+        self.messages += [message for message in messages if message not in self.messages]
         self._merge(self.tree, values, source, ())
 
     def _merge(self, tree: dict[str, Any], values: Mapping[str, Any], source: str, above: Key) -> None:
@@ -44,11 +52,9 @@ class Layers:
             if isinstance(value, Mapping) and below is not None:
                 if not isinstance(below, dict):
                     raise ConfigError(f"{source}: {_dotted(key)} is a value, not a section")
-                if not (
-                    _dotted(key) in SHORTHANDS and {"type"} <= below.keys() & value.keys() and below["type"] != value["type"]
-                ):
-                    self._merge(below, value, source, key)
-                    continue
+                self._remove_other_variants(below, value, source, key)
+                self._merge(below, value, source, key)
+                continue
             self._setters = {k: s for k, s in self._setters.items() if k[: len(key)] != key}
             if isinstance(value, Mapping) and value:
                 tree[name] = {}
@@ -59,6 +65,24 @@ class Layers:
             else:
                 tree[name] = value
                 self._setters[key] = source
+
+    def _remove_other_variants(self, below: dict[str, Any], values: Mapping[str, Any], source: str, key: Key) -> None:
+        """Remove keys of lower layers that the variant which `values` choose does not have.
+
+        Args:
+            below: The section so far. It is changed.
+            values: The layer's values in this section.
+            source: The layer's name. Keys that this layer set before are kept: each word of the command line is a layer.
+            key: The section.
+        """
+        kept = _kept(below, values, key)
+        if kept is None:
+            return
+        for name in [name for name in below if name not in kept]:
+            here = {k: s for k, s in self._setters.items() if k[: len(key) + 1] == (*key, name)}
+            if source not in here.values():
+                del below[name]
+                self._setters = {k: s for k, s in self._setters.items() if k not in here}
 
     def sources(self, key: Key, message: str) -> list[str]:
         """Return the names of the layers to which an error refers; empty if no layer set the key.
@@ -77,16 +101,40 @@ class Layers:
         return list(dict.fromkeys(named or (below.values() if key else ())))
 
 
-def _is_another_type(key: str, below: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-    """Return whether both sections have a `type`, and not the same one, where the key is of a section with a type.
-
-    Args:
-        key: The section's key with dots.
-        below: The section of the layers below.
-        value: The section of the layer that is added.
-    """
-    return key in SHORTHANDS and "type" in below and "type" in value and below["type"] != value["type"]
-
-
 def _dotted(key: Key) -> str:
     return ".".join(map(str, key))
+
+
+def _kept(below: Mapping[str, Any], values: Mapping[str, Any], key: Key) -> frozenset[str] | None:
+    """Return the keys of a section that stay when a layer is merged into it; None: all.
+
+    Args:
+        below: The section in the layers below.
+        values: The layer's values in it.
+        key: The section.
+    """
+    kind = values.get("type")
+    if kind is not None and below.get("type", kind) != kind:
+        return frozenset()
+    cls: type | None = None
+    if key == ("sync", "transport") and isinstance(kind, str):
+        cls = TRANSPORTS.get(kind)
+    elif key == ("rollout", "server"):
+        cls = variant_named_by(values)
+    return None if cls is None else frozenset(f.name for f in dataclasses.fields(cls))
+
+
+def _written_out(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a layer in which each section that is given as a plain string is written out as {type: string}."""
+    tree = dict(values)
+    for *above, leaf in SHORTHANDS:
+        section = tree
+        for name in above:
+            if not isinstance(section.get(name), Mapping):
+                break
+            section[name] = dict(section[name])
+            section = section[name]
+        else:
+            if isinstance(section.get(leaf), str):
+                section[leaf] = {"type": section[leaf]}
+    return tree

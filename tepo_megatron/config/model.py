@@ -51,7 +51,8 @@ class ParallelConfig:
     dp: Positive = 1  # Data-parallel ranks: each minibatch is divided over them.
     sequence_parallel: bool = False  # Divide norms and residuals over tp, too, along the sequence.
     timeout_seconds: PositiveFloat = 600.0  # Seconds that a collective of training may wait before it fails.
-    silent_seconds: PositiveFloat = 60.0  # a rank that gives no sign of life for so long is frozen (`hang_watchdog.py`)
+    # Seconds without a heartbeat after which a rank counts as frozen and the run ends with its name (`hang_watchdog.py`).
+    heartbeat_timeout: PositiveFloat = 60.0
 
     def __post_init__(self) -> None:
         if self.sequence_parallel and self.tp == 1:

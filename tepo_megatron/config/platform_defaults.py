@@ -32,7 +32,6 @@ PLATFORM_DEFAULTS: Mapping[str, PlatformDefault] = {
     "megatron.transformer.gradient_accumulation_fusion": PlatformDefault(
         False, True, "saves a GPU one write and two reads of every weight gradient; published CPU runs were made without"
     ),
-    "sync.join_seconds": PlatformDefault(30.0, 300.0, "the first start of NCCL over InfiniBand can take minutes"),
     "rollout.server.ready_seconds": PlatformDefault(
         300.0, 1800.0, "14B weights from a cold disk, compilation and the capture of CUDA graphs"
     ),
@@ -50,6 +49,21 @@ def default_of(key: str, platform: str, value: T | None) -> T:
     if value is not None:
         return value
     found: T = getattr(PLATFORM_DEFAULTS[key], platform)
+    return found
+
+
+JOIN_SECONDS = PlatformDefault(30.0, 300.0, "the first start of NCCL over InfiniBand can take minutes")
+
+
+def join_seconds(platform: str) -> float:
+    """Return the seconds in which ranks and servers must have formed the groups of `sync.transport=group`, in one attempt.
+
+    The groups are formed at the first delivery and again whenever a server comes back, and connect in a broadcast of one byte.
+
+    Args:
+        platform: "cpu" or "cuda".
+    """
+    found: float = getattr(JOIN_SECONDS, platform)
     return found
 
 
@@ -72,8 +86,8 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "checkpoint/tensors.py:HostCopy._make_places": "page-locked memory for copies from a GPU",
     "config/megatron.py:check_platform": "refuses what only a GPU has",
     "config/model.py:check_attention": "likewise",
-    "config/run.py:Config._check_sync": "NCCL has no group of two processes on one GPU",
-    "config/run.py:Config._check_quantize": "engines compute blockwise FP8 on GPUs",
+    "config/sync.py:_check_group": "NCCL has no group of two processes on one GPU",
+    "config/sync.py:check_quantize": "engines compute blockwise FP8 on GPUs",
     "doctor/machine.py:enough_devices": "counts GPUs",
     "doctor/machine.py:processors": "asks for the driver, or for cores",
     "doctor/versions.py:kernels": "advice about Transformer Engine",

@@ -10,7 +10,7 @@ from typing import Any
 from tepo_megatron.checkpoint.checkpoints import Saved
 from tepo_megatron.checkpoint.folder import complete
 from tepo_megatron.config import Config
-from tepo_megatron.config.io import differences, plain
+from tepo_megatron.config.io import differences, plain, under_new_names
 from tepo_megatron.controller.driver import Driver
 from tepo_megatron.controller.step_log import StepLog
 from tepo_megatron.data import PromptStream
@@ -170,7 +170,7 @@ class MainDriver(Driver):
         if self._prompts is not None and state["prompts"] is not None:
             self._prompts.load_state_dict(state["prompts"])
         self._log.message(f"resume: from the checkpoint of step {step}")
-        for change in differences(state["config"], plain(self._cfg)):
+        for change in differences(under_new_names(state["config"]), plain(self._cfg)):
             if not change.startswith(("resume ", "overwrite ")):
                 self._log.message(f"resume: {change}")
         if self._prompts is not None and state["prompts"] is None:

@@ -78,14 +78,14 @@ def open_driver(cfg: Config, groups: ParallelDims, make_engine: EngineFactory | 
         engine = stack.enter_context((make_engine or _build_engine)(cfg))
         if rollout.function is not None:
             log.message(f"each sample is made by {rollout.function}")
-        mixed = rollout.in_flight == "continue"
+        mixed = rollout.on_weight_update == "continue"
         sampler, sampler_events = stack.enter_context(open_sampler(engine, rollout.function, encode, decode, mixed))
         engine.start()
         reward = stack.enter_context(build_reward(cfg.reward, decode))
         prompts = PromptStream.mixed(data.train, cfg.seed, cfg.data.shuffle)
         collector = Collector(
             *(rollout, sampler, reward, prompts, cfg.seed, stops),
-            max_refills=method.max_refills,
+            max_generation_rounds=method.max_generation_rounds,
             overlong=method.overlong,
             routing=routing,
         )
@@ -110,8 +110,8 @@ def _method_lines(method: Method, training: TrainingConfig, prompts_per_step: in
     lines = []
     if training.epochs == 1 and training.minibatch_prompts == prompts_per_step:
         lines.append("one update per rollout batch: all ratios are 1 and all dH are 0, so clipping and KL mask never act")
-    if method.max_refills or method.overlong:
-        lines.append(f"rounds of prompts per step: up to {1 + method.max_refills}; overlong shaping: {method.overlong}")
+    if method.max_generation_rounds > 1 or method.overlong:
+        lines.append(f"rounds of prompts per step: up to {method.max_generation_rounds}; overlong shaping: {method.overlong}")
     return lines
 
 

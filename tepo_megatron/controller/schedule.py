@@ -69,7 +69,7 @@ class Schedule:
         """
         self._driver, self._sync, self._gate, self._groups = driver, sync, gate, groups
         self._placement, self._memory = placement, memory
-        self._staleness, self._interrupts = rollout.max_staleness, rollout.in_flight != "finish"
+        self._staleness, self._interrupts = rollout.max_staleness, rollout.on_weight_update != "finish"
         self._evaluation, self._last = evaluation, steps
         self._ahead: deque[tuple[NoTask, Clock]] = deque()  # rollouts of the next steps, finished or not
         self._started = trained  # last step whose rollouts were started

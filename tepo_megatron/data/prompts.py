@@ -60,7 +60,7 @@ def load_prompts(
         tokenizer: The model's tokenizer.
         try_golds: Tries answers on the grader, used unless `cfg.check_answers` is "off". None: answers are not tried.
         number: Index of the set, from 0.
-        earlier: `Loaded.seen` of the sets before it, whose prompts are left out if `cfg.deduplicate`.
+        earlier: `Loaded.seen` of the sets before it, whose prompts are left out.
 
     Raises:
         DataError: A row cannot be read or used (the message has file, row counted from 1, and the fix), or no prompt is left.
@@ -70,11 +70,11 @@ def load_prompts(
     faults = Faults(cfg.skip_bad_rows)
     schema = _schema(reader, source, faults)
     report = Report(source.path, str(schema), faults)
-    items = _unique(reader, schema, cfg, report) if cfg.deduplicate else list(_items(reader, schema, faults, None))
+    items = _unique(reader, schema, cfg, report)
     report.rows = reader.read
     kept = place.slice(items)
     report.outside = len(items) - len(kept)
-    if cfg.deduplicate and earlier:
+    if earlier:
         kept = _without_earlier(kept, reader, earlier, report)
     if cfg.check_answers != "off" and try_golds is not None:
         kept = _tried(kept, reader, cfg, try_golds, report)
@@ -110,17 +110,17 @@ def _schema(reader: RowReader, source: DataSet, faults: Faults) -> Schema:
     raise DataError(f"{source.path}: no row fits a known schema; the last: {row if isinstance(row, DataError) else list(row)}")
 
 
-def _items(reader: RowReader, schema: Schema, faults: Faults, unique: Unique | None) -> Iterator[Item]:
-    """Yield the rows of the dataset as items. With `unique`, yield only rows whose prompt was not seen before."""
+def _items(reader: RowReader, schema: Schema, faults: Faults, unique: Unique) -> Iterator[Item]:
+    """Yield the rows of the dataset whose prompt was not seen before, as items."""
     first = ""
     used = {schema.prompt_key, schema.answer_key}
     columns = sorted(used | {key.partition(".")[0] for key in used})
-    for place, row in reader.rows(used, passing_repeats=unique is not None):
+    for place, row in reader.rows(used, passing_repeats=True):
         if isinstance(row, DataError):
             faults.add(str(row))
             continue
-        glance = glance_at([row.get(column) for column in columns]) if unique is not None else None
-        if unique is not None and unique.is_copy(glance):
+        glance = glance_at([row.get(column) for column in columns])
+        if unique.is_copy(glance):
             continue
         try:
             prompt, answer = take(row, schema)
@@ -130,7 +130,7 @@ def _items(reader: RowReader, schema: Schema, faults: Faults, unique: Unique | N
             continue
         first = first or reader.where(place)
         key = key_of(prompt)
-        if unique is None or unique.is_new(key, place, answer, glance):
+        if unique.is_new(key, place, answer, glance):
             meta = {k: v for k, v in reader.whole(place).items() if k not in used}
             yield Item(place, key, prompt, answer, meta)
 
@@ -155,7 +155,7 @@ def _unique(reader: RowReader, schema: Schema, cfg: DataConfig, report: Report) 
     if contradicted and not cfg.skip_bad_rows:
         raise DataError(
             f"{report.source}: {len(contradicted)} prompts have different answers: {some(told)}; correct them, or set "
-            "data.skip_bad_rows=true, which leaves such prompts out (data.deduplicate=false compares nothing)"
+            "data.skip_bad_rows=true, which leaves such prompts out"
         )
     for rows, text in zip(contradicted, told, strict=True):
         report.faults.add(f"different answers: {text}", rows=len(rows))

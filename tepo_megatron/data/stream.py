@@ -111,7 +111,8 @@ class PromptStream:
         if n > sum(left):
             raise DataError(
                 f"data.train has {len(self._prompts)} prompts, {len(self._prompts) - sum(left)} of them already in this "
-                f"step; {n} more different ones are not there: lower rollout.prompts_per_step (or rollout.max_refills)"
+                f"step; {n} more different ones are not there: lower rollout.prompts_per_step (or "
+                "rollout.max_generation_rounds)"
             )
         taken: list[Prompt] = []
         for prompt in [p for p in self._returned if p.id not in held][:n]:

@@ -46,7 +46,6 @@ def examine(
         ("processors", partial(machine.processors, cfg.platform, ranks, cfg.rollout)),
         ("memory", partial(machine.memory, cfg.model, cfg.sync, replays=cfg.rollout.replay is not None)),
         ("disk", partial(machine.disk, Path(cfg.output), cfg.model, cfg.checkpoint, exports=cfg.export_hf)),
-        ("port", partial(machine.ports, cfg.rollout)),
         ("conversion", partial(model.conversion, cfg.model.path, cfg.parallel.tp)),
         ("tokenizer", partial(model.tokenizer, cfg.model.path, cfg.data, cfg.rollout.stop_token_ids)),
         ("data", partial(inputs.data, cfg.model.path, cfg.data, cfg.reward, cfg.rollout.prompts_per_step)),

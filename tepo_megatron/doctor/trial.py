@@ -39,7 +39,9 @@ def trial_of(cfg: Config, folder: Path) -> Config:
         export_hf=False,
         data=replace(cfg.data, eval=None),
         evaluation=replace(cfg.evaluation, every=0),
-        rollout=replace(cfg.rollout, prompts_per_step=prompts, filter_uniform_groups=False, max_refills=0, record=False),
+        rollout=replace(
+            cfg.rollout, prompts_per_step=prompts, filter_uniform_groups=False, max_generation_rounds=1, record=False
+        ),
         training=replace(cfg.training, steps=1, minibatch_prompts=max(1, prompts // updates)),
         sync=replace(cfg.sync, verify_every=1),
         checkpoint=replace(cfg.checkpoint, every=0),

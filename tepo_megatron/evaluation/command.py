@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from tepo_megatron.config import Benchmark, Config
+from tepo_megatron.config import AnswerTermConfig, Benchmark, Config
 from tepo_megatron.config.io import read_layers, with_overrides
 from tepo_megatron.config.layers import Layers
 from tepo_megatron.data import load_tokenizer, stop_tokens, text_functions
@@ -31,7 +31,7 @@ from tepo_megatron.rollout.custom import open_sampler
 _SERVES_ALONE = (
     *(f"--parallel.{axis}=1" for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")),
     *("--parallel.sequence_parallel=false", "--rollout.only=true", "--rollout.colocate=false", "--rollout.replay=null"),
-    *("--rollout.max_staleness=0", "--rollout.in_flight=finish"),
+    *("--rollout.max_staleness=0", "--rollout.on_weight_update=finish"),
 )
 
 EngineFactory = Callable[[Config, LaunchSpec, Path], RolloutEngine]
@@ -136,7 +136,10 @@ def _evaluate(
         sampler, sampler_events = stack.enter_context(open_sampler(engine, cfg.rollout.function, encode, decode))
         engine.start()
         kinds = {problems.entry.grader for problems in todo}
-        graders = {kind: stack.enter_context(build_reward(replace(cfg.reward, type=kind), decode)) for kind in kinds}
+        graders = {
+            kind: stack.enter_context(build_reward(replace(cfg.reward, terms=[AnswerTermConfig(type=kind)]), decode))
+            for kind in kinds
+        }
         engine.wait_ready()
         for problems in todo:
             tell(f"{problems.entry.title}: {_in_words(problems)}")

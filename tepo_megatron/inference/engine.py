@@ -156,7 +156,7 @@ class RolloutEngine(Sampler, WeightReceiver, Sleepable, Lifecycle, Protocol):
 
     The methods of an update, in the order of their calls. Each raises SyncError, after which the engine can only be closed.
 
-        begin_update   Requests in flight are handled as `rollout.in_flight` says, and nothing is sampled until
+        begin_update   Requests in flight are handled as `rollout.on_weight_update` says, and nothing is sampled until
                        `finish_update`. An earlier update that was not finished is forgotten.
         keep           Announces tensors that stay those of version `base`. It comes before any `load`. If some updates of
                        an engine leave tensors unchanged, call it in all of its updates.

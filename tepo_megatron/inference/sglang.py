@@ -100,7 +100,7 @@ class SglangApi:
             MODEL_VARIABLE: str(launch.model_path),
             "HF_HUB_OFFLINE": "1",
             # A health check generates a token, with a time limit of 20 s by default: less than a round of weights may take.
-            "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(cfg.silent_seconds)),
+            "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(cfg.heartbeat_timeout)),
         }
         # Its processes rendezvous through a private file instead of a store without a key that listens on all interfaces.
         # With AMX SGLang names the shared memory after MASTER_ADDR and MASTER_PORT, so they are set, too.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tepo_megatron.config import Config, ServerConfig
+from tepo_megatron.config import AnyServerConfig, Config
 from tepo_megatron.config.io import to_yaml
 from tepo_megatron.errors import TepoError
 from tepo_megatron.launcher.ranks import RankProcesses, first_failure, interrupted_by_signals, leave_message
@@ -73,10 +73,10 @@ def launch(cfg: Config, worker: str = "tepo_megatron.launcher.worker", inherit: 
         raise RanksFailed(first_failure(failures, kills))
 
 
-def _environment(ranks: int, platform: str, server: ServerConfig, folder: Path) -> dict[str, str]:
+def _environment(ranks: int, platform: str, server: AnyServerConfig, folder: Path) -> dict[str, str]:
     """Return the environment of all ranks: their rendezvous, number of threads, and the interface of gloo and NCCL."""
     shared = {_LAUNCHER: str(os.getpid()), WORLD_FOLDER: str(folder), "GLOO_SOCKET_IFNAME": "lo"}
-    if server.urls is None and server.rendezvous is None:
+    if not server.others:
         shared["NCCL_SOCKET_IFNAME"] = "=lo"  # otherwise servers on other machines may have to reach a rank
     threads = {"OMP_NUM_THREADS": str(threads_of_rank(ranks))}
     if platform == "cpu":

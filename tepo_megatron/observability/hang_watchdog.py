@@ -127,7 +127,7 @@ class HangWatchdog:
         rank: This rank.
         world_size: Ranks in the world.
         folder: Folder for the explanation (hang.txt) and the stacks.
-        silent_seconds: A rank without heartbeat for this long counts as frozen.
+        heartbeat_timeout: A rank without heartbeat for this long counts as frozen.
         stuck_seconds: Maximum time at one position of a training phase.
         on_hang: Ends this process, given the explanation and whether this rank is cut off from the world's store.
     """
@@ -139,12 +139,12 @@ class HangWatchdog:
         world_size: int,
         folder: Path,
         *,
-        silent_seconds: float,
+        heartbeat_timeout: float,
         stuck_seconds: float,
         on_hang: Callable[[str, bool], object],
     ) -> None:
         self._store, self._rank, self._world_size, self._folder, self._on_hang = store, rank, world_size, folder, on_hang
-        self._silent_seconds, self._stuck_seconds = silent_seconds, stuck_seconds
+        self._heartbeat_timeout, self._stuck_seconds = heartbeat_timeout, stuck_seconds
         listened: Sequence[int] = range(world_size) if rank == 0 else (0,) if rank == 1 else ()
         self._seen = {r: _Seen() for r in listened}
         self._beats = self._unanswered = 0
@@ -160,7 +160,7 @@ class HangWatchdog:
     def __exit__(self, *exc_info: object) -> None:
         self._over.set()
         for thread in self._threads:
-            thread.join(self._silent_seconds)
+            thread.join(self._heartbeat_timeout)
         self._identity.close()
         with contextlib.suppress(RuntimeError):  # the store ended with its owner
             self._say(left=True)
@@ -180,10 +180,11 @@ class HangWatchdog:
         """Detect a store that does not answer. A store frozen with its machine blocks its callers for ever."""
         while not self._over.wait(BEAT_SECONDS):
             self._unanswered += 1
-            if self._unanswered * BEAT_SECONDS > self._silent_seconds:
+            if self._unanswered * BEAT_SECONDS > self._heartbeat_timeout:
                 self._leave(
-                    f"the store of this world has not answered for {self._silent_seconds:g} s (parallel.silent_seconds): rank "
-                    f"0, or whoever started it, is frozen, or its machine is gone; rank {self._rank} is at {self._place()}",
+                    f"the store of this world has not answered for {self._heartbeat_timeout:g} s (parallel.heartbeat_timeout): "
+                    f"rank 0, or whoever started it, is frozen, or its machine is gone; rank {self._rank} is at "
+                    f"{self._place()}",
                     cut_off=True,
                 )
 
@@ -209,10 +210,10 @@ class HangWatchdog:
     def _fault(self) -> str | None:
         there = {rank: of for rank, of in self._seen.items() if not of.left}
         for rank, of in there.items():
-            if of.unheard * BEAT_SECONDS >= self._silent_seconds:
+            if of.unheard * BEAT_SECONDS >= self._heartbeat_timeout:
                 return (
-                    f"rank {rank} has not been heard of for {self._silent_seconds:g} s (parallel.silent_seconds): its process "
-                    f"is frozen, or its machine is gone; last at {of.place}"
+                    f"rank {rank} has not been heard of for {self._heartbeat_timeout:g} s (parallel.heartbeat_timeout): its "
+                    f"process is frozen, or its machine is gone; last at {of.place}"
                 )
         for rank, of in there.items() if self._rank == 0 else ():
             if of.phase.startswith((*TRAINING, JOINING)) and of.unmoved * BEAT_SECONDS >= self._stuck_seconds:

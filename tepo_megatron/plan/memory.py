@@ -216,7 +216,7 @@ def states(trainer: Trainer, rollout: RolloutConfig, sync: SyncConfig, gpu: Gpu,
     """
     train = trainer.state(assumed)
     generate = generating(rollout.server, trainer.precision.dtype, trainer.model, gpu, assumed)
-    buckets = {"sync buckets": sync.bucket_mib * MIB * (2 if sync.transport == "group" else 1)}
+    buckets = {"sync buckets": sync.bucket_mib * MIB * (2 if sync.transport.type == "group" else 1)}
     names = ("weights", "gradients", "optimizer", FP8_WORKSPACES, "context, NCCL")
     stays = {name: train.parts[name] for name in names if name in train.parts}
     if placement_of(trainer.parallel.world_size, rollout).kind == "apart":
@@ -252,7 +252,7 @@ def host_bytes(cfg: Config, model: Model) -> dict[str, float]:
                 machine[name] += size
         machines.append(machine)
     parts = max(machines, key=lambda machine: sum(machine.values()))
-    if cfg.sync.transport == "shm":
+    if cfg.sync.transport.type == "shm":
         # two rounds of files, and on CUDA the staging memory of one round
         rounds = 3 if cfg.platform == "cuda" else 2
         parts["weights on their way to the engine"] = rounds * cfg.sync.bucket_mib * MIB

@@ -43,8 +43,8 @@ class Placement:
         if self.here and self.trainer > GPUS_PER_NODE:
             return (
                 f"the run starts its servers on the first of {-(-self.trainer // GPUS_PER_NODE)} machines of ranks; set "
-                "rollout.server.rendezvous, with which they are on each of them (rollout.colocate=true), or with sync.folder "
-                "on machines of their own (false)"
+                "rollout.server.rendezvous, with which they are on each of them (rollout.colocate=true), or with "
+                "sync.transport.folder on machines of their own (false)"
             )
         if self.here and self.gpus > GPUS_PER_NODE:
             return (
@@ -63,6 +63,5 @@ def placement_of(ranks: int, rollout: RolloutConfig) -> Placement:
     """
     server = rollout.server
     engine = 0 if rollout.replay is not None else rollout.servers * server.tp
-    elsewhere = server.urls is not None or server.rendezvous is not None
     kind: Kind = "in turns" if rollout.colocate else "apart"
-    return Placement(kind, ranks, engine, here=engine > 0 and not elsewhere)
+    return Placement(kind, ranks, engine, here=engine > 0 and not server.others)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tepo_megatron.actor.layout import check_layout, divisors
-from tepo_megatron.config import Config, RolloutConfig, SyncConfig
+from tepo_megatron.config import AnyServer, Config, RolloutConfig, ShmTransportConfig, SyncConfig, UrlServerConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan.engine_memory import kv_bytes
 from tepo_megatron.plan.gpus import GIB, GPUS_PER_NODE
@@ -137,9 +137,11 @@ def _candidates(predictor: Predictor, gpus: int) -> Iterator[Config]:
 
 def _served(cfg: RolloutConfig, sync: SyncConfig, servers: int, tp: int) -> tuple[RolloutConfig, SyncConfig]:
     """Return sections for this number of servers and GPUs per server. A folder replaces addresses, whose number is fixed."""
-    server = replace(cfg.server, tp=tp)
-    if server.urls is not None:
-        server, sync = replace(server, urls=None, rendezvous="servers"), replace(sync, folder=sync.folder or "weights")
+    server: AnyServer = replace(cfg.server, tp=tp)
+    if isinstance(server, UrlServerConfig):
+        server = server.at_rendezvous("servers")
+        if isinstance(sync.transport, ShmTransportConfig):
+            sync = replace(sync, transport=ShmTransportConfig(folder=sync.transport.folder or "weights"))
     return replace(cfg, servers=servers, min_servers=1, server=server), sync
 
 

@@ -266,9 +266,9 @@ class Predictor:
         files lie in a machine's memory, on each machine after a network transfer, or on a file system as fast as the network.
         """
         size = parameters.total_parameters(self.model.family.rows, self.model.arch) * self.model.element
-        if self.cfg.sync.transport == "group":
+        if self.cfg.sync.transport.type == "group":
             return size / self.machine.link(GPUS_PER_NODE + 1 if self.placement.machines > 1 else 2, 1)
         network = size / self.machine.link(GPUS_PER_NODE + 1, 1) if self.placement.machines > 1 else 0.0
-        if self.cfg.sync.folder is not None and network:
+        if self.cfg.sync.shared_folder is not None and network:
             return network
         return network + size / (self.machine.assumed.host_copy * self.cfg.parallel.pp)

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tepo_megatron.config import RewardConfig
 from tepo_megatron.errors import RewardError
 from tepo_megatron.rewards.process import START_SECONDS, Worker, WorkerBroken, WorkerOutcome
 from tepo_megatron.utils.memory_kills import MemoryKills
 
 _log = logging.getLogger(__name__)
 _MOST_REPORTED = 10  # lost workers that one pool reports
+MEMORY_MIB = 1024  # address space of a worker
 _START_ATTEMPTS = 3  # the kernel may have killed a starting worker for lack of memory
 
 
@@ -35,6 +37,11 @@ class PoolLimits:
     soft_seconds: float
     hard_seconds: float
     memory_mib: int
+
+
+def limits_of(cfg: RewardConfig) -> PoolLimits:
+    """Return the limits that the config sets for the workers of one term."""
+    return PoolLimits(cfg.workers, cfg.processor_seconds, cfg.timeout_seconds, MEMORY_MIB)
 
 
 class GradingPool:
@@ -179,7 +186,7 @@ class GradingPool:
             fate = "ended" if status == "died" else f"was not ready after {START_SECONDS:.0f} s"
             raise RewardError(
                 f"a grading worker {fate} before its first answer; check {self._mend} and that "
-                f"reward.memory_mib={self._limits.memory_mib} is enough ({sys.executable}). Its last words:\n"
+                f"{self._limits.memory_mib} MiB of memory are enough ({sys.executable}). Its last words:\n"
                 f"{worker.last_words() or '(none)'}"
             )
         else:

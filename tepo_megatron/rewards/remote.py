@@ -14,6 +14,8 @@ from tepo_megatron.utils.escaping import excerpt
 from tepo_megatron.utils.exchange import Answer, BadAnswer, BlockingHttp, ExchangeFailed, TimedOut
 
 ANSWER_BYTES, SAMPLE_BYTES = 2**20, 4096  # the largest answer is the first, plus the second for each sample
+ATTEMPTS = 4  # to send the same batch
+BACKOFF_SECONDS = 1.0  # pause before the second attempt, doubled for each further one
 _PASSING = frozenset({408, 425, 429})  # client errors (4xx) that another attempt may not meet
 
 
@@ -57,8 +59,8 @@ class HttpTerm:
             except _Failure as e:
                 if e.final or attempt == self._attempts:
                     raise RewardError(
-                        f"the reward server {self._url} {e} (attempt {attempt} of {self._attempts}); mend the server, or raise "
-                        "attempts, backoff_seconds or timeout_seconds of its entry in reward.terms"
+                        f"the reward server {self._url} {e} (attempt {attempt} of {self._attempts}); fix the server, or raise "
+                        "timeout_seconds of its entry in reward.terms"
                     ) from None
             time.sleep(self._backoff * 2 ** (attempt - 1))
         raise AssertionError("attempts is at least 1")

@@ -28,7 +28,7 @@ class Collector:
         prompts: Stream of training prompts.
         seed: Seed of the run.
         stop_token_ids, routing: See `SamplingParams`.
-        max_refills: Resolved value of `cfg.max_refills`.
+        max_generation_rounds: Resolved value of `cfg.max_generation_rounds`.
         overlong: Shapes the rewards of graded samples. None: no shaping. It is separate from `reward` because `reward` also
             grades evaluations, which may have another length limit.
     """
@@ -42,14 +42,14 @@ class Collector:
         seed: int,
         stop_token_ids: tuple[int, ...] = (),
         *,
-        max_refills: int,
+        max_generation_rounds: int,
         overlong: OverlongShaping | None,
         routing: Routing | None = None,
     ) -> None:
         self.cfg, self.sampler, self.reward, self.prompts, self.seed = cfg, sampler, reward, prompts, seed
-        self.max_refills, self.overlong = max_refills, overlong
+        self.max_generation_rounds, self.overlong = max_generation_rounds, overlong
         self.sampling = SamplingParams(
-            *(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, stop_token_ids, cfg.max_sequence_tokens),
+            *(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_tokens, stop_token_ids),
             routing=routing,
         )
         self._groups: GroupStream | None = None
@@ -58,9 +58,9 @@ class Collector:
     def collect(self, step: int, clock: Clock) -> tuple[list[Rollout], Metrics]:
         """Return graded rollouts of at most `prompts_per_step` groups, contiguous by prompt, and metrics of all samples.
 
-        With `filter_uniform_groups`, groups whose samples are all right or all wrong (unshaped score) are dropped, and up to
-        `max_refills` further rounds replace them. The result is empty if every group was dropped. With `in_flight: continue`,
-        groups that are still being sampled go on for the next step.
+        With `filter_uniform_groups`, groups whose samples are all right or all wrong (unshaped score) are dropped, and further
+        rounds replace them, up to `max_generation_rounds` in all. The result is empty if every group was dropped. With
+        `on_weight_update: continue`, groups that are still being sampled go on for the next step.
 
         Args:
             step: Number of the step, from 1.
@@ -73,11 +73,11 @@ class Collector:
         kept: list[list[Rollout]] = []
         sampled = stale = 0
         metrics = Metrics()
-        for refill in range(1 + self.max_refills):
+        for number in range(self.max_generation_rounds):
             missing = self.cfg.prompts_per_step - len(kept)
             if missing == 0:
                 break
-            self._ask(missing, {group[0].prompt_id for group in kept}, derive_seed(self.seed, "rollout", step, refill))
+            self._ask(missing, {group[0].prompt_id for group in kept}, derive_seed(self.seed, "rollout", step, number))
             groups, old = self._graded(step, missing, clock)
             for rollout in (r for group in groups for r in group):
                 metrics.add("reward/mean", rollout.reward)
@@ -143,7 +143,7 @@ class Collector:
                 group = group if self.overlong is None else self.overlong.shape(group)
             graded.append(group)
             useful += len(self._useful([group]))
-        if self.cfg.in_flight != "continue":
+        if self.cfg.on_weight_update != "continue":
             self.give_up()
         return sorted(graded, key=lambda group: order[group[0].prompt_id]), stale
 
@@ -160,7 +160,7 @@ class Collector:
         oldest = max(0, newest - self.cfg.max_staleness)
         allowed = {INITIAL_VERSION} if self.cfg.only else set(range(oldest, newest + 1))
         wrong = sorted({version for r in group for version in (r.policy_version, *(v for _, v in r.later_versions))} - allowed)
-        if wrong and self.cfg.in_flight == "continue" and max(wrong) < oldest:
+        if wrong and self.cfg.on_weight_update == "continue" and max(wrong) < oldest:
             return True
         if wrong:
             raise SyncError(f"step {step}: rollouts of version {wrong}, but only {sorted(allowed)} may be learned from")

@@ -150,7 +150,7 @@ class CustomRollouts:
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                samples = [tasks.create_task(self._one(prompt, sampling.after(prompt), seed, k)) for prompt, k in each]
+                samples = [tasks.create_task(self._one(prompt, sampling, seed, k)) for prompt, k in each]
                 for place in range(len(prompts) if deliver is not None else 0):
                     tasks.create_task(group(samples[place * sampling.samples : (place + 1) * sampling.samples]))
         except ExceptionGroup as failed:

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tepo_megatron.config import SyncConfig
+from tepo_megatron.config import GroupTransportConfig, SyncConfig
+from tepo_megatron.config.platform_defaults import join_seconds
 from tepo_megatron.distributed.meeting_store import KeyValueStore
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConfigError, SyncError
@@ -83,10 +84,13 @@ class GroupTransport:
     Attributes:
         sent_bytes: Bytes that this rank has broadcast so far.
         meetings: How often new groups were formed so far, or tried to be; counted on rank 0 only.
+        join_seconds: Seconds in which ranks and servers must form the groups, in one attempt.
     """
 
     def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> None:
-        self.cfg, self.groups, self.receiver, self._plan = cfg, groups, receiver, plan
+        assert isinstance(cfg.transport, GroupTransportConfig)
+        self.cfg, self.groups, self.receiver, self._plan = cfg.transport, groups, receiver, plan
+        self.join_seconds = join_seconds(groups.device.type)
         self.sent_bytes = self.meetings = 0
         self._sender = plan.senders.index(groups.rank) if groups.rank in plan.senders else None  # index of this rank's group
         self._meeting: GroupSpec | None = None  # the spec of the current groups
@@ -200,9 +204,10 @@ class GroupTransport:
                 self._owned = OwnedStore(self._address)
                 self._store = self._owned.store
             except OSError as e:
+                where = self._address or "an address of this machine"
                 raise ConfigError(
-                    f"sync.address={self.cfg.address}: no port at {self._address or 'an address of this machine'} ({e}); set "
-                    "it to an IPv4 address of rank 0's machine that the servers reach"
+                    f"sync.transport.address={self.cfg.address}: no port at {where} ({e}); set it to an IPv4 address "
+                    "of rank 0's machine that the servers reach"
                 ) from None
         end = SENDER + 1
         self._ranks = {}
@@ -211,9 +216,8 @@ class GroupTransport:
             end += taker.ranks
         self.meetings += 1
         name, senders = f"meeting-{self.meetings}", len(self._plan.senders)
-        seconds, join_seconds = self.cfg.timeout_seconds, self.cfg.join_limit(self.groups.device.type)
-        owned = self._owned
-        return GroupSpec(self._address, owned.port, name, senders, end, SENDER, seconds, join_seconds, owned.folder)
+        seconds, owned = self.cfg.timeout_seconds, self._owned
+        return GroupSpec(self._address, owned.port, name, senders, end, SENDER, seconds, self.join_seconds, owned.folder)
 
     def _meet(self, meeting: GroupSpec) -> bool:
         """Form the groups; return whether all members joined. The watchdog reports a rank that never leaves this phase."""
@@ -282,13 +286,13 @@ class GroupTransport:
     def _not_taken(self, it: _Flight) -> str:
         assert self._owned is not None
         who = ", ".join(self._absent) or "inference servers"
-        what, key, seconds = "meet the trainer's ranks", "sync.join_seconds", self.cfg.join_limit(self.groups.device.type)
+        what, seconds, fix = "meet the trainer's ranks", self.join_seconds, ""
         if it.sent:
             what, seconds = "take a round of weights", self.cfg.timeout_seconds
-            key = "sync.timeout_seconds (or rather rollout.server's silent_seconds with it)"
+            fix = "raise sync.transport.timeout_seconds (and rollout.server.heartbeat_timeout with it), "
         return (
             f"{who}: alive, but did not {what} in {ATTEMPTS} attempts of {seconds:g} s, {self._owned.where}; "
-            f"see the log, raise {key}, or set sync.address to an address of this machine that the servers reach"
+            f"see the log, {fix}or set sync.transport.address to an address of this machine that the servers reach"
         )
 
     def close(self) -> None:

@@ -219,7 +219,7 @@ def memory_identity(root: Path) -> tuple[str, int, int]:
     except OSError as e:
         raise ConfigError(
             f"{root} on {socket.gethostname()}: {e.strerror}; weights for servers of several machines lie there: give the "
-            "machine one, or set sync.folder to a folder that all machines share"
+            "machine one, or set sync.transport.folder to a folder that all machines share"
         ) from None
     return boot, found.st_dev, found.st_ino
 
@@ -239,5 +239,5 @@ def _check_seen(folder: Path) -> None:
         return
     raise ConfigError(
         f"{folder} on {socket.gethostname()} is not seen by this rank, though it was taken for that of a rank on the same "
-        "machine; set sync.folder to a folder that all machines share"
+        "machine; set sync.transport.folder to a folder that all machines share"
     )

@@ -1,7 +1,7 @@
 """Transports `shm` and `ipc`: the engine loads a round from where the ranks stored it.
 
-A bucket is a safetensors file in shared memory or in `sync.folder` (here; on several machines: `relay.py`), or a byte buffer in
-the memory of its sender, which servers of this machine map.
+A bucket is a safetensors file in shared memory or in `sync.transport.folder` (here; on several machines: `relay.py`), or a
+byte buffer in the memory of its sender, which servers of this machine map.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class FileTransport(StoredTransport):
     def __init__(self, cfg: SyncConfig, plan: BucketPlan, groups: ParallelDims, receiver: WeightReceiver | None) -> None:
         super().__init__(receiver)
         self._in_use: int | None = None
-        self._owner, self._for_others = groups.owner, cfg.folder is not None
+        self._owner, self._for_others = groups.owner, cfg.shared_folder is not None
         folder = Path()
         if groups.is_main:
-            folder, self._in_use = make_folder(cfg.folder)
+            folder, self._in_use = make_folder(cfg.shared_folder)
         self.folder = broadcast_object(folder, groups.host)
         self._staging = Staging(plan.largest, groups.device) if groups.device.type == "cuda" else None
 
@@ -245,6 +245,6 @@ def make_folder(shared: str | None = None) -> tuple[Path, int]:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise ConfigError(
-                f"sync.folder={shared}: cannot be made ({e.strerror}); give a folder that all machines share"
+                f"sync.transport.folder={shared}: cannot be made ({e.strerror}); give a folder that all machines share"
             ) from None
     return scratch.claim(root, scratch.new_name(PURPOSE))

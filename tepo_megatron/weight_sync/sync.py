@@ -170,7 +170,7 @@ def _file_transport(
 ) -> WeightTransport:
     """Return `RelayTransport` if ranks are on several machines that share no `folder`, else `FileTransport`."""
     here, everywhere = _ranks()
-    make: MakeTransport = FileTransport if cfg.folder is not None or here == everywhere else RelayTransport
+    make: MakeTransport = FileTransport if cfg.shared_folder is not None or here == everywhere else RelayTransport
     return make(cfg, plan, groups, receiver)
 
 
@@ -187,8 +187,8 @@ class TransportRow:
 TRANSPORTS: Mapping[str, TransportRow] = {
     "shm": TransportRow(
         _file_transport,
-        spans_machines=lambda cfg, local: cfg.folder is not None or local,
-        fix="set sync.folder to a folder that all machines share, or ",
+        spans_machines=lambda cfg, local: cfg.shared_folder is not None or local,
+        fix="set sync.transport.folder to a folder that all machines share, or ",
     ),
     "ipc": TransportRow(IpcTransport, spans_machines=lambda cfg, local: False),
     "group": TransportRow(GroupTransport, spans_machines=lambda cfg, local: True),
@@ -210,7 +210,7 @@ def make_weight_sync(
         receiver: The engine, on rank 0; None on other ranks.
     """
     plan = BucketPlan(cfg, bindings, arch, groups)
-    return WeightSync(cfg, plan, TRANSPORTS[cfg.transport].make(cfg, plan, groups, receiver), receiver)
+    return WeightSync(cfg, plan, TRANSPORTS[cfg.transport.type].make(cfg, plan, groups, receiver), receiver)
 
 
 def _ranks() -> tuple[int, int]:
@@ -225,10 +225,10 @@ def check_one_host(cfg: SyncConfig, servers_beside_ranks: bool) -> None:
         cfg: The transport and its folder.
         servers_beside_ranks: Whether servers run on the machines of the ranks, and nowhere else.
     """
-    (here, everywhere), row = _ranks(), TRANSPORTS[cfg.transport]
+    (here, everywhere), row = _ranks(), TRANSPORTS[cfg.transport.type]
     if here == everywhere or row.spans_machines(cfg, servers_beside_ranks):
         return
-    what = f"sync.transport={cfg.transport}" + (" without sync.folder" if cfg.transport == "shm" else "")
+    what = f"sync.transport={cfg.transport.type}" + (" without sync.transport.folder" if cfg.transport.type == "shm" else "")
     raise ConfigError(
         f"{what} needs all ranks on one machine, but only {here} of {everywhere} are here; {row.fix}use sync.transport=group"
     )

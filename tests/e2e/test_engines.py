@@ -76,7 +76,7 @@ def served(
     about = {"rollout__engine": engine, "rollout__server__tp": tp}
     if kind == "mixture" and engine in RETURN_EXPERTS:
         about["rollout__replay_experts"] = "true"
-    where = {"rollout__server__rendezvous": folder / "servers", "sync__folder": folder / "weights", "output": folder}
+    where = {"rollout__server__rendezvous": folder / "servers", "sync__transport__folder": folder / "weights", "output": folder}
     with commands(folder) as tepo:
         serve = tepo("serve", "examples/demo.yaml", *settings(model, **about, **where))
         serve.until(lambda: bool(list((folder / "servers").glob("*.json"))), timeout=240)
@@ -93,7 +93,7 @@ def test_rollouts_are_of_the_actors_weights(
     overrides |= {"optimizer__warmup_steps": 0, "evaluation__max_problems": 8, "optimizer__lr": "1e-3"}
     overrides |= {"training__steps": STEPS, "rollout__prompts_per_step": 8, "training__minibatch_prompts": 4}
     overrides |= served.settings | {"name": "run", "sync__transport": transport}
-    overrides |= {"sync__folder": tmp_path / "weights"} if transport == "shm" else {}
+    overrides |= {"sync__transport__folder": tmp_path / "weights"} if transport == "shm" else {}
     if layout == "EP2":
         overrides["rollout__replay_experts"] = "false"  # asked for by the run or not, the server could tell
     if layout == "EP2 replay":

@@ -7,7 +7,6 @@ of these needs a server (those that do: tests/server, test_train.py); those in m
 import json
 import os
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
@@ -103,13 +102,6 @@ def test_datasets_without_a_usable_prompt(
     data = tmp_path / "train.jsonl"
     data.write_text(text)
     refused(tepo(*arguments(model, data__train=data, **overrides)), phrase)
-
-
-@pytest.mark.full
-def test_busy_port(tepo, arguments, model: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        port = busy.getsockname()[1]
-        refused(tepo(*arguments(model, rollout__server__port=port)), "rollout.server.port", str(port))
 
 
 def test_cuda_without_a_gpu(tepo, arguments, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

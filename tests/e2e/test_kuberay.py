@@ -136,7 +136,8 @@ def scripted(site: Site, model: Path, **more: object) -> Job:
     settings = SHORT | {
         "name": "run", "parallel__tp": 1, "parallel__dp": 2, "training__steps": 5, "checkpoint__every": 2, "model__path": model,
         "data__train": model / "train.jsonl", "data__eval": model / "eval.jsonl", "rollout__record": "true",
-        "rollout__filter_uniform_groups": "false", "rollout__server__urls": "[http://127.0.0.1:9]", "sync__folder": "weights",
+        "rollout__filter_uniform_groups": "false", "rollout__server__urls": "[http://127.0.0.1:9]",
+        "sync__transport__folder": "weights",
         **more,
     }  # fmt: skip
     return Job.started(site, ROOT / "examples" / "demo.yaml", "--cluster", site.profile(str(python)), *words_of(settings))

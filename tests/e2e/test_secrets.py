@@ -27,7 +27,7 @@ def test_a_run_tells_no_secret(
 ) -> None:
     given = {name: f"not-for-any-file-{secrets.token_hex(8)}" for name in GIVEN}
     run = tmp_path / "runs" / "told"
-    words = arguments(random_model, **SHORT, name="told", rollout__engine=engine, sync__folder=tmp_path / "weights")
+    words = arguments(random_model, **SHORT, name="told", rollout__engine=engine, sync__transport__folder=tmp_path / "weights")
     command = tepo(*words, env=given)
     command.until(lambda: "accuracy at step 0" in command.output, timeout=300)
     lines = command.left_over()

@@ -20,7 +20,12 @@ SERVER = "-m vllm.entrypoints"
 def test_a_served_engine_killed_in_mid_run_costs_no_sample(tepo, arguments, base: Path, tmp_path: Path) -> None:
     rendezvous, weights, run = tmp_path / "rendezvous", tmp_path / "weights", tmp_path / "runs" / "far"
     settings = {"training__steps": STEPS, "rollout__server__rendezvous": rendezvous}
-    settings |= {"sync__folder": weights, "rollout__record": "true", "rollout__filter_uniform_groups": "false", "name": "far"}
+    settings |= {
+        "sync__transport__folder": weights,
+        "rollout__record": "true",
+        "rollout__filter_uniform_groups": "false",
+        "name": "far",
+    }
     settings |= {"rollout__prompts_per_step": 8, "training__minibatch_prompts": 4, "evaluation__max_problems": 8}
     words = arguments(base, **settings)
     serve = tepo("serve", words[1], "--host", "127.0.0.2", *words[2:])

@@ -129,7 +129,7 @@ def job(random_model: Path, tmp_path: Path) -> Iterator[Job]:
         Cluster, {"python": str(python), "ranks_per_node": 1, "network": network, "skypilot": sky}, "cluster.yaml"
     )
     (tmp_path / "volume").mkdir()
-    words = settings(random_model, **RUN, sync__folder="weights")
+    words = settings(random_model, **RUN, sync__transport__folder="weights")
     cfg = load_config(ROOT / "examples" / "demo.yaml", words)
     layout = lay_out(cfg, cluster)
     assert layout == Layout(2, 1, 1, 1)

@@ -164,7 +164,7 @@ class Apart:
         settings = {
             "name": "apart", "parallel__tp": 2, "training__steps": APART_STEPS, "checkpoint__every": 2, "model__path": base,
             "data__train": base / "train.jsonl", "data__eval": base / "eval.jsonl", "evaluation__max_problems": 8,
-            "rollout__server__rendezvous": folder / "servers", "sync__folder": folder / "weights",
+            "rollout__server__rendezvous": folder / "servers", "sync__transport__folder": folder / "weights",
             "rollout__prompts_per_step": PROMPTS, "training__minibatch_prompts": 4, "rollout__samples_per_prompt": 4,
             "rollout__filter_uniform_groups": "false", "rollout__record": "true",
         }  # fmt: skip

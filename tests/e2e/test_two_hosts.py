@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.full, pytest.mark.e2e]
 PORT, SILENT = 29400, 6
 # a step waits for half a second in its engine: a cut comes in its midst
 RUN = SHORT | {
-    "training__steps": 8, "parallel__tp": 1, "parallel__dp": 2, "parallel__silent_seconds": SILENT, "checkpoint__every": 2,
+    "training__steps": 8, "parallel__tp": 1, "parallel__dp": 2, "parallel__heartbeat_timeout": SILENT, "checkpoint__every": 2,
     "rollout__max_response_tokens": 16, "training__max_tokens_per_microbatch": 512,
 }  # fmt: skip
 Start = Callable[..., Command]
@@ -46,7 +46,11 @@ def straight(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def words(model: Path, output: Path, **more: object) -> list[str | Path]:
-    return ["train", "examples/demo.yaml", *settings(model, **RUN, name="run", output=output, sync__folder=output, **more)]
+    return [
+        "train",
+        "examples/demo.yaml",
+        *settings(model, **RUN, name="run", output=output, sync__transport__folder=output, **more),
+    ]
 
 
 def started(tepo: Start, two: tuple[Host, Host], *of_run: str | Path) -> tuple[Command, Command]:
@@ -93,7 +97,7 @@ def test_a_cut_link_ends_both_and_the_run_goes_on_from_there(
         command.assert_nothing_left()
     assert time.monotonic() - cut < 60
     told = (run / "hang.txt").read_text()
-    assert told.startswith(f"rank 1 has not been heard of for {SILENT} s (parallel.silent_seconds)"), told
+    assert told.startswith(f"rank 1 has not been heard of for {SILENT} s (parallel.heartbeat_timeout)"), told
     assert {path.name for path in (run / "stacks").iterdir()} == {"rank-0.txt", "rank-1.txt"}
     assert not (run / "hf").exists()
 

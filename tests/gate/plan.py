@@ -74,7 +74,7 @@ def on_a_cpu(cfg: Config, model: str, layout: dict[str, Any], precision: str) ->
     tree["evaluation"] |= {"every": 0, "benchmarks": []}
     tree["rollout"] |= {
         "prompts_per_step": len(PROMPTS), "samples_per_prompt": 3, "temperature": TEMPERATURE, "function": None,
-        "max_response_tokens": LONGEST - max(PROMPTS), "max_sequence_tokens": None,
+        "max_response_tokens": LONGEST - max(PROMPTS),
     }  # fmt: skip
     epochs, minibatch, _ = updates(cfg)
     tree["training"] |= {

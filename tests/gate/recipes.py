@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 OWN_MODELS = {"my-qwen3": ("qwen3", True), "seed-0": ("qwen3", True)}
 # sections that choose no code of an update
 _NOT_TRAINING = ("name", "data", "output", "reward", "evaluation", "logging", "overwrite", "resume", "export_hf", "seed")
-_NOT_TRAINING_ROLLOUT = ("server", "servers", "min_servers", "engine", "max_refills", "attempts", "filter_uniform_groups")
+_NOT_TRAINING_ROLLOUT = ("server", "servers", "min_servers", "engine", "max_generation_rounds", "filter_uniform_groups")
 
 
 @dataclass(frozen=True)

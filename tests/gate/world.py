@@ -126,7 +126,7 @@ def _deliver(actor: Any, turns: Any, folder: Path, version: int) -> dict[str, Te
     with contextlib.ExitStack() as stack:
         receiver: Any = None
         if groups.is_main:
-            receiver = Recorder() if cfg.sync.transport != "group" else stack.enter_context(_server(folder, cfg))
+            receiver = Recorder() if cfg.sync.transport.type != "group" else stack.enter_context(_server(folder, cfg))
         sync = stack.enter_context(make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, receiver))
 
         def push() -> None:

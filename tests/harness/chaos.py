@@ -54,7 +54,7 @@ RUN: dict[str, Any] = {
     "training__steps": STEPS, "training__minibatch_prompts": 4, "rollout__prompts_per_step": 6, "parallel__tp": 2,
     "rollout__samples_per_prompt": SAMPLES, "rollout__max_response_tokens": 12, "rollout__record": "true",
     "rollout__filter_uniform_groups": "false", "rollout__server__kv_cache_gib": 0.25, "rollout__server__restarts": 9,
-    "rollout__server__silent_seconds": 20, "optimizer__warmup_steps": 0, "optimizer__lr": "1e-4", "checkpoint__every": 2,
+    "rollout__server__heartbeat_timeout": 20, "optimizer__warmup_steps": 0, "optimizer__lr": "1e-4", "checkpoint__every": 2,
     "evaluation__max_problems": 8, "sync__max_logprob_diff": "1e-3",
 }  # fmt: skip
 

@@ -224,7 +224,7 @@ class FaultyEngine(ScriptedEngine):
         """Begin a group; the function that is returned ends it, with the weights that are served then: all of it, or the second
         half of each response if the run goes on with what new weights interrupt.
         """
-        goes_on = self._cfg.rollout.in_flight == "continue"
+        goes_on = self._cfg.rollout.on_weight_update == "continue"
         if server is None:
             server = self._asked % len(self._served)
             self._asked += 1

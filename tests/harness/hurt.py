@@ -59,7 +59,7 @@ def score(prompt, response, answer):
 """
 _KEYS = RUN | {
     "reward__workers": 1, "rollout__prompts_per_step": 4, "evaluation__max_problems": 4, "rollout__server__ready_seconds": 1800,
-    "rollout__server__silent_seconds": 120, "rollout__server__restarts": 3,
+    "rollout__server__heartbeat_timeout": 120, "rollout__server__restarts": 3,
 }  # fmt: skip
 
 

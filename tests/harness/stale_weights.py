@@ -56,8 +56,8 @@ TURNS: dict[str, dict[str, Any]] = {
     "ahead, tp 2": {"rollout": {"max_staleness": 1}, "parallel": {"tp": 2}},
     "ahead, pp 2": {"rollout": {"max_staleness": 1}, "parallel": {"pp": 2}},
     "3 ahead, finish": {"rollout": {"max_staleness": 3}},
-    "3 ahead, continue": {"rollout": {"max_staleness": 3, "in_flight": "continue", "oversample": 1.5}},
-    "3 ahead, restart": {"rollout": {"max_staleness": 3, "in_flight": "restart", "oversample": 1.5}},
+    "3 ahead, continue": {"rollout": {"max_staleness": 3, "on_weight_update": "continue", "oversample": 1.5}},
+    "3 ahead, restart": {"rollout": {"max_staleness": 3, "on_weight_update": "restart", "oversample": 1.5}},
 }
 # other ways of the weights to the servers, and of samples from them
 WAYS: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "group, pp 2": {"parallel": {"pp": 2}, "sync": {"transport": "group"}},
     "group, colocated": {"rollout": {"colocate": True}, "sync": {"transport": "group"}},
     "group, 3 ahead, continue": {
-        "rollout": {"max_staleness": 3, "in_flight": "continue", "oversample": 1.5},
+        "rollout": {"max_staleness": 3, "on_weight_update": "continue", "oversample": 1.5},
         "sync": {"transport": "group"},
     },
     "delta": {"sync": {"delta": True}},
@@ -76,7 +76,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "function": {"rollout": {"function": FUNCTION}},
     "function, ahead": {"rollout": {"max_staleness": 1, "function": FUNCTION}},
     "function, 3 ahead, continue": {
-        "rollout": {"max_staleness": 3, "in_flight": "continue", "oversample": 1.5, "function": FUNCTION},
+        "rollout": {"max_staleness": 3, "on_weight_update": "continue", "oversample": 1.5, "function": FUNCTION},
     },
     "temperature 0.3": {"rollout": {"temperature": 0.3}},
     "experts": {},
@@ -125,7 +125,7 @@ def config(trial: Trial, model: Path, folder: Path) -> Config:
         model = experts.write_model(model)
     sections: dict[str, Any] = {name: dict(section) for name, section in MODES[trial.mode].items()}
     common: dict[str, dict[str, Any]] = {
-        "rollout": {"record": True, "filter_uniform_groups": False, "max_refills": 0},
+        "rollout": {"record": True, "filter_uniform_groups": False, "max_generation_rounds": 1},
         "training": {"steps": trial.steps},
         "optimizer": {"lr": trial.rate, "warmup_steps": 0},
         "evaluation": {"every": 0},

@@ -19,7 +19,7 @@ SECTION = {
 }  # fmt: skip
 CASES = {
     "kuberay_colocated": ["run.yaml", "--cluster", "k8s.yaml"],
-    "kuberay_apart": ["run.yaml", "--cluster", "k8s.yaml", *cases.APART, "--sync.folder", "weights"],
+    "kuberay_apart": ["run.yaml", "--cluster", "k8s.yaml", *cases.APART, "--sync.transport.folder", "weights"],
     "kuberay_convert": ["convert", "out", "--cluster", "k8s.yaml", "--", "inspect", "a model"],
 }
 

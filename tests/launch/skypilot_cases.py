@@ -26,12 +26,12 @@ FILES = {
     "volume.yaml": CLUSTER | {"container": {"image": "lab/tepo:vllm"}, "skypilot": SKYPILOT | {"volumes": {"/shared": "lab"}}},
     "bucket.yaml": CLUSTER | {"python": ".venv/bin/python", "skypilot": BUCKET},
 }
-APART = [*cases.APART, "--sync.folder", "weights"]
+APART = [*cases.APART, "--sync.transport.folder", "weights"]
 CASES = {
     "skypilot-one": ["run.yaml", "--cluster", "bucket.yaml", "--model.path", "/models/14b"],
     "skypilot-apart": ["run.yaml", "--cluster", "volume.yaml", *APART],
     "skypilot-in-turns": [
-        "run.yaml", "--cluster", "volume.yaml", "--parallel.dp", "2", *cases.SERVERS, "--sync.folder", "weights",
+        "run.yaml", "--cluster", "volume.yaml", "--parallel.dp", "2", *cases.SERVERS, "--sync.transport.folder", "weights",
     ],
 }  # fmt: skip
 

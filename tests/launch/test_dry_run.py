@@ -29,7 +29,10 @@ REFUSED = {
     "nothing launched": (["status", "nowhere"], "nowhere: nothing was launched there"),
     "wait for nothing": ([*SLURM, "--cluster", "bare.yaml", "--after", "nowhere"], "nowhere: nothing was launched there"),
     "local container": (["run.yaml", "--cluster", "contained.yaml"], "--executor local starts no container"),
-    "local machines": (["run.yaml", "--cluster", "bare.yaml", *cases.APART, "--sync.folder", "w"], "takes 4 machines of 8"),
+    "local machines": (
+        ["run.yaml", "--cluster", "bare.yaml", *cases.APART, "--sync.transport.folder", "w"],
+        "takes 4 machines of 8",
+    ),
     "no sbatch": ([*SLURM, "--cluster", "bare.yaml"], "sbatch refused the job: "),
     "words": (["convert", "out", "--cluster", "bare.yaml", "--hf"], "--hf: words of `convert` come after --"),
 }

@@ -66,7 +66,7 @@ def test_a_run_that_fails_says_why_and_its_logs_are_found(project: Path) -> None
 
 
 def test_servers_apart_end_with_the_run(project: Path) -> None:
-    apart = ["--rollout.server.rendezvous", "servers", "--sync.folder", "weights", "--rollout.servers", "2"]
+    apart = ["--rollout.server.rendezvous", "servers", "--sync.transport.folder", "weights", "--rollout.servers", "2"]
     status, _ = ended(launch(project, "run.yaml", "--cluster", "short.yaml", *apart))
     (log,) = project.rglob("combined.log")
     text = log.read_text()

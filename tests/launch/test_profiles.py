@@ -91,7 +91,7 @@ APART = {"server": {"rendezvous": "r"}}
     ],
 )
 def test_machines_of_eight(parallel: dict[str, int], rollout: dict[str, Any], expected: Layout) -> None:
-    cfg = run(parallel=parallel, rollout=rollout, sync={"folder": "w"})
+    cfg = run(parallel=parallel, rollout=rollout, sync={"transport": {"folder": "w"}})
     assert lay_out(cfg, cluster(gpus_per_node=8)) == expected
     assert expected.nodes == expected.train_nodes + expected.serve_nodes * (not expected.shared)
 
@@ -118,7 +118,7 @@ def test_machines_of_eight(parallel: dict[str, int], rollout: dict[str, Any], ex
 )
 def test_what_fits_no_machines_is_refused(parallel: dict[str, int], rollout: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        lay_out(run(parallel=parallel, rollout=rollout, sync={"folder": "w"}), cluster(gpus_per_node=8))
+        lay_out(run(parallel=parallel, rollout=rollout, sync={"transport": {"folder": "w"}}), cluster(gpus_per_node=8))
 
 
 def test_without_gpus() -> None:
@@ -126,7 +126,7 @@ def test_without_gpus() -> None:
         lay_out(run(), cluster())
     cfg = run(platform="cpu", parallel={"tp": 4})
     assert lay_out(cfg, cluster()) == Layout(1, 4)
-    cfg = run(platform="cpu", parallel={"tp": 4}, rollout=APART, sync={"folder": "w"})
+    cfg = run(platform="cpu", parallel={"tp": 4}, rollout=APART, sync={"transport": {"folder": "w"}})
     assert lay_out(cfg, cluster(ranks_per_node=2)) == Layout(2, 2, 1, 1)
 
 

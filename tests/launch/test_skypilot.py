@@ -138,7 +138,8 @@ def test_a_mistake_of_the_profile_is_told_with_its_key_and_the_mend(keys: dict[s
 
 
 APART = {
-    "parallel": {"tp": 8, "dp": 2}, "rollout": {"servers": 8, "server": {"rendezvous": "r"}}, "sync": {"folder": "w"},
+    "parallel": {"tp": 8, "dp": 2}, "rollout": {"servers": 8, "server": {"rendezvous": "r"}},
+    "sync": {"transport": {"folder": "w"}},
 }  # fmt: skip
 
 
@@ -152,7 +153,9 @@ def test_what_can_go_where() -> None:
     check(on_a_volume())
     check(on_a_bucket())
     check(on_a_volume(), **APART)
-    check(on_a_bucket(), rollout={"colocate": True, "server": {"rendezvous": "/tmp/r"}}, sync={"folder": "/tmp/w"})
+    check(
+        on_a_bucket(), rollout={"colocate": True, "server": {"rendezvous": "/tmp/r"}}, sync={"transport": {"folder": "/tmp/w"}}
+    )
     check(on_a_volume(setup=["fetch /data/m"]), model={"path": "/data/m"})
 
 
@@ -164,10 +167,14 @@ def test_what_can_go_where() -> None:
             APART,
             r"takes 3 machines with one folder of checkpoints, and skypilot\.workdir=/shared/me is on a bucket",
         ),
-        (on_a_volume(), APART | {"sync": {"folder": "/w"}}, r"sync\.folder=/w is not on a volume, and 3 machines share it"),
+        (
+            on_a_volume(),
+            APART | {"sync": {"transport": {"folder": "/w"}}},
+            r"sync\.transport\.folder=/w is not on a volume, and 3 machines share it",
+        ),
         (
             on_a_bucket(),
-            {"rollout": {"colocate": True, "server": {"rendezvous": "r"}}, "sync": {"folder": "/tmp/w"}},
+            {"rollout": {"colocate": True, "server": {"rendezvous": "r"}}, "sync": {"transport": {"folder": "/tmp/w"}}},
             r"rollout\.server\.rendezvous=r is on a bucket, which has neither hard links nor",
         ),
         (on_a_volume(), {"output": "/shared/runs"}, r"output=/shared/runs: give a relative path; on the machines it is below"),

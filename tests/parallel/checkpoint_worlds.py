@@ -35,10 +35,10 @@ def start(cfg: Config) -> Any:
     return Actor.open(cfg, parallel.initialize(cfg.parallel, activate("cpu"), cfg.seed))
 
 
-def checkpoints(folder: Path, actor: Any, **fields: Any) -> Any:
+def checkpoints(folder: Path, actor: Any, timeout_seconds: float = 1800.0, **fields: Any) -> Any:
     from tepo_megatron.checkpoint.checkpoints import Checkpoints
 
-    return Checkpoints(folder, CheckpointConfig(**fields), actor.groups)
+    return Checkpoints(folder, CheckpointConfig(**fields), actor.groups, timeout_seconds)
 
 
 def update(actor: Any, step: int, batch: Any) -> float:

@@ -54,12 +54,14 @@ class Kill:
         return f"{when}, call {self.call} from step {self.step} on, rank {self.rank}"
 
     def __post_init__(self) -> None:
-        owner, name = self.place()
-        assert hasattr(owner, name), f"{self.where}: there is no such function; follow its new name"
+        for where in self.where.split():
+            owner, name = self.place(where)
+            assert hasattr(owner, name), f"{where}: there is no such function; follow its new name"
 
-    def place(self) -> tuple[Any, str]:
-        """Return the module or class that holds the function, and the function's name."""
-        module, _, path = self.where.partition(":")
+    @staticmethod
+    def place(where: str) -> tuple[Any, str]:
+        """Return the module or class that holds the function `where`, and the function's name."""
+        module, _, path = where.partition(":")
         *owners, name = path.split(".")
         return functools.reduce(getattr, owners, importlib.import_module(module)), name
 
@@ -78,7 +80,7 @@ class Kill:
             return next_batch
 
         Schedule.next_batch = note_step(Schedule.next_batch)  # type: ignore[method-assign]
-        owner, name = self.place()
+        owner, name = self.place(self.where)
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -150,8 +152,8 @@ def run_config(model: Path, output: Path, **sections: Any) -> Config:
         "name": "run", "output": str(output), "platform": "cpu", "seed": 3,
         "model": {"path": str(model), "precision": "fp32"},
         "data": {"train": str(model / "train.jsonl"), "eval": str(model / "eval.jsonl"), "max_prompt_tokens": 16},
-        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 16, "max_refills": 1},
-        "reward": {"workers": 1, "hard_seconds": 30.0},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 16, "max_generation_rounds": 2},
+        "reward": {"workers": 1, "timeout_seconds": 30.0},
         "objective": {"name": "tepo", "beta": 0.1},
         "optimizer": {"lr": 1e-3, "warmup_steps": 3},
         "training": {"steps": STEPS, "epochs": 1, "minibatch_prompts": 2, "max_tokens_per_microbatch": 64},

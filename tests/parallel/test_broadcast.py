@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tepo_megatron.config import RolloutConfig, ServerConfig
+from tepo_megatron.config import GroupTransportConfig, RolloutConfig, ServerConfig
 from tepo_megatron.errors import SyncError
 from tepo_megatron.inference.engine_api import LaunchSpec
+from tepo_megatron.inference.servers import slot
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
@@ -29,12 +30,12 @@ from tests.tiny import tiny_qwen3
 from tests.unit.rollout.test_fleet import behave, process, until
 from tests.worlds import run_world
 
-SECONDS = 5.0  # of sync.timeout_seconds
+SECONDS = 5.0  # of sync.transport.timeout_seconds
 
 
 @contextmanager
 def fleet(folder: Path, model: Path, servers: int, **server: Any) -> Iterator[Fleet]:
-    settings = {"restarts": 3, "backoff_seconds": 0.05, "silent_seconds": 20.0, "ready_seconds": 60} | server
+    settings = {"restarts": 3, "heartbeat_timeout": 20.0, "ready_seconds": 60} | server
     cfg = RolloutConfig(servers=servers, server=ServerConfig(**settings))
     launch = LaunchSpec(model, max_model_len=64, platform="cpu", precision="fp32", seed=0)
     endpoints = []
@@ -42,13 +43,21 @@ def fleet(folder: Path, model: Path, servers: int, **server: Any) -> Iterator[Fl
         api = ScriptedApi(takes_broadcasts=True)
         here = LocalServer(f"server {i}", api, cfg.server, launch, folder / f"{i}.log")
         endpoints.append(Endpoint(here, api, cfg.server, launch.max_model_len))
-    with Fleet(endpoints, cfg) as made:
+    with pytest.MonkeyPatch.context() as patch, Fleet(endpoints, cfg) as made:
+        patch.setattr(slot, "BACKOFF_SECONDS", 0.05)
         made.start()
         made.wait_ready()
         yield made
 
 
-def sync_of(cfg: Any, receiver: Fleet | None) -> Any:
+def sync_of(cfg: Any, receiver: Fleet | None, join_seconds: float | None = None) -> Any:
+    """Return the sync of a new actor.
+
+    Args:
+        cfg: The run's config.
+        receiver: The engine, on rank 0.
+        join_seconds: Time limit to form the groups. None: the platform's.
+    """
     from tepo_megatron.actor.actor import Actor
     from tepo_megatron.distributed import parallel
     from tepo_megatron.platform import activate
@@ -56,12 +65,16 @@ def sync_of(cfg: Any, receiver: Fleet | None) -> Any:
 
     groups = parallel.initialize(cfg.parallel, activate("cpu"), 0)
     actor = Actor.open(cfg, groups)
-    return make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
+    sync = make_weight_sync(cfg.sync, actor.bindings, actor.arch, groups, receiver)
+    if join_seconds is not None:
+        sync.transport.join_seconds = join_seconds
+    return sync
 
 
 def config_of(model: Path, layout: dict[str, int], **sync: Any) -> Any:
     cfg = cases.run_config(model, layout)
-    settings = {"transport": "group", "bucket_mib": 1, "timeout_seconds": SECONDS} | sync
+    transport = GroupTransportConfig(type="group", timeout_seconds=sync.pop("timeout_seconds", SECONDS))
+    settings = {"transport": transport, "bucket_mib": 1} | sync
     return replace(cfg, sync=replace(cfg.sync, **settings))
 
 
@@ -126,7 +139,7 @@ def push_and_lose(rank: int, cfg: Any, folder: Path, fault: str) -> dict[str, An
                 sync.push(version)
         return {}
     silent = 3.0 if fault == "freeze" else 20.0  # of seconds; a frozen one is to be noticed before a round is late
-    with fleet(folder, Path(cfg.model.path), servers=3, silent_seconds=silent) as servers, sync_of(cfg, servers) as sync:
+    with fleet(folder, Path(cfg.model.path), servers=3, heartbeat_timeout=silent) as servers, sync_of(cfg, servers) as sync:
         sync.push(1)
         pids = [process(servers, i).pid for i in range(3)]
         for i in range(3):
@@ -195,11 +208,11 @@ def test_only_layers_that_changed_are_broadcast_and_a_server_that_comes_back_get
     assert rank0["meetings"] == 4  # of both, without the lost one, with that one alone, of both
 
 
-def push_to_nobody(rank: int, cfg: Any, folder: Path, fault: str) -> str:
+def push_to_nobody(rank: int, cfg: Any, folder: Path, fault: str, join_seconds: float | None = None) -> str:
     if rank > 0:
-        with sync_of(cfg, None) as sync:
+        with sync_of(cfg, None, join_seconds) as sync:
             return outcome(sync)
-    with fleet(folder, Path(cfg.model.path), servers=1) as servers, sync_of(cfg, servers) as sync:
+    with fleet(folder, Path(cfg.model.path), servers=1) as servers, sync_of(cfg, servers, join_seconds) as sync:
         behave(servers, 0, broadcast=fault)
         return outcome(sync)
 
@@ -215,11 +228,11 @@ def outcome(sync: Any) -> str:
 @pytest.mark.full
 def test_a_server_that_lives_and_does_not_come_is_an_error_on_every_rank(tmp_path: Path) -> None:
     tiny_qwen3(tmp_path / "model", layers=4, vocab_size=cases.VOCAB)
-    cfg = config_of(tmp_path / "model", {"pp": 2}, join_seconds=0.5)
-    for told in run_world(2, push_to_nobody, cfg, tmp_path, "absent", timeout=120):
+    cfg = config_of(tmp_path / "model", {"pp": 2})
+    for told in run_world(2, push_to_nobody, cfg, tmp_path, "absent", 0.5, timeout=120):
         assert (
             "server 0: alive, but did not meet the trainer's ranks in 3 attempts of 0.5 s, in " in told
-            and "sync.address" in told
+            and "sync.transport.address" in told
         )
 
 
@@ -230,8 +243,8 @@ def test_the_only_server_may_be_lost(tmp_path: Path) -> None:
     assert run_world(2, push_to_nobody, cfg, tmp_path, "midst", timeout=120) == ["pushed", "pushed"]
 
 
-def push_to_two(rank: int, cfg: Any, folder: Path, fault: str) -> Any:
-    with fleet(folder, Path(cfg.model.path), servers=2) as servers, sync_of(cfg, servers) as sync:
+def push_to_two(rank: int, cfg: Any, folder: Path, fault: str, join_seconds: float) -> Any:
+    with fleet(folder, Path(cfg.model.path), servers=2) as servers, sync_of(cfg, servers, join_seconds) as sync:
         for i in range(2):
             behave(servers, i, save=str(folder), **({"broadcast": fault} if i == 1 else {}))
         start = time.monotonic()
@@ -242,8 +255,8 @@ def push_to_two(rank: int, cfg: Any, folder: Path, fault: str) -> Any:
 def test_a_server_that_joins_and_never_broadcasts_ends_the_run_with_its_name(tmp_path: Path) -> None:
     """With NCCL the trainer would wait in the first broadcast for ever; the deadline of a round in gloo is longer here."""
     tiny_qwen3(tmp_path / "model", layers=2, vocab_size=cases.VOCAB)
-    cfg = config_of(tmp_path / "model", {}, join_seconds=2.0, timeout_seconds=15.0)
-    (told, seconds, *_) = run_world(1, push_to_two, cfg, tmp_path, "late", timeout=120)[0]
+    cfg = config_of(tmp_path / "model", {}, timeout_seconds=15.0)
+    (told, seconds, *_) = run_world(1, push_to_two, cfg, tmp_path, "late", 2.0, timeout=120)[0]
     names, _, why = told.partition(": ")
     assert "server 1" in names.split(", ")  # and on a busy machine one that was slow
     assert why.startswith("alive, but did not meet the trainer's ranks in 3 attempts of 2 s")
@@ -253,8 +266,8 @@ def test_a_server_that_joins_and_never_broadcasts_ends_the_run_with_its_name(tmp
 @pytest.mark.full
 def test_the_others_go_on_when_a_server_dies_between_joining_and_the_first_broadcast(tmp_path: Path) -> None:
     tiny_qwen3(tmp_path / "model", layers=2, vocab_size=cases.VOCAB)
-    cfg = config_of(tmp_path / "model", {}, join_seconds=20.0)
-    told, seconds, events, received = run_world(1, push_to_two, cfg, tmp_path, "leaves", timeout=120)[0]
+    cfg = config_of(tmp_path / "model", {})
+    told, seconds, events, received = run_world(1, push_to_two, cfg, tmp_path, "leaves", 20.0, timeout=120)[0]
     assert told == "pushed" and "server 1 is started again" in events
     assert seconds < 15.0  # nobody waits for the dead one until the deadline
     assert len(received) == 1 and is_model(received[0], tensors(tmp_path / "model"))

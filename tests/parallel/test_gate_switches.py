@@ -29,12 +29,12 @@ Tree = dict[str, dict[str, Any]]
 LIMIT = 1e-3
 SWITCHES: dict[str, dict[str, Tree]] = {
     "staleness": {str(k): {"rollout": {"max_staleness": k}} for k in (0, 1, 3)},
-    "in_flight": {name: {"rollout": {"in_flight": name}} for name in ("finish", "continue", "restart")},
+    "on_weight_update": {name: {"rollout": {"on_weight_update": name}} for name in ("finish", "continue", "restart")},
     "colocate": {name: {"rollout": {"colocate": name == "yes"}} for name in ("no", "yes")},
     "servers": {
         "own": {}, "one": {"rollout": {"servers": 1}},
         "urls": {"rollout": {"server": {"urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}}},
-        "rendezvous": {"rollout": {"server": {"rendezvous": "folder"}}, "sync": {"folder": "shared"}},
+        "rendezvous": {"rollout": {"server": {"rendezvous": "folder"}}, "sync": {"transport": {"folder": "shared"}}},
     },
     "transport": {
         "shm": {}, "group": {"sync": {"transport": "group"}}, "ipc": {"sync": {"transport": "ipc"}},

@@ -120,7 +120,7 @@ def test_prompts_that_were_sampled_ahead_of_a_kill_are_not_lost(model: Path, tmp
     """A checkpoint holds the place of what was trained: the next step's rollouts are there when it is written."""
 
     def prompts(folder: Path, *kills: Kill) -> list[list[int]]:
-        ahead = {"max_staleness": 1, "record": True, "filter_uniform_groups": False, "max_refills": 0}
+        ahead = {"max_staleness": 1, "record": True, "filter_uniform_groups": False, "max_generation_rounds": 1}
         cfg = w.run_config(model, folder, rollout=ahead, checkpoint={"every": 1, "asynchronous": False})
         w.lineage(cfg, folder / "journal", *kills)
         steps = [record.read(cfg.run_dir / record.FOLDER, step)[0] for step in range(1, w.STEPS + 1)]

@@ -38,7 +38,7 @@ def watched(rank: int, folder: Path, work: Callable[[int], Any], store: Path | N
         part.rename(part.with_suffix(".txt"))  # when one has ended, the others are killed
         os._exit(1)
 
-    limits = {"silent_seconds": SILENT, "stuck_seconds": STUCK}
+    limits = {"heartbeat_timeout": SILENT, "stuck_seconds": STUCK}
     with HangWatchdog(kept, rank, dist.get_world_size(), folder, **limits, on_hang=end):
         return work(rank)
 
@@ -70,7 +70,7 @@ def frozen(who: int) -> Callable[[int], None]:
 @pytest.mark.parametrize("who", full_but([], [1], range(3)))
 def test_a_frozen_rank_is_named(tmp_path: Path, who: int) -> None:
     told = explained(tmp_path, 3, frozen(who), tmp_path / "store")
-    assert told.startswith(f"rank {who} has not been heard of for 4 s (parallel.silent_seconds)")
+    assert told.startswith(f"rank {who} has not been heard of for 4 s (parallel.heartbeat_timeout)")
     assert f"  rank {who}: step 3, update, microbatch 2\n" in told
     others = {0: "ranks 1-2", 1: "ranks 0, 2", 2: "ranks 0-1"}[who]
     assert f"  {others}: step 3, update, microbatch 2, in all_reduce\n" in told
@@ -105,7 +105,7 @@ def test_a_rank_that_never_leaves_the_forming_of_a_group_is_reported(tmp_path: P
     with progress.within(f"{JOINING} meeting-1"):
         start = time.monotonic()
         with HangWatchdog(
-            dist.HashStore(), 0, 1, tmp_path, silent_seconds=60.0, stuck_seconds=stuck, on_hang=lambda *_: ended.set()
+            dist.HashStore(), 0, 1, tmp_path, heartbeat_timeout=60.0, stuck_seconds=stuck, on_hang=lambda *_: ended.set()
         ):
             assert ended.wait(60.0)
         assert time.monotonic() - start >= stuck, "it was given its time"
@@ -153,8 +153,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_run_with_a_frozen_rank_ends_and_says_which(model: Path, tmp_path: Path, where: str, rank: int) -> None:
     """Rank 0 keeps the store of these worlds: where it is frozen, that is what the other one tells."""
-    parallel = {"tp": 2, "silent_seconds": SILENT, "timeout_seconds": 60.0}
-    every_group = {"filter_uniform_groups": False, "max_refills": 0}  # so that every step has several updates, and an old pass
+    parallel = {"tp": 2, "heartbeat_timeout": SILENT, "timeout_seconds": 60.0}
+    every_group = {"filter_uniform_groups": False, "max_generation_rounds": 1}  # every step has several updates and an old pass
     checkpoint = {"every": 1, "asynchronous": False}
     cfg = w.run_config(model, tmp_path, parallel=parallel, rollout=every_group, checkpoint=checkpoint)
     with pytest.raises(AssertionError):

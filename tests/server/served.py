@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
-from tepo_megatron.config import RolloutConfig, ServerConfig
+from tepo_megatron.config import RolloutConfig, ServerConfig, UrlServerConfig
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.engines import build_engine
 from tepo_megatron.inference.servers.fleet import Fleet
@@ -83,7 +83,7 @@ def another_engine(served: Served, **rollout: Any) -> Iterator[Fleet]:
     """
     address = served.engine.endpoints[0].address
     assert address is not None
-    server = ServerConfig(urls=[address.url], tp=served.tp, ready_seconds=60, restarts=0)
+    server = UrlServerConfig(urls=[address.url], tp=served.tp, ready_seconds=60, restarts=0)
     cfg = RolloutConfig(engine=served.name, server=server, **rollout)
     launch = LaunchSpec(served.log_path.parent / "model", MAX_MODEL_LEN, platform="cpu", precision="fp32", seed=0)
     with mock.patch.dict(os.environ, {KEY_VARIABLE: address.key}), build_engine(cfg, launch, served.log_path) as engine:

@@ -309,7 +309,7 @@ def test_what_is_under_way_goes_on_under_new_weights(in_flight: str, served: Ser
     (tmp_path / "old").mkdir(mode=0o700)  # from another one no server reads
     old_files, files = save_weights(old, tmp_path / "old", files=1), save_weights(new, tmp_path, files=1)
     prompts, sampling = make_prompts(48, seed=12), replace(SAMPLING, samples=8, max_tokens=100, stop_token_ids=())
-    with another_engine(served, max_staleness=1, in_flight=in_flight) as engine:
+    with another_engine(served, max_staleness=1, on_weight_update=in_flight) as engine:
         engine.update_weights(old_files, version)
         groups = engine.open()
         groups.add(prompts, sampling, seed=0)

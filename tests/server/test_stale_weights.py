@@ -47,7 +47,7 @@ import zlib
 def score(prompt, response, answer):
     return float(zlib.crc32(response.encode()) % 2)
 """
-CONTINUE = {"max_staleness": 3, "in_flight": "continue", "oversample": 1.5}
+CONTINUE = {"max_staleness": 3, "on_weight_update": "continue", "oversample": 1.5}
 # name -> (what is planted, sections of the config)
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "shm": ("dropped", {}),
@@ -74,10 +74,10 @@ class Servers:
         common: dict[str, dict[str, Any]] = {
             "rollout": {
                 "engine": self.engine, "servers": len(self.urls),
-                "server": {"urls": self.urls, "kv_cache_gib": 0.25, "ready_seconds": 600},
-                "samples_per_prompt": 4, "record": True, "filter_uniform_groups": False, "max_refills": 0,
+                "server": {"urls": self.urls, "ready_seconds": 600},
+                "samples_per_prompt": 4, "record": True, "filter_uniform_groups": False, "max_generation_rounds": 1,
             },
-            "reward": {"terms": [{"type": "custom", "function": f"{self.score}:score"}], "workers": 1, "hard_seconds": 30.0},
+            "reward": {"terms": [{"type": "custom", "function": f"{self.score}:score"}], "workers": 1, "timeout_seconds": 30.0},
             "training": {"steps": 7},
             "optimizer": {"lr": 1e-3, "warmup_steps": 0},
             "evaluation": {"every": 0},

@@ -260,7 +260,10 @@ def test_the_share_of_the_engine() -> None:
     ("sections", "why"),
     [
         ({"parallel": {"tp": 8, "sequence_parallel": True}}, "parallel.tp=8 does not divide num_query_groups=4"),
-        ({"parallel": {"pp": 32}, "rollout": {"server": {"rendezvous": "x"}}, "sync": {"folder": "x"}}, "pp=32 exceeds"),
+        (
+            {"parallel": {"pp": 32}, "rollout": {"server": {"rendezvous": "x"}}, "sync": {"transport": {"folder": "x"}}},
+            "pp=32 exceeds",
+        ),
         ({"parallel": {"dp": 16}, "rollout": {"colocate": True}}, "the first of 2 machines"),
         ({"parallel": {"tp": 2, "dp": 4}, "rollout": {"colocate": True}, "training": {"max_tokens_per_microbatch": 10**5}},
          r"GiB too much to train; the greatest part is activations, [\d.]+ GiB: lower training.max_tokens_per_microbatch"),

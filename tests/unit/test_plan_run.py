@@ -20,7 +20,7 @@ from tepo_megatron.plan.models import read_model
 from tepo_megatron.plan.parameters import held, total_parameters
 from tepo_megatron.plan.step import REFILLS
 from tepo_megatron.plan.whole_run import BENCHMARKS, WholeRun, asked, time_range, whole_run
-from tepo_megatron.plan.workload import Workload, max_refills
+from tepo_megatron.plan.workload import Workload, max_generation_rounds
 from tepo_megatron.utils.host_sizes import block_bytes
 from tests.unit.test_plan import RECIPES, config, run
 
@@ -89,23 +89,23 @@ def test_page_locked_memory_of_a_machine() -> None:
 @pytest.mark.parametrize("path", [*RECIPES, *sorted(Path("examples/paper").glob("table*/*.yaml"))], ids=lambda p: p.stem)
 def test_refills_are_those_of_the_run(path: Path) -> None:
     cfg = load_config(path)
-    assert max_refills(cfg.rollout, cfg.objective) == resolve(cfg).max_refills
+    assert max_generation_rounds(cfg.rollout, cfg.objective) == resolve(cfg).max_generation_rounds
 
 
 def test_rounds_of_a_step() -> None:
-    cfg = config(rollout={"prompts_per_step": 64, "max_refills": 9})
+    cfg = config(rollout={"prompts_per_step": 64, "max_generation_rounds": 10})
     assert Workload.of(cfg).dropped == ASSUMED.uniform_groups
     assert Workload(1, 1, 1, 0.5).rounds(cfg.rollout, cfg.objective) == ([64, 32, 16, 8, 4, 2, 1], 64)
     assert Workload(1, 1, 1).rounds(cfg.rollout, cfg.objective) == ([64], 64)
-    few = config(rollout={"prompts_per_step": 64, "max_refills": 1, "oversample": 1.25})
+    few = config(rollout={"prompts_per_step": 64, "max_generation_rounds": 2, "oversample": 1.25})
     assert Workload(1, 1, 1, 0.5).rounds(few.rollout, few.objective) == ([80, 30], 55)
     everything = config(rollout={"filter_uniform_groups": False})
     assert Workload.of(everything, dropped=0.5).rounds(everything.rollout, everything.objective) == ([64], 64)
 
 
 def test_refills_take_time_and_what_is_dropped_is_not_learned_from() -> None:
-    once, again = (predictor_of(config(rollout={"max_refills": n}), Request()) for n in (0, 9))
-    none = predictor_of(config(rollout={"max_refills": 9}), Request(dropped=0.0))
+    once, again = (predictor_of(config(rollout={"max_generation_rounds": n}), Request()) for n in (1, 10))
+    none = predictor_of(config(rollout={"max_generation_rounds": 10}), Request(dropped=0.0))
     steps = [p.step() for p in (once, again, none)]
     assert steps[1].phases["sample"] == steps[0].phases["sample"] == steps[2].phases["sample"]
     assert steps[1].phases[REFILLS] > 0 == steps[0].phases[REFILLS] == steps[2].phases[REFILLS]

@@ -161,7 +161,7 @@ def test_the_explanation_of_a_hang_is_not_written_into_another_run(
         """A watch, and what it ends with: more than once where it does not end the process."""
         ends = queue.SimpleQueue[str]()
         return HangWatchdog(
-            store, 0, 1, folder, silent_seconds=60.0, stuck_seconds=60.0, on_hang=lambda text, _: ends.put(text)
+            store, 0, 1, folder, heartbeat_timeout=60.0, stuck_seconds=60.0, on_hang=lambda text, _: ends.put(text)
         ), ends
 
     first, ends = watch()

@@ -43,12 +43,12 @@ class Client:
         url: Base URL of the server.
         key: Sent with every request.
         request_seconds: Time limit of one whole exchange.
-        silent_seconds: Time without an answer from `/health` after which the server counts as hung.
+        heartbeat_timeout: Time without an answer from `/health` after which the server counts as hung.
     """
 
-    def __init__(self, url: str, key: str, *, request_seconds: float, silent_seconds: float) -> None:
+    def __init__(self, url: str, key: str, *, request_seconds: float, heartbeat_timeout: float) -> None:
         self.url = url
-        self._request_seconds, self._silent_seconds = request_seconds, silent_seconds
+        self._request_seconds, self._heartbeat_timeout = request_seconds, heartbeat_timeout
         self._asking, self._resting = asyncio.Lock(), False  # held during a health request
         self._http = Http(url, key)
 
@@ -98,7 +98,7 @@ class Client:
 
     async def _ask_for_health(self) -> None:
         """Check the server's health once. Raises ExchangeFailed, or BadAnswer with the status if that is an error."""
-        limit = max(HEALTH_SECONDS, self._silent_seconds)
+        limit = max(HEALTH_SECONDS, self._heartbeat_timeout)
         async with self._asking:
             if self._resting:
                 await self._http.exchange("HEAD", "/", seconds=limit, most_bytes=ERROR_BYTES)
@@ -110,8 +110,8 @@ class Client:
     async def illness(self) -> str:
         """Watch the server's health. Returns once the server is unhealthy, with a phrase that says how.
 
-        Unhealthy means: it accepts no connections, reports an error itself, or is silent for `silent_seconds`. vLLM, when it is
-        asked to end, waits for its open requests without ever answering them: only its health shows that.
+        Unhealthy means: it accepts no connections, reports an error itself, or is silent for `heartbeat_timeout`. vLLM, when
+        it is asked to end, waits for its open requests without ever answering them: only its health shows that.
         """
         heard = time.monotonic()
         while True:
@@ -120,10 +120,10 @@ class Client:
                 await self._ask_for_health()
                 heard = time.monotonic()
             except TimedOut:
-                if time.monotonic() - heard >= self._silent_seconds:
+                if time.monotonic() - heard >= self._heartbeat_timeout:
                     return (
-                        f"did not answer /health for {self._silent_seconds:g} s; raise rollout.server.silent_seconds if it "
-                        "was busy"
+                        f"did not answer /health for {self._heartbeat_timeout:g} s; raise rollout.server.heartbeat_timeout if "
+                        "it was busy"
                     )
             except BadAnswer as e:
                 return f"answered /health with {e}"

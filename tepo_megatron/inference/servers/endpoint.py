@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from tepo_megatron.config import ServerConfig
+from tepo_megatron.config import AnyServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError, SyncError
 from tepo_megatron.inference.engine import ENGINE_PARTS, INITIAL_VERSION, UNKNOWN_VERSION, EnginePart
 from tepo_megatron.inference.engine_api import INITIAL_LABEL, EngineApi, Send, ServerInfo
@@ -48,7 +48,7 @@ class Connected:
         address, about: Address and self-description since the last `ready`; None before the first.
     """
 
-    def __init__(self, server: Server, api: EngineApi, cfg: ServerConfig) -> None:
+    def __init__(self, server: Server, api: EngineApi, cfg: AnyServerConfig) -> None:
         self.server, self.api, self._cfg = server, api, cfg
         self.client: Client | None = None
         self.address: Address | None = None
@@ -69,7 +69,7 @@ class Connected:
     async def ready(self) -> None:
         """Return when the server takes requests. Raises RolloutError, or ConfigError if the server does not fit the run."""
         cfg, address = self._cfg, await self.server.reached()
-        client = Client(address.url, address.key, request_seconds=cfg.request_seconds, silent_seconds=cfg.silent_seconds)
+        client = Client(address.url, address.key, request_seconds=cfg.request_seconds, heartbeat_timeout=cfg.heartbeat_timeout)
         self.client, self.address = client, address
         try:
             about = await self.api.about(client.send)
@@ -125,7 +125,7 @@ class Endpoint(Connected):
         answered: The server has answered a generation request since it was launched.
     """
 
-    def __init__(self, server: Server, api: EngineApi, cfg: ServerConfig, max_model_len: int) -> None:
+    def __init__(self, server: Server, api: EngineApi, cfg: AnyServerConfig, max_model_len: int) -> None:
         super().__init__(server, api, cfg)
         self._max_model_len, self.ranks = max_model_len, cfg.tp
         self.version = INITIAL_VERSION
@@ -156,7 +156,7 @@ class Endpoint(Connected):
         if about.max_model_len < self._max_model_len:
             raise ConfigError(
                 f"{self.name} takes sequences of {about.max_model_len} tokens, and this run asks for up to "
-                f"{self._max_model_len} (rollout.max_sequence_tokens, or data.max_prompt_tokens + "
+                f"{self._max_model_len} (data.max_prompt_tokens + "
                 "rollout.max_response_tokens; for benchmarks data.max_prompt_tokens + evaluation.benchmark_tokens); start it "
                 "for that many, or lower one of them"
             )

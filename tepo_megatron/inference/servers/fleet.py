@@ -25,8 +25,8 @@ class Fleet(RoutedSampler, PoolUpdates):
 
     Args:
         endpoints: The servers, not yet launched.
-        cfg: Only attempts, in_flight, min_servers, only, server.concurrency, server.precision, server.restarts,
-            server.backoff_seconds and server.restart_after_growth_gib are used.
+        cfg: Only on_weight_update, min_servers, only, server.concurrency, server.precision, server.restarts
+            and server.restart_after_growth_gib are used.
         quiesce: Quiesces servers that others start, where they have to sleep (`rollout.colocate`). None: not needed.
 
     Attributes:

@@ -54,7 +54,7 @@ class LocalServer:
         Raises RolloutError (busy port, unwritable log), ConfigError (not installed).
         """
         self._let_go()
-        self._door = hold_port(self._cfg.port, self._launch.host)
+        self._door = hold_port(0, self._launch.host)
         port, key = int(self._door.getsockname()[1]), self._key or secrets.token_urlsafe(32)
         url = url_of(self._launch.host, port)
         if self._served is None:

@@ -27,7 +27,7 @@ class ServerPool:
 
     Args:
         endpoints: The servers, not yet launched.
-        cfg: Only min_servers, server.restarts, server.backoff_seconds and server.restart_after_growth_gib are used.
+        cfg: Only min_servers, server.restarts and server.restart_after_growth_gib are used.
         quiesce: Quiesces servers that others start, where they have to sleep (`rollout.colocate`). None: not needed.
 
     Attributes:
@@ -46,7 +46,7 @@ class ServerPool:
         self.slots: list[ServerSlot[Endpoint]] = []
         self.version, self.refused = INITIAL_VERSION, ""
         self.loop, self.changed = LoopThread("fleet"), asyncio.Condition()
-        self.growth = GrowthLimit(cfg.server.restart_after_growth_gib)
+        self.growth = GrowthLimit(cfg.server.growth_limit_gib)
         self.sleeping = SleepController(self.changed, quiesce, self.growth)
         self._keepers: list[asyncio.Task[None]] = []
         self._events: list[str] = []

@@ -75,8 +75,7 @@ def hold_port(port: int, host: str = LOOPBACK) -> socket.socket:
     except OSError as e:
         held.close()
         raise RolloutError(
-            f"rollout.server.port={port} cannot be used on {host} ({e.strerror}); "
-            "stop what listens there, or set it to 0 for any free port"
+            f"port {port} cannot be used on {host} ({e.strerror}); stop what listens there, or give an address of this machine"
         ) from None
     return held
 

@@ -11,7 +11,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from tepo_megatron.config import ServerConfig
+from tepo_megatron.config import AnyServerConfig
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine_api import LaunchSpec
 from tepo_megatron.inference.servers.client import healthy
@@ -44,7 +44,7 @@ class NamedServer(_Elsewhere):
     again = "is waited for"
     running = True
 
-    def __init__(self, name: str, cfg: ServerConfig, launch: LaunchSpec, url: str) -> None:
+    def __init__(self, name: str, cfg: AnyServerConfig, launch: LaunchSpec, url: str) -> None:
         self.name = f"{name} ({url})"
         self._url, self._ready_seconds = url, cfg.ready_limit(launch.platform)
         self._deadline = 0.0
@@ -99,7 +99,7 @@ class FoundServer(_Elsewhere):
     def __init__(
         self,
         name: str,
-        cfg: ServerConfig,
+        cfg: AnyServerConfig,
         launch: LaunchSpec,
         rendezvous: Rendezvous,
         *,

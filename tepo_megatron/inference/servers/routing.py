@@ -23,6 +23,7 @@ from tepo_megatron.inference.servers.slot import Incarnation, ServerSlot
 from tepo_megatron.inference.servers.status import refuse_other_weights
 from tepo_megatron.types import Prompt, Rollout, SamplingParams
 
+ATTEMPTS = 3  # to sample a prompt, on other servers where there are some
 RETRY_SECONDS = 0.2  # before a request is sent again, doubled each time
 
 
@@ -31,7 +32,7 @@ class RoutedSampler:
 
     Args:
         pool: The servers.
-        cfg: Only attempts, in_flight, only and server.concurrency are used.
+        cfg: Only on_weight_update, only and server.concurrency are used.
     """
 
     def __init__(self, pool: ServerPool, cfg: RolloutConfig) -> None:
@@ -40,7 +41,7 @@ class RoutedSampler:
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Rollout]:
         """See `Sampler.generate`: one request per prompt, at most `rollout.server.concurrency` at once on each server.
 
-        A failed request is sent again, to another server if there is one, up to `rollout.attempts` times. A request that a
+        A failed request is sent again, to another server if there is one, up to ATTEMPTS times. A request that a
         server rejects (4xx) fails the call at once.
 
         Args:
@@ -95,10 +96,10 @@ class RoutedSampler:
 
         Responses that a weight update cut off are continued, or sampled again, until all are complete.
         """
-        whole = GenerationRequest(prompt, sampling.after(prompt), seed)
+        whole = GenerationRequest(prompt, sampling, seed)
         group = await self._answer([whole])
         while lacking := continuations(group, prompt, whole.sampling, seed):
-            if self._cfg.in_flight == "restart":
+            if self._cfg.on_weight_update == "restart":
                 group = await self._answer([whole])
                 continue
             ends = await self._answer(list(lacking.values()))
@@ -109,7 +110,7 @@ class RoutedSampler:
     async def _answer(self, asks: Sequence[GenerationRequest]) -> list[Rollout]:
         """Return the requested samples, all from one server. Retries on other servers."""
         avoid: Endpoint | None = None
-        for attempt in range(1, self._cfg.attempts + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             member, life = await self._free(avoid)
             with _occupied(member.endpoint):
                 try:
@@ -127,7 +128,7 @@ class RoutedSampler:
                 finally:
                     await self._pool.notify()
             avoid = member.endpoint
-            if attempt < self._cfg.attempts:
+            if attempt < ATTEMPTS:
                 self._pool.event(f"prompt {asks[0].prompt.id} is sampled again: {str(error).splitlines()[0]}")
                 await asyncio.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
         raise error

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tepo_megatron.config import RolloutConfig
+from tepo_megatron.config import RendezvousServerConfig, RolloutConfig
 from tepo_megatron.distributed.meeting_store import is_loopback
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine_api import LaunchSpec
@@ -47,7 +47,7 @@ def serve(name: str, cfg: RolloutConfig, launch: LaunchSpec, address: str | None
         ConfigError: The config does not name a rendezvous folder, or names URLs.
         RolloutError: Every server was lost.
     """
-    if cfg.server.urls is not None or cfg.server.rendezvous is None:
+    if not isinstance(cfg.server, RendezvousServerConfig):
         raise ConfigError(
             "tepo serve starts servers and says in rollout.server.rendezvous where they are; set that to a folder which the "
             "trainer sees, and remove rollout.server.urls"

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from tepo_megatron.config import ServerConfig
+from tepo_megatron.config import AnyServerConfig
 from tepo_megatron.errors import RolloutError, TepoError
 from tepo_megatron.inference.servers.client import RequestFailed
 from tepo_megatron.inference.servers.endpoint import Connected
 
+BACKOFF_SECONDS = 1.0  # pause before the first restart, doubled for each consecutive one
 LONGEST_PAUSE = 30.0  # seconds; upper limit of the back-off before a restart
 C = TypeVar("C", bound=Connected)
 MOST_ERRORS = 3  # consecutive error answers after which a server is restarted
@@ -47,7 +48,7 @@ class ServerSlot(Generic[C]):
 
     Args:
         endpoint: The server's connection.
-        cfg: Only `restarts` and `backoff_seconds` are used.
+        cfg: Only `restarts` is used.
         tell: Awaited whenever the state of this slot changes; it wakes those who wait for a change.
         event: Receives messages for the user.
         may_start: Set while servers may be started (a start takes the server's whole memory). None: always.
@@ -61,7 +62,7 @@ class ServerSlot(Generic[C]):
     def __init__(
         self,
         endpoint: C,
-        cfg: ServerConfig,
+        cfg: AnyServerConfig,
         tell: Callable[[], Awaitable[None]],
         event: Callable[[str], None],
         may_start: asyncio.Event | None = None,
@@ -123,7 +124,7 @@ class ServerSlot(Generic[C]):
         # A server that fails before it ever served has a wrong setting, which retries would only hide.
         if not once_up or self._restarts > self._cfg.restarts:
             raise error
-        return min(LONGEST_PAUSE, self._cfg.backoff_seconds * 2 ** (self._restarts - 1))
+        return min(LONGEST_PAUSE, BACKOFF_SECONDS * 2 ** (self._restarts - 1))
 
     def delivered(self) -> None:
         """Reset the failure counters after a good answer."""

@@ -30,7 +30,7 @@ class PoolUpdates:
 
     Args:
         pool: The servers. An update sets the version that they must serve.
-        cfg: Only in_flight and server.precision are used.
+        cfg: Only on_weight_update and server.precision are used.
     """
 
     def __init__(self, pool: ServerPool, cfg: RolloutConfig) -> None:
@@ -140,7 +140,7 @@ class PoolUpdates:
         return True
 
     async def _until_idle(self) -> None:
-        """Wait until no request with the former weights runs, and abort the requests if `rollout.in_flight` says so.
+        """Wait until no request with the former weights runs, and abort the requests if `rollout.on_weight_update` says so.
 
         The servers of the update get no new requests meanwhile.
         """
@@ -150,7 +150,7 @@ class PoolUpdates:
 
         while busy := busy_ones():
             wait = None
-            if self._cfg.in_flight != "finish":
+            if self._cfg.on_weight_update != "finish":
                 wait = INTERRUPT_SECONDS
                 results = await asyncio.gather(*(m.endpoint.interrupt() for m, _ in busy), return_exceptions=True)
                 for (member, life), result in zip(busy, results, strict=True):

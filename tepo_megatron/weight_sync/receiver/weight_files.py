@@ -54,8 +54,8 @@ class Update:
         except FileNotFoundError as e:
             raise ValueError(
                 f"{e.filename} is not seen on {socket.gethostname()}: shared memory reaches servers on the machines of the "
-                "ranks, in containers with the same /dev/shm; for others set sync.folder to a folder that all of them see, or "
-                "use sync.transport=group"
+                "ranks, in containers with the same /dev/shm; for others set sync.transport.folder to a folder that all of "
+                "them see, or use sync.transport=group"
             ) from None
         self.add(given)
 

@@ -77,8 +77,8 @@ EXHIBITS = (
         ),
         cost="A prompt's responses differ from epoch to epoch only as far as the weights do.",
         symbol="Collector.collect",
-        old='derive_seed(self.seed, "rollout", step, refill)',
-        new='derive_seed(self.seed, "rollout", refill)',
+        old='derive_seed(self.seed, "rollout", step, number)',
+        new='derive_seed(self.seed, "rollout", number)',
         tests=("tests/unit/rollout/test_collector.py::test_each_step_samples_with_its_own_seed",),
     ),
     Exhibit(

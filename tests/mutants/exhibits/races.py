@@ -28,7 +28,7 @@ EXHIBITS = (
             "Weights were replaced while requests were running, so one response was sampled by two versions, some "
             "layers of one and some of the other within a forward pass. Text stays fluent."
         ),
-        cost="With in_flight=finish the update begins while responses are being sampled.",
+        cost="With on_weight_update=finish the update begins while responses are being sampled.",
         symbol="PoolUpdates._begin",
         old=("        await self._until_idle()\n"),
         new="",

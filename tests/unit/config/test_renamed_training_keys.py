@@ -41,8 +41,14 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"objective.ref_kl": {"beta": 0.1, "estimator": "k2", "where": "reward", "path": "other"}},
     ),
     ({"objective.ref_beta": 0.0}, {"objective.ref_kl": None}),
-    ({"objective.name": "dapo", "objective.dynamic_sampling": False}, {"objective.name": "dapo", "rollout.max_refills": 0}),
-    ({"objective.name": "grpo", "objective.dynamic_sampling": True}, {"objective.name": "grpo", "rollout.max_refills": 9}),
+    (
+        {"objective.name": "dapo", "objective.dynamic_sampling": False},
+        {"objective.name": "dapo", "rollout.max_generation_rounds": 1},
+    ),
+    (
+        {"objective.name": "grpo", "objective.dynamic_sampling": True},
+        {"objective.name": "grpo", "rollout.max_generation_rounds": 10},
+    ),
     ({"objective.overlong_shaping": False}, {"reward.overlong_buffer_tokens": 0}),
     (
         {"parallel.overlap_grad_reduce": True, "parallel.overlap_param_gather": False, "parallel.bucket_parameters": 7},

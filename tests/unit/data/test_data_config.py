@@ -49,7 +49,7 @@ def test_resolved_configs_load_again(tmp_path: Path) -> None:
         ({"train": [{"weight": 2}]}, r"^config: data\.train\.0\.path: this key is required$"),
         ({"train": [{"path": "a", "weight": 0}]}, r"^config: data\.train\.0\.weight: .*greater than 0 \(got 0\)$"),
         ({"train": [{"path": "a[5:"}]}, r"^config: data\.train\.0: path='a\[5:' does not end"),
-        ({"train": "a", "template_kwargs": {"tokenize": True}}, r"template_kwargs\.tokenize is not the template's to know"),
+        ({"train": "a", "template_kwargs": {"tokenize": True}}, r"template_kwargs\.tokenize is set by the package"),
         ({"train": "a", "check_answers": "maybe"}, r"data\.check_answers: Input should be 'tell', 'drop'"),
     ],
 )

@@ -27,7 +27,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def load(tokenizer: PreTrainedTokenizerFast, **data: Any) -> Data:
-    return load_data(DataConfig(**data), RewardConfig(soft_seconds=30, hard_seconds=60.0), tokenizer)
+    return load_data(DataConfig(**data), RewardConfig(timeout_seconds=60.0), tokenizer)
 
 
 def test_sets_with_their_weights_and_keys(files: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast) -> None:

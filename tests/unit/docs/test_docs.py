@@ -19,10 +19,12 @@ from tepo_megatron.actor.layout import check_layout
 from tepo_megatron.config import Config, RewardConfig
 from tepo_megatron.config.io import load_config, validate_as
 from tepo_megatron.config.objective import ObjectiveParts
+from tepo_megatron.config.renamed_keys import RENAMED
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.inference.engine_api import EngineApi
 from tests.unit.docs.pages import PAGES, anchors, commands, fences, inline_code, links
 from tools import config_reference, objective_parts
+from tools.nested_keys import nested_keys
 
 ELSEWHERE = ("http://", "https://", "mailto:")
 COMMANDS = re.findall(r'add_parser\(\s*"(\w+)"', Path("tepo_megatron/cli.py").read_text())
@@ -102,9 +104,10 @@ def unknown_keys(text: str, known: set[str]) -> Iterator[str]:
 
 
 def test_keys_exist() -> None:
-    known = {key.replace("[]", "") for key in (*config_reference.all_keys(), *config_reference.nested_keys())}
+    known = {key.replace("[]", "") for key in (*config_reference.all_keys(), *nested_keys())}
     texts = [(page, text) for page in PAGES for text in inline_code(page)]
-    assert [(str(page), text, key) for page, text in texts for key in unknown_keys(text, known)] == []
+    names = {Path("CHANGELOG.md"): known | {key.old for key in RENAMED}}  # which tells what became of old ones
+    assert [(str(page), text, key) for page, text in texts for key in unknown_keys(text, names.get(page, known))] == []
     assert list(unknown_keys("--training.stepss 3", known)) == ["training.stepss"]
 
 
@@ -186,7 +189,7 @@ def test_the_layouts_of_the_paper_page_fit() -> None:
         others = [re.fullmatch(r"tp (\d) dp (\d) \+ (\d) x tp (\d)", cell).groups() for cell in (sixteen, sixty_four)]
         for gpus, (tp, dp, servers, server_tp) in zip((8, 16, 64), (shared, *others), strict=True):
             words = f"--parallel.tp {tp} --parallel.dp {dp} --rollout.servers {servers} --rollout.server.tp {server_tp}"
-            apart = " --rollout.colocate false --rollout.server.rendezvous s --sync.folder w"
+            apart = " --rollout.colocate false --rollout.server.rendezvous s --sync.transport.folder w"
             words += " --rollout.colocate true" if gpus == 8 else apart
             cfg = load_config(recipes[model], words.split())
             check_layout(architecture(model), cfg.parallel)
@@ -315,6 +318,15 @@ def test_the_engine_page_names_every_method_in_order() -> None:
 def test_the_configuration_reference_is_that_of_the_code() -> None:
     written = config_reference.PAGE.read_text()
     assert written == config_reference.page(), "run `python -m tools.config_reference`"
+
+
+LIMIT = 117  # keys of the reference
+
+
+def test_the_reference_stays_short() -> None:
+    text = config_reference.PAGE.read_text()
+    assert 100 < config_reference.count(text) <= LIMIT
+    assert f"This page lists {config_reference.count(text)} keys." in text
 
 
 def test_the_table_of_parts_is_that_of_the_code() -> None:

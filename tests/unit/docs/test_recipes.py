@@ -134,7 +134,7 @@ def test_what_section_4_1_fixes_holds_in_every_row(name: str) -> None:
     assert (cfg.data.max_prompt_tokens, cfg.rollout.max_response_tokens) == (2048, 8192)
     assert 64 // 16 * cfg.training.epochs == 8  # "updated 8 times"
     assert (cfg.platform, cfg.model.precision, cfg.parallel.world_size) == ("cuda", "bf16", 8)
-    assert resolve(cfg).max_refills == 9 and resolve(cfg).overlong is None
+    assert resolve(cfg).max_generation_rounds == 10 and resolve(cfg).overlong is None
 
 
 def test_entropy_rows_differ_in_sign_alone() -> None:

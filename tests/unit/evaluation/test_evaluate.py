@@ -29,7 +29,7 @@ WORDS = {
     "evaluation.benchmark_folder": "tests/problems",
     "evaluation.benchmark_prompt": "'<problem>'",
     "evaluation.benchmark_tokens": "48",
-    "reward.hard_seconds": "30",
+    "reward.timeout_seconds": "30",
     "reward.workers": "1",
 }
 

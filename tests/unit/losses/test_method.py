@@ -27,7 +27,7 @@ def method(**sections: Any) -> Method:
 def test_a_method_that_asks_for_nothing() -> None:
     plain = method(objective={"name": "tepo"})
     assert plain.objective.ratio == "sequence"
-    assert (plain.max_refills, plain.overlong) == (0, None)
+    assert (plain.max_generation_rounds, plain.overlong) == (1, None)
 
 
 def test_dapo_refills_and_shapes() -> None:
@@ -36,26 +36,26 @@ def test_dapo_refills_and_shapes() -> None:
         rollout={"max_response_tokens": 20480},
         training={"max_tokens_per_microbatch": 22528},
     )
-    assert dapo.max_refills == 9  # 10 generation batches
+    assert dapo.max_generation_rounds == 10
     assert dapo.overlong == OverlongShaping(max_tokens=20480, buffer_tokens=4096, penalty=0.5)
 
 
 def test_each_part_alone() -> None:
     """A number in the config switches one of them off."""
     sampled = method(objective=DAPO, reward={"overlong_buffer_tokens": 0})
-    assert (sampled.max_refills, sampled.overlong) == (9, None)
+    assert (sampled.max_generation_rounds, sampled.overlong) == (10, None)
     for tokens, buffer in ((1023, 204), (3, 1)):
-        shaped = method(objective=DAPO, rollout={"max_response_tokens": tokens, "max_refills": 0})
-        assert (shaped.max_refills, shaped.overlong) == (0, OverlongShaping(tokens, buffer, 0.5))
-    unfiltered = {"max_refills": 0, "filter_uniform_groups": False}
-    assert method(objective=DAPO, rollout=unfiltered).max_refills == 0
+        shaped = method(objective=DAPO, rollout={"max_response_tokens": tokens, "max_generation_rounds": 1})
+        assert (shaped.max_generation_rounds, shaped.overlong) == (1, OverlongShaping(tokens, buffer, 0.5))
+    unfiltered = {"max_generation_rounds": 1, "filter_uniform_groups": False}
+    assert method(objective=DAPO, rollout=unfiltered).max_generation_rounds == 1
 
 
 def test_numbers_in_the_config_hold_for_every_objective() -> None:
-    given = {"rollout": {"max_refills": 2}, "reward": {"overlong_buffer_tokens": 512, "overlong_penalty": 0.25}}
+    given = {"rollout": {"max_generation_rounds": 3}, "reward": {"overlong_buffer_tokens": 512}}
     for objective in ({"name": "tepo"}, DAPO):
         resolved = method(objective=objective, **given)
-        assert (resolved.max_refills, resolved.overlong) == (2, OverlongShaping(8192, 512, 0.25))
+        assert (resolved.max_generation_rounds, resolved.overlong) == (3, OverlongShaping(8192, 512, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_numbers_in_the_config_hold_for_every_objective() -> None:
     [
         (
             {"objective": DAPO, "rollout": {"filter_uniform_groups": False}},
-            r"rollout\.filter_uniform_groups=false keeps; set that to true, or rollout\.max_refills=0",
+            r"rollout\.filter_uniform_groups=false keeps; set that to true, or rollout\.max_generation_rounds=1",
         ),
         (
             {"reward": {"overlong_buffer_tokens": 8192}},
@@ -79,8 +79,8 @@ def test_numbers_in_the_config_hold_for_every_objective() -> None:
             r"old_logprobs=rollout leaves objective\.correction\.type=tis nothing to correct",
         ),
         (
-            {"rollout": {"max_refills": 2, "filter_uniform_groups": False}},
-            r"rollout\.max_refills=2 has no effect with rollout\.filter_uniform_groups=false",
+            {"rollout": {"max_generation_rounds": 3, "filter_uniform_groups": False}},
+            r"rollout\.max_generation_rounds=3 has no effect with rollout\.filter_uniform_groups=false",
         ),
         (
             {
@@ -100,9 +100,8 @@ def test_contradictions_are_refused_before_the_model_is_looked_for(sections: dic
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"rollout": {"max_refills": -1}}, r"rollout\.max_refills: .*greater than or equal to 0"),
+        ({"rollout": {"max_generation_rounds": 0}}, r"rollout\.max_generation_rounds: .*greater than or equal to 1"),
         ({"reward": {"overlong_buffer_tokens": -1}}, r"reward\.overlong_buffer_tokens: .*greater than or equal to 0"),
-        ({"reward": {"overlong_penalty": 0}}, r"reward\.overlong_penalty: .*greater than 0"),
     ],
 )
 def test_values_out_of_range(sections: dict[str, Any], message: str) -> None:
@@ -123,4 +122,4 @@ TRAINING = sorted({p.name for p in Path("examples").glob("*.yaml")} - ABLATIONS)
 @pytest.mark.parametrize("name", TRAINING)
 def test_examples_contradict_nothing(name: str) -> None:
     cfg = load_config(Path("examples") / name)
-    assert resolve(cfg).max_refills == cfg.rollout.max_refills
+    assert resolve(cfg).max_generation_rounds == cfg.rollout.max_generation_rounds

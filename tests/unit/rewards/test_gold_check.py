@@ -10,7 +10,7 @@ from tepo_megatron.grading.equality import load_grader
 from tepo_megatron.rewards import gold_check
 from tepo_megatron.rewards.gold_check import unreadable_golds
 
-CFG = RewardConfig(workers=2, soft_seconds=30, hard_seconds=60.0)  # verdicts must not depend on who else is at work
+CFG = RewardConfig(workers=2, timeout_seconds=60.0)  # verdicts must not depend on who else is at work
 
 
 def of_known_forms(seed: int) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 from tepo_megatron.config import RewardConfig
 from tepo_megatron.config.io import validate_as
 from tepo_megatron.errors import ConfigError, RewardError
-from tepo_megatron.rewards import build_reward, check_reward
+from tepo_megatron.rewards import build_reward, check_reward, remote
 from tepo_megatron.types import Rollout
 from tests.graded import decode, rollout
 
@@ -55,12 +55,14 @@ def url() -> Iterator[str]:
     thread.join()
 
 
-def score(url: str, rollouts: list[Rollout], **settings: Any) -> list[Rollout]:
-    entry = {"type": "http", "url": url, "backoff_seconds": 0.05, "timeout_seconds": 20.0, "attempts": 3, **settings}
-    cfg = validate_as(RewardConfig, {"terms": [entry]}, "config")
+def score(url: str, rollouts: list[Rollout], attempts: int = 3, **settings: Any) -> list[Rollout]:
+    cfg = validate_as(RewardConfig, {"terms": [{"type": "http", "url": url, "timeout_seconds": 20.0, **settings}]}, "config")
     check_reward(cfg)
-    with build_reward(cfg, decode) as reward:
-        return reward.score(rollouts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "ATTEMPTS", attempts)
+        patch.setattr(remote, "BACKOFF_SECONDS", 0.05)
+        with build_reward(cfg, decode) as reward:
+            return reward.score(rollouts)
 
 
 ROLLOUTS = [rollout("aaa", "7", prompt="why"), rollout("b", "8"), rollout("\ud800é\0", "9")]
@@ -108,7 +110,7 @@ def test_a_failure_is_tried_again_and_at_last_an_error(url: str, failure: Any, m
     Handler.script = [failure, failure]
     assert [r.reward for r in score(url, ROLLOUTS, **limit)] == [3, 1, 3] and len(Handler.seen) == 3
     Handler.script = [failure] * 2
-    with pytest.raises(RewardError, match=rf"the reward server {url} .*{message}.*\(attempt 2 of 2\); mend the server"):
+    with pytest.raises(RewardError, match=rf"the reward server {url} .*{message}.*\(attempt 2 of 2\); fix the server"):
         score(url, ROLLOUTS, attempts=2, **limit)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.config import LengthTermConfig, RewardConfig
+from tepo_megatron.config import AnswerTermConfig, LengthTermConfig, RewardConfig
 from tepo_megatron.config.io import to_yaml, validate, validate_as
 from tepo_megatron.errors import ConfigError, RewardError
 from tepo_megatron.rewards import build_reward, check_reward, gold_fault
@@ -106,10 +106,11 @@ def test_the_first_term_is_the_verdict_and_the_others_shape() -> None:
         assert all(getattr(before, name) is getattr(after, name) for name in fields)
 
 
-def test_a_type_alone_is_one_term_of_weight_one() -> None:
+def test_one_term_of_weight_one() -> None:
     graded = score(RewardConfig(workers=1), [rollout(r"\boxed{7}"), rollout("Answer: 7")])
     assert [(r.reward, r.score, r.status) for r in graded] == [(1, 1, "exact"), (0, 0, "no_box")]
-    graded = score(RewardConfig(type="answer_line", workers=1), [rollout(r"\boxed{7}"), rollout("Answer: 7"), rollout("7")])
+    answer_line = AnswerTermConfig(type="answer_line")
+    graded = score(RewardConfig(terms=[answer_line], workers=1), [rollout(r"\boxed{7}"), rollout("Answer: 7"), rollout("7")])
     assert [r.score for r in graded] == [1, 1, 0]
 
 
@@ -154,7 +155,7 @@ def test_length(tokens: int, value: float) -> None:
 
 
 def test_a_pattern_that_takes_for_ever_costs_its_sample_only() -> None:
-    cfg = config({"type": "math"}, {"type": "format", "pattern": "(a+)+b"}, soft_seconds=1, hard_seconds=2.0)
+    cfg = config({"type": "math"}, {"type": "format", "pattern": "(a+)+b"}, timeout_seconds=2.0)
     graded = score(cfg, [rollout("aaab"), rollout("a" * 40), rollout("ab"), rollout("b")])
     assert [r.reward for r in graded] == [1.0, 0.0, 1.0, 0.0]
     assert [r.status for r in graded] == ["no_box", "timeout", "no_box", "no_box"]
@@ -170,7 +171,7 @@ def test_a_function_of_the_users_own(functions: str) -> None:
 
 
 def test_a_function_that_hangs_or_dies_costs_its_sample_only(functions: str) -> None:
-    cfg = config({"type": "custom", "function": f"{functions}:endless"}, soft_seconds=1, hard_seconds=2.0)
+    cfg = config({"type": "custom", "function": f"{functions}:endless"}, timeout_seconds=2.0)
     graded = score(cfg, [rollout("a"), rollout("loop"), rollout("b"), rollout("die"), rollout("c")])
     assert [r.status for r in graded] == ["graded", "timeout", "graded", "died", "graded"]
     assert [r.score for r in graded] == [1, 0, 1, 0, 1]
@@ -223,7 +224,7 @@ def test_what_is_no_function_is_refused(functions: str, name: str, message: str)
         ({"terms": [{"type": "math", "weight": float("nan")}]}, r"weight: Input should be a finite number"),
         ({"terms": [{"type": "http", "url": "host:80"}]}, r"url='host:80' is not http\(s\)://"),
         ({"terms": [{"type": "http", "url": "https://me:secret@host/"}]}, "without a password"),
-        ({"terms": [{"type": "math"}], "type": "answer_line"}, "type=answer_line is not used beside terms; remove it"),
+        ({"terms": [{"type": "math"}], "type": "answer_line"}, "reward.type and its new name reward.terms are both set"),
     ],
 )
 def test_refused(reward: dict[str, Any], message: str) -> None:
@@ -237,7 +238,7 @@ def test_terms_survive_the_resolved_config() -> None:
     terms = [{"type": "answer_line"}, {"type": "length", "max_tokens": 5, "weight": -0.5}]
     cfg = validate({"name": "run", "model": {"path": "m"}, "data": {"train": "t"}, "reward": {"terms": terms}})
     assert validate(yaml.safe_load(to_yaml(cfg))) == cfg
-    assert cfg.reward.entries[1] == LengthTermConfig(type="length", max_tokens=5, weight=-0.5)
+    assert cfg.reward.terms[1] == LengthTermConfig(type="length", max_tokens=5, weight=-0.5)
 
 
 # gold answers

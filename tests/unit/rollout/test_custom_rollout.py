@@ -22,6 +22,7 @@ from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference.engine import GroupStream
 from tepo_megatron.inference.engine_api import LaunchSpec, Send
 from tepo_megatron.inference.samples import checked_rollout
+from tepo_megatron.inference.servers import slot
 from tepo_megatron.inference.servers.endpoint import Endpoint
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer
@@ -308,7 +309,7 @@ def test_a_file_may_hold_dataclasses_and_defaults(tmp_path: Path) -> None:
 @contextmanager
 def fleet(folder: Path, api: type[ScriptedApi] = ScriptedApi, servers: int = 3, **settings: Any) -> Iterator[Fleet]:
     (folder / "model").mkdir(exist_ok=True)
-    settings_of_one = ServerConfig(backoff_seconds=0.05, silent_seconds=20.0, concurrency=4, ready_seconds=60, **settings)
+    settings_of_one = ServerConfig(heartbeat_timeout=20.0, concurrency=4, ready_seconds=60, **settings)
     cfg = RolloutConfig(servers=servers, server=settings_of_one)
     launch = LaunchSpec(folder / "model", max_model_len=64, platform="cpu", precision="fp32", seed=0)
     endpoints = []
@@ -316,7 +317,8 @@ def fleet(folder: Path, api: type[ScriptedApi] = ScriptedApi, servers: int = 3, 
         made_of = api()
         server = LocalServer(f"server {i}", made_of, cfg.server, launch, folder / f"{i}.log")
         endpoints.append(Endpoint(server, made_of, cfg.server, launch.max_model_len))
-    with Fleet(endpoints, cfg) as made:
+    with pytest.MonkeyPatch.context() as patch, Fleet(endpoints, cfg) as made:
+        patch.setattr(slot, "BACKOFF_SECONDS", 0.05)
         made.start()
         made.wait_ready()
         yield made

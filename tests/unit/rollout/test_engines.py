@@ -20,7 +20,7 @@ def config(**rollout: Any) -> Config:
         "model": {"path": "m"},
         "data": {"train": "d"},
         "parallel": {"tp": 2, "dp": 2},
-        "sync": {"folder": "w"},
+        "sync": {"transport": {"folder": "w"}},
     }
     return validate({**tree, "rollout": rollout})
 

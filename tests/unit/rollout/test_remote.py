@@ -16,18 +16,19 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
 import yaml
 
-from tepo_megatron.config import Config, RolloutConfig, ServerConfig
+from tepo_megatron.config import Config, RolloutConfig, ServerConfig, UrlServerConfig
 from tepo_megatron.config.io import validate
 from tepo_megatron.errors import ConfigError, RolloutError
 from tepo_megatron.inference import engines
 from tepo_megatron.inference.engine import INITIAL_VERSION, UNKNOWN_VERSION
 from tepo_megatron.inference.engine_api import LaunchSpec
+from tepo_megatron.inference.servers import slot
 from tepo_megatron.inference.servers.fleet import Fleet
 from tepo_megatron.inference.servers.local import LocalServer, url_of
 from tepo_megatron.inference.servers.rendezvous import Record, Rendezvous, fingerprint
@@ -36,13 +37,14 @@ from tests.scripted_api import ScriptedApi
 from tests.unit.rollout.test_fleet import PROMPTS, SAMPLING, ids, until
 
 KEY = "a-key-for-the-tests-alone"
-OWN_SETTINGS = {"backoff_seconds": 0.05, "silent_seconds": 20.0, "ready_seconds": 60, "concurrency": 4}
+OWN_SETTINGS: dict[str, Any] = {"heartbeat_timeout": 20.0, "ready_seconds": 60, "concurrency": 4}
 
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engines.ENGINES, "vllm", ScriptedApi)  # type: ignore[arg-type]
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(slot, "BACKOFF_SECONDS", 0.05)
 
 
 def model_in(folder: Path) -> Path:
@@ -61,7 +63,7 @@ def trainer(
     folder: Path, run: str = "run", servers: int = 1, only: bool = False, colocate: bool = False, **server: Any
 ) -> Iterator[Fleet]:
     """A fleet of servers that others start, ready."""
-    cfg = RolloutConfig(servers=servers, only=only, colocate=colocate, server=ServerConfig(**(OWN_SETTINGS | server)))
+    cfg = RolloutConfig(servers=servers, only=only, colocate=colocate, server=cast(Any, OWN_SETTINGS | server))
     with engines.build_engine(cfg, launch_of(folder), folder / run / "server.log") as fleet:
         fleet.start()
         fleet.wait_ready()
@@ -112,7 +114,7 @@ def serving(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
             "model": {"path": str(model_in(tmp_path)), "precision": "fp32"},
             "data": {"train": "t", "max_prompt_tokens": 32},
             "rollout": {"servers": servers, "max_response_tokens": 32, "colocate": colocate, "server": OWN_SETTINGS | server},
-            "sync": {"folder": str(tmp_path)},
+            "sync": {"transport": {"folder": str(tmp_path)}},
         }
         tree["rollout"]["server"] |= {"rendezvous": str(folder)}  # type: ignore[index]
         (tmp_path / "serve.yaml").write_text(yaml.safe_dump(tree))
@@ -357,7 +359,7 @@ def test_what_a_fleet_of_others_cannot_do_without(
         trainer(folder, rendezvous=str(tmp_path), ready_seconds=1),
     ):
         pass
-    cfg = RolloutConfig(server=ServerConfig(urls=[url]))
+    cfg = RolloutConfig(server=UrlServerConfig(urls=[url]))
     with engines.build_engine(cfg, launch_of(folder, max_model_len=65), folder / "log") as fleet:
         fleet.start()
         with pytest.raises(RolloutError, match=r"of 64 tokens, and this run asks for up to 65 .*; start it for that many"):
@@ -478,7 +480,7 @@ def test_addresses() -> None:
 
 
 def config(**server: Any) -> Config:
-    sync = {"folder": server.pop("folder", None)}
+    sync = {"transport": {"folder": server.pop("folder", None)}}
     rollout = {name: server.pop(name) for name in ("servers", "only") if name in server} | {"server": server}
     return validate({"name": "a", "model": {"path": "m"}, "data": {"train": "t"}, "sync": sync, "rollout": rollout})
 
@@ -486,7 +488,7 @@ def config(**server: Any) -> Config:
 @pytest.mark.parametrize("host", ["10.0.0.1", "node-7.cluster", "[fd00::2]"])
 def test_weights_must_reach_the_servers(host: str) -> None:
     for server in ({"urls": [f"http://{host}:80"]}, {"rendezvous": "r"}):
-        with pytest.raises(ConfigError, match=r"sync\.folder is not set"):
+        with pytest.raises(ConfigError, match=r"sync\.transport\.folder is not set"):
             config(**server)
         assert config(**server, folder="f").rollout.server.remote
         assert config(**server, only=True).rollout.server.remote
