@@ -112,7 +112,7 @@ def config_of(row: PublishedRun) -> Config:
         "training": {
             "epochs": 1, "minibatch_prompts": row.batch // samples, "max_tokens_per_microbatch": row.tokens,
         },
-        "objective": {"ref_beta": 0.01 if row.rollout else 0.0},  # NeMo-RL's default
+        "objective": {"ref_kl": {"beta": 0.01} if row.rollout else None},  # NeMo-RL's default
         "sync": {"transport": {"folder": "weights"}},
     })  # fmt: skip
 

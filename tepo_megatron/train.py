@@ -69,7 +69,7 @@ def _train(cfg: Config, groups: parallel.ParallelDims, driver: Driver) -> None:
         driver.sleep_engine()
         barrier(groups)
     actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
-    if objective.ref_beta:
+    if objective.ref_kl is not None:
         actor.keep_reference()
     steps, every = cfg.training.steps, cfg.checkpoint.every
     evaluation = cfg.evaluation if cfg.data.eval is not None or cfg.evaluation.benchmarks else None
@@ -213,19 +213,20 @@ def _needs_old_pass(batch: TrainBatch, objective: Objective, training: TrainingC
 
     They need none if the batch takes one update, whose forward pass yields them, and nothing uses them before.
     """
-    in_reward = bool(objective.ref_beta) and objective.ref_kl_in == "reward"
+    in_reward = objective.ref_kl is not None and objective.ref_kl.where == "reward"
     several = batch.updates(training.epochs, training.minibatch_prompts) > 1
     return several or objective.needs_batch_statistics or in_reward
 
 
 def _with_reference(batch: TrainBatch, actor: Actor, objective: Objective, log: StepLog) -> TrainBatch:
     """Return the batch with what the objective needs of the reference policy; unchanged if it needs nothing."""
-    if not objective.ref_beta:
+    penalty = objective.ref_kl
+    if penalty is None:
         return batch
     batch = actor.attach_ref_logprobs(batch)
-    if objective.ref_kl_in == "loss":
+    if penalty.where == "loss":
         return batch
-    divergence_B = reference_divergence(batch, objective.ref_kl, actor.groups)
+    divergence_B = reference_divergence(batch, penalty.estimator, actor.groups)
     log.note({"reward/ref_kl": float(divergence_B.mean())})
-    rollouts = penalized(batch.rollouts, objective.ref_beta * divergence_B)
+    rollouts = penalized(batch.rollouts, penalty.beta * divergence_B)
     return replace(batch, rollouts=rollouts, advantages_B=group_advantages(rollouts, objective.advantage))

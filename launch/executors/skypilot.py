@@ -128,7 +128,7 @@ def _read(cfg: Config) -> list[tuple[str, str | None]]:
     """Return the paths that the run reads, by key."""
     return [
         ("model.path", cfg.model.path),
-        ("model.reference", cfg.model.reference),
+        ("objective.ref_kl.path", cfg.objective.reference_path),
         *(("data.train", source.path if cfg.rollout.replay is None else None) for source in cfg.data.sets),
         ("data.eval", cfg.data.eval),
         ("rollout.replay", cfg.rollout.replay),

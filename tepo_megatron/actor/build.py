@@ -20,12 +20,13 @@ from tepo_megatron.actor.attention import SDPACoreAttention
 from tepo_megatron.actor.kernels import KernelChoice, choose, installed
 from tepo_megatron.actor.layout import stage_layers
 from tepo_megatron.actor.modules import ApexRMSNorm, RMSNorm
-from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from tepo_megatron.actor.passed_fields import passed_fields
+from tepo_megatron.config import MegatronConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.distributed.parallel import ParallelDims
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.weights.ops import Architecture, padded_vocab_size
 
-_TRAINING = TrainingConfig()
+_TRAINING, _MEGATRON = TrainingConfig(), MegatronConfig()
 
 
 def shares_prompts(training: TrainingConfig, model: ModelConfig, device: torch.device, cp: int) -> bool:
@@ -40,7 +41,7 @@ def shares_prompts(training: TrainingConfig, model: ModelConfig, device: torch.d
     Raises:
         ConfigError: share_prompts is always, but the config selects Transformer Engine's attention, which cannot share them.
     """
-    if training.share_prompts == "always" and choose(model, training, device.type, installed(), cp=cp).layers == "te":
+    if training.share_prompts == "always" and choose(model, _MEGATRON, device.type, installed(), cp=cp).layers == "te":
         raise ConfigError(
             "training.share_prompts=always, and model.attention=auto takes Transformer Engine, whose packed attention cannot "
             "give several responses the keys of one prompt; set model.attention to sdpa, or share_prompts to auto or never"
@@ -56,6 +57,7 @@ def transformer_config(
     training: TrainingConfig = _TRAINING,
     replay_experts: bool = False,
     share_prompts: bool = False,
+    megatron: MegatronConfig = _MEGATRON,
 ) -> TransformerConfig:
     """Return Megatron's config of this architecture on this mesh.
 
@@ -66,18 +68,39 @@ def transformer_config(
         model: Its precision and attention.
         parallel: The mesh.
         device: Device of the model.
-        training: Recomputation and gradient accumulation.
+        training: Recomputation, and offloaded activations.
         replay_experts: Build routers that can be given their choices (`ExpertReplay`).
         share_prompts: Whether sequences of a microbatch may share prompts.
+        megatron: Fields that the config passes through.
     """
-    kernels = choose(model, training, device.type, installed(), cp=parallel.cp)
     rotary.install_in_megatron(share_prompts)
     weight_gradient.install_in_megatron()
-    return TransformerConfig(
+    own = own_fields(arch, model, parallel, device, training, replay_experts, megatron)
+    return TransformerConfig(**own | passed_fields(megatron, "transformer"))
+
+
+def own_fields(
+    arch: Architecture,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    device: torch.device,
+    training: TrainingConfig,
+    replay_experts: bool,
+    megatron: MegatronConfig,
+) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that this project sets itself.
+
+    Args: see `transformer_config`.
+    """
+    kernels = choose(
+        *(model, megatron, device.type, installed()), cp=parallel.cp, offload_activations=training.offload_activations
+    )
+    return dict(
         **_network(arch),
-        **precision.transformer_fields(model),
+        **precision.transformer_fields(model, megatron),
         **precision.recompute_fields(training, arch.experts is not None),
         **_mesh(arch, parallel),
+        tp_comm_overlap=megatron.tp_comm_overlap,
         # Megatron's initialisation also marks the parameters that are split over tp. Without the marks the gradient norm counts
         # rank 0's shards only, and perform_initialization=False loses them (0.16). So it runs with methods that fill nothing.
         use_cpu_initialization=device.type == "cpu",
@@ -141,7 +164,6 @@ def _mesh(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.tp,
         "sequence_parallel": parallel.sequence_parallel,
-        "tp_comm_overlap": parallel.tp_comm_overlap,
         # packed microbatches differ in length; Megatron requires the all-to-all dispatcher with it, even for dense models
         "variable_seq_lengths": parallel.pp > 1,
         # without both of these, interleaved 1F1B over gloo gives silently wrong activations (Megatron 0.16)
@@ -182,7 +204,7 @@ def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConf
         model: Its precision and attention.
         groups: The mesh.
     """
-    kernels = choose(model, _TRAINING, groups.device.type, installed(), cp=groups.cp.size)
+    kernels = choose(model, _MEGATRON, groups.device.type, installed(), cp=groups.cp.size)
     chunks = []
     for chunk in range(groups.vpp):
         vp_stage = chunk if groups.vpp > 1 else None
@@ -208,7 +230,7 @@ def build_chunks(config: TransformerConfig, arch: Architecture, model: ModelConf
 
 
 def wrap_ddp(
-    config: TransformerConfig, chunks: list[GPTModel], parallel: ParallelConfig, platform: str
+    config: TransformerConfig, chunks: list[GPTModel], megatron: MegatronConfig, platform: str
 ) -> list[DistributedDataParallel]:
     """Return the chunks in Megatron's DDP: gradients reduced in fp32, optimizer state sharded over dp x cp.
 
@@ -217,42 +239,43 @@ def wrap_ddp(
     Args:
         config: Config of the model; it gets a `no_sync_func` if gradients are reduced during backward.
         chunks: This rank's model chunks.
-        parallel: The mesh and its overlaps.
+        megatron: Overlaps, bucket size, and fields that the config passes through.
         platform: "cpu" or "cuda".
     """
-    ddp = DistributedDataParallelConfig(**precision.ddp_fields(parallel, platform))
+    ddp = DistributedDataParallelConfig(**precision.ddp_fields(megatron, platform) | passed_fields(megatron, "ddp"))
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
-    if parallel.reduces_early(platform):
+    if megatron.reduces_early(platform):
         held = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = held if len(held) > 1 else held[0]
     return wrapped
 
 
 def build_optimizer(
-    cfg: OptimizerConfig, model: ModelConfig, parallel: ParallelConfig, chunks: list[DistributedDataParallel], platform: str
+    cfg: OptimizerConfig, model: ModelConfig, megatron: MegatronConfig, chunks: list[DistributedDataParallel], platform: str
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Return a distributed AdamW with fp32 masters, and its schedule: linear warm-up, then a constant rate.
 
     One-dimensional parameters have no weight decay (Megatron's rule). The scheduler sets the weight decay.
 
     Args:
-        cfg: Learning rate, moments and offloading.
+        cfg: Learning rate, weight decay and clipping.
         model: Its precision.
-        parallel: The mesh and its overlaps.
+        megatron: Decay rates, moments, offloading, overlaps, and fields that the config passes through.
         chunks: This rank's model chunks.
         platform: "cpu" or "cuda".
     """
+    adam = megatron.known_optimizer
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=cfg.lr,
             min_lr=0.0,
             weight_decay=cfg.weight_decay,
-            adam_beta1=cfg.beta1,
-            adam_beta2=cfg.beta2,
-            adam_eps=cfg.eps,
+            adam_beta1=adam.adam_beta1,
+            adam_beta2=adam.adam_beta2,
+            adam_eps=adam.adam_eps,
             clip_grad=cfg.clip_grad,
-            **precision.optimizer_fields(model, parallel, cfg, platform),
+            **precision.optimizer_fields(model, megatron, platform) | passed_fields(megatron, "optimizer"),
         ),
         chunks,
     )

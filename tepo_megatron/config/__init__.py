@@ -5,7 +5,9 @@ heads?), and `losses/` what depends on the table of objectives; both before any 
 """
 
 from tepo_megatron.config.data import SLICE, DataConfig, DataSet
+from tepo_megatron.config.megatron import MegatronConfig
 from tepo_megatron.config.model import ModelConfig, ParallelConfig, Precision
+from tepo_megatron.config.objective import ObjectiveConfig
 from tepo_megatron.config.reward import (
     AnswerTermConfig,
     AnyTermConfig,
@@ -26,7 +28,7 @@ from tepo_megatron.config.sync import (
     ShmTransportConfig,
     SyncConfig,
 )
-from tepo_megatron.config.training import ObjectiveConfig, OptimizerConfig, TrainingConfig
+from tepo_megatron.config.training import OptimizerConfig, TrainingConfig
 from tepo_megatron.config.upkeep import PAPER_TOKENS, Benchmark, CheckpointConfig, EvaluationConfig, LoggingConfig
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "IpcTransportConfig",
     "LengthTermConfig",
     "LoggingConfig",
+    "MegatronConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",

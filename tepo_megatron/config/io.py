@@ -226,6 +226,18 @@ def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
     tree[leaf] = value
 
 
+def faults(error: ValueError, key: str) -> list[str]:
+    """Return one line for each fault of a section that was read by itself.
+
+    Args:
+        error: A pydantic ValidationError, or a ValueError about the whole section.
+        key: The section's key.
+    """
+    if not isinstance(error, ValidationError):
+        return [f"{key}: {error}"]
+    return [_explain(object, {**err, "loc": (key, *err["loc"])}) for err in error.errors()]
+
+
 def _explain(root: type, error: Any) -> str:
     """Return one validation error as a line that names the key and the fix.
 

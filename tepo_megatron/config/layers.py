@@ -14,7 +14,8 @@ from tepo_megatron.config.sync import TRANSPORTS
 from tepo_megatron.errors import ConfigError
 
 Key = tuple[Any, ...]
-SHORTHANDS: tuple[Key, ...] = (("sync", "transport"),)  # sections for which a plain string is short for {type: string}
+# sections for which a plain string is short for {type: string}
+SHORTHANDS: tuple[Key, ...] = (("sync", "transport"), ("objective", "weighting"), ("objective", "correction"))
 
 
 class Layers:

@@ -24,12 +24,12 @@ class PlatformDefault:
 
 
 PLATFORM_DEFAULTS: Mapping[str, PlatformDefault] = {
-    "parallel.overlap_grad_reduce": PlatformDefault(False, True, "gloo has no stream that runs beside the backward pass"),
-    "parallel.overlap_param_gather": PlatformDefault(False, True, "gloo has no stream that runs beside the forward pass"),
+    "megatron.ddp.overlap_grad_reduce": PlatformDefault(False, True, "gloo has no stream that runs beside the backward pass"),
+    "megatron.ddp.overlap_param_gather": PlatformDefault(False, True, "gloo has no stream that runs beside the forward pass"),
     "training.share_prompts": PlatformDefault(
         "where it saves", "never", "Transformer Engine's packed attention cannot share keys; on GPUs it is not measured"
     ),
-    "training.fuse_gradient_accumulation": PlatformDefault(
+    "megatron.transformer.gradient_accumulation_fusion": PlatformDefault(
         False, True, "saves a GPU one write and two reads of every weight gradient; published CPU runs were made without"
     ),
     "rollout.server.ready_seconds": PlatformDefault(
@@ -71,7 +71,7 @@ def join_seconds(platform: str) -> float:
 PLATFORM_BRANCHES: Mapping[str, str] = {
     "actor/activations.py:HostActivations._away": "a GPU copies on a stream of its own, to page-locked memory",
     "actor/attention_layout.py:repeats_keys": "CUDA's attention with a mask knows no grouped heads",
-    "actor/build.py:transformer_config": "Megatron initializes parameters on the host",
+    "actor/build.py:own_fields": "Megatron initializes parameters on the host",
     "actor/kernels.py:choose": "Transformer Engine and Apex run on a GPU only",
     "actor/kernels.py:_gradient_accumulation": "Apex's extension runs on a GPU only",
     "actor/kernels.py:hardware": "a CPU has no compute capability",
@@ -84,7 +84,8 @@ PLATFORM_BRANCHES: Mapping[str, str] = {
     "checkpoint/saving.py:SavingThread.__init__": "copies from a GPU have a stream of their own",
     "checkpoint/tensors.py:HostCopy.take": "a copy from a GPU is waited for",
     "checkpoint/tensors.py:HostCopy._make_places": "page-locked memory for copies from a GPU",
-    "config/run.py:Config.__post_init__": "refuses what only a GPU has",
+    "config/megatron.py:check_platform": "refuses what only a GPU has",
+    "config/model.py:check_attention": "likewise",
     "config/sync.py:_check_group": "NCCL has no group of two processes on one GPU",
     "config/sync.py:check_quantize": "engines compute blockwise FP8 on GPUs",
     "doctor/machine.py:enough_devices": "counts GPUs",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tepo_megatron.config import DYNAMIC_SAMPLING_ROUNDS, Config, ObjectiveConfig, RewardConfig, RolloutConfig
+from tepo_megatron.config import DYNAMIC_SAMPLING_ROUNDS, Config, RewardConfig, RolloutConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.losses import Objective, build_objective
 from tepo_megatron.rewards.overlong import OverlongShaping
@@ -36,15 +36,15 @@ def resolve(cfg: Config) -> Method:
     _check_reward_penalty(objective, cfg.rollout.filter_uniform_groups)
     _check_old_logprobs(objective, cfg.training.old_logprobs)
     rounds = _max_generation_rounds(cfg.rollout, objective, cfg.objective.name)
-    return Method(objective, rounds, _overlong(cfg.objective, cfg.reward, objective, cfg.rollout.max_response_tokens))
+    return Method(objective, rounds, _overlong(cfg.reward, objective, cfg.rollout.max_response_tokens))
 
 
 def _check_reward_penalty(objective: Objective, filters_groups: bool) -> None:
     """Raise ConfigError if a KL in the reward would decide the advantages of groups with equal scores."""
-    in_reward = objective.ref_beta > 0 and objective.ref_kl_in == "reward"
+    in_reward = objective.ref_kl is not None and objective.ref_kl.where == "reward"
     if in_reward and objective.advantage == "std" and not filters_groups:
         raise ConfigError(
-            "objective.ref_kl_in=reward with objective.advantage=std and rollout.filter_uniform_groups=false: in a group of "
+            "objective.ref_kl.where=reward with objective.advantage=std and rollout.filter_uniform_groups=false: in a group of "
             "equal verdicts the KL is all that differs, and dividing it by its standard deviation makes full-size advantages "
             "of it; use objective.advantage=mean, or filter those groups"
         )
@@ -59,10 +59,10 @@ def _check_old_logprobs(objective: Objective, old_logprobs: str) -> None:
             f"training.old_logprobs=rollout knows no old entropies, which objective.kl_mask={objective.kl_mask} compares with; "
             f"use old_logprobs=actor, or objective.kl_mask=none with beta=0"
         )
-    if objective.correction != "none":
+    if objective.correction.type != "none":
         raise ConfigError(
-            f"training.old_logprobs=rollout leaves objective.correction={objective.correction} nothing to correct (old over "
-            f"rollout is 1); remove one of them"
+            f"training.old_logprobs=rollout leaves objective.correction.type={objective.correction.type} nothing to "
+            f"correct (old over rollout is 1); remove one of them"
         )
 
 
@@ -75,18 +75,11 @@ def _max_generation_rounds(cfg: RolloutConfig, objective: Objective, name: str) 
         name: Name of the objective in errors.
     """
     given = cfg.max_generation_rounds
-    if objective.dynamic_sampling:
-        cause = f"objective {name} samples dynamically (objective.dynamic_sampling)"
-        if not cfg.filter_uniform_groups:
-            raise ConfigError(
-                f"{cause}: it replaces the groups that rollout.filter_uniform_groups=false keeps; set that to true, or "
-                f"objective.dynamic_sampling=false"
-            )
-        if given == 1:
-            raise ConfigError(
-                f"{cause}, which rollout.max_generation_rounds=1 forbids; raise that (null: {DYNAMIC_SAMPLING_ROUNDS}), or set "
-                f"objective.dynamic_sampling=false"
-            )
+    if objective.dynamic_sampling and given is None and not cfg.filter_uniform_groups:
+        raise ConfigError(
+            f"objective {name} samples dynamically: it replaces the groups that rollout.filter_uniform_groups=false keeps; set "
+            f"that to true, or rollout.max_generation_rounds=1"
+        )
     if given is not None and given > 1 and not cfg.filter_uniform_groups:
         raise ConfigError(
             f"rollout.max_generation_rounds={given} has no effect with rollout.filter_uniform_groups=false, which drops no "
@@ -97,20 +90,9 @@ def _max_generation_rounds(cfg: RolloutConfig, objective: Objective, name: str) 
     return given
 
 
-def _overlong(cfg: ObjectiveConfig, reward: RewardConfig, objective: Objective, max_tokens: int) -> OverlongShaping | None:
-    """Return the overlong shaping, None for none. Raises ConfigError if the keys contradict each other."""
+def _overlong(reward: RewardConfig, objective: Objective, max_tokens: int) -> OverlongShaping | None:
+    """Return the overlong shaping that the config or else the objective asks for; None for none."""
     buffer = reward.overlong_buffer_tokens
-    if objective.overlong_shaping and buffer == 0:
-        raise ConfigError(
-            f"objective {cfg.name} shapes the reward of long responses (objective.overlong_shaping), which "
-            f"reward.overlong_buffer_tokens=0 forbids; raise that (null: a fifth of rollout.max_response_tokens), or set "
-            f"objective.overlong_shaping=false"
-        )
-    if buffer and cfg.overlong_shaping is False:
-        raise ConfigError(
-            f"reward.overlong_buffer_tokens={buffer} shapes the reward, which objective.overlong_shaping=false forbids; "
-            f"remove one of them"
-        )
     if buffer is None:
         buffer = max(1, max_tokens // OVERLONG_BUFFER_SHARE) if objective.overlong_shaping else 0
     return OverlongShaping(max_tokens, buffer, OVERLONG_PENALTY) if buffer else None

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from tepo_megatron.config import Config, TrainingConfig
+from tepo_megatron.config.megatron import untested_fields
 from tepo_megatron.config.safety import checks_that_are_off, safety_checks
 from tepo_megatron.controller.driver import Driver
 from tepo_megatron.controller.main_driver import MainDriver
@@ -55,7 +56,7 @@ def open_driver(cfg: Config, groups: ParallelDims, make_engine: EngineFactory | 
     if rollout.replay is not None:
         with RunLog(run_dir, cfg.logging, steps) as log:
             log.message(f"objective {cfg.objective.name}; rollouts of {rollout.replay}, no engine")
-            _log_lines(log, *checks_that_are_off(safety_checks(cfg)))
+            _log_lines(log, *untested_fields(cfg.megatron), *checks_that_are_off(safety_checks(cfg)))
             yield MainDriver(cfg, Replay(Path(rollout.replay), routing), None, evaluations([], None), log)
         return
     encode, decode = text_functions(tokenizer)
@@ -71,6 +72,7 @@ def open_driver(cfg: Config, groups: ParallelDims, make_engine: EngineFactory | 
             f"to train on, {len(data.eval)} to evaluate on"
         )
         _log_lines(log, *data.log_lines)
+        _log_lines(log, *untested_fields(cfg.megatron))
         _log_lines(log, *_method_lines(method, cfg.training, rollout.prompts_per_step))
         _log_lines(log, *checks_that_are_off(safety_checks(cfg)), *beginning(rollout, run_dir / SERVER_LOG))
         engine = stack.enter_context((make_engine or _build_engine)(cfg))

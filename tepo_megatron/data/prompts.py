@@ -154,8 +154,8 @@ def _unique(reader: RowReader, schema: Schema, cfg: DataConfig, report: DatasetR
     descriptions = [" and ".join(f"{reader.where(place)} ({answer!r})" for place, answer in rows[:3]) for rows in contradicted]
     if contradicted and not cfg.skip_bad_rows:
         raise DataError(
-            f"{report.source}: {len(contradicted)} prompts have different answers: {shorten(descriptions)}; correct them, or set "
-            "data.skip_bad_rows=true, which leaves such prompts out"
+            f"{report.source}: {len(contradicted)} prompts have different answers: {shorten(descriptions)}; correct them, "
+            "or set data.skip_bad_rows=true, which leaves such prompts out"
         )
     for rows, text in zip(contradicted, descriptions, strict=True):
         report.faults.add(f"different answers: {text}", rows=len(rows))

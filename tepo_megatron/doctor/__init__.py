@@ -36,7 +36,11 @@ def examine(
     for name, look in (
         ("packages", machine.packages),
         ("versions", lambda: versions.combinations(versions.installed())),
-        ("kernels", lambda: versions.kernels(cfg.model, cfg.training, cfg.platform, cfg.parallel.cp)),
+        (
+            "kernels",
+            lambda: versions.kernels(cfg.model, cfg.megatron, cfg.platform, cfg.parallel.cp, cfg.training.offload_activations),
+        ),
+        ("megatron", partial(versions.passed_fields, cfg.megatron)),
         ("cuDNN", partial(versions.cudnn, cfg.platform, os.environ)),
         ("config", config),
         ("processors", partial(machine.processors, cfg.platform, ranks, cfg.rollout)),

@@ -57,7 +57,7 @@ def claim(cfg: Config) -> RunLock:
 
     inputs = (
         ("model.path", cfg.model.path),
-        ("model.reference", cfg.model.reference),
+        ("objective.ref_kl.path", cfg.objective.reference_path),
         *cfg.data.paths,
         ("rollout.replay", cfg.rollout.replay),
         ("rollout.function", cfg.rollout.function),

@@ -26,7 +26,8 @@ from tepo_megatron.plan.workload import Workload, prefix_groups_of
 _FIXES = {
     "weights": "raise parallel.tp or parallel.pp",
     "gradients": "raise parallel.tp or parallel.pp",
-    "optimizer": "raise parallel.dp, over which it is split, or parallel.tp, or set optimizer.moments or optimizer.offload",
+    "optimizer": "raise parallel.dp, over which it is split, or parallel.tp, or set exp_avg_dtype and exp_avg_sq_dtype or "
+    "optimizer_offload_fraction in megatron.optimizer",
     "activations": "lower training.max_tokens_per_microbatch, set training.recompute or training.offload_activations, or raise "
     "parallel.cp or parallel.tp with sequence_parallel",
     "logits and entropy": "set training.logits_budget_mib, or raise parallel.tp",

@@ -11,12 +11,12 @@ from tepo_megatron.config import (
     CheckpointConfig,
     Config,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     RolloutConfig,
     SyncConfig,
     TrainingConfig,
 )
+from tepo_megatron.config.megatron import OptimizerFields
 from tepo_megatron.plan import activations, parameters
 from tepo_megatron.plan.activations import Recompute, SavedActivations
 from tepo_megatron.plan.engine_memory import generating, sleeping_bytes
@@ -31,10 +31,10 @@ MOMENT: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp8": 1}
 FP8_WORKSPACES = "FP8 copies of weights"
 HOST_OPTIMIZER = 16  # bytes per element in Megatron's hybrid optimizer: fp32 master, gradient and two moments
 MIB = 2**20
-_OPTIMIZER = OptimizerConfig()
+_ADAM = OptimizerFields()
 
 
-def state_bytes(held: HeldElements, precision: str, optimizer: OptimizerConfig = _OPTIMIZER) -> dict[str, float]:
+def state_bytes(held: HeldElements, precision: str, adam: OptimizerFields = _ADAM) -> dict[str, float]:
     """Return the bytes of weights, gradients (fp32) and optimizer state of one rank on its device.
 
     bf16: fp32 master and two fp32 moments of the owned elements. fp32: the weights themselves are the masters. With smaller
@@ -43,32 +43,32 @@ def state_bytes(held: HeldElements, precision: str, optimizer: OptimizerConfig =
     Args:
         held: Elements that the rank holds.
         precision: Type of the weights, fp32 or bf16.
-        optimizer: Sets the moments' type and the offloaded share.
+        adam: Sets the types of the moments and the offloaded share.
     """
     return {
         "weights": held.buffer * ELEMENT[precision],
         "gradients": held.buffer * 4,
-        "optimizer": held.owned * sum(_kept_of_an_element(precision, optimizer)) * (1 - optimizer.offload),
+        "optimizer": held.owned * sum(_kept_of_an_element(precision, adam)) * (1 - adam.optimizer_offload_fraction),
     }
 
 
-def _kept_of_an_element(precision: str, optimizer: OptimizerConfig) -> tuple[int, ...]:
+def _kept_of_an_element(precision: str, adam: OptimizerFields) -> tuple[int, ...]:
     """Return the bytes per owned element of each optimizer tensor: the master, if any, and two moments."""
-    moment = MOMENT[optimizer.moments]
-    if optimizer.moments != "fp32":
-        return (4 if precision == "fp32" else 2, moment, moment)
-    return (moment, moment) if precision == "fp32" else (4, moment, moment)
+    moments = (MOMENT[adam.exp_avg_dtype], MOMENT[adam.exp_avg_sq_dtype])
+    if adam.small_moments:
+        return (4 if precision == "fp32" else 2, *moments)
+    return moments if precision == "fp32" else (4, *moments)
 
 
-def offload_bytes(held: HeldElements, precision: str, optimizer: OptimizerConfig = _OPTIMIZER) -> int:
+def offload_bytes(held: HeldElements, precision: str, adam: OptimizerFields = _ADAM) -> int:
     """Return the host memory of one rank's weights and optimizer while the engine has its GPU (`actor/offload.py`).
 
     Args:
-        held, precision, optimizer: As in `state_bytes`.
+        held, precision, adam: As in `state_bytes`.
     """
     element = ELEMENT[precision]
     weights = arena_bytes([n * element for n in held.buffers])
-    each = _kept_of_an_element(precision, optimizer)
+    each = _kept_of_an_element(precision, adam)
     return weights + arena_bytes([n * size for n in held.shards for size in each])
 
 
@@ -80,7 +80,7 @@ def checkpoint_bytes(held: HeldElements, precision: str) -> int:
     Args:
         held, precision: As in `state_bytes`.
     """
-    return held.owned * (ELEMENT[precision] + sum(_kept_of_an_element(precision, _OPTIMIZER)))
+    return held.owned * (ELEMENT[precision] + sum(_kept_of_an_element(precision, _ADAM)))
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ class TrainerMemory:
         parallel: The mesh.
         training: Tokens of a microbatch, and offloading.
         precision: Types of the weights (`model.precision`).
-        optimizer: Types of the moments, and the offloaded share.
+        adam: Types of the moments, and the offloaded share.
+        bf16_layers: Numbers of first and of last layers that stay in bf16 in an FP8 model.
         sequence_tokens: Maximum tokens of a sequence.
     """
 
@@ -100,7 +101,8 @@ class TrainerMemory:
     parallel: ParallelConfig
     training: TrainingConfig
     precision: ModelConfig
-    optimizer: OptimizerConfig
+    adam: OptimizerFields
+    bf16_layers: tuple[int, int]
     sequence_tokens: int
 
     @classmethod
@@ -111,7 +113,9 @@ class TrainerMemory:
             cfg: The config.
             model: Its model.
         """
-        return cls(model, cfg.parallel, cfg.training, cfg.model, cfg.optimizer, cfg.sequence_tokens)
+        fields = cfg.megatron
+        adam = fields.known_optimizer
+        return cls(model, cfg.parallel, cfg.training, cfg.model, adam, fields.bf16_layers, cfg.sequence_tokens)
 
     def state(self, assumed: Assumptions = ASSUMED) -> MemoryState:
         """Return the memory of the fullest pipeline stage in the backward pass of an update with full microbatches."""
@@ -150,7 +154,7 @@ class TrainerMemory:
         return -(-self.training.max_tokens_per_microbatch // self.parallel.cp)
 
     def _stage(self, rank: int, assumed: Assumptions) -> dict[str, float]:
-        parts: dict[str, float] = dict(state_bytes(self.held(rank), self.precision.dtype, self.optimizer))
+        parts: dict[str, float] = dict(state_bytes(self.held(rank), self.precision.dtype, self.adam))
         parts["activations"] = self.kept(rank).device + self._there_for_a_while(rank)
         if self.precision.fp8:
             parts[FP8_WORKSPACES] = self._fp8_workspaces(rank)
@@ -164,8 +168,7 @@ class TrainerMemory:
 
     def _fp8_workspaces(self, rank: int) -> float:
         """Return the bytes of Transformer Engine's FP8 copies of the layers' linear weights: one copy and its transpose."""
-        ends = self.precision.bf16_end_layers
-        linear = parameters.linear_parameters(self.model.family.rows, self.model.arch, self.parallel, rank, ends)
+        linear = parameters.linear_parameters(self.model.family.rows, self.model.arch, self.parallel, rank, self.bf16_layers)
         blockwise = self.precision.precision == "fp8-blockwise"
         scales = 2 * 4 / 128**2 if blockwise else 0.0  # fp32 scale per block of 128 x 128 weights
         return linear * (2 + scales)
@@ -249,7 +252,7 @@ def host_bytes(cfg: Config, model: PlannedModel) -> dict[str, float]:
     """
     tp, whole = cfg.parallel.tp, cfg.parallel.dp * cfg.parallel.cp
     ranks = [(rank // (tp * whole), rank // tp % whole) for rank in range(cfg.parallel.world_size)]
-    trainer, has_reference = TrainerMemory.of(cfg, model), bool(cfg.objective.ref_beta)
+    trainer, has_reference = TrainerMemory.of(cfg, model), cfg.objective.ref_kl is not None
     of_ranks = {
         rank: _host_bytes_of(trainer, cfg.rollout, cfg.checkpoint, has_reference, *rank) for rank in dict.fromkeys(ranks)
     }
@@ -276,17 +279,17 @@ def _host_bytes_of(
     pp_rank: int,
     dp_cp_rank: int,
 ) -> dict[str, float]:
-    model, parallel, optimizer, dtype = trainer.model, trainer.parallel, trainer.optimizer, trainer.precision.dtype
+    model, parallel, adam, dtype = trainer.model, trainer.parallel, trainer.adam, trainer.precision.dtype
     held = trainer.held(pp_rank, dp_cp_rank)
     parts: dict[str, float] = {}
-    if optimizer.offload:
-        parts["optimizer's share of the host"] = held.owned * HOST_OPTIMIZER * optimizer.offload
+    if adam.optimizer_offload_fraction:
+        parts["optimizer's share of the host"] = held.owned * HOST_OPTIMIZER * adam.optimizer_offload_fraction
     if trainer.training.offload_activations:
         in_flight = activations.microbatches_in_flight(parallel, pp_rank)
         of_each = trainer.kept(pp_rank).host / in_flight
         parts["activations that wait for backward"] = in_flight * arena_bytes([math.ceil(of_each)])
     if rollout.colocate:
-        parts["weights and optimizer while the engine has the GPU"] = offload_bytes(held, dtype, optimizer)
+        parts["weights and optimizer while the engine has the GPU"] = offload_bytes(held, dtype, adam)
     if checkpoint.every and checkpoint.asynchronous:
         parts["checkpoint that is being written"] = arena_bytes([checkpoint_bytes(held, dtype)])
     found = parameters.rank_parameters(model.family.rows, model.arch, parallel, pp_rank)

@@ -217,7 +217,7 @@ def held(
 
 @lru_cache(maxsize=8192)
 def linear_parameters(
-    rows: tuple[WeightMapping, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int, ends: int = 0
+    rows: tuple[WeightMapping, ...], arch: Architecture, parallel: ParallelConfig, pp_rank: int, ends: tuple[int, int] = (0, 0)
 ) -> int:
     """Return the elements of a rank's weights that Transformer Engine's linear modules multiply with.
 
@@ -226,11 +226,11 @@ def linear_parameters(
         arch: Sizes of the model.
         parallel: The mesh.
         pp_rank: Pipeline rank.
-        ends: Number of layers to leave out at each end of the model (`model.bf16_end_layers`).
+        ends: Numbers of layers to leave out at the start and at the end of the model (`MegatronConfig.bf16_layers`).
     """
     total = 0
     for stage in stages(arch, parallel, pp_rank):
-        layers = tuple(layer for layer in stage.layers if ends <= layer < arch.num_layers - ends)
+        layers = tuple(layer for layer in stage.layers if ends[0] <= layer < arch.num_layers - ends[1])
         found = chunk_parameters(rows, arch, parallel, ModelChunk(layers, False, False))
         total += sum(p.elements for p in found if p.name.endswith(_LINEAR))
     return total

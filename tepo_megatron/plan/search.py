@@ -7,15 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tepo_megatron.actor.layout import check_layout, divisors
-from tepo_megatron.config import (
-    AnyServer,
-    Config,
-    RolloutConfig,
-    ShmTransportConfig,
-    SyncConfig,
-    TrainingConfig,
-    UrlServerConfig,
-)
+from tepo_megatron.config import AnyServer, Config, RolloutConfig, ShmTransportConfig, SyncConfig, UrlServerConfig
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan.engine_memory import kv_bytes
 from tepo_megatron.plan.gpus import GIB, GPUS_PER_NODE
@@ -138,7 +130,8 @@ def _candidates(predictor: Predictor, gpus: int) -> Iterator[Config]:
                         for ep in divisors(dp * cp) if experts else (1,):
                             mesh = replace(cfg.parallel, tp=tp, pp=pp, vpp=1, cp=cp, ep=ep, dp=dp, sequence_parallel=tp > 1)
                             for factor in (1, 2):
-                                training = _with_tokens(cfg.training, factor)
+                                tokens = cfg.training.max_tokens_per_microbatch * factor
+                                training = replace(cfg.training, max_tokens_per_microbatch=tokens)
                                 yield replace(cfg, rollout=rollout, sync=sync, parallel=mesh, training=training)
 
 
@@ -150,15 +143,6 @@ def _served(cfg: RolloutConfig, sync: SyncConfig, servers: int, tp: int) -> tupl
         if isinstance(sync.transport, ShmTransportConfig):
             sync = replace(sync, transport=ShmTransportConfig(folder=sync.transport.folder or "weights"))
     return replace(cfg, servers=servers, min_servers=1, server=server), sync
-
-
-def _with_tokens(cfg: TrainingConfig, factor: int) -> TrainingConfig:
-    without = cfg.max_tokens_without_grad
-    return replace(
-        cfg,
-        max_tokens_per_microbatch=cfg.max_tokens_per_microbatch * factor,
-        max_tokens_without_grad=None if without is None else without * factor,
-    )
 
 
 def _reason(layout: LayoutCandidate) -> str:

@@ -175,14 +175,14 @@ class Predictor:
         updates = training.epochs * -(-groups // training.minibatch_prompts)
         minibatch = work.sequences(min(groups, training.minibatch_prompts) * rollout.samples_per_prompt)
         update = self.run(minibatch, training.max_tokens_per_microbatch, backward=True)
-        without = self.run(everything, training.tokens_without_grad, backward=False)
+        without = self.run(everything, training.tokens_without_grad(cfg.megatron.fixed_length), backward=False)
         reduced, stepped = self.optimizer_seconds()
         phases = {
             "sample": self.sample_seconds()[0],
             REFILLS: self.sample_seconds()[1],
             "old log-probs": without.seconds if updates > 1 and training.old_logprobs == "actor" else 0.0,
             "log-probs of the weights that sampled": self.gate_share(updates) * without.seconds,
-            "reference log-probs": without.seconds if cfg.objective.ref_beta else 0.0,
+            "reference log-probs": without.seconds if cfg.objective.ref_kl else 0.0,
             "forward and backward": updates * update.seconds,
             "gradients and weights over dp": updates * reduced,
             "optimizer": updates * stepped,
@@ -247,7 +247,7 @@ class Predictor:
         )
         sent = most.buffer * (4 + self.model.element) * (ranks - 1) / ranks
         link = self.machine.link(ranks, parallel.tp)
-        on_host = most.owned * self.cfg.optimizer.offload
+        on_host = most.owned * self.cfg.megatron.offloaded_share
         stepped = (most.owned - on_host) * _OPTIMIZER_BYTES / self.machine.memory_rate
         # fp32 gradients to the host, fp32 weights back, and the host's Adam in between
         stepped += on_host * (2 * 4 / self.host_rate + _OPTIMIZER_BYTES / self.machine.assumed.host_adam)
@@ -258,7 +258,7 @@ class Predictor:
         if not self.cfg.rollout.colocate:
             return 0.0
         held = parameters.held(self.model.family.rows, self.model.arch, self.cfg.parallel, 0)
-        state = state_bytes(held, self.cfg.model.dtype, self.cfg.optimizer)
+        state = state_bytes(held, self.cfg.model.dtype, self.cfg.megatron.known_optimizer)
         return 2 * (state["weights"] + state["optimizer"]) / self.host_rate
 
     def sync_seconds(self) -> float:

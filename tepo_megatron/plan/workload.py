@@ -88,8 +88,7 @@ def max_generation_rounds(rollout: RolloutConfig, objective: ObjectiveConfig) ->
     """
     if rollout.max_generation_rounds is not None:
         return rollout.max_generation_rounds
-    dynamic = objective.dynamic_sampling
-    return DYNAMIC_SAMPLING_ROUNDS if (objective.name == "dapo" if dynamic is None else dynamic) else 1
+    return DYNAMIC_SAMPLING_ROUNDS if objective.name == "dapo" else 1
 
 
 def prefix_groups_of(

@@ -36,12 +36,12 @@ def expectation(
         method: Method of the objective. None: the parts of the product's own row, with the config's replacements.
     """
     method = method or method_of(build_objective(cfg.objective))
-    optimizer = cfg.optimizer
+    optimizer, adam = cfg.optimizer, cfg.megatron.known_optimizer
     settings = reference.Settings(
-        optimizer.lr, optimizer.eps, (optimizer.beta1, optimizer.beta2), optimizer.weight_decay, optimizer.clip_grad,
+        optimizer.lr, adam.adam_eps, (adam.adam_beta1, adam.adam_beta2), optimizer.weight_decay, optimizer.clip_grad,
         cfg.rollout.temperature, cfg.training.old_logprobs,
     )  # fmt: skip
-    ref = Path(cfg.model.reference) if cfg.model.reference else None
+    ref = Path(cfg.objective.reference_path) if cfg.objective.reference_path else None
     if method.ref_beta and ref is None:
         ref = material.model
     trainer = reference.Trainer(material.model, method, settings, ref, found)

@@ -39,7 +39,7 @@ FACTORS: dict[str, tuple[Value, ...]] = {
     "tied": (False, True),
     "overlap": ("none", "gradients", "both"),
     "logits_budget_mib": (None, 0, 512),
-    "fuse_gradient_accumulation": (False, True),
+    "gradient_accumulation_fusion": (False, True),
     "recompute": ("none", "selective", "full"),
     "offload_activations": (False, True),
     "colocate": (False, True),
@@ -86,34 +86,39 @@ def config_of(row: Row, model: str = "model", other: str = "other") -> Config:
         # tepo's mask compares entropies, which an engine does not report
         objective = {"name": "tepo", "beta": 0.5} if row["old_logprobs"] == "actor" else {"name": "tepo_no_kl"}
     if row["weighting"] in ("clip_cov", "kl_cov"):
-        objective |= {"cov_share": 0.2}  # of a tiny minibatch: several tokens
+        objective["weighting"] = {"share": 0.2}  # of a tiny minibatch: several tokens
     if row["weighting"] == "clip_cov":
-        objective |= {"cov_low": 0.1}
+        objective["weighting"] |= {"low": 0.1}
     if row["correction"] != "none":
         objective["correction"] = row["correction"]
     if row["reference"] != "none":
-        objective |= {"ref_beta": 0.1, "ref_kl_in": row["reference"]}
+        objective["ref_kl"] = {"beta": 0.1, "where": row["reference"], "path": other}
     gradients, parameters = _OVERLAP[row["overlap"]]
     layout = {axis: row[axis] for axis in ("tp", "pp", "vpp", "cp", "dp", "ep", "sequence_parallel")}
-    same = ("logits_budget_mib", "fuse_gradient_accumulation", "recompute", "offload_activations", "share_prompts")
+    same = ("logits_budget_mib", "recompute", "offload_activations", "share_prompts")
     cfg = validate({
         "name": "pair", "platform": "cpu",
-        "model": {"path": model, "precision": "fp32"} | ({"reference": other} if row["reference"] != "none" else {}),
+        "model": {"path": model, "precision": "fp32"},
         "data": {"train": "unused", "max_prompt_tokens": max(PROMPTS)},
-        "parallel": layout | {
-            "overlap_grad_reduce": gradients, "overlap_param_gather": parameters,
-            "bucket_parameters": plan.BUCKET if gradients else None,
-        },
+        "parallel": layout,
         "rollout": {
             "prompts_per_step": len(PROMPTS), "samples_per_prompt": 3, "temperature": TEMPERATURE,
             "max_response_tokens": LONGEST - max(PROMPTS), "colocate": row["colocate"],
         },
         "training": {name: row[name] for name in same} | {
-            "fixed_length": row["fixed_length"], "old_logprobs": row["old_logprobs"], "epochs": 2,
+            "old_logprobs": row["old_logprobs"], "epochs": 2,
             "minibatch_prompts": len(PROMPTS), "max_tokens_per_microbatch": plan.MICROBATCH,
         },
         "objective": objective,
-        "optimizer": {"lr": LEARNING_RATE, "eps": plan.EPS, "beta2": 0.95, "weight_decay": 0.01},
+        "optimizer": {"lr": LEARNING_RATE, "weight_decay": 0.01},
+        "megatron": {
+            "transformer": {"gradient_accumulation_fusion": row["gradient_accumulation_fusion"]},
+            "ddp": {
+                "overlap_grad_reduce": gradients, "overlap_param_gather": parameters,
+                "bucket_size": plan.BUCKET if gradients else None,
+            },
+            "optimizer": {"adam_eps": plan.EPS, "adam_beta2": 0.95},
+        },
         "sync": {"max_logprob_diff": 10.0},
         "logging": {"noise_floor_every": 0},
     })  # fmt: skip

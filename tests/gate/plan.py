@@ -62,13 +62,14 @@ def on_a_cpu(cfg: Config, model: str, layout: dict[str, Any], precision: str) ->
             found = tree
             for part in section.split("."):
                 found = found[part]
-            if found[name] in (None, "auto"):
+            if found.get(name) in (None, "auto"):
                 found[name] = default.cuda
     tree["platform"] = "cpu"
-    tree["model"] |= {"path": model, "precision": precision, "bf16_end_layers": 0}
+    tree["model"] |= {"path": model, "precision": precision}
     tree["parallel"] |= layout
-    if tree["parallel"]["overlap_grad_reduce"]:
-        tree["parallel"]["bucket_parameters"] = BUCKET
+    if tree["megatron"]["ddp"].get("overlap_grad_reduce"):
+        tree["megatron"]["ddp"]["bucket_size"] = BUCKET
+    tree["megatron"]["transformer"].pop("first_last_layers_bf16", None)
     tree["data"] |= {"train": "unused", "eval": None, "max_prompt_tokens": max(PROMPTS)}
     tree["evaluation"] |= {"every": 0, "benchmarks": []}
     tree["rollout"] |= {
@@ -77,12 +78,14 @@ def on_a_cpu(cfg: Config, model: str, layout: dict[str, Any], precision: str) ->
     }  # fmt: skip
     epochs, minibatch, _ = updates(cfg)
     tree["training"] |= {
-        "max_tokens_per_microbatch": MICROBATCH, "max_tokens_without_grad": None, "epochs": epochs,
-        "minibatch_prompts": minibatch,
+        "max_tokens_per_microbatch": MICROBATCH, "epochs": epochs, "minibatch_prompts": minibatch,
     }  # fmt: skip
     # the rollouts' log-probs are off by design, and `sync` has no engine
     tree["sync"] |= {"max_logprob_diff": 10.0, "quantize": "none"}
-    tree["optimizer"] |= {"lr": LEARNING_RATE, "warmup_steps": 0, "eps": EPS, "moments": "fp32", "offload": 0.0}
+    tree["optimizer"] |= {"lr": LEARNING_RATE, "warmup_steps": 0}
+    tree["megatron"]["optimizer"] |= {
+        "adam_eps": EPS, "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32", "optimizer_offload_fraction": 0.0
+    }  # fmt: skip
     tree["logging"]["noise_floor_every"] = 0
     return validate(tree)
 

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import Config, MegatronConfig
 from tepo_megatron.types import Rollout
 from tests.parallel.test_broadcast import fleet, got
 from tests.parallel.test_families import sent, whole_gradients
@@ -29,11 +30,13 @@ class Job:
         steps: Rollouts of each step.
         folder: Folder through which the trained weights are delivered by `sync.transport`, and in which a checkpoint is saved
             that another actor loads and continues. None: neither is done.
+        fixed_length: Pad every microbatch to one length, as on GPUs under megatron.transformer.tp_comm_overlap.
     """
 
     cfg: Config
     steps: tuple[tuple[Rollout, ...], ...]
     folder: Path | None = None
+    fixed_length: bool = False
 
 
 @dataclass
@@ -64,7 +67,10 @@ def run_jobs(rank: int, jobs: Sequence[Job]) -> list[Outcome]:
     # as on a GPU, optimizer and parameters leave the device; by default they stay where device and host share memory
     offload.ON_CPU = offload.ON_CUDA
     groups = parallel.initialize(jobs[0].cfg.parallel, activate("cpu"), 0)
-    found = [_train(job, groups) for job in jobs]
+    found = []
+    for job in jobs:
+        with mock.patch.object(MegatronConfig, "fixed_length", job.fixed_length):
+            found.append(_train(job, groups))
     parallel.shutdown()
     return found
 
@@ -81,7 +87,7 @@ def _train(job: Job, groups: Any) -> Outcome:
     actor, objective = Actor.open(cfg, groups), build_objective(cfg.objective)
     if actor.activations is not None:
         actor.activations.least_bytes = 1  # tiny tensors are moved too
-    if objective.ref_beta:
+    if objective.ref_kl is not None:
         actor.keep_reference()
     turns = Colocated(actor, None, groups) if cfg.rollout.colocate else Disaggregated()
     out.buckets = len(actor.chunks[0].bucket_groups)
@@ -159,7 +165,7 @@ def _resumed(actor: Any, folder: Path, step: int) -> Any:
         checkpoints.save(step, actor, {"step": step})
         assert checkpoints.wait() is not None
         fresh = Actor.open(actor.cfg, actor.groups)
-        if fresh.cfg.objective.ref_beta:
+        if fresh.cfg.objective.ref_kl:
             fresh.keep_reference()
         found = checkpoints.newest()
         assert found is not None

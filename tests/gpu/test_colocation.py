@@ -64,7 +64,7 @@ def test_page_locked_memory_is_what_the_plan_says(alone: Any, tmp_path: Path) ->
     case = cases.make_case(tmp_path, tied=True)
     tree = plain(cases.run_config(case.model, {})) | {"platform": "cuda"}
     tree["model"]["precision"] = "bf16"
-    tree["parallel"] |= {"overlap_grad_reduce": False, "overlap_param_gather": False}  # one bucket, as the plan counts
+    tree["megatron"]["ddp"] |= {"overlap_grad_reduce": False, "overlap_param_gather": False}  # one bucket, as the plan counts
     cfg = validate(tree)
     actor = Actor.open(cfg, alone)
     actor.optimizer.step()  # there are moments from here on

@@ -162,6 +162,7 @@ def run_config(
     parallel: dict[str, Any],
     max_tokens: int = 4096,
     objective: dict[str, Any] | None = None,
+    ddp: dict[str, Any] | None = None,
     **training: Any,
 ) -> Config:
     """Return the run's config for a layout.
@@ -171,6 +172,7 @@ def run_config(
         parallel: Section `parallel`.
         max_tokens: Tokens of a microbatch.
         objective: Section `objective`. None: the reference's TEPO.
+        ddp: Fields of megatron.ddp.
         training: Further keys of section `training`.
     """
     return validate({
@@ -183,8 +185,13 @@ def run_config(
         "parallel": parallel,
         "objective": objective or {"name": "tepo", "beta": BETA, "clip_low": EPS, "clip_high": EPS},
         "optimizer": {
-            "lr": ADAM["lr"], "eps": ADAM["eps"], "beta1": ADAM["betas"][0], "beta2": ADAM["betas"][1],
-            "weight_decay": ADAM["weight_decay"], "clip_grad": ADAM["clip"],
+            "lr": ADAM["lr"], "weight_decay": ADAM["weight_decay"], "clip_grad": ADAM["clip"],
+        },
+        "megatron": {
+            "ddp": ddp or {},
+            "optimizer": {
+                "adam_eps": ADAM["eps"], "adam_beta1": ADAM["betas"][0], "adam_beta2": ADAM["betas"][1],
+            },
         },
     })  # fmt: skip
 

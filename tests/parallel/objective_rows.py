@@ -13,6 +13,7 @@ from typing import Any
 from tepo_megatron.config import Config
 from tepo_megatron.config.io import validate
 from tests.gate.data import LONGEST, PROMPTS, TEMPERATURE, Material
+from tests.objective_cases import section_of
 from tests.reference.methods import CORRECTION_BOUNDS, METHODS
 from tests.reference.parts import Method
 
@@ -47,11 +48,13 @@ class Variant:
             layout: Section `parallel`.
             max_tokens: Tokens of a microbatch.
         """
-        reference = {"reference": str(material.other)} if self.method.ref_beta else {}
+        section = section_of({"name": self.row} | self.parts)
+        if self.method.ref_beta:
+            section["ref_kl"]["path"] = str(material.other)
         return validate({
             "name": "row",
             "platform": "cpu",
-            "model": {"path": str(material.model), "precision": "fp32"} | reference,
+            "model": {"path": str(material.model), "precision": "fp32"},
             "data": {"train": "unused", "max_prompt_tokens": max(PROMPTS)},
             "rollout": {
                 "prompts_per_step": len(PROMPTS), "samples_per_prompt": 3, "temperature": TEMPERATURE,
@@ -59,9 +62,10 @@ class Variant:
             },
             "training": {"max_tokens_per_microbatch": max_tokens, "minibatch_prompts": 2, "epochs": 1} | self.training,
             "parallel": dict(layout),
-            "objective": {"name": self.row} | self.parts,
+            "objective": section,
             # with a large eps the step is the gradient's, so that the rounding of one update is not the next one's error
-            "optimizer": {"lr": LEARNING_RATE, "eps": 1.0, "weight_decay": 0.0},
+            "optimizer": {"lr": LEARNING_RATE, "weight_decay": 0.0},
+            "megatron": {"optimizer": {"adam_eps": 1.0}},
             "sync": {"max_logprob_diff": 10.0},
             "logging": {"noise_floor_every": 0},
         })  # fmt: skip

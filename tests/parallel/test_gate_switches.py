@@ -54,8 +54,8 @@ SWITCHES: dict[str, dict[str, Tree]] = {
     "old_logprobs": {name: {"training": {"old_logprobs": name}} for name in ("actor", "rollout")},
     "correction": {"none": {}} | {name: {"objective": {"correction": name}} for name in ("tis", "mis", "icepop")},
     "reference": {
-        "none": {}, "loss": {"objective": {"ref_beta": 0.1}},
-        "reward": {"objective": {"ref_beta": 0.1, "ref_kl_in": "reward", "advantage": "mean"}},
+        "none": {}, "loss": {"objective": {"ref_kl": {"beta": 0.1}}},
+        "reward": {"objective": {"ref_kl": {"beta": 0.1, "where": "reward"}, "advantage": "mean"}},
     },
     "weighting": {"none": {}, "steer": {"objective": {"weighting": "steer"}}},
     "compared": {"all": {}, "some": {"sync": {"compared_tokens": 30}}},

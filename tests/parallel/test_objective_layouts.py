@@ -28,7 +28,7 @@ from tepo_megatron.ops.planning import plan_microbatches
 from tepo_megatron.ops.segments import Segments
 from tepo_megatron.ops.shared_prompts import PrefixGroups
 from tepo_megatron.types import PackedMicrobatch, TokenStats
-from tests.objective_cases import MARGIN, Batch, draw, expected, inputs_of, method_of
+from tests.objective_cases import MARGIN, Batch, draw, expected, inputs_of, method_of, replaced
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.slow
@@ -43,26 +43,26 @@ def objectives() -> dict[str, Objective]:
     out = {}
     for name, row in OBJECTIVES.items():
         parts: dict[str, Any] = {k: math.copysign(v, getattr(row, k)) for k, v in LARGER.items() if getattr(row, k)}
-        if row.weighting != "none":
+        if row.weighting.type != "none":
             parts |= {"cov_share": 0.2, "cov_low": 0.3, "steer_lambda_min": 0.5}
-        out[name] = row.replace(**parts)
+        out[name] = replaced(row, **parts)
     tepo, grpo, prefix = out["tepo"], out["grpo"], out["prefix_is"]
     return out | {
-        "grpo, tis": grpo.replace(correction="tis"),
-        "grpo, icepop, reference": grpo.replace(correction="icepop", ref_beta=0.3),
-        "tepo, tis": tepo.replace(correction="tis"),
-        "tepo, mis": tepo.replace(correction="mis", correction_low=0.8, correction_high=1.3),
-        "tepo, steer": tepo.replace(weighting="steer", steer_lambda_min=0.5),
-        "tepo, clip_cov": tepo.replace(weighting="clip_cov", cov_share=0.2, cov_low=0.3),
-        "tepo_alg1, kl_cov": out["tepo_alg1"].replace(weighting="kl_cov", cov_share=0.2),
-        "tepo, entropy advantage": tepo.replace(advantage_alpha=0.4),
-        "prefix, mis, sequence mean": prefix.replace(
-            correction="mis", correction_low=0.8, aggregate="sequence_mean_token_mean"
+        "grpo, tis": replaced(grpo, correction="tis"),
+        "grpo, icepop, reference": replaced(grpo, correction="icepop", ref_beta=0.3),
+        "tepo, tis": replaced(tepo, correction="tis"),
+        "tepo, mis": replaced(tepo, correction="mis", correction_low=0.8, correction_high=1.3),
+        "tepo, steer": replaced(tepo, weighting="steer", steer_lambda_min=0.5),
+        "tepo, clip_cov": replaced(tepo, weighting="clip_cov", cov_share=0.2, cov_low=0.3),
+        "tepo_alg1, kl_cov": replaced(out["tepo_alg1"], weighting="kl_cov", cov_share=0.2),
+        "tepo, entropy advantage": replaced(tepo, advantage_alpha=0.4),
+        "prefix, mis, sequence mean": replaced(
+            prefix, correction="mis", correction_low=0.8, aggregate="sequence_mean_token_mean"
         ),
-        "prefix, icepop, KL": prefix.replace(correction="icepop", kl_mask="both", beta=0.5),
-        "prefix, steer": prefix.replace(weighting="steer", steer_lambda_min=0.5),
-        "prefix, eq4": prefix.replace(surrogate="clip_eq4"),
-        "prefix, unclipped, kl_cov": prefix.replace(surrogate="unclipped", weighting="kl_cov", cov_share=0.2),
+        "prefix, icepop, KL": replaced(prefix, correction="icepop", kl_mask="both", beta=0.5),
+        "prefix, steer": replaced(prefix, weighting="steer", steer_lambda_min=0.5),
+        "prefix, eq4": replaced(prefix, surrogate="clip_eq4"),
+        "prefix, unclipped, kl_cov": replaced(prefix, surrogate="unclipped", weighting="kl_cov", cov_share=0.2),
     }
 
 
@@ -230,8 +230,8 @@ def test_alone_as_the_reference(results: dict[str, Any], batch: Batch, name: str
     conditions = {
         "clipped": o.surrogate in ("clip", "clip_eq4", "stop_gradient") and o.clip_low < 1,
         "masked": o.kl_mask != "none",
-        "weighted": o.weighting != "none",
-        "corrected": o.correction != "none",
+        "weighted": o.weighting.type != "none",
+        "corrected": o.correction.type != "none",
     }
     assert all(outcome.shares[condition] >= 0.05 for condition, there in conditions.items() if there), outcome.shares
     compare(results["alone"][name][0], torch.cat([outcome.loss.detach()[None], x_grad, h_grad]), name)

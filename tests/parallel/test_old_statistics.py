@@ -1,14 +1,18 @@
 """Passes that are not made: with one update on a rollout batch, and where the engine's log-probs are the old ones."""
 
+import contextlib
 import functools
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from tepo_megatron.config import TrainingConfig
 from tests.marks import slow_but
 from tests.parallel import cases
 from tests.parallel import resume_worlds as w
@@ -68,10 +72,6 @@ def test_the_first_updates_ratio_is_one_in_bf16_too(case: cases.Case, layout: di
 class Count(w.Kill):
     """Report each call of any function in `where` (separated by spaces) to the journal, and kill nobody."""
 
-    def __post_init__(self) -> None:
-        for place in self.where.split():
-            w.Kill(place)  # checks that the function exists
-
     def arm(self, journal: Path) -> None:
         import importlib
 
@@ -119,7 +119,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"training": ONE_UPDATE}, 0),
         ({"training": ONE_UPDATE, "objective": {"name": "clip_cov", "beta": None}}, w.STEPS),
-        ({"training": ONE_UPDATE, "objective": {"ref_beta": 0.1, "ref_kl_in": "reward"}}, 2 * w.STEPS),
+        ({"training": ONE_UPDATE, "objective": {"ref_kl": {"beta": 0.1, "where": "reward"}}}, 2 * w.STEPS),
         # the gate's own: one where a step takes several updates
         ({"training": {"old_logprobs": "rollout"}, "objective": {"name": "grpo", "beta": None}}, None),
     ],
@@ -158,15 +158,25 @@ def test_several_updates_have_their_pass(model: Path, tmp_path: Path) -> None:
     assert [r["tepo/kl_mask_share"] is not None for r in records] == [n == 2 for n in updates]
 
 
+@contextlib.contextmanager
+def _bounded(tokens: int | None) -> Iterator[None]:
+    """Within this, passes without gradient take so many tokens of a microbatch; None: the default."""
+    default = TrainingConfig.tokens_without_grad
+    with mock.patch.object(TrainingConfig, "tokens_without_grad", lambda cfg, fixed: tokens or default(cfg, fixed)):
+        yield
+
+
 @pytest.mark.slow
 def test_passes_without_gradient_take_larger_microbatches(model: Path, tmp_path: Path) -> None:
     """Passes without gradient have a token limit of their own, and give the same numbers."""
     records, microbatches = [], []
     for bound in (32, None, 4096):
         folder = tmp_path / str(bound)
-        records.append(
-            run(model, folder, training={"max_tokens_without_grad": bound, "steps": 1, "minibatch_prompts": 1})[0][0]
-        )
+        default = TrainingConfig.tokens_without_grad
+        with mock.patch.object(
+            TrainingConfig, "tokens_without_grad", lambda cfg, fixed, b=bound, d=default: b or d(cfg, fixed)
+        ):
+            records.append(run(model, folder, training={"steps": 1, "minibatch_prompts": 1})[0][0])
         rows = w.journal_rows(folder / "journal")
         microbatches.append(next(row["size"] for row in rows if row.get("called") == "forward"))
     assert microbatches[0] > microbatches[1] and microbatches[2] == 1

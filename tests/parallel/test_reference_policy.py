@@ -68,8 +68,7 @@ def with_reference(rank: int, cfg: Any, batch: Any) -> dict[str, Any]:
 def outs(case: cases.Case, other: Path) -> list[list[dict[str, Any]]]:
     out = []
     for layout in LAYOUTS:
-        cfg = cases.run_config(case.model, layout, 100, {"name": "grpo", "ref_beta": BETA})
-        cfg = replace(cfg, model=replace(cfg.model, reference=str(other)))
+        cfg = cases.run_config(case.model, layout, 100, {"name": "grpo", "ref_kl": {"beta": BETA, "path": str(other)}})
         out.append(run_world(cfg.parallel.world_size, with_reference, cfg, case.batches[0]))
     return out
 

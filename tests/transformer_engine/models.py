@@ -62,20 +62,30 @@ def write(name: str, folder: Path, scale: float = 4.0) -> Path:
     return folder / name
 
 
-def config(path: Path, parallel: dict[str, Any], precision: str, platform: str = "cuda", **sections: dict[str, Any]) -> Config:
+def config(
+    path: Path,
+    parallel: dict[str, Any],
+    precision: str,
+    platform: str = "cuda",
+    fused: bool | None = None,
+    **sections: dict[str, Any],
+) -> Config:
     """Return the config of `tests/parallel/cases.py` for this model.
 
     Args:
-        path: Directory of the model.
-        parallel: Section `parallel`.
-        precision: Preset of precision.
-        platform: cuda or cpu.
+        path: The model.
+        parallel: The mesh.
+        precision: `model.precision`.
+        platform: "cpu" or "cuda".
+        fused: megatron.transformer.gradient_accumulation_fusion. None: the platform's default.
         sections: Further keys, by their section.
     """
     tree = plain(cases.run_config(path, parallel)) | {"platform": platform}
     tree["model"]["precision"] = precision
     for section, keys in sections.items():
         tree[section] |= keys
+    if fused is not None:
+        tree["megatron"]["transformer"]["gradient_accumulation_fusion"] = fused
     return validate(tree)
 
 

@@ -285,7 +285,7 @@ def test_the_kernels_that_compute_are_named(made: Make, monkeypatch: pytest.Monk
     def kernels(*installed: str, **model: str) -> tuple[str, str]:
         monkeypatch.setattr(versions, "computing", lambda: frozenset(installed))
         cfg = made(platform="cuda", model=model)
-        (found,) = versions.kernels(cfg.model, cfg.training, cfg.platform, cfg.parallel.cp)
+        (found,) = versions.kernels(cfg.model, cfg.megatron, cfg.platform, cfg.parallel.cp)
         return found.verdict, found.said
 
     verdict, said = kernels("transformer_engine", "apex", "amp_C")

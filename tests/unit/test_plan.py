@@ -14,7 +14,7 @@ import torch
 from benchmarks.plan import ROWS, predicted_seconds, table
 from tepo_megatron.actor.precision import optimizer_fields
 from tepo_megatron.cli import main
-from tepo_megatron.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from tepo_megatron.config import Config, MegatronConfig, ModelConfig, ParallelConfig, TrainingConfig
 from tepo_megatron.config.io import load_config, validate
 from tepo_megatron.errors import ConfigError
 from tepo_megatron.plan import activations
@@ -123,33 +123,41 @@ def test_recomputed_blocks_take_time() -> None:
     assert added == pytest.approx(block / layer)
 
 
+def both_moments(kind: str) -> dict[str, Any]:
+    return {"exp_avg_dtype": kind, "exp_avg_sq_dtype": kind}
+
+
 @pytest.mark.parametrize(
     ("precision", "keys", "element"),
     [
         ("bf16", {}, 12),
-        ("bf16", {"moments": "bf16"}, 6),  # of the masters the 16 bits that the weights lack
-        ("bf16", {"moments": "fp8"}, 4),
-        ("bf16", {"offload": 0.75}, 3),
+        ("bf16", both_moments("bf16"), 6),  # of the masters the 16 bits that the weights lack
+        ("bf16", both_moments("fp8"), 4),
+        ("bf16", {"optimizer_offload_fraction": 0.75}, 3),
         ("fp32", {}, 8),
-        ("fp32", {"moments": "bf16"}, 8),
-        ("fp32", {"offload": 1.0}, 0),
+        ("fp32", both_moments("bf16"), 8),
+        ("fp32", {"optimizer_offload_fraction": 1.0}, 0),
     ],
 )
 def test_the_optimizers_bytes_of_an_element(precision: str, keys: dict[str, Any], element: float) -> None:
     family, arch = read_model("Qwen2.5-7B")
     mine = held(family.rows, arch, ParallelConfig(dp=4), 0)
-    optimizer = OptimizerConfig(**keys)
-    found = state_bytes(mine, precision, optimizer)
+    megatron = MegatronConfig(optimizer=keys)
+    adam = megatron.known_optimizer
+    found = state_bytes(mine, precision, adam)
     assert found["optimizer"] == pytest.approx(element * mine.owned)
     assert found | {"optimizer": 0} == state_bytes(mine, precision) | {"optimizer": 0}
-    moments = optimizer_fields(ModelConfig(path="m"), ParallelConfig(), optimizer, "cuda")
-    assert MOMENT[optimizer.moments] == moments.get("exp_avg_dtype", torch.float32).itemsize
+    moments = optimizer_fields(ModelConfig(path="m"), megatron, "cuda")
+    assert MOMENT[adam.exp_avg_dtype] == moments.get("exp_avg_dtype", torch.float32).itemsize
 
 
 def test_an_offloaded_optimizer_takes_host_memory_and_time() -> None:
     """State that leaves the GPU is in host memory, with gradients, for each rank of a machine; the update waits for it."""
     here, there = (
-        predictor_of(config(optimizer={"offload": share}, checkpoint={"every": 0}, parallel={"dp": 4}), PlanRequest())
+        predictor_of(
+            config(megatron={"optimizer": {"optimizer_offload_fraction": share}}, checkpoint={"every": 0}, parallel={"dp": 4}),
+            PlanRequest(),
+        )
         for share in (0.0, 1.0)
     )
     whole = total_parameters(here.model.family.rows, here.model.arch)

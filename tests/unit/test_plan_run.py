@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.config import Config
+from tepo_megatron.config import Config, MegatronConfig
 from tepo_megatron.config.io import load_config
 from tepo_megatron.controller.method import resolve
 from tepo_megatron.evaluation import benchmarks
@@ -30,13 +30,15 @@ def test_fp8_copies_of_weights() -> None:
     cfg = load_config("examples/recipes/qwen3-14b-16gpu-colocated.yaml")
     fp8 = replace(cfg.model, precision="fp8-current")
     layer = 5120 * ((40 + 2 * 8) * 128 + 40 * 128 + 3 * 17408) / cfg.parallel.tp
-    for model, expected in (
-        (cfg.model, None),
-        (fp8, 2 * 40 * layer),
-        (replace(fp8, bf16_end_layers=2), 2 * 36 * layer),
-        (replace(fp8, precision="fp8-blockwise"), (2 + 8 / 128**2) * 40 * layer),
+    ends = {"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
+    in_bf16 = MegatronConfig(transformer={"first_last_layers_bf16": True, **ends})
+    for model, megatron, expected in (
+        (cfg.model, cfg.megatron, None),
+        (fp8, cfg.megatron, 2 * 40 * layer),
+        (fp8, in_bf16, 2 * 36 * layer),
+        (replace(fp8, precision="fp8-blockwise"), cfg.megatron, (2 + 8 / 128**2) * 40 * layer),
     ):
-        predictor = predictor_of(replace(cfg, model=model), PlanRequest())
+        predictor = predictor_of(replace(cfg, model=model, megatron=megatron), PlanRequest())
         assert TrainerMemory.of(predictor.cfg, predictor.model).state().parts.get(FP8_WORKSPACES) == expected
 
 
@@ -76,7 +78,7 @@ def test_page_locked_memory_of_a_machine() -> None:
     assert found == pytest.approx((2 * 2 + 12) * whole, rel=1e-3)
     family, arch = read_model("models/Llama-3.1-8B")  # whose last stages have the norm besides
     cfg = config(
-        "models/Llama-3.1-8B", objective={"ref_beta": 0.1}, parallel={"tp": 8, "pp": 2, "sequence_parallel": True},
+        "models/Llama-3.1-8B", objective={"ref_kl": {"beta": 0.1}}, parallel={"tp": 8, "pp": 2, "sequence_parallel": True},
         rollout={"server": {"rendezvous": "x"}}, sync={"transport": "group"},
     )  # fmt: skip
     stages_ = [held(family.rows, arch, cfg.parallel, rank).parameters for rank in range(2)]

@@ -15,7 +15,7 @@ def run(check: Check) -> None:
     case = cases.make_case(folder, tied=True)
     jobs = [TrainingJob(f"fp32, {name}", case, cases.LAYOUTS[name], "fp32", {}) for name in LAYOUTS]
     jobs += [TrainingJob(f"fp32, DP2, {WITHOUT_LOGITS}", case, cases.LAYOUTS["DP2"], "fp32", {"logits_budget_mib": 0})]
-    overlapped = cases.LAYOUTS["DP2"] | {"overlap_grad_reduce": True, "overlap_param_gather": True}  # as on `cuda`
-    jobs += [TrainingJob("fp32, DP2, overlapped", case, overlapped, "fp32", {})]
+    overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": True}  # as on `cuda`
+    jobs += [TrainingJob("fp32, DP2, overlapped", case, cases.LAYOUTS["DP2"], "fp32", {}, overlaps)]
     jobs += [TrainingJob(f"bf16, {name}", case, cases.LAYOUTS[name], "bf16", {}) for name in LAYOUTS]
     train(check, jobs, staged=True)

@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ class TrainingJob:
         layout: Keys of the config's section `parallel`.
         precision: A preset.
         training: Keys of the config's section `training`.
+        ddp: Fields of `megatron.ddp`.
     """
 
     line: str
@@ -56,10 +57,11 @@ class TrainingJob:
     layout: dict[str, Any]
     precision: str
     training: dict[str, Any]
+    ddp: dict[str, Any] = field(default_factory=dict)
 
     def config(self, platform: str) -> Config:
         """Return the config, with what the platform switches on by default."""
-        tree = plain(cases.run_config(self.case.model, self.layout, **self.training)) | {"platform": platform}
+        tree = plain(cases.run_config(self.case.model, self.layout, ddp=self.ddp, **self.training)) | {"platform": platform}
         attention = "sdpa" if self.precision == "fp32" else "auto"
         tree["model"] |= {"precision": self.precision, "attention": attention}
         return validate(tree)

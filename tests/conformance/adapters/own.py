@@ -16,6 +16,7 @@ from tepo_megatron.types import Denominators, TokenStats
 from tests.conformance.answers import Loss
 from tests.conformance.check import Subject
 from tests.conformance.parts import Part
+from tests.objective_cases import replaced
 from tests.reference.methods import METHODS
 from tests.reference.parts import Method
 
@@ -61,13 +62,13 @@ def _inputs(part: Part, weights: TokenWeights | None) -> LossInputs:
 
 
 def _subject(name: str, **more: Any) -> Subject:
-    """more: replaced parts, with the same names in the product and in the reference."""
+    """more: replaced parts, by their names in the reference."""
     method = METHODS[name] | more
     parts = {k: math.copysign(v, method[k]) for k, v in _LARGER.items() if method.get(k)} | more
     reaches_over_sequences = method["ratio"] in ("sequence", "prefix") or method.get("correction") == "mis"
     return Subject(
         ", ".join([name, *(f"{k}={v}" for k, v in more.items())]),
-        loss_of(OBJECTIVES[name].replace(**parts)),
+        loss_of(replaced(OBJECTIVES[name], **parts)),
         Method(**(method | parts)),
         splits_sequences=not reaches_over_sequences,
     )

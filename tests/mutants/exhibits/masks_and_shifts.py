@@ -15,7 +15,7 @@ EXHIBITS = (
             "the code ran; ablations of the coefficient compared a thing with itself."
         ),
         cost=(
-            "With objective.ref_kl_in=reward the KL is computed, logged as reward/ref_kl, and leaves the "
+            "With objective.ref_kl.where=reward the KL is computed, logged as reward/ref_kl, and leaves the "
             "advantages as they were."
         ),
         symbol="_with_reference",
@@ -30,8 +30,8 @@ EXHIBITS = (
         bug="As above, one level lower: the penalty is in the loss and in the metric, and nothing learns from it.",
         cost="Loss and loss/ref_kl are right to the last bit; the reference policy does not hold the policy.",
         symbol="Objective.__call__",
-        old="value_R = value_R - self.ref_beta * ref_penalty_R",
-        new="value_R = value_R - self.ref_beta * ref_penalty_R.detach()",
+        old="value_R = value_R - self.ref_kl.beta * ref_penalty_R",
+        new="value_R = value_R - self.ref_kl.beta * ref_penalty_R.detach()",
         tests=("tests/unit/losses/test_objectives.py::test_reference_kl_pulls_towards_the_reference_alone",),
     ),
     Exhibit(

@@ -187,7 +187,7 @@ EXHIBITS = (
             "Megatron divides each microbatch's loss by its own rows, by the number of microbatches and by the "
             "data-parallel size instead of once by N."
         ),
-        symbol="transformer_config",
+        symbol="own_fields",
         old="calculate_per_token_loss=True,",
         new="calculate_per_token_loss=False,",
         tests=("tests/parallel/test_layouts.py::test_layout_equals_reference",),

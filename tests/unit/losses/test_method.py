@@ -13,8 +13,7 @@ from tepo_megatron.errors import ConfigError
 from tepo_megatron.launcher.start import preflight
 from tepo_megatron.rewards.overlong import OverlongShaping
 
-DYNAMIC = {"name": "grpo", "dynamic_sampling": True}
-SHAPED = {"name": "grpo", "overlong_shaping": True}
+DAPO = {"name": "dapo"}  # it samples dynamically and shapes the reward of long responses
 
 
 def tree(**sections: Any) -> dict[str, Any]:
@@ -42,15 +41,19 @@ def test_dapo_refills_and_shapes() -> None:
 
 
 def test_each_part_alone() -> None:
-    assert (method(objective=DYNAMIC).max_generation_rounds, method(objective=DYNAMIC).overlong) == (10, None)
-    assert method(objective=SHAPED).max_generation_rounds == 1
-    assert method(objective=SHAPED, rollout={"max_response_tokens": 1023}).overlong == OverlongShaping(1023, 204, 0.5)
-    assert method(objective=SHAPED, rollout={"max_response_tokens": 3}).overlong == OverlongShaping(3, 1, 0.5)
+    """A number in the config switches one of them off."""
+    sampled = method(objective=DAPO, reward={"overlong_buffer_tokens": 0})
+    assert (sampled.max_generation_rounds, sampled.overlong) == (10, None)
+    for tokens, buffer in ((1023, 204), (3, 1)):
+        shaped = method(objective=DAPO, rollout={"max_response_tokens": tokens, "max_generation_rounds": 1})
+        assert (shaped.max_generation_rounds, shaped.overlong) == (1, OverlongShaping(tokens, buffer, 0.5))
+    unfiltered = {"max_generation_rounds": 1, "filter_uniform_groups": False}
+    assert method(objective=DAPO, rollout=unfiltered).max_generation_rounds == 1
 
 
 def test_numbers_in_the_config_hold_for_every_objective() -> None:
     given = {"rollout": {"max_generation_rounds": 3}, "reward": {"overlong_buffer_tokens": 512}}
-    for objective in ({"name": "tepo"}, DYNAMIC | SHAPED):
+    for objective in ({"name": "tepo"}, DAPO):
         resolved = method(objective=objective, **given)
         assert (resolved.max_generation_rounds, resolved.overlong) == (3, OverlongShaping(8192, 512, 0.5))
 
@@ -59,41 +62,29 @@ def test_numbers_in_the_config_hold_for_every_objective() -> None:
     ("sections", "message"),
     [
         (
-            {"objective": DYNAMIC, "rollout": {"filter_uniform_groups": False}},
-            r"rollout\.filter_uniform_groups=false keeps; set that to true, or objective\.dynamic_sampling=false",
-        ),
-        (
-            {"objective": DYNAMIC, "rollout": {"max_generation_rounds": 1}},
-            r"rollout\.max_generation_rounds=1 forbids; .* or set objective\.dynamic_sampling=false",
-        ),
-        (
-            {"objective": SHAPED, "reward": {"overlong_buffer_tokens": 0}},
-            r"reward\.overlong_buffer_tokens=0 forbids; .* or set objective\.overlong_shaping=false",
+            {"objective": DAPO, "rollout": {"filter_uniform_groups": False}},
+            r"rollout\.filter_uniform_groups=false keeps; set that to true, or rollout\.max_generation_rounds=1",
         ),
         (
             {"reward": {"overlong_buffer_tokens": 8192}},
             r"overlong_buffer_tokens=8192 must be below rollout\.max_response_tokens=8192",
         ),
-        ({"objective": SHAPED, "rollout": {"max_response_tokens": 1}}, r"overlong_buffer_tokens=1 must be below"),
+        ({"objective": DAPO, "rollout": {"max_response_tokens": 1}}, r"overlong_buffer_tokens=1 must be below"),
         (
             {"training": {"old_logprobs": "rollout"}},
             r"old_logprobs=rollout knows no old entropies, which objective\.kl_mask=falling_entropy compares with",
         ),
         (
             {"training": {"old_logprobs": "rollout"}, "objective": {"name": "grpo", "correction": "tis"}},
-            r"old_logprobs=rollout leaves objective\.correction=tis nothing to correct",
+            r"old_logprobs=rollout leaves objective\.correction\.type=tis nothing to correct",
         ),
         (
             {"rollout": {"max_generation_rounds": 3, "filter_uniform_groups": False}},
             r"rollout\.max_generation_rounds=3 has no effect with rollout\.filter_uniform_groups=false",
         ),
         (
-            {"objective": {"name": "dapo", "overlong_shaping": False}, "reward": {"overlong_buffer_tokens": 9}},
-            r"reward\.overlong_buffer_tokens=9 shapes the reward, which objective\.overlong_shaping=false forbids",
-        ),
-        (
             {
-                "objective": {"name": "grpo", "ref_beta": 0.1, "ref_kl_in": "reward"},
+                "objective": {"name": "grpo", "ref_kl": {"beta": 0.1, "where": "reward"}},
                 "rollout": {"filter_uniform_groups": False},
             },
             r"makes full-size advantages of it; use objective\.advantage=mean, or filter those groups",
@@ -120,8 +111,8 @@ def test_values_out_of_range(sections: dict[str, Any], message: str) -> None:
 
 def test_nulls_survive_the_resolved_config(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(validate(tree(objective=DYNAMIC | SHAPED))))
-    assert resolve(load_config(path)) == method(objective=DYNAMIC | SHAPED)
+    path.write_text(to_yaml(validate(tree(objective=DAPO))))
+    assert resolve(load_config(path)) == method(objective=DAPO)
 
 
 ABLATIONS = {"ablation.yaml", "precision.yaml"}  # these hold several runs

@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 
+from tepo_megatron.config.objective import ClipCov
 from tepo_megatron.losses import OBJECTIVES, Objective
 from tepo_megatron.losses.ratio import sequence_ratio
 from tepo_megatron.losses.surrogate import SURROGATES, ClipBounds
-from tests.objective_cases import Batch, draw, inputs_of, ours
+from tests.objective_cases import Batch, draw, inputs_of, ours, replaced
 from tests.reference.parts import Response
 
 
@@ -126,7 +127,7 @@ def test_dual_clip_bounds_the_cost_of_a_wrong_answer_that_became_likelier() -> N
 def test_corrections_by_hand(correction: str, log_mismatch: list[float], factors: list[float]) -> None:
     """A correction multiplies the gradient at ratio one by its factor; the denominator stays."""
     batch = one_response(1.0, [0.0] * 4, rollout=[-4 - x for x in log_mismatch])
-    _, grad, _ = ours(OBJECTIVES["grpo"].replace(correction=correction), batch)
+    _, grad, _ = ours(replaced(OBJECTIVES["grpo"], correction=correction), batch)
     assert (-4 * grad).tolist() == pytest.approx(factors, rel=1e-12)
 
 
@@ -136,7 +137,7 @@ def test_clip_cov_drops_the_smallest_keys_among_its_candidates() -> None:
     wrong = Response(-1.0, [-4.0] * 3, [1.0] * 3, [-4.0] * 3, [-4.0] * 3, [2, 1, 0])
     # l - mean l = 2, 2, -1 and -1, -1, -1; A = 1 and -1: covariances 2, 2, -1 and 1, 1, 1, of which those at 1 are not above it
     logprob = torch.tensor([-1.0, -1.0, -4.0, -4.0, -4.0, -4.0], dtype=torch.float64)
-    objective = Objective(ratio="none", surrogate="reinforce", weighting="clip_cov", cov_share=0.2)
+    objective = Objective(ratio="none", surrogate="reinforce", weighting=ClipCov(share=0.2))
     _, grad, _ = ours(objective, Batch([right, wrong], logprob, torch.ones(6).double()))
     assert (-6 * grad).tolist() == [1, 0, 1, -1, -1, -1]
 
@@ -161,7 +162,7 @@ def test_weights_belong_to_tokens_not_to_their_places() -> None:
         *(torch.cat([x.split(lengths)[i] for i in order]) for x in (batch.logprob, batch.entropy)),
     )
     for name in ("clip_cov", "kl_cov", "steer"):
-        objective = OBJECTIVES[name].replace(cov_share=0.2, ratio="sequence")
+        objective = replaced(OBJECTIVES[name], cov_share=0.2, ratio="sequence")
         _, here, _ = ours(objective, batch)
         _, there, _ = ours(objective, moved)
         torch.testing.assert_close(there, torch.cat([here.split(lengths)[i] for i in order]), rtol=1e-12, atol=0)
@@ -170,7 +171,7 @@ def test_weights_belong_to_tokens_not_to_their_places() -> None:
 def test_reference_kl_pulls_towards_the_reference_alone() -> None:
     """k3 at l - l_ref: gradient 1 - exp(l_ref - l), zero where the policies agree."""
     batch = one_response(0.0, [0.0, 0.0], ref=[-4.0, -3.0])
-    _, grad, _ = ours(OBJECTIVES["grpo"].replace(ref_beta=0.5), batch)
+    _, grad, _ = ours(replaced(OBJECTIVES["grpo"], ref_beta=0.5), batch)
     assert grad.tolist() == pytest.approx([0.0, 0.5 * (1 - math.e) / 2], rel=1e-12)
-    _, grad, _ = ours(OBJECTIVES["grpo"].replace(ref_beta=0.5, ref_kl_in="reward"), batch)
+    _, grad, _ = ours(replaced(OBJECTIVES["grpo"], ref_beta=0.5, ref_kl_in="reward"), batch)
     assert grad.tolist() == [0.0, 0.0]
